@@ -1,0 +1,194 @@
+"""Snapshots to numbers: one code for training and serving.
+
+A router's view of N replicas is a table of shape (num_replicas, NUM_COLUMNS), one row per
+replica, in the units of `ReplicaSnapshot`. Two functions read it: `encode` makes the flat
+observation of a network, `linear_scores` the costs of the linear policy. Both are compiled into
+the simulator's kernel and called as they are by the server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray, ReplicaSnapshot
+
+# Columns of the table.
+TOKENS_PER_S = 0
+NUM_SLOTS = 1
+MAX_CONCURRENCY = 2
+NUM_WAITING = 3
+NUM_RUNNING = 4
+TOKENS_IN_FLIGHT = 5
+WAIT_S = 6
+MEAN_RESPONSE_S = 7
+SPEED_RANK = 8
+NUM_COLUMNS = 9
+
+NUM_REQUEST_FEATURES = 16
+NUM_REPLICA_FEATURES = 6
+NUM_FINISH_FEATURES = 2
+
+OBSERVATION_LIMIT = 20.0
+"""Every observed number lies in [-20, 20]: they are logarithms, so the bound is e^20 units."""
+
+NUM_SCORE_FEATURES = 7
+NUM_SCORE_POWERS = 3
+NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
+
+
+def observation_size(num_replicas: int, expected_finish: bool) -> int:
+    """Length of the flat observation: 40 for three replicas with expected finish times."""
+    per_replica = NUM_REPLICA_FEATURES + (NUM_FINISH_FEATURES if expected_finish else 0)
+    return NUM_REQUEST_FEATURES + num_replicas * per_replica
+
+
+def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
+    """Rank of each replica by speed, from -1 (slowest) to 1 (fastest), shape (num_replicas,).
+
+    Equal speeds are ranked by position, so that even equal replicas can be told apart.
+    """
+    num = len(tokens_per_s)
+    if num == 1:
+        return np.zeros(1)
+    ranks = np.empty(num)
+    ranks[np.argsort(tokens_per_s, kind="stable")] = np.linspace(-1.0, 1.0, num)
+    return ranks
+
+
+def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """Lay snapshots out as the table, shape (num_replicas, NUM_COLUMNS)."""
+    columns = np.empty((len(snapshots), NUM_COLUMNS))
+    for row, snapshot in zip(columns, snapshots, strict=True):
+        row[:SPEED_RANK] = (
+            snapshot.tokens_per_s,
+            snapshot.num_slots,
+            snapshot.max_concurrency,
+            snapshot.num_waiting,
+            snapshot.num_running,
+            snapshot.tokens_in_flight,
+            snapshot.wait_s,
+            snapshot.mean_response_s,
+        )
+    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S])
+    return columns
+
+
+def squash(scaled_features: FloatArray) -> FloatArray:
+    """Signed logarithm of scaled request features, any shape, bounded by OBSERVATION_LIMIT.
+
+    The bound is out of reach: it stands for a feature e^20 interquartile ranges off its median.
+    """
+    return np.sign(scaled_features) * np.log1p(np.abs(scaled_features))
+
+
+@compiled
+def encode(
+    request_features: FloatArray,
+    predicted_total_tokens: float,
+    columns: FloatArray,
+    expected_finish: bool,
+    out: npt.NDArray[np.float32],
+) -> int:
+    """Write the observation of one decision and count the numbers that hit the bound.
+
+    Args:
+        request_features: `squash`ed features of the request, shape (NUM_REQUEST_FEATURES,).
+        predicted_total_tokens: Size of the request as the router knows it, tokens.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        expected_finish: Whether to add the wait and the finish time of each replica.
+        out: Filled with the observation, shape (observation_size(...),).
+
+    Returns:
+        How many numbers were beyond OBSERVATION_LIMIT and were set to it.
+    """
+    saturated = 0
+    for i in range(NUM_REQUEST_FEATURES):
+        out[i] = request_features[i]
+    at = NUM_REQUEST_FEATURES
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
+        first = at
+        out[at] = math.log(1.0 + row[NUM_WAITING])
+        out[at + 1] = math.log(1.0 + row[TOKENS_IN_FLIGHT] / 1000.0)
+        # -1 says that nothing has completed yet; a response time gives a number above zero.
+        out[at + 2] = (
+            -1.0 if math.isnan(row[MEAN_RESPONSE_S]) else math.log(1.0 + row[MEAN_RESPONSE_S])
+        )
+        out[at + 3] = math.log(1.0 + outstanding / row[MAX_CONCURRENCY])
+        out[at + 4] = row[NUM_RUNNING] / row[NUM_SLOTS]
+        out[at + 5] = math.log(1.0 + row[TOKENS_PER_S] / 1000.0)
+        at += NUM_REPLICA_FEATURES
+        if expected_finish:
+            out[at] = math.log(1.0 + row[WAIT_S])
+            out[at + 1] = math.log(1.0 + row[WAIT_S] + predicted_total_tokens / row[TOKENS_PER_S])
+            at += NUM_FINISH_FEATURES
+        for i in range(first, at):
+            if out[i] > OBSERVATION_LIMIT:
+                saturated += 1
+                out[i] = OBSERVATION_LIMIT
+    return saturated
+
+
+@compiled
+def linear_scores(
+    weights: FloatArray,
+    predicted_total_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every replica: its expected response time plus a learned correction.
+
+    With w the wait, s the service time (both in units of the SLO), z the size of the request
+    relative to the mean and r the replica's speed rank, the cost is
+
+        w + s + sum over p in 0..2 of r^p * (weights[p] . f),
+        f = (1, w, s, w (z - 1), s (z - 1), [w + s > 1], max(w + s - 1, 0)).
+
+    Zero weights are shortest expected delay; the powers of r let the correction differ between
+    slow and fast replicas without tying a weight to a replica, so any number of them works.
+
+    Args:
+        weights: Shape (NUM_SCORE_WEIGHTS,), powers of the rank first.
+        predicted_total_tokens: Size of the request as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of the SLO, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest replica, the first of equals.
+    """
+    excess = predicted_total_tokens / mean_total_tokens - 1.0
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        wait = row[WAIT_S] / slo_s
+        service = predicted_total_tokens / (row[TOKENS_PER_S] * slo_s)
+        late = max(wait + service - 1.0, 0.0)
+        miss = 1.0 if late > 0.0 else 0.0
+        cost = wait + service
+        power = 1.0
+        for p in range(NUM_SCORE_POWERS):
+            w = p * NUM_SCORE_FEATURES
+            cost += power * (
+                weights[w]
+                + weights[w + 1] * wait
+                + weights[w + 2] * service
+                + weights[w + 3] * wait * excess
+                + weights[w + 4] * service * excess
+                + weights[w + 5] * miss
+                + weights[w + 6] * late
+            )
+            power *= row[SPEED_RANK]
+        out[replica] = cost
+        if cost < out[best]:
+            best = replica
+    return best

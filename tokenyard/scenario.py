@@ -1,0 +1,191 @@
+"""What is fixed in a routing experiment, as data: servers, traffic, visibility, SLO, reward.
+
+Scenarios are YAML files in `tokenyard/scenarios`, read only through these models. A name is
+resolved by `load_scenario`; a path to a YAML file of your own works in its place.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tokenyard.types import Slo
+
+Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
+Visibility = Literal["oracle", "by_context", "none"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Server(_Frozen):
+    """One replica of the token-level cluster."""
+
+    name: str
+    tokens_per_s: Annotated[float, Field(gt=0)]
+    """Nominal processing rate, tokens per second."""
+    concurrency: Annotated[int, Field(ge=1)]
+    """Waiting plus running requests from which on the server counts as at capacity."""
+
+
+class Arrivals(_Frozen):
+    """When requests come. Exactly one of `rate_per_s` and `load` is given."""
+
+    process: Literal["poisson", "mmpp"] = "poisson"
+    """`mmpp` uses the bursts of the workload model; `poisson` only its lengths."""
+    rate_per_s: Annotated[float, Field(gt=0)] | None = None
+    load: Annotated[float, Field(gt=0, lt=2)] | None = None
+    """Offered tokens per second as a share of what the servers can process."""
+
+    @model_validator(mode="after")
+    def _one_of_rate_and_load(self) -> Self:
+        if (self.rate_per_s is None) == (self.load is None):
+            raise ValueError("give exactly one of rate_per_s and load")
+        return self
+
+
+class HeldOutTrace(_Frozen):
+    """The recorded requests that judge a policy, where the file is there."""
+
+    name: Literal["azure_code", "azure_conv"]
+    first: Annotated[int, Field(ge=0)] = 0
+    """Index of the first request used; those before it are training data."""
+    count: Annotated[int, Field(ge=1)] | None = None
+    """Requests used from `first` on; None: all that are left."""
+    duration_s: Annotated[float, Field(gt=0)] | None = None
+    """Compress the used part into this many seconds; None: scale the file to the load."""
+
+
+class RewardWeights(_Frozen):
+    """Weights of every reward term; a term is `weight x quantity`, so penalties are negative.
+
+    The first seven are the five terms and the SLO term of the paper (Abbaraju, section IV), at
+    its printed values. The others credit the response time at the decision.
+    """
+
+    processing: float = -0.01
+    """Per second of the request's processing time at the chosen server."""
+    queue: float = -0.1
+    """Per request waiting at the chosen server before the decision."""
+    overload: float = -10.0
+    """When the chosen server is at capacity."""
+    balance: float = 0.1
+    """Per unit of the balance metric 1 - std(loads) / (mean(loads) + 1e-8), after placement."""
+    accept: float = 1.0
+    """When the request is accepted."""
+    complete: float = 0.0
+    """When a request completes; 1.0 is the reading that pays the base reward twice."""
+    slo_at_completion: float = 0.0
+    """When a request completes later than the SLO (the paper's high-load value is -5)."""
+    drop: float = -10.0
+    """When the request is dropped."""
+    response: float = 0.0
+    """Per second of response time, credited at the decision."""
+    slo: float = 0.0
+    """When the response will miss the SLO, credited at the decision."""
+    tail: float = 0.0
+    """Per second of response time beyond `tail_after_s`, credited at the decision."""
+    tail_after_s: Annotated[float, Field(ge=0)] = 6.0
+    """Where the tail begins, seconds."""
+    subtract_baseline: bool = False
+    """Subtract what shortest expected delay would have earned on the same request of the same
+    stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264)."""
+
+    @property
+    def credits_response(self) -> bool:
+        """Whether any term needs the response time at the moment of the decision."""
+        return self.response != 0 or self.slo != 0 or self.tail != 0
+
+
+class Scenario(_Frozen):
+    """A routing problem: who serves, what arrives, what the router knows, what is paid."""
+
+    name: str
+    description: str
+    problem: Literal["routing"] = "routing"
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    discipline: Discipline = "serial"
+    """How a server works: `serial`, one request at a time at full speed; `parallel_full`,
+    `concurrency` slots each at full speed; `parallel_split`, as many slots that divide the speed
+    in fixed parts; `processor_sharing`, the speed is shared by those that run."""
+    queue_limit: Annotated[int, Field(ge=1)] = 1000
+    """Requests that may wait at one server; more are dropped."""
+    overflow: Literal["queue", "drop"] = "queue"
+    """What happens to a request sent to a server at capacity."""
+    workload: str = "azure_code"
+    """Name of the fitted workload model that training and synthetic test streams come from."""
+    arrivals: Arrivals
+    test_trace: HeldOutTrace | None = None
+    requests_per_stream: Annotated[int, Field(ge=1)] = 5000
+    decision_epoch_s: Annotated[float, Field(gt=0)] | None = None
+    """Decide at multiples of this many seconds, in batches; None: at every arrival."""
+    output_length: Visibility = "by_context"
+    """What the router is told of the output length: the truth, a prediction, or nothing."""
+    slo_response_s: Annotated[float, Field(gt=0)] = 2.0
+    reward: RewardWeights = RewardWeights()
+
+    @model_validator(mode="after")
+    def _sharing_knows_no_response_at_decision(self) -> Self:
+        if self.discipline == "processor_sharing" and self.reward.credits_response:
+            raise ValueError(
+                "under processor_sharing the response time depends on later arrivals: reward "
+                "weights response, slo and tail must be 0; use slo_at_completion"
+            )
+        return self
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self.servers)
+
+    @property
+    def slo(self) -> Slo:
+        """The response-time promise."""
+        return Slo(response_s=self.slo_response_s)
+
+    @property
+    def capacity_tokens_per_s(self) -> float:
+        """Tokens that all servers together can process in a second."""
+        if self.discipline == "parallel_full":
+            return sum(s.tokens_per_s * s.concurrency for s in self.servers)
+        return sum(s.tokens_per_s for s in self.servers)
+
+    def rate_per_s(self, mean_total_tokens: float) -> float:
+        """Arrival rate in requests per second, for requests of that mean size in tokens."""
+        if self.arrivals.rate_per_s is not None:
+            return self.arrivals.rate_per_s
+        assert self.arrivals.load is not None
+        return self.arrivals.load * self.capacity_tokens_per_s / mean_total_tokens
+
+
+def scenario_names() -> list[str]:
+    """Names of the scenarios that ship with the package, sorted."""
+    folder = resources.files("tokenyard") / "scenarios"
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
+
+
+def load_scenario(name: str) -> Scenario:
+    """Read a shipped scenario by name, or a YAML file by path.
+
+    Raises:
+        ValueError: Unknown name (with the closest ones), or a file that does not fit the model.
+    """
+    if name.endswith((".yaml", ".yml")):
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        known = scenario_names()
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown scenario {name!r}; choose one of {known}{hint}")
+        folder = resources.files("tokenyard") / "scenarios"
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    return Scenario.model_validate(yaml.safe_load(text))

@@ -1,0 +1,1 @@
+"""The simulators: what happens to requests once a policy has placed them."""

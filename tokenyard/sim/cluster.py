@@ -1,0 +1,239 @@
+"""The token-level cluster: names and shapes for the arrays that the kernel moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard import observation
+from tokenyard.scenario import RewardWeights, Scenario
+from tokenyard.sim import kernel
+from tokenyard.types import FloatArray, IntArray, ReplicaSnapshot, Request
+
+Actions = npt.NDArray[np.int64]
+Observations = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of the requests of one stream; every array has shape (num_requests,)."""
+
+    arrival_s: FloatArray
+    total_tokens: FloatArray
+    server: IntArray
+    """Server that took the request; -1 where it was dropped."""
+    response_s: FloatArray
+    """End-to-end response time, seconds; NaN where the request was dropped or is not done."""
+    waiting_seen: FloatArray
+    """Requests waiting at all servers when this one was placed."""
+
+
+def _plant(scenario: Scenario) -> FloatArray:
+    plant = np.empty((scenario.num_servers, kernel.NUM_PLANT))
+    for row, server in zip(plant, scenario.servers, strict=True):
+        parallel = scenario.discipline != "serial"
+        split = scenario.discipline == "parallel_split"
+        row[kernel.SLOT_TOKENS_PER_S] = server.tokens_per_s / (server.concurrency if split else 1)
+        row[kernel.SLOTS] = server.concurrency if parallel else 1
+        row[kernel.CONCURRENCY] = server.concurrency
+        row[kernel.NOMINAL_TOKENS_PER_S] = server.tokens_per_s
+    plant[:, kernel.RANK] = observation.speed_ranks(plant[:, kernel.SLOT_TOKENS_PER_S])
+    return plant
+
+
+def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
+    rules = np.empty(kernel.NUM_RULES)
+    rules[kernel.QUEUE_LIMIT] = scenario.queue_limit
+    rules[kernel.DROP_AT_CAPACITY] = scenario.overflow == "drop"
+    rules[kernel.SHARING] = scenario.discipline == "processor_sharing"
+    rules[kernel.MAX_RUNNING] = _max_running(scenario)
+    rules[kernel.SLO_S] = scenario.slo_response_s
+    rules[kernel.PROCESSING] = reward.processing
+    rules[kernel.QUEUE] = reward.queue
+    rules[kernel.OVERLOAD] = reward.overload
+    rules[kernel.BALANCE] = reward.balance
+    rules[kernel.ACCEPT] = reward.accept
+    rules[kernel.COMPLETE] = reward.complete
+    rules[kernel.SLO_AT_COMPLETION] = reward.slo_at_completion
+    rules[kernel.DROP] = reward.drop
+    rules[kernel.RESPONSE] = reward.response
+    rules[kernel.SLO] = reward.slo
+    rules[kernel.TAIL] = reward.tail
+    rules[kernel.TAIL_AFTER_S] = reward.tail_after_s
+    rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
+    rules[kernel.EXPECTED_FINISH] = expected_finish
+    return rules
+
+
+def _max_running(scenario: Scenario) -> int:
+    return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
+
+
+class ClusterSim:
+    """Independent copies of one cluster, each with its own stream of requests.
+
+    Two simulators share nothing, and equal streams and actions give equal bytes.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        num_copies: int,
+        stream_length: int,
+        reward: RewardWeights | None = None,
+        expected_finish: bool = True,
+    ) -> None:
+        """Make empty servers; `load` a stream into every copy before the first `step`.
+
+        Args:
+            scenario: Servers, queue rule, SLO and, unless `reward` is given, reward weights.
+            num_copies: Copies stepped by one call.
+            stream_length: Requests in every stream.
+            reward: Weights that take the place of the scenario's.
+            expected_finish: Whether observations hold each server's wait and finish time.
+        """
+        self.scenario = scenario
+        self.plant = _plant(scenario)
+        self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
+        width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
+        num_servers = scenario.num_servers
+        self.state = np.zeros((num_copies, num_servers, width))
+        self.clock = np.zeros((num_copies, kernel.NUM_CLOCK))
+        self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
+        self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
+        self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
+        self.rewards = np.zeros(num_copies)
+        size = observation.observation_size(num_servers, expected_finish)
+        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self.num_saturated = 0
+        """Observed numbers that hit the documented bound since the simulator was made."""
+
+    def load(self, copy: int, requests: FloatArray) -> None:
+        """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
+
+        The next action of this copy is ignored when `skip_next` is called for it.
+        """
+        self.requests[copy] = requests
+        self.clear(copy)
+
+    def clear(self, copy: int) -> None:
+        """Empty one copy and go back to the start of its stream."""
+        kernel.clear(self.rules, self.state, self.clock, self.requests, self.outcome_table, copy)
+        kernel.fill_table(
+            self.state[copy],
+            self.rules,
+            self.plant,
+            self.requests[copy],
+            self.clock[copy, kernel.NOW_S],
+            self.tables[copy],
+        )
+
+    def skip_next(self, copy: int) -> None:
+        """Ignore the next action of a copy that has just been loaded; it earns 0."""
+        self.clock[copy, kernel.SKIP] = 1.0
+
+    def step(self, actions: Actions) -> FloatArray:
+        """Place every copy's waiting request and run to its next decision.
+
+        Args:
+            actions: Server of each copy's request, shape (num_copies,).
+
+        Returns:
+            Rewards, shape (num_copies,); a view that the next step overwrites.
+
+        Raises:
+            ValueError: An action names no server, or a stream is over; nothing has changed.
+        """
+        wrong = kernel.step(
+            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, actions, self.rewards,
+        )  # fmt: skip
+        self._check(wrong, actions)
+        return self.rewards
+
+    def observe(self) -> Observations:
+        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
+        self.num_saturated += kernel.observe(
+            self.rules, self.clock, self.requests, self.tables, self.observations
+        )
+        return self.observations
+
+    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
+        """`step` and `observe` in one compiled call; returns views of both results."""
+        wrong, saturated = kernel.step_and_observe(
+            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, actions, self.rewards, self.observations,
+        )  # fmt: skip
+        self._check(wrong, actions)
+        self.num_saturated += saturated
+        return self.observations, self.rewards
+
+    def _check(self, wrong: int, actions: Actions) -> None:
+        if wrong < 0:
+            return
+        if self.clock[wrong, kernel.INDEX] >= self.requests.shape[1]:
+            raise ValueError(f"the stream of copy {wrong} is over: load another one")
+        raise ValueError(
+            f"action {actions[wrong]} of copy {wrong} names no server; "
+            f"choose 0..{self.scenario.num_servers - 1}"
+        )
+
+    def drain(self) -> None:
+        """Let every copy finish what it holds, so that all response times are known."""
+        kernel.drain(self.plant, self.rules, self.state, self.requests, self.outcome_table)
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
+        kernel.run_linear(
+            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
+
+    def now_s(self, copy: int = 0) -> float:
+        """Clock of one copy, seconds."""
+        return float(self.clock[copy, kernel.NOW_S])
+
+    def request(self, copy: int = 0) -> Request:
+        """The request that waits to be placed, as a policy may see it."""
+        row = self.requests[copy, int(self.clock[copy, kernel.INDEX])]
+        return Request(
+            arrival_s=float(row[kernel.ARRIVAL_S]),
+            context_tokens=int(row[kernel.CONTEXT]),
+            predicted_total_tokens=float(row[kernel.PREDICTED_TOTAL]),
+        )
+
+    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+        """What a policy may know of one copy's servers now."""
+        now = self.now_s(copy)
+        # One conversion to Python numbers for the whole table: this runs at every decision.
+        rows = self.tables[copy].tolist()
+        return [
+            ReplicaSnapshot(
+                replica_id=server.name,
+                tokens_per_s=row[observation.TOKENS_PER_S],
+                num_slots=int(row[observation.NUM_SLOTS]),
+                max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+                num_waiting=int(row[observation.NUM_WAITING]),
+                num_running=int(row[observation.NUM_RUNNING]),
+                tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+                predicted_wait_s=row[observation.WAIT_S],
+                mean_response_s=row[observation.MEAN_RESPONSE_S],
+                observed_at_s=now,
+            )
+            for server, row in zip(self.scenario.servers, rows, strict=True)
+        ]
+
+    def outcomes(self, copy: int = 0) -> Outcomes:
+        """What became of one copy's requests."""
+        requests, outcome = self.requests[copy], self.outcome_table[copy]
+        return Outcomes(
+            arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
+            total_tokens=requests[:, kernel.TRUE_TOTAL].copy(),
+            server=outcome[:, kernel.SERVER].astype(np.int64),
+            response_s=outcome[:, kernel.RESPONSE_S].copy(),
+            waiting_seen=outcome[:, kernel.WAITING_SEEN].copy(),
+        )
