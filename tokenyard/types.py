@@ -67,13 +67,18 @@ class ReplicaSnapshot:
         return self.num_waiting + self.num_running
 
     @property
+    def full_tokens_per_s(self) -> float:
+        """Rate with every slot at work, tokens per second."""
+        return self.tokens_per_s * self.num_slots
+
+    @property
     def wait_s(self) -> float:
         """`predicted_wait_s`, or the backlog over the replica's full speed where that is NaN."""
         if not math.isnan(self.predicted_wait_s):
             return self.predicted_wait_s
         if self.num_outstanding < self.num_slots:
             return 0.0
-        return self.tokens_in_flight / (self.tokens_per_s * self.num_slots)
+        return self.tokens_in_flight / self.full_tokens_per_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+"""Shortest expected delay, and what hand rules make of it when one replica is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenyard.policies.cost import LeastCost, cheapest
+from tokenyard.types import ReplicaSnapshot, Request, Slo
+
+
+def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
+    """Time until `request` would be done at a replica: its wait and its service, seconds."""
+    return snapshot.wait_s + request.predicted_total_tokens / snapshot.tokens_per_s
+
+
+class ShortestExpectedDelay(LeastCost):
+    """SED: joins the replica where the request is expected to be done first."""
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the expected response time at every replica, seconds."""
+        return [finish_s(request, s) for s in snapshots]
+
+
+class SedReserve:
+    """SED that keeps long requests off the slowest replica, so that short ones find it free."""
+
+    def __init__(self, above_tokens: float) -> None:
+        """Bar requests of more than `above_tokens` from the slowest replica."""
+        self._above_tokens = above_tokens
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the first to be done of the replicas that are open to the request."""
+        costs = [finish_s(request, s) for s in snapshots]
+        if request.predicted_total_tokens > self._above_tokens and len(costs) > 1:
+            costs[cheapest([s.tokens_per_s for s in snapshots])] = float("inf")
+        return cheapest(costs)
+
+
+class SedDump:
+    """SED that sends what is late anyway to one fixed replica, so that the others stay on time."""
+
+    def __init__(self, slo: Slo, replica: int) -> None:
+        """Give up on `replica` whenever no replica can meet `slo`."""
+        self._slo = slo
+        self._replica = replica
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the first to be done; the given-up replica where even that would be late."""
+        costs = [finish_s(request, s) for s in snapshots]
+        best = cheapest(costs)
+        return best if costs[best] <= self._slo.response_s else self._replica

@@ -1,0 +1,60 @@
+"""Parameters of hand rules that are searched for, not derived: one small file per scenario."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class TunedRules(BaseModel):
+    """What the tuned rules of one scenario were found to do best with."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scenario: str
+    reserve_above_tokens: Annotated[float, Field(gt=0)]
+    """SED-reserve: requests above this size are barred from the slowest replica."""
+    dump_replica: Annotated[int, Field(ge=0)]
+    """SED-dump: index of the replica that takes what is late anyway."""
+    sita_cuts_tokens: tuple[float, ...]
+    """SITA: upper ends of all size intervals but the last, increasing."""
+    sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]
+    """SITA: index of the replica of each interval; each replica once."""
+    scores: dict[str, float] = {}
+    """Score of each rule on the training streams it was tuned on, with SED's beside them."""
+    tuned_on: str = ""
+    """The training streams, in words."""
+
+    @model_validator(mode="after")
+    def _one_replica_per_interval(self) -> Self:
+        if len(self.sita_cuts_tokens) != self.num_replicas - 1:
+            raise ValueError("sita_cuts_tokens must be one fewer than sita_replicas")
+        if list(self.sita_cuts_tokens) != sorted(self.sita_cuts_tokens):
+            raise ValueError(f"sita_cuts_tokens {self.sita_cuts_tokens} must not decrease")
+        if sorted(self.sita_replicas) != list(range(self.num_replicas)):
+            raise ValueError(f"sita_replicas {self.sita_replicas} must name each replica once")
+        if self.dump_replica >= self.num_replicas:
+            raise ValueError(f"dump_replica {self.dump_replica} is not 0..{self.num_replicas - 1}")
+        return self
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the rules were tuned for."""
+        return len(self.sita_replicas)
+
+
+def load_tuned(scenario_name: str) -> TunedRules:
+    """Read the tuned rules that ship for a scenario.
+
+    Raises:
+        ValueError: There are none; the text names the command that makes them.
+    """
+    file = resources.files("tokenyard") / "scenarios" / "tuned" / f"{scenario_name}.json"
+    if not file.is_file():
+        raise ValueError(
+            f"no tuned rules for scenario {scenario_name!r}; make them with "
+            f"`python pipelines/tune_baselines.py --scenario {scenario_name}`"
+        )
+    return TunedRules.model_validate_json(file.read_text(encoding="utf-8"))
