@@ -233,7 +233,7 @@ def _parse_times(texts: pd.Series[str] | pd.Series[float], layout: _Layout) -> _
     if readable.empty:
         return _Times(np.full(len(dates), np.nan), None)
     seconds = (dates - readable.iloc[0]).dt.as_unit("ns") / pd.Timedelta(1, "s")
-    return _Times(seconds.to_numpy(np.float64), readable.iloc[0].floor("us").to_pydatetime())
+    return _Times(np.asarray(seconds, np.float64), readable.iloc[0].floor("us").to_pydatetime())
 
 
 def _trace(times: _Times, tokens: IntArray, hashes: tuple[tuple[int, ...], ...] | None) -> Trace:

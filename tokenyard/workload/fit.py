@@ -1,0 +1,194 @@
+"""Fit a `WorkloadModel` to a trace: EM for the arrivals, quantile tables for the lengths."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from scipy.special import gammaln, xlogy
+
+from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.model import LengthTables, Mmpp, WorkloadModel
+from tokenyard.workload.trace import Trace
+
+# Uniform up to 0.9 and denser above: uniform knots alone overstate the mean of a heavy tail.
+_TAIL = (0.92, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995, 0.999, 1.0)
+CONTEXT_PROBABILITIES = (*np.linspace(0, 0.9, 38).round(6).tolist(), *_TAIL)
+GENERATED_PROBABILITIES = (*np.linspace(0, 0.9, 16).round(6).tolist(), *_TAIL)
+NUM_CONTEXT_BINS = 16
+
+
+@dataclass(frozen=True)
+class MmppFit:
+    """A fitted arrival process, and how well it explains the counts."""
+
+    mmpp: Mmpp
+    log_likelihood: float
+    num_steps: int
+
+    @property
+    def bic(self) -> float:
+        """Bayesian information criterion; lower is better (Schwarz 1978)."""
+        num_states = len(self.mmpp.rates_per_s)
+        num_parameters = num_states * (num_states - 1) + num_states + num_states - 1
+        return num_parameters * math.log(self.num_steps) - 2 * self.log_likelihood
+
+
+def fit_workload(
+    trace: Trace, name: str, provenance: str, dt_s: float, num_states: int
+) -> WorkloadModel:
+    """Fit arrivals and lengths to all of `trace`; pass its training part only.
+
+    Args:
+        trace: The requests to imitate.
+        name: Name of the model.
+        provenance: Source file, rows used, licence and citation.
+        dt_s: Step of the arrival chain, seconds.
+        num_states: States of the arrival chain.
+    """
+    return WorkloadModel(
+        name=name,
+        provenance=provenance,
+        num_requests=trace.num_requests,
+        mean_context_tokens=round(float(trace.context_tokens.mean()), 3),
+        mean_generated_tokens_overall=round(float(trace.generated_tokens.mean()), 3),
+        arrivals=fit_mmpp(trace.arrival_s, dt_s, num_states).mmpp,
+        lengths=fit_lengths(trace),
+    )
+
+
+def fit_lengths(trace: Trace, num_bins: int = NUM_CONTEXT_BINS) -> LengthTables:
+    """Tabulate the quantiles of contexts, and of outputs within bins of equally many contexts."""
+    inner = np.linspace(0, 1, num_bins + 1)[1:-1]
+    # A context length that fills more than one bin leaves fewer bins.
+    edges = np.unique(np.quantile(trace.context_tokens, inner, method="lower"))
+    edges = edges[edges < trace.context_tokens.max()]
+    bins = np.searchsorted(edges, trace.context_tokens)
+    groups = [trace.generated_tokens[bins == i] for i in range(len(edges) + 1)]
+    return LengthTables(
+        context_probabilities=CONTEXT_PROBABILITIES,
+        context_tokens=_quantiles(trace.context_tokens, CONTEXT_PROBABILITIES),
+        bin_edges_tokens=tuple(edges.astype(float).tolist()),
+        generated_probabilities=GENERATED_PROBABILITIES,
+        generated_tokens=tuple(_quantiles(group, GENERATED_PROBABILITIES) for group in groups),
+        mean_generated_tokens=tuple(round(float(group.mean()), 3) for group in groups),
+    )
+
+
+def _quantiles(values: IntArray, probabilities: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(np.quantile(values, probabilities).round(2).tolist())
+
+
+def fit_mmpp(
+    arrival_s: FloatArray,
+    dt_s: float,
+    num_states: int,
+    num_restarts: int = 8,
+    tolerance: float = 1e-7,
+) -> MmppFit:
+    """Fit a Markov-modulated Poisson process to the counts per step by Baum-Welch.
+
+    Args:
+        arrival_s: Arrival times, seconds, shape (n,).
+        dt_s: Step of the chain, seconds.
+        num_states: States of the chain.
+        num_restarts: Random starting points; the most likely result is kept.
+        tolerance: Relative gain in log-likelihood at which to stop.
+
+    Raises:
+        ValueError: The trace spans fewer steps than there are states.
+    """
+    counts = np.bincount((arrival_s / dt_s).astype(np.int64)).astype(np.float64)
+    if len(counts) < num_states:
+        raise ValueError(f"{len(counts)} steps of {dt_s} s cannot tell {num_states} states apart")
+    rng = np.random.default_rng(0)
+    fits = [
+        _expectation_maximisation(counts, num_states, tolerance, rng) for _ in range(num_restarts)
+    ]
+    log_likelihood, means, transition = max(fits, key=lambda fit: fit[0])
+    order = np.argsort(means)
+    return MmppFit(
+        _rounded(means[order] / dt_s, transition[np.ix_(order, order)], dt_s),
+        log_likelihood,
+        len(counts),
+    )
+
+
+def _expectation_maximisation(
+    counts: FloatArray, num_states: int, tolerance: float, rng: np.random.Generator
+) -> tuple[float, FloatArray, FloatArray]:
+    """Baum-Welch with Poisson emissions (Rabiner 1989, section III; scaled as in V.A).
+
+    Returns:
+        Log-likelihood, mean count of each state and transition matrix, from one random start.
+    """
+    means = np.quantile(counts, np.sort(rng.random(num_states))) + rng.random(num_states)
+    transition = np.full((num_states, num_states), 0.1 / num_states) + 0.9 * np.eye(num_states)
+    start = np.full(num_states, 1 / num_states)
+    previous = -math.inf
+    while True:
+        log_emission = xlogy(counts[:, None], means) - means - gammaln(counts + 1)[:, None]
+        peak = log_emission.max(axis=1)
+        posterior, moves, log_scale = _smooth(
+            np.exp(log_emission - peak[:, None]), transition, start
+        )
+        log_likelihood = float(log_scale + peak.sum())
+        if log_likelihood - previous < tolerance * abs(log_likelihood):
+            return log_likelihood, means, transition
+        previous = log_likelihood
+        weights = posterior.sum(axis=0)
+        means = counts @ posterior / weights
+        # Closing the trace into a ring makes each state be entered as often as it is left: the
+        # long-run shares are those seen, and the long-run rate is the trace's own.
+        moves += np.outer(posterior[-1], posterior[0])
+        transition = moves / moves.sum(axis=1, keepdims=True)
+        start = posterior[0]
+
+
+@numba.njit(cache=True)
+def _smooth(
+    emission: FloatArray, transition: FloatArray, start: FloatArray
+) -> tuple[FloatArray, FloatArray, float]:
+    """Forward-backward pass, scaled at every step.
+
+    Returns:
+        Posterior of the states, shape (steps, states); expected number of moves between each
+        pair, shape (states, states); logarithm of the likelihood.
+    """
+    num_steps, num_states = emission.shape
+    forward = np.empty((num_steps, num_states))
+    scale = np.empty(num_steps)
+    belief = start
+    for t in range(num_steps):
+        joint = belief * emission[t]
+        scale[t] = joint.sum()
+        forward[t] = joint / scale[t]
+        belief = forward[t] @ transition
+    posterior = np.empty((num_steps, num_states))
+    posterior[-1] = forward[-1]
+    moves = np.zeros((num_states, num_states))
+    backward = np.ones(num_states)
+    for t in range(num_steps - 2, -1, -1):
+        future = emission[t + 1] * backward / scale[t + 1]
+        for i in range(num_states):
+            moves[i] += forward[t, i] * transition[i] * future
+        backward = transition @ future
+        posterior[t] = forward[t] * backward
+    return posterior, moves, np.log(scale).sum()
+
+
+def _rounded(rates_per_s: FloatArray, transition: FloatArray, dt_s: float) -> Mmpp:
+    """Round to what a person can read, and derive the stationary distribution from that."""
+    transition = transition.round(6)
+    transition[np.diag_indices_from(transition)] += 1 - transition.sum(axis=1)
+    num_states = len(rates_per_s)
+    equations = np.vstack([transition.T - np.eye(num_states), np.ones(num_states)])
+    stationary = np.linalg.lstsq(equations, np.append(np.zeros(num_states), 1.0))[0]
+    return Mmpp(
+        dt_s=dt_s,
+        rates_per_s=tuple(rates_per_s.round(6).tolist()),
+        transition=tuple(tuple(row) for row in transition.round(6).tolist()),
+        stationary=tuple((np.abs(stationary) / np.abs(stationary).sum()).round(9).tolist()),
+    )

@@ -1,0 +1,223 @@
+"""The synthetic workload: a small file of parameters, and the generator that it drives.
+
+Arrivals are a Markov-modulated Poisson process (MMPP, Fischer and Meier-Hellstern 1993) whose
+state moves as a discrete chain, because the public traces are bursty and a Poisson stream with
+their lengths is a different and much easier problem. Lengths are independent from request to
+request, as they are in the traces; the output's distribution depends on the context's bin.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib import resources
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.diurnal import Diurnal
+from tokenyard.workload.sampling import draw_lengths, draw_mmpp_arrivals
+from tokenyard.workload.trace import Trace
+
+__all__ = ["Diurnal", "LengthTables", "Mmpp", "WorkloadModel", "load_model", "poisson_arrivals"]
+
+_Row = tuple[float, ...]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Mmpp(_Frozen):
+    """Markov-modulated Poisson process as a discrete chain of K states."""
+
+    dt_s: Annotated[float, Field(gt=0)]
+    """Step of the chain, seconds; the rate is constant within a step."""
+    rates_per_s: Annotated[_Row, Field(min_length=1)]
+    """Arrival rate in each state, requests per second, ascending."""
+    transition: tuple[_Row, ...]
+    """Probability of the next step's state (column) given this one's (row), K rows of K."""
+    stationary: _Row
+    """Long-run share of steps in each state; also the distribution of the first one."""
+
+    @model_validator(mode="after")
+    def _is_a_chain(self) -> Self:
+        num_states = len(self.rates_per_s)
+        rows = (*self.transition, self.stationary)
+        if len(self.transition) != num_states or any(len(row) != num_states for row in rows):
+            raise ValueError(f"transition and stationary must have {num_states} states each")
+        if any(min(row) < 0 or abs(sum(row) - 1) > 1e-6 for row in rows):
+            raise ValueError("each row of transition, and stationary, must sum to 1")
+        if min(self.rates_per_s) < 0 or not self.mean_rate_per_s > 0:
+            raise ValueError("rates must not be negative, and some must be positive")
+        return self
+
+    @property
+    def mean_rate_per_s(self) -> float:
+        """Long-run arrival rate, requests per second."""
+        return float(np.dot(self.stationary, self.rates_per_s))
+
+    @cached_property
+    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Cumulative transition rows, cumulative stationary distribution, rates."""
+        transition = np.cumsum(np.array(self.transition), axis=1)
+        return transition, np.cumsum(self.stationary), np.array(self.rates_per_s)
+
+
+class LengthTables(_Frozen):
+    """Quantiles of the context, and of the output given the context's bin.
+
+    Between knots the quantile function is linear. The knots are denser in the upper tail, which
+    holds much of the mean.
+    """
+
+    context_probabilities: _Row
+    context_tokens: _Row
+    """Context quantiles at `context_probabilities`, tokens."""
+    bin_edges_tokens: _Row
+    """Upper ends, inclusive, of all context bins but the last, which has none."""
+    generated_probabilities: _Row
+    generated_tokens: tuple[_Row, ...]
+    """Output quantiles at `generated_probabilities`, tokens, one row per context bin."""
+    mean_generated_tokens: _Row
+    """Mean output of each context bin, tokens."""
+
+    @model_validator(mode="after")
+    def _are_quantiles(self) -> Self:
+        num_bins = len(self.bin_edges_tokens) + 1
+        if {len(self.generated_tokens), len(self.mean_generated_tokens)} != {num_bins}:
+            raise ValueError(f"outputs must have {num_bins} rows: one per context bin")
+        _check_quantiles(self.context_probabilities, self.context_tokens)
+        for row in self.generated_tokens:
+            _check_quantiles(self.generated_probabilities, row)
+        return self
+
+    @cached_property
+    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """The first five fields, in their order, as arrays."""
+        return (
+            np.array(self.context_probabilities),
+            np.array(self.context_tokens),
+            np.array(self.bin_edges_tokens),
+            np.array(self.generated_probabilities),
+            np.array(self.generated_tokens),
+        )
+
+    @cached_property
+    def bin_means(self) -> FloatArray:
+        """`mean_generated_tokens` as an array, shape (bins,)."""
+        return np.array(self.mean_generated_tokens)
+
+
+class WorkloadModel(_Frozen):
+    """Everything the generator knows; as JSON, the parameter file."""
+
+    name: str
+    provenance: str
+    """Source file, rows used, licence and citation."""
+    num_requests: int
+    """Requests that the parameters were fitted to."""
+    mean_context_tokens: float
+    mean_generated_tokens_overall: float
+    arrivals: Mmpp
+    lengths: LengthTables
+
+    @property
+    def mean_total_tokens(self) -> float:
+        """Mean of context plus generated tokens in the fitted requests."""
+        return self.mean_context_tokens + self.mean_generated_tokens_overall
+
+    def sample_lengths(self, n: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Draw the context and generated tokens of `n` independent requests, shape (n,) each."""
+        context_tokens = np.empty(n, np.int64)
+        generated_tokens = np.empty(n, np.int64)
+        uniforms = rng.random((2, n))
+        draw_lengths(uniforms, *self.lengths.arrays, context_tokens, generated_tokens)
+        return context_tokens, generated_tokens
+
+    def sample_mmpp_arrivals(
+        self, num_requests: int, rate_per_s: float | None, rng: np.random.Generator
+    ) -> FloatArray:
+        """Draw arrival times of the bursty process, started from its long-run distribution.
+
+        Args:
+            num_requests: How many arrivals.
+            rate_per_s: Long-run mean rate; time is rescaled to it, bursts and lulls alike. The
+                rate of one finite stream varies around it. None keeps the fitted time scale.
+            rng: Source of randomness.
+
+        Returns:
+            Times since the start of the stream, seconds, increasing, shape (num_requests,).
+        """
+        arrival_s = np.empty(num_requests)
+        transition_cdf, stationary_cdf, rates = self.arrivals.arrays
+        dt_s = self.arrivals.dt_s
+        draw_mmpp_arrivals(transition_cdf, stationary_cdf, rates, dt_s, arrival_s, rng)
+        if rate_per_s is not None:
+            _check_rate(rate_per_s)
+            arrival_s *= self.arrivals.mean_rate_per_s / rate_per_s
+        return arrival_s
+
+    def generate(
+        self,
+        num_requests: int,
+        rng: np.random.Generator,
+        rate_per_s: float | None = None,
+        diurnal: Diurnal | None = None,
+    ) -> Trace:
+        """Draw a whole trace: bursty arrivals, optionally with day and week, and lengths.
+
+        Arrivals and lengths have a stream of random numbers each, spawned from `rng`, so that
+        another rate or a diurnal rhythm leaves the lengths as they were.
+        """
+        arrival_rng, length_rng = rng.spawn(2)
+        arrival_s = self.sample_mmpp_arrivals(num_requests, rate_per_s, arrival_rng)
+        context_tokens, generated_tokens = self.sample_lengths(num_requests, length_rng)
+        return Trace(
+            arrival_s=diurnal.warp(arrival_s) if diurnal else arrival_s,
+            context_tokens=context_tokens,
+            generated_tokens=generated_tokens,
+            started_at=diurnal.started_at if diurnal else None,
+        )
+
+    def mean_generated_tokens(self, context_tokens: IntArray | FloatArray) -> FloatArray:
+        """Predict outputs by the mean of the context's bin, tokens, shape of `context_tokens`."""
+        bins = np.searchsorted(self.lengths.arrays[2], context_tokens)
+        return self.lengths.bin_means[bins]
+
+
+def poisson_arrivals(num_requests: int, rate_per_s: float, rng: np.random.Generator) -> FloatArray:
+    """Draw Poisson arrival times, seconds, increasing, shape (num_requests,)."""
+    _check_rate(rate_per_s)
+    return np.cumsum(rng.standard_exponential(num_requests)) / rate_per_s
+
+
+def model_names() -> list[str]:
+    """Names of the workload models that ship with the package, sorted."""
+    files = (resources.files("tokenyard.workload") / "models").iterdir()
+    return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
+
+
+def load_model(name: str) -> WorkloadModel:
+    """Read a shipped workload model.
+
+    Raises:
+        ValueError: No model of that name ships with the package.
+    """
+    if name not in model_names():
+        raise ValueError(f"unknown workload model {name!r}; choose one of {model_names()}")
+    file = resources.files("tokenyard.workload") / "models" / f"{name}.json"
+    return WorkloadModel.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def _check_quantiles(probabilities: _Row, quantiles: _Row) -> None:
+    if len(probabilities) != len(quantiles) or probabilities[0] != 0 or probabilities[-1] != 1:
+        raise ValueError("a quantile table needs one value per probability, from 0 to 1")
+    if (np.diff(probabilities) <= 0).any() or (np.diff(quantiles) < 0).any() or quantiles[0] < 0:
+        raise ValueError("probabilities must increase, and quantiles from 0 on not decrease")
+
+
+def _check_rate(rate_per_s: float) -> None:
+    if not rate_per_s > 0:
+        raise ValueError(f"rate {rate_per_s} requests/s must be positive")
