@@ -100,6 +100,7 @@ def clear(rules, state, clock, requests, outcomes, copy):
     """Empty one copy and put its clock at its first request."""
     state[copy] = 0.0
     state[copy, :, RECENT_RESPONSE_S] = math.nan
+    state[copy, :, SHARED_UNTIL_S] = requests[copy, 0, DISPATCH_S]
     clock[copy, NOW_S] = requests[copy, 0, DISPATCH_S]
     clock[copy, INDEX] = 0.0
     outcomes[copy, :, SERVER] = -1.0
@@ -189,7 +190,8 @@ def _advance_server(row, rules, plant, requests, outcomes, until):
     if sharing and row[RUNNING] > 0.0:
         served = (until - row[SHARED_UNTIL_S]) * plant[SLOT_TOKENS_PER_S] / row[RUNNING]
         for other in range(int(row[RUNNING])):
-            finish[other] -= served
+            # Rounding must not leave less than nothing: the clock would go back.
+            finish[other] = max(finish[other] - served, 0.0)
     if sharing and until < math.inf:
         row[SHARED_UNTIL_S] = until
     return completed, late
