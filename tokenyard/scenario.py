@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tokenyard.types import Slo
+from tokenyard.workload.diurnal import Diurnal
 
 Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
 Visibility = Literal["oracle", "by_context", "none"]
@@ -42,6 +43,8 @@ class Arrivals(_Frozen):
     rate_per_s: Annotated[float, Field(gt=0)] | None = None
     load: Annotated[float, Field(gt=0, lt=2)] | None = None
     """Offered tokens per second as a share of what the servers can process."""
+    diurnal: Diurnal | None = None
+    """Day and week in the arrival rate; None: none, as in the one-hour public traces."""
 
     @model_validator(mode="after")
     def _one_of_rate_and_load(self) -> Self:
@@ -121,7 +124,7 @@ class Scenario(_Frozen):
     workload: str = "azure_code"
     """Name of the fitted workload model that training and synthetic test streams come from."""
     arrivals: Arrivals
-    test_trace: HeldOutTrace | None = None
+    held_out_trace: HeldOutTrace | None = None
     requests_per_stream: Annotated[int, Field(ge=1)] = 5000
     decision_epoch_s: Annotated[float, Field(gt=0)] | None = None
     """Decide at multiples of this many seconds, in batches; None: at every arrival."""

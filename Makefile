@@ -1,0 +1,50 @@
+# Every target sets itself up: a machine with Python 3.11 and make needs nothing else.
+PYTHON ?= python3.11
+BIN := .venv/bin
+STORAGE ?= runs
+
+# A compiled kernel's cache does not notice a change in another file that it calls, so the cache
+# is keyed by everything that is compiled.
+KERNELS := $(sort $(wildcard tokenyard/*.py tokenyard/sim/*.py tokenyard/workload/*.py))
+export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256sum | cut -c1-12)
+# One thread per process: on few cores more of them only wait for each other.
+export OMP_NUM_THREADS := 1
+
+.PHONY: sweep test test-slow check serve mlflow bench install
+.DEFAULT_GOAL := sweep
+
+.venv/.core: pyproject.toml
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/.dev: pyproject.toml .venv/.core
+	$(BIN)/pip install --quiet --editable ".[bench,dev]"
+	touch $@
+
+install: .venv/.dev ## Everything a developer needs.
+
+sweep: .venv/.core ## Train, compare, keep the best: the main job.
+	$(BIN)/python pipelines/sweep.py --storage $(STORAGE)
+
+test: .venv/.dev ## Everything but what is marked slow.
+	$(BIN)/pytest
+
+test-slow: .venv/.dev ## What takes longer than a coffee.
+	$(BIN)/pytest -m slow
+
+check: .venv/.dev ## Lint, format, types, layers.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+serve: .venv/.core ## Answer routing questions over HTTP with the champion.
+	$(BIN)/python pipelines/deploy.py
+
+mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.
+	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(STORAGE))/mlflow.db
+
+bench: .venv/.dev ## How fast it is, beside a peer, in one run.
+	$(BIN)/python benchmarks/env_throughput.py
+	$(BIN)/python benchmarks/decision_latency.py

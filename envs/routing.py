@@ -1,0 +1,228 @@
+"""Routing as an environment: one step places one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
+from tokenyard.scenario import RewardWeights, Scenario, load_scenario
+from tokenyard.sim import kernel
+from tokenyard.sim.cluster import ClusterSim, Observations
+from tokenyard.sim.streams import StreamSource
+from tokenyard.types import FloatArray
+
+
+class RoutingEnvConfig(BaseModel):
+    """What `LoadBalancingEnv` and its vectorised twin are made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    scenario: Scenario
+    """A scenario, or the name or YAML path of one."""
+    reward: RewardWeights | None = None
+    """Reward weights in place of the scenario's."""
+    expected_finish: bool = True
+    """Whether the observation holds each server's expected wait and finish time."""
+    episode_requests: Annotated[int, Field(ge=1)] | None = None
+    """Requests per episode; None: the scenario's `requests_per_stream`."""
+
+    @field_validator("scenario", mode="before")
+    @classmethod
+    def _load_by_name(cls, value: object) -> object:
+        return load_scenario(value) if isinstance(value, str) else value
+
+    @property
+    def weights(self) -> RewardWeights:
+        """The reward weights in force."""
+        return self.reward or self.scenario.reward
+
+    @property
+    def num_steps(self) -> int:
+        """Length of an episode in steps."""
+        return self.episode_requests or self.scenario.requests_per_stream
+
+
+class _Feed:
+    """Draws episodes and loads them into copies of the cluster."""
+
+    def __init__(self, config: RoutingEnvConfig, num_copies: int) -> None:
+        self.config = config
+        self.source = StreamSource(config.scenario)
+        # One request more than is placed: the last observation shows a request that waits.
+        length = config.num_steps + 1
+        self.sim = ClusterSim(
+            config.scenario, num_copies, length, config.weights, config.expected_finish
+        )
+        self._shadow = (
+            ClusterSim(config.scenario, 1, length) if config.weights.subtract_baseline else None
+        )
+
+    def start(self, copy: int, rng: np.random.Generator) -> None:
+        """Empty one copy and give it a fresh stream drawn from `rng`."""
+        requests = self.source.sample(self.config.num_steps + 1, rng)
+        if self._shadow is not None:
+            requests[:, kernel.BASELINE_RESPONSE_S] = self._baseline_response_s(requests)
+        self.sim.load(copy, requests)
+
+    def _baseline_response_s(self, requests: FloatArray) -> FloatArray:
+        assert self._shadow is not None
+        self._shadow.load(0, requests)
+        self._shadow.run_linear(np.zeros(NUM_SCORE_WEIGHTS), self.source.mean_total_tokens)
+        return self._shadow.outcomes().response_s
+
+
+def _spaces(config: RoutingEnvConfig) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+    num_servers = config.scenario.num_servers
+    size = observation_size(num_servers, config.expected_finish)
+    box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
+    return box, gymnasium.spaces.Discrete(num_servers)
+
+
+class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
+    """Place one request after the other on a heterogeneous cluster.
+
+    Observation:
+        float32, shape (16 + 6 N,), or (16 + 8 N,) with `expected_finish` (the default): 40
+        numbers for three servers. First the request: hour, day of week, day of month, ISO week,
+        total, context and generated tokens as the router knows them, mean and standard deviation
+        of the last 5, 10 and 20 requests, and the last request's three counts; robustly scaled
+        and squashed by sign(x) log(1 + |x|). Then per server log(1 + x) of requests waiting,
+        thousands of tokens in flight, seconds of recent mean response (-1: none yet), outstanding
+        over concurrency; utilisation of its slots; log(1 + thousands of tokens per second); and,
+        with `expected_finish`, log(1 + x) of the seconds until the request would start and
+        finish there. All within [-20, 20]; `sim.num_saturated` counts numbers that hit it.
+
+    Action:
+        Index of the server.
+
+    Reward:
+        Sum of weight x quantity over `RewardWeights`. With the scenario's default weights, 4000
+        tokens sent to an idle 5000 tokens/s server of an otherwise idle three-server cluster
+        (concurrency 5) earn -0.01 * 0.8 (processing) - 0.1 * 0 (queue) + 0.1 * balance + 1, and
+        the balance of loads (0.16, 0, 0) is 1 - 0.0754 / 0.0533 = -0.414: 0.951 in all.
+
+    Episode end:
+        Truncated after `episode_requests` placements, never terminated: traffic goes on, and
+        the value of the last observation, which shows the next request, is bootstrapped.
+
+    Source:
+        Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems",
+        section IV. Ours: the expected finish times, and that the router is told no output length
+        unless the scenario says so.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Validate the configuration; the first `reset` draws the first episode.
+
+        Args:
+            config: Fields of `RoutingEnvConfig` (RLlib hands them over as one mapping).
+            options: The same fields as keywords, as `gymnasium.make` passes them.
+        """
+        self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
+        self.observation_space, self.action_space = _spaces(self.config)
+        self._feed = _Feed(self.config, num_copies=1)
+        self.sim = self._feed.sim
+        self._actions = np.zeros(1, dtype=np.int64)
+        self._steps_left = 0
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Start an episode with fresh traffic; `seed` fixes it and all that follow."""
+        super().reset(seed=seed)
+        self._feed.start(0, self.np_random)
+        self._steps_left = self.config.num_steps
+        return self.sim.observe()[0].copy(), {}
+
+    def step(self, action: np.int64) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
+        """Place the waiting request and run until the next one is to be placed.
+
+        Raises:
+            ValueError: The action names no server, or the episode is over.
+        """
+        if self._steps_left == 0:
+            raise ValueError("the episode is over: call reset first")
+        self._actions[0] = action
+        observations, rewards = self.sim.step_and_observe(self._actions)
+        self._steps_left -= 1
+        return observations[0].copy(), float(rewards[0]), False, self._steps_left == 0, {}
+
+
+class LoadBalancingVectorEnv(
+    gymnasium.vector.VectorEnv[Observations, npt.NDArray[np.int64], npt.NDArray[Any]]
+):
+    """Many independent `LoadBalancingEnv`s stepped by one compiled call.
+
+    Copy i equals a single environment that was reset with seed + i. Autoreset is NEXT_STEP: the
+    step after an episode's end ignores the action, earns 0 and returns the new episode's first
+    observation.
+    """
+
+    metadata: dict[str, Any] = {  # noqa: RUF012
+        "render_modes": [],
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+    }
+
+    def __init__(
+        self, num_envs: int, config: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Validate the configuration and make `num_envs` copies; see `LoadBalancingEnv`."""
+        self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
+        self.num_envs = num_envs
+        self.single_observation_space, self.single_action_space = _spaces(self.config)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._feed = _Feed(self.config, num_envs)
+        self.sim = self._feed.sim
+        self._rngs: list[np.random.Generator] = []
+        self._ended = np.zeros(num_envs, dtype=np.bool_)
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Start an episode in every copy; one integer seeds copy i with seed + i."""
+        if seed is not None or not self._rngs:
+            first = seed if isinstance(seed, int) else None
+            each = [None if first is None else first + i for i in range(self.num_envs)]
+            seeds = each if seed is None or isinstance(seed, int) else list(seed)
+            self._rngs = [seeding.np_random(one)[0] for one in seeds]
+        for copy, rng in enumerate(self._rngs):
+            self._feed.start(copy, rng)
+        self._ended[:] = False
+        return self.sim.observe().copy(), {}
+
+    def step(
+        self, actions: npt.NDArray[np.int64]
+    ) -> tuple[
+        Observations,
+        FloatArray,
+        npt.NDArray[np.bool_],
+        npt.NDArray[np.bool_],
+        dict[str, Any],
+    ]:
+        """Place every copy's waiting request; copies whose episode ended begin a new one.
+
+        Raises:
+            ValueError: An action names no server.
+        """
+        for copy in np.flatnonzero(self._ended):
+            self._feed.start(copy, self._rngs[copy])
+            self.sim.skip_next(copy)
+        observations, rewards = self.sim.step_and_observe(np.asarray(actions, dtype=np.int64))
+        self._ended = self.sim.clock[:, kernel.INDEX] >= self.config.num_steps
+        terminated = np.zeros(self.num_envs, dtype=np.bool_)
+        return observations.copy(), rewards.copy(), terminated, self._ended.copy(), {}

@@ -1,0 +1,254 @@
+"""The exported policy: what leaves training, and all that serving needs.
+
+One npz file holds a few small arrays and one JSON text. numpy alone reads it and runs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.scenario import Visibility
+from tokenyard.types import FloatArray, Slo
+
+FORMAT_VERSION = 1
+_METADATA = "metadata"
+
+
+class ArtifactError(ValueError):
+    """A policy file that cannot be used; the text names the file and the reason."""
+
+
+class LengthPredictor(BaseModel):
+    """Mean output length by context length, learned from the training traffic."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    bin_edges_tokens: tuple[float, ...]
+    """Upper ends, inclusive, of all context bins but the last."""
+    mean_generated_tokens: Annotated[tuple[float, ...], Field(min_length=1)]
+    """One per bin."""
+
+    def generated_tokens(self, context_tokens: float) -> float:
+        """Predicted output of a request, tokens."""
+        return self.mean_generated_tokens[
+            int(np.searchsorted(self.bin_edges_tokens, context_tokens))
+        ]
+
+
+class FeatureScaling(BaseModel):
+    """Medians and interquartile ranges of the request features, from training traffic."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    medians: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
+    scales: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
+
+
+class ArtifactMetadata(BaseModel):
+    """What a policy is, where it comes from, and how its inputs are made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: Literal[1] = FORMAT_VERSION
+    kind: Literal["linear", "mlp"]
+    """`linear`: a learned correction of the expected response time
+    (`tokenyard.observation.linear_scores`); `mlp`: a network over the flat observation."""
+    problem: Literal["routing"] = "routing"
+    scenario: str
+    trainer: str
+    """Algorithm that made it: policy_search, ppo, a2c or dqn."""
+    num_replicas: int | None
+    """Replicas it decides between, in the order it was trained on; None: any."""
+    expected_finish: bool = True
+    """Whether its observation holds the expected finish times."""
+    slo_response_s: Annotated[float, Field(gt=0)]
+    mean_total_tokens: Annotated[float, Field(gt=0)]
+    """Typical size of a request in training, tokens."""
+    output_length: Visibility
+    """What it was told of the output length in training."""
+    predictor: LengthPredictor | None = None
+    """Fills in `predicted_total_tokens` where the caller has no prediction."""
+    scaling: FeatureScaling | None = None
+    """Needed by networks."""
+    activation: Literal["relu", "tanh"] = "relu"
+    residual_scale: Annotated[float, Field(ge=0)] = 0.0
+    """How much a second of expected response time lowers a network's preference."""
+    metrics: Mapping[str, float] = {}
+    """What it scored when it was exported."""
+    lineage: Mapping[str, str] = {}
+    """Hashes and names of what it was made from."""
+
+    @property
+    def slo(self) -> Slo:
+        """The promise it was trained on."""
+        return Slo(self.slo_response_s)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyArtifact:
+    """A trained policy.
+
+    Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,). Arrays of an `mlp`:
+    `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
+    (outputs, inputs); the network's outputs are one preference per replica, higher is better.
+
+    Raises:
+        ValueError: The arrays do not fit the metadata.
+    """
+
+    metadata: ArtifactMetadata
+    arrays: Mapping[str, FloatArray]
+
+    def __post_init__(self) -> None:
+        """Check that the arrays are those of the kind, that they fit and are finite."""
+        for name, array in self.arrays.items():
+            if not np.isfinite(array).all():
+                raise ValueError(f"array {name!r} holds numbers that are not finite")
+        if self.metadata.kind == "linear":
+            _check_shape(self.arrays, "weights", (NUM_SCORE_WEIGHTS,))
+        else:
+            self._check_network()
+
+    def _check_network(self) -> None:
+        metadata = self.metadata
+        if metadata.num_replicas is None or metadata.scaling is None:
+            raise ValueError("a network needs num_replicas and scaling in its metadata")
+        if metadata.residual_scale and not metadata.expected_finish:
+            raise ValueError("residual_scale needs expected_finish in the observation")
+        inputs = observation_size(metadata.num_replicas, metadata.expected_finish)
+        _check_shape(self.arrays, "mean", (inputs,))
+        _check_shape(self.arrays, "std", (inputs,))
+        if not self.layers:
+            raise ValueError("a network needs at least one layer: w0 and b0")
+        for index, (weight, _) in enumerate(self.layers):
+            _check_shape(self.arrays, f"w{index}", (len(weight), inputs))
+            _check_shape(self.arrays, f"b{index}", (len(weight),))
+            inputs = len(weight)
+        if inputs != metadata.num_replicas:
+            raise ValueError(f"{inputs} outputs for {metadata.num_replicas} replicas")
+
+    @cached_property
+    def layers(self) -> list[tuple[FloatArray, FloatArray]]:
+        """Weights and biases of a network, first layer first."""
+        count = sum(name.startswith("w") and name[1:].isdigit() for name in self.arrays)
+        try:
+            return [(self.arrays[f"w{i}"], self.arrays[f"b{i}"]) for i in range(count)]
+        except KeyError as missing:
+            raise ValueError(f"array {missing} is missing") from None
+
+    @cached_property
+    def sha256(self) -> str:
+        """First 12 hex digits of a hash over all that the policy is."""
+        digest = hashlib.sha256(self.metadata.model_dump_json().encode())
+        for name in sorted(self.arrays):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
+        return digest.hexdigest()[:12]
+
+    def save(self, path: str | Path) -> None:
+        """Write the npz file; equal policies give equal bytes.
+
+        Raises:
+            ValueError: An array is called like the metadata.
+        """
+        if _METADATA in self.arrays:
+            raise ValueError(f"no array may be called {_METADATA!r}")
+        text = np.array(self.metadata.model_dump_json())
+        # np.savez stamps the time into the file, which would give every save another hash.
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, array in [(_METADATA, text), *sorted(self.arrays.items())]:
+                buffer = io.BytesIO()
+                np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
+                archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
+
+    @classmethod
+    def load(cls, path: str | Path) -> PolicyArtifact:
+        """Read a policy file.
+
+        Raises:
+            ArtifactError: The file is missing, broken, or of another format.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+            text = str(arrays.pop(_METADATA))
+            return cls(_parse_metadata(text), arrays)
+        except FileNotFoundError:
+            raise ArtifactError(f"policy file {path} does not exist") from None
+        except KeyError:
+            raise ArtifactError(f"{path} is no policy file: it has no metadata") from None
+        except ArtifactError as error:
+            raise ArtifactError(f"policy file {path}: {error}") from None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ArtifactError(f"policy file {path} is broken: {error}") from error
+
+
+def _parse_metadata(text: str) -> ArtifactMetadata:
+    found = json.loads(text).get("format_version")
+    if found != FORMAT_VERSION:
+        raise ArtifactError(f"format version {found}; this release reads {FORMAT_VERSION}")
+    try:
+        return ArtifactMetadata.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError(f"metadata field {field}: {first['msg']}") from None
+
+
+def _check_shape(
+    arrays: Mapping[str, npt.NDArray[np.float64]], name: str, shape: tuple[int, ...]
+) -> None:
+    if name not in arrays:
+        raise ValueError(f"array {name!r} is missing")
+    if arrays[name].shape != shape:
+        raise ValueError(f"array {name!r} has shape {arrays[name].shape}; it must be {shape}")
+
+
+RegistryLookup = Callable[[str], Path | None]
+"""Gives the local path of a registered model's champion, by the model's name."""
+
+
+def resolve_champion(
+    problem: str,
+    scenario: str,
+    path: str | Path | None = None,
+    registry: RegistryLookup | None = None,
+) -> tuple[PolicyArtifact, str]:
+    """Find the policy that `champion` means, and say where it was found.
+
+    The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
+    artifact that ships for the scenario; the one that works on any cluster.
+
+    Raises:
+        ArtifactError: None of these is there, or the first that is there cannot be used.
+    """
+    if path is not None:
+        return PolicyArtifact.load(path), f"file {path}"
+    if registry is not None:
+        name = f"tokenyard-{problem}-{scenario}"
+        registered = registry(name)
+        if registered is not None:
+            return PolicyArtifact.load(registered), f"registry {name}@champion"
+    for shipped in (scenario, "generic"):
+        file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
+        with resources.as_file(file) as local:
+            if local.is_file():
+                return PolicyArtifact.load(local), f"shipped {problem}/{shipped}"
+    raise ArtifactError(
+        f"no champion for {problem}/{scenario}: none is registered or shipped; "
+        "train one with pipelines/sweep.py or name a policy file"
+    )

@@ -1,0 +1,177 @@
+"""Direct policy search: the cross-entropy method over the linear policy's weights.
+
+Every candidate of a generation is run through the same fresh streams (common random numbers),
+so candidates differ by what they decide and not by their luck. No gradient, no network, no
+torch: the simulator's kernel scores millions of decisions a second, and a few hundred thousand
+requests per generation are enough to tell candidates apart.
+
+Source: Rubinstein 1999 (cross-entropy method); the decaying extra noise is of Szita and Lorincz
+2006, "Learning Tetris using the noisy cross-entropy method".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.artifact import ArtifactMetadata, LengthPredictor, PolicyArtifact
+from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.scenario import Scenario
+from tokenyard.sim import kernel
+from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.streams import StreamSource, stream_rng
+from tokenyard.types import FloatArray
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the search makes small: a weighted sum over a stream's response times."""
+
+    mean: float = 1.0
+    """Per second of mean response."""
+    cvar99: float = 0.1
+    """Per second of mean response of the slowest hundredth."""
+    violation: float = 2.0
+    """Seconds that a share of 1 of late or dropped requests costs."""
+
+    def cost(self, response_s: FloatArray, slo_s: float) -> float:
+        """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
+        return (
+            self.mean * metrics.mean_response_s(response_s)
+            + self.cvar99 * metrics.cvar99_response_s(response_s)
+            + self.violation * metrics.slo_violation_fraction(response_s, slo_s)
+        )
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How wide and how long the search looks."""
+
+    objective: Objective = Objective()
+    population: int = 40
+    num_elites: int = 8
+    streams_per_generation: int = 4
+    requests_per_stream: int = 5000
+    initial_std: float = 0.3
+    """Spread of the first generation, in units of the SLO per feature."""
+    noise: float = 0.05
+    """Spread added to the elites' in the first generation; fades to nothing over the search."""
+    num_generations: int = 40
+    """Generations over which the noise fades."""
+    relative: bool = True
+    """Divide each stream's cost by that of shortest expected delay on it, so that one stream
+    with a long backlog does not outweigh the others."""
+
+
+class PolicySearch:
+    """A search that advances one generation at a time and can be stopped and resumed."""
+
+    def __init__(
+        self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
+    ) -> None:
+        """Start at shortest expected delay: all weights zero."""
+        self.scenario = scenario
+        self.config = config or SearchConfig()
+        self.seed = seed
+        self.generation = 0
+        self.mean: FloatArray = np.zeros(NUM_SCORE_WEIGHTS)
+        self.std: FloatArray = np.full(NUM_SCORE_WEIGHTS, self.config.initial_std)
+        self._source = StreamSource(scenario)
+        self._sim = ClusterSim(
+            scenario, self.config.streams_per_generation, self.config.requests_per_stream
+        )
+
+    @property
+    def env_steps(self) -> int:
+        """Requests routed so far, over all candidates."""
+        config = self.config
+        per_candidate = config.streams_per_generation * config.requests_per_stream
+        # One more candidate a generation: the baseline that costs are compared to.
+        return self.generation * (config.population + 1) * per_candidate
+
+    def step(self) -> dict[str, float]:
+        """Run one generation and return its cost relative to shortest expected delay."""
+        config = self.config
+        self._load_fresh_streams()
+        # A generation's candidates depend on its number, not on what was drawn before it.
+        rng = np.random.default_rng([self.seed, self.generation])
+        candidates = rng.normal(self.mean, self.std, (config.population, NUM_SCORE_WEIGHTS))
+        candidates[0] = self.mean
+        baseline = self._costs(np.zeros(NUM_SCORE_WEIGHTS))
+        scale = baseline if config.relative else np.ones_like(baseline)
+        costs = np.array([(self._costs(c) / scale).mean() for c in candidates])
+        elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
+        self.generation += 1
+        fade = max(0.0, 1.0 - self.generation / config.num_generations)
+        self.mean = elites.mean(axis=0)
+        self.std = elites.std(axis=0) + config.noise * fade
+        return {
+            "cost_over_sed": float(costs[0] / (baseline / scale).mean()),
+            "best_cost_over_sed": float(costs.min() / (baseline / scale).mean()),
+            "mean_std": float(self.std.mean()),
+        }
+
+    def _load_fresh_streams(self) -> None:
+        for copy in range(self.config.streams_per_generation):
+            index = self.generation * self.config.streams_per_generation + copy
+            rng = stream_rng(self.seed, "training", index)
+            self._sim.load(copy, self._source.sample(self.config.requests_per_stream, rng))
+
+    def _costs(self, weights: FloatArray) -> FloatArray:
+        self._sim.run_linear(weights, self._source.mean_total_tokens)
+        responses = self._sim.outcome_table[:, :, kernel.RESPONSE_S]
+        slo_s = self.scenario.slo_response_s
+        return np.array([self.config.objective.cost(r, slo_s) for r in responses])
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on as if nothing had happened."""
+        return {
+            "seed": self.seed,
+            "generation": self.generation,
+            "mean": self.mean.tolist(),
+            "std": self.std.tolist(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a `state`."""
+        self.seed = state["seed"]
+        self.generation = state["generation"]
+        self.mean = np.array(state["mean"])
+        self.std = np.array(state["std"])
+
+    def artifact(
+        self,
+        metrics_found: Mapping[str, float] | None = None,
+        lineage: Mapping[str, str] | None = None,
+        any_cluster: bool = False,
+    ) -> PolicyArtifact:
+        """Export the centre of the search as a policy.
+
+        Args:
+            metrics_found: What it scored, for the record.
+            lineage: What it was made from, for the record.
+            any_cluster: Let it decide between any number of replicas; only for weights that
+                were searched over many clusters.
+        """
+        scenario = self.scenario
+        lengths = self._source.model.lengths
+        metadata = ArtifactMetadata(
+            kind="linear",
+            scenario=scenario.name,
+            trainer="policy_search",
+            num_replicas=None if any_cluster else scenario.num_servers,
+            slo_response_s=scenario.slo_response_s,
+            mean_total_tokens=self._source.mean_total_tokens,
+            output_length=scenario.output_length,
+            predictor=LengthPredictor(
+                bin_edges_tokens=lengths.bin_edges_tokens,
+                mean_generated_tokens=lengths.mean_generated_tokens,
+            ),
+            metrics=metrics_found or {},
+            lineage=lineage or {},
+        )
+        return PolicyArtifact(metadata, {"weights": self.mean.copy()})

@@ -1,0 +1,186 @@
+"""Streams: the requests of a scenario, as the rows that the simulator steps through.
+
+What the router is told of a request's size is decided here and nowhere else: the true output
+length goes into the column that the servers work off, the predicted one into the columns that
+the router sees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from tokenyard.observation import squash
+from tokenyard.scenario import Scenario
+from tokenyard.sim import kernel
+from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.features import RobustScaler, request_features
+from tokenyard.workload.locations import find_trace
+from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
+from tokenyard.workload.readers import read_trace
+from tokenyard.workload.trace import Trace
+
+Purpose = Literal["training", "validation", "evaluation", "scaling"]
+_PURPOSES: dict[Purpose, int] = {"training": 0, "validation": 1, "evaluation": 2, "scaling": 3}
+_REQUESTS_FOR_SCALING = 5000
+
+
+def stream_rng(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
+    """Generator of one stream; no two purposes, seeds or indices share random numbers."""
+    return np.random.default_rng([seed, _PURPOSES[purpose], index])
+
+
+def predicted_total_tokens(
+    scenario: Scenario, model: WorkloadModel, context: IntArray, generated: IntArray
+) -> FloatArray:
+    """What the router is told of each request's size, tokens, shape (num_requests,)."""
+    if scenario.output_length == "oracle":
+        return (context + generated).astype(np.float64)
+    if scenario.output_length == "by_context":
+        return context + model.mean_generated_tokens(context)
+    return context.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class StreamSet:
+    """The streams that a policy is judged on."""
+
+    requests: list[FloatArray]
+    """One array of shape (num_requests, kernel.NUM_REQUEST) per stream."""
+    origin: str
+    """Where they come from, in words for a table."""
+    bootstrap: bool = False
+    """One long recorded stream: intervals by block bootstrap over its requests. Otherwise the
+    streams are independent, and intervals are paired over streams."""
+
+
+class StreamSource:
+    """Draws streams of a scenario's traffic, and encodes recorded ones in the same way."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Use the traffic, visibility and decision epochs of `scenario`."""
+        self.scenario = scenario
+        self.model = load_model(scenario.workload)
+
+    @property
+    def mean_total_tokens(self) -> float:
+        """Mean size of a request in the training traffic, tokens."""
+        return self.model.mean_total_tokens
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrival rate, requests per second."""
+        return self.scenario.rate_per_s(self.mean_total_tokens)
+
+    @cached_property
+    def scaler(self) -> RobustScaler:
+        """Feature scaling, fitted to one stream of training traffic that nobody is judged on."""
+        trace = self._draw(_REQUESTS_FOR_SCALING, stream_rng(0, "scaling"))
+        return RobustScaler.fit(self._features(trace))
+
+    def sample(self, num_requests: int, rng: np.random.Generator) -> FloatArray:
+        """Draw one synthetic stream, shape (num_requests, kernel.NUM_REQUEST)."""
+        return self.encode(self._draw(num_requests, rng))
+
+    def encode(self, trace: Trace) -> FloatArray:
+        """Lay a trace out as a stream, shape (num_requests, kernel.NUM_REQUEST).
+
+        The time of the trace is taken as it is. Its calendar is kept only where the scenario's
+        own traffic has one, since a policy that never saw a calendar cannot read it.
+        """
+        epoch_s = self.scenario.decision_epoch_s
+        rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
+        rows[:, kernel.ARRIVAL_S] = trace.arrival_s
+        rows[:, kernel.DISPATCH_S] = (
+            trace.arrival_s if epoch_s is None else np.ceil(trace.arrival_s / epoch_s) * epoch_s
+        )
+        rows[:, kernel.TRUE_TOTAL] = trace.total_tokens
+        rows[:, kernel.PREDICTED_TOTAL] = self._predicted(trace)
+        rows[:, kernel.CONTEXT] = trace.context_tokens
+        rows[:, kernel.BASELINE_RESPONSE_S] = np.nan
+        rows[:, kernel.FEATURES :] = squash(self.scaler.transform(self._features(trace)))
+        return rows
+
+    def _draw(self, num_requests: int, rng: np.random.Generator) -> Trace:
+        arrivals = self.scenario.arrivals
+        if arrivals.process == "mmpp":
+            return self.model.generate(num_requests, rng, self.rate_per_s, arrivals.diurnal)
+        arrival_rng, length_rng = rng.spawn(2)
+        arrival_s = poisson_arrivals(num_requests, self.rate_per_s, arrival_rng)
+        context, generated = self.model.sample_lengths(num_requests, length_rng)
+        diurnal = arrivals.diurnal
+        if diurnal is None:
+            return Trace(arrival_s, context, generated)
+        return Trace(diurnal.warp(arrival_s), context, generated, diurnal.started_at)
+
+    def _predicted(self, trace: Trace) -> FloatArray:
+        return predicted_total_tokens(
+            self.scenario, self.model, trace.context_tokens, trace.generated_tokens
+        )
+
+    def _features(self, trace: Trace) -> FloatArray:
+        started_at: datetime | None = trace.started_at
+        if self.scenario.arrivals.diurnal is None:
+            started_at = None
+        features = request_features(
+            trace.arrival_s, trace.context_tokens, self._predicted(trace), started_at
+        )
+        return features.astype(np.float64)
+
+
+def synthetic_streams(
+    source: StreamSource, count: int, seed: int, purpose: Purpose = "evaluation"
+) -> StreamSet:
+    """Draw `count` independent streams of the scenario's own length."""
+    num_requests = source.scenario.requests_per_stream
+    requests = [
+        source.sample(num_requests, stream_rng(seed, purpose, index)) for index in range(count)
+    ]
+    arrivals = source.scenario.arrivals.process
+    return StreamSet(requests, f"synthetic ({source.model.name} lengths, {arrivals} arrivals)")
+
+
+def held_out_streams(source: StreamSource) -> StreamSet | None:
+    """The scenario's recorded test part as one stream; None where it has none or no file."""
+    held_out = source.scenario.held_out_trace
+    path = find_trace(held_out.name) if held_out else None
+    if held_out is None or path is None:
+        return None
+    whole, _ = read_trace(path)
+    if held_out.duration_s is None:
+        # Scale the whole file, so that lulls and bursts of the part keep their size.
+        whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
+    part = whole.tail_from(held_out.first)
+    if held_out.count is not None:
+        part = part.head(held_out.count)
+    if held_out.duration_s is not None:
+        part = part.compressed_to(held_out.duration_s)
+    last = held_out.first + part.num_requests
+    origin = f"{path.name}, requests {held_out.first}..{last - 1}"
+    return StreamSet([source.encode(part)], origin, bootstrap=True)
+
+
+def trace_streams(
+    source: StreamSource, trace: Trace, count: int, native_time: bool = False
+) -> StreamSet:
+    """Cut a recorded trace into `count` consecutive streams of equal length.
+
+    Args:
+        source: Whose servers, visibility and load the trace is replayed on.
+        trace: Recorded requests.
+        count: Number of windows; they do not overlap.
+        native_time: Keep the recorded time instead of scaling it to the scenario's load.
+
+    Raises:
+        ValueError: The trace has fewer requests than windows.
+    """
+    if trace.num_requests < count:
+        raise ValueError(f"{trace.num_requests} requests cannot be cut into {count} streams")
+    if not native_time:
+        trace = trace.with_rate(source.scenario.rate_per_s(float(trace.total_tokens.mean())))
+    requests = [source.encode(window) for window in trace.windows(count)]
+    return StreamSet(requests, f"recorded trace, {count} windows", bootstrap=count == 1)
