@@ -1,0 +1,102 @@
+"""Sweeps over a trainable that learns nothing, to test what goes on around the learning."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray import tune
+
+from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
+from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tune_configs.experiment import Experiment
+from tune_configs.schedulers import AshaPerAlgorithm
+
+STEPS_PER_ITERATION = 1_000
+
+
+class ToyRouter(tune.Trainable):
+    """Claims a score that rises with its steps; its policies are shortest expected delay."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.env_steps = 0
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self.config = new_config
+        self.env_steps = 0
+        return True
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        return tune.PlacementGroupFactory([{"CPU": config.get("num_cpus", 1)}])
+
+    def step(self) -> dict[str, Any]:
+        time.sleep(float(os.environ.get("TOY_STEP_S", "0.01")))
+        self.env_steps += STEPS_PER_ITERATION
+        skill = {"fast": 2.0, "slow": 1.0}[self.config["algorithm"]]
+        score = -10.0 + skill * self.env_steps / 1_000 + 0.01 * self.config["seed"]
+        return {"timesteps_total": self.env_steps, "score": score, "not_known_yet": float("nan")}
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        Path(checkpoint_dir, "env_steps.txt").write_text(str(self.env_steps))
+        weights = np.zeros(NUM_SCORE_WEIGHTS)
+        weights[0] = 1e-9 * self.config["seed"]
+        metadata = ArtifactMetadata(
+            kind="linear",
+            scenario="poisson_085",
+            trainer=self.config["algorithm"],
+            num_replicas=3,
+            slo_response_s=2.0,
+            mean_total_tokens=2_000.0,
+            output_length="by_context",
+        )
+        PolicyArtifact(metadata, {"weights": weights}).save(Path(checkpoint_dir, "artifact.npz"))
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        self.env_steps = int(Path(checkpoint_dir, "env_steps.txt").read_text())
+
+
+def toy_trial(algorithm: str, seed: int = 0, env_steps: int = 5_000) -> dict[str, Any]:
+    return {
+        "algorithm": algorithm,
+        "reward_weights": "none",
+        "scenario": "poisson_085",
+        "env_steps": env_steps,
+        "seed": seed,
+    }
+
+
+def tiny() -> Experiment:
+    """Two algorithms, two seeds, five iterations each."""
+    return Experiment(
+        problem="routing",
+        scenario="poisson_085",
+        trainable=ToyRouter,
+        trials=tuple(toy_trial(a, seed) for a in ("fast", "slow") for seed in range(2)),
+        baselines=("round_robin", "sed"),
+        validation_streams=2,
+        promotion_streams=2,
+        evaluation_streams=2,
+    )
+
+
+def long() -> Experiment:
+    """`tiny` with enough iterations to be killed in the middle."""
+    trials = [{**trial, "env_steps": 30_000} for trial in tiny().trials]
+    return replace(tiny(), trials=tuple(trials))
+
+
+def halving() -> Experiment:
+    """Both algorithms under successive halving."""
+    trials = tuple(toy_trial(a, s, 9_000) for s in range(4) for a in ("fast", "slow"))
+    scheduler = lambda: AshaPerAlgorithm(max_env_steps=9_000, grace_env_steps=1_000)  # noqa: E731
+    return replace(tiny(), trials=trials, scheduler=scheduler)
+
+
+def too_big() -> Experiment:
+    """Asks for more CPUs than any machine here has."""
+    return replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 10_000},))

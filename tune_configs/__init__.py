@@ -1,0 +1,1 @@
+"""Experiments as Python functions, and what a sweep over them records."""

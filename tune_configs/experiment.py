@@ -1,0 +1,156 @@
+"""What a sweep is: which trials, for how long, scheduled and judged how.
+
+An experiment is a Python function that returns one `Experiment`; a variant calls it and uses
+`dataclasses.replace`. `load_experiment` finds them by "MODULE:FUNCTION".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ray import tune
+from ray.tune.schedulers import FIFOScheduler, TrialScheduler
+from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
+from ray.tune.search.basic_variant import BasicVariantGenerator
+
+ENV_STEPS = "timesteps_total"
+"""Result key of the environment steps a trial has taken."""
+SCORE = "score"
+"""Result key that trials are ranked on, higher is better, whatever rewards they train on."""
+
+TrialConfig = Mapping[str, Any]
+"""What tells one trial from another, in plain JSON values; `env_steps` is its budget."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One sweep over one problem."""
+
+    problem: str
+    """`routing`, for example; with the scenario it names the registered model."""
+    scenario: str
+    """Scenario that all trials are trained and judged on."""
+    trainable: type[tune.Trainable]
+    """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
+    trials: tuple[TrialConfig, ...]
+    """The trials that are run for certain, in this order; all have the same keys."""
+    space: Mapping[str, Any] = field(default_factory=dict)
+    """Domains that a `searcher` draws more trials from; empty: only `trials` are run."""
+    num_samples: int = 1
+    """With a space: how many trials in all. Without: how often `trials` are repeated, each time
+    with the next seed."""
+    searcher: Callable[[int], Searcher] | None = None
+    """Makes the searcher from a seed; None: what is drawn is drawn at random."""
+    scheduler: Callable[[], TrialScheduler] = FIFOScheduler
+    """Makes the scheduler."""
+    max_concurrent_trials: int = 2
+    checkpoint_every: int = 1
+    """Iterations between checkpoints; what comes after the last one is lost with a killed trial."""
+    max_failures: int = 2
+    """How often a trial is started again from its checkpoint before it counts as failed."""
+    baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")
+    """Policies judged beside the trials."""
+    validation_streams: int = 6
+    """Streams that rank trials and baselines."""
+    promotion_streams: int = 20
+    """Further validation streams on which a champion must be beaten."""
+    evaluation_streams: int = 10
+    """Fresh streams on which the best trial is at last set against the baseline."""
+
+    def __post_init__(self) -> None:
+        """Refuse designs that Tune would accept and then run differently.
+
+        Raises:
+            ValueError: No trials at all, or trials whose keys differ.
+        """
+        if not self.trials and not self.space:
+            raise ValueError("an experiment needs trials, a space to draw them from, or both")
+        keys = {frozenset(trial) for trial in self.trials}
+        if len(keys) > 1:
+            raise ValueError(f"all trials need the same keys; got {sorted(map(sorted, keys))}")
+
+    def designed_trials(self, seed: int) -> list[dict[str, Any]]:
+        """The trials of `trials`, seeds counted from `seed` on, repeated where there is no space.
+
+        A trial's own `seed` is its offset, so that five seeds of one setting stay five seeds.
+        """
+        offsets = [int(trial.get("seed", 0)) for trial in self.trials]
+        stride = max(offsets, default=0) + 1
+        repeats = 1 if self.space else self.num_samples
+        return [
+            {**trial, "seed": seed + offset + repeat * stride}
+            for repeat in range(repeats)
+            for trial, offset in zip(self.trials, offsets, strict=True)
+        ]
+
+    def num_trials(self, seed: int = 0) -> int:
+        """How many trials the sweep runs."""
+        designed = len(self.designed_trials(seed))
+        return max(designed, self.num_samples) if self.space else designed
+
+    def param_space(self, seed: int) -> dict[str, Any]:
+        """The space Tune draws from; designed trials overwrite all of it.
+
+        A key on which they differ becomes a choice, because Tune only lets a designed trial set
+        what the space names, and reports as parameters only what is a domain.
+        """
+        designed = self.designed_trials(seed)
+        keys = designed[0] if designed else {}
+        choices = {key: tune.choice(_distinct([trial[key] for trial in designed])) for key in keys}
+        return {**choices, "seed": seed, **self.space} if self.space else choices
+
+    def search_algorithm(self, seed: int) -> SearchAlgorithm | Searcher:
+        """The source of trials, holding at most `max_concurrent_trials` at once."""
+        if self.searcher is not None:
+            return ConcurrencyLimiter(self.searcher(seed), self.max_concurrent_trials)
+        return BasicVariantGenerator(
+            points_to_evaluate=self.designed_trials(seed),
+            max_concurrent=self.max_concurrent_trials,
+            random_state=seed,
+        )
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    return [value for i, value in enumerate(values) if value not in values[:i]]
+
+
+def stop_at_budget(trial_id: str, result: Mapping[str, Any]) -> bool:
+    """Whether a trial has used up the `env_steps` of its own configuration."""
+    return float(result[ENV_STEPS]) >= float(result["config"]["env_steps"])
+
+
+def load_experiment(reference: str) -> Experiment:
+    """Call the experiment function that "MODULE:FUNCTION" names.
+
+    MODULE is one of `tune_configs`, or any importable module of your own.
+
+    Raises:
+        ValueError: Not of that form, no such module or function, or it returns something else.
+    """
+    module_name, colon, function_name = reference.partition(":")
+    if not (module_name and colon and function_name):
+        raise ValueError(f"experiment {reference!r} is not of the form MODULE:FUNCTION")
+    function = getattr(_find_module(module_name), function_name, None)
+    if not callable(function):
+        raise ValueError(f"module {module_name!r} has no experiment function {function_name!r}")
+    experiment = function()
+    if not isinstance(experiment, Experiment):
+        raise ValueError(f"{reference} returns {type(experiment).__name__}, not an Experiment")
+    return experiment
+
+
+def _find_module(name: str) -> ModuleType:
+    inside = f"tune_configs.{name}"
+    if importlib.util.find_spec(inside) is not None:
+        return importlib.import_module(inside)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ValueError(f"no module {name!r} in tune_configs or on the path") from error

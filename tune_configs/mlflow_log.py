@@ -1,0 +1,216 @@
+"""What a sweep leaves in MLflow: one parent run, under it one run per trial.
+
+Only the driver writes, so SQLite is enough. Runs are found by what they are about (sweep folder,
+trial id) before they are created: a resumed sweep goes on in the runs it had.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+from ray.tune import Callback
+from ray.tune.experiment import Trial
+from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
+from ray.tune.utils import flatten_dict
+
+from tune_configs.experiment import ENV_STEPS
+
+SWEEP_TAG = "tokenyard.sweep"
+TRIAL_TAG = "tokenyard.trial_id"
+_TAGGED_PARAMS = ("algorithm", "reward_weights", "scenario", "seed")
+_NOT_METRICS = frozenset({*AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID})
+_METRICS_PER_BATCH = 1000
+"""MLflow's own limit on metrics in one log_batch call."""
+
+
+def tracking_uri(storage: Path) -> str:
+    """MLFLOW_TRACKING_URI where it is set, else the SQLite file in the storage folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{storage.resolve()}/mlflow.db"
+
+
+def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
+    """Find or create the MLflow experiment and return its id.
+
+    A local store keeps its artifacts beside itself; MLflow's default is the working directory.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    is_local = client.tracking_uri.startswith("sqlite:")
+    location = (storage.resolve() / "mlartifacts").as_uri() if is_local else None
+    return str(client.create_experiment(name, artifact_location=location))
+
+
+def open_sweep_run(
+    client: MlflowClient, experiment_id: str, sweep: str, tags: Mapping[str, str]
+) -> str:
+    """Find or create the parent run of the sweep and return its id, with status RUNNING."""
+    run = _find(client, experiment_id, {SWEEP_TAG: sweep, "tokenyard.kind": "sweep"})
+    if run is None:
+        identity = {SWEEP_TAG: sweep, "tokenyard.kind": "sweep", MLFLOW_RUN_NAME: sweep}
+        run = client.create_run(experiment_id, tags={**tags, **identity})
+    client.update_run(run.info.run_id, status="RUNNING")
+    return str(run.info.run_id)
+
+
+def trial_runs(client: MlflowClient, parent_run_id: str) -> dict[str, Run]:
+    """The runs under a sweep, by trial id."""
+    parent = client.get_run(parent_run_id)
+    runs = client.search_runs(
+        [parent.info.experiment_id],
+        f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent_run_id}'",
+        max_results=5000,
+    )
+    return {run.data.tags[TRIAL_TAG]: run for run in runs}
+
+
+def learning_curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+    """(environment steps, value) of one metric, in order of steps."""
+    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, key))
+
+
+def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a Tune result that the trial itself reported.
+
+    Tune adds a dozen of its own (pid, timestamps, the configuration once more): of those only
+    the trial's wall time is kept. A NaN is left out: it means that there is no value.
+    """
+    reported = {key: value for key, value in result.items() if key not in _NOT_METRICS}
+    reported["wall_s"] = result.get("time_total_s", math.nan)
+    return {
+        key: float(value)
+        for key, value in flatten_dict(reported).items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+class TrialLog(Callback):
+    """Writes every trial's parameters, curves over environment steps and end into its run.
+
+    Tune calls it in the driver. A trial that starts from a checkpoint first loses what was
+    logged past that checkpoint, since those steps are taken again, and not in the same way.
+    """
+
+    def __init__(self, uri: str, parent_run_id: str, tags: Mapping[str, str]) -> None:
+        """Log under the parent run in the store at `uri`; `tags` go onto every trial's run."""
+        self._uri = uri
+        self._parent_run_id = parent_run_id
+        self._tags = dict(tags)
+        self._run_ids: dict[str, str] = {}
+        self._cached_client: MlflowClient | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the connection behind: Tune pickles its callbacks into the experiment's state."""
+        return {**self.__dict__, "_cached_client": None, "_run_ids": {}}
+
+    @property
+    def _client(self) -> MlflowClient:
+        if self._cached_client is None:
+            self._cached_client = MlflowClient(self._uri)
+        return self._cached_client
+
+    def on_trial_start(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Open the trial's run, cut back to the checkpoint that the trial starts from."""
+        run = _find(self._client, self._experiment_id(), self._identity(trial))
+        run = self._create_run(trial) if run is None else self._truncated(run, trial)
+        self._client.update_run(run.info.run_id, status="RUNNING")
+        self._run_ids[trial.trial_id] = run.info.run_id
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Trial], trial: Trial, result: dict[str, Any], **info: Any
+    ) -> None:
+        """Log what the trial reported, at its number of environment steps, in one call."""
+        now_ms = int(time.time() * 1000)
+        step = int(result[ENV_STEPS])
+        metrics = [Metric(key, value, now_ms, step) for key, value in metrics_of(result).items()]
+        self._client.log_batch(self._run_ids[trial.trial_id], metrics=metrics)
+
+    def on_trial_complete(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Close the run as finished."""
+        self._close(trial, "FINISHED")
+
+    def on_trial_error(
+        self, iteration: int, trials: list[Trial], trial: Trial, **info: Any
+    ) -> None:
+        """Close the run as failed; Tune keeps the traceback in the trial's error.txt."""
+        self._close(trial, "FAILED")
+
+    def _close(self, trial: Trial, status: str) -> None:
+        # A trial can be stopped before it ever started; it then has no run.
+        if trial.trial_id in self._run_ids:
+            self._client.set_terminated(self._run_ids[trial.trial_id], status)
+
+    def _identity(self, trial: Trial) -> dict[str, str]:
+        return {MLFLOW_PARENT_RUN_ID: self._parent_run_id, TRIAL_TAG: trial.trial_id}
+
+    def _experiment_id(self) -> str:
+        return str(self._client.get_run(self._parent_run_id).info.experiment_id)
+
+    def _create_run(self, trial: Trial) -> Run:
+        params = flatten_dict(dict(trial.config))
+        tags = {key: str(params[key]) for key in _TAGGED_PARAMS if key in params}
+        run = self._client.create_run(
+            self._experiment_id(),
+            tags={**self._tags, **tags, **self._identity(trial), MLFLOW_RUN_NAME: str(trial)},
+        )
+        self._client.log_batch(
+            run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()]
+        )
+        return run
+
+    def _truncated(self, run: Run, trial: Trial) -> Run:
+        checkpoint = trial.latest_checkpoint_result
+        last_step = int(checkpoint.metrics[ENV_STEPS]) if checkpoint else -1
+        return truncate(self._client, run, last_step)
+
+
+def truncate(client: MlflowClient, run: Run, last_step: int) -> Run:
+    """Drop what was logged after `last_step`; returns the run that holds the rest.
+
+    MLflow cannot delete single points. So where there are any, the run is replaced by a copy
+    without them, and deleted.
+    """
+    points = [
+        metric
+        for key in run.data.metrics
+        for metric in client.get_metric_history(run.info.run_id, key)
+    ]
+    kept = [metric for metric in points if metric.step <= last_step]
+    if len(kept) == len(points):
+        return run
+    copy = client.create_run(
+        run.info.experiment_id, start_time=run.info.start_time, tags=run.data.tags
+    )
+    params = [Param(key, value) for key, value in run.data.params.items()]
+    client.log_batch(copy.info.run_id, params=params)
+    for batch in _batches(kept, _METRICS_PER_BATCH):
+        client.log_batch(copy.info.run_id, metrics=batch)
+    client.delete_run(run.info.run_id)
+    return copy
+
+
+def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:
+    """Set several tags in one call."""
+    client.log_batch(run_id, tags=[RunTag(key, value) for key, value in tags.items()])
+
+
+def _find(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> Run | None:
+    query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    runs = client.search_runs([experiment_id], query, max_results=1)
+    return runs[0] if runs else None
+
+
+def _batches(metrics: Sequence[Metric], size: int) -> Iterable[Sequence[Metric]]:
+    return (metrics[i : i + size] for i in range(0, len(metrics), size))

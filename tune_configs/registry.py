@@ -1,0 +1,99 @@
+"""The model registry: artifacts as plain folders, and which one is the champion.
+
+Registered model `tokenyard-<problem>-<scenario>`; its alias `champion` only moves to a candidate
+that beat the present one. Serving reads the same names with code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+
+from tokenyard.artifact import PolicyArtifact
+
+CHAMPION = "champion"
+CANDIDATE = "candidate"
+ARTIFACT_FOLDER = "policy"
+ARTIFACT_FILE = "artifact.npz"
+_HASH_TAG = "sha256"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Where an artifact ended up in the registry."""
+
+    model: str
+    version: str
+    alias: str
+    """`champion`, or `candidate` where the present champion was not beaten."""
+
+
+def model_name(problem: str, scenario: str) -> str:
+    """Name of the registered model."""
+    return f"tokenyard-{problem}-{scenario}"
+
+
+def champion_version(client: MlflowClient, model: str) -> ModelVersion | None:
+    """The version behind the alias `champion`; None where there is no model or no alias."""
+    try:
+        return client.get_model_version_by_alias(model, CHAMPION)
+    except MlflowException as error:
+        # SQLite stores say INVALID_PARAMETER_VALUE for a missing alias, servers may say the other.
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+def load_version(client: MlflowClient, version: ModelVersion) -> PolicyArtifact:
+    """Fetch and read the artifact of a version."""
+    folder = download_artifacts(artifact_uri=version.source, tracking_uri=client.tracking_uri)
+    return PolicyArtifact.load(Path(folder) / ARTIFACT_FILE)
+
+
+def register(
+    client: MlflowClient,
+    model: str,
+    run_id: str,
+    artifact: PolicyArtifact,
+    beats: Callable[[PolicyArtifact], bool],
+) -> Registration:
+    """Register the artifact that lies in the run's folder `policy`, and settle who is champion.
+
+    Args:
+        client: Client of the store.
+        model: Registered model, created where it is missing.
+        run_id: Run that logged the artifact.
+        artifact: The same artifact, read.
+        beats: Whether the artifact beats the one given; asked only if there is a champion.
+    """
+    version = _find_or_create_version(client, model, run_id, artifact)
+    present = champion_version(client, model)
+    if present is None or present.version == version.version:
+        alias = CHAMPION
+    else:
+        alias = CHAMPION if beats(load_version(client, present)) else CANDIDATE
+    client.set_registered_model_alias(model, alias, version.version)
+    return Registration(model, str(version.version), alias)
+
+
+def _find_or_create_version(
+    client: MlflowClient, model: str, run_id: str, artifact: PolicyArtifact
+) -> ModelVersion:
+    if not client.search_registered_models(f"name = '{model}'"):
+        client.create_registered_model(model)
+    # A sweep that is resumed after its end must not register the same policy again.
+    for version in client.search_model_versions(f"name = '{model}'"):
+        if version.tags.get(_HASH_TAG) == artifact.sha256:
+            return version
+    return client.create_model_version(
+        model,
+        source=f"{client.get_run(run_id).info.artifact_uri}/{ARTIFACT_FOLDER}",
+        run_id=run_id,
+        tags={_HASH_TAG: artifact.sha256, "trainer": artifact.metadata.trainer},
+    )

@@ -1,0 +1,50 @@
+"""Reward weightings by name, so that a sweep can choose between them and a table can print them."""
+
+from __future__ import annotations
+
+from tokenyard.scenario import RewardWeights, Scenario
+
+PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
+"""The five terms of the paper's reward (Abbaraju, section IV)."""
+
+_NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_completion": 0.0}
+# A tenth of a point per second keeps returns, and so the critic's errors, of the order of one.
+_CREDITED_AT_DECISION = {
+    "response": RewardWeights(**_NO_PAPER_TERM, response=-0.1),
+    "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-0.1, slo=-0.2),
+    "response_slo_tail": RewardWeights(**_NO_PAPER_TERM, response=-0.1, slo=-0.2, tail=-0.1),
+    "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-0.1, subtract_baseline=True),
+}
+_ABLATED_FIELDS = {
+    "processing": ("processing",),
+    "queue": ("queue",),
+    "overload": ("overload",),
+    "balance": ("balance",),
+    "base": ("accept", "complete"),
+    "slo": ("slo_at_completion",),
+}
+
+PAPER = "paper"
+ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
+"""The paper's reward with one term removed; `base` is what a placed or finished request earns."""
+
+
+def reward_names() -> tuple[str, ...]:
+    """All names that `reward_weights` knows."""
+    return (PAPER, *_CREDITED_AT_DECISION, *ABLATIONS)
+
+
+def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
+    """Weights of that name; `paper` and its ablations start from the scenario's own.
+
+    Raises:
+        ValueError: Unknown name.
+    """
+    if name == PAPER:
+        return scenario.reward
+    if name in _CREDITED_AT_DECISION:
+        return _CREDITED_AT_DECISION[name]
+    term = name.removeprefix("paper_without_")
+    if name not in ABLATIONS:
+        raise ValueError(f"unknown reward weights {name!r}; choose one of {list(reward_names())}")
+    return scenario.reward.model_copy(update=dict.fromkeys(_ABLATED_FIELDS[term], 0.0))

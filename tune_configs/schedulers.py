@@ -1,0 +1,79 @@
+"""Successive halving that never lets one algorithm's trials stop another's.
+
+Algorithms learn at different speeds, so at equal environment steps a slow starter would be cut
+for being what it is. One bracket per algorithm compares like with like.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+from ray.tune.execution.tune_controller import TuneController
+from ray.tune.experiment import Trial
+from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+
+from tune_configs.experiment import ENV_STEPS, SCORE
+
+
+class AshaPerAlgorithm(FIFOScheduler):
+    """Asynchronous successive halving (Li et al. 2020, arXiv:1810.05934v5), one per algorithm.
+
+    Time is environment steps: an iteration may be empty while a lost actor is replaced.
+    """
+
+    def __init__(self, max_env_steps: int, grace_env_steps: int, reduction_factor: int = 3) -> None:
+        """Cut for the first time at `grace_env_steps`, then at multiples of `reduction_factor`."""
+        super().__init__()
+        self._settings: dict[str, Any] = {
+            "time_attr": ENV_STEPS,
+            "metric": SCORE,
+            "mode": "max",
+            "max_t": max_env_steps,
+            "grace_period": grace_env_steps,
+            "reduction_factor": reduction_factor,
+            # A trial has a budget of its own, and it is not the same for every algorithm.
+            "stop_last_trials": False,
+        }
+        self._brackets: dict[str, ASHAScheduler] = {}
+
+    def _bracket(self, trial: Trial) -> ASHAScheduler:
+        algorithm = str(trial.config["algorithm"])
+        if algorithm not in self._brackets:
+            self._brackets[algorithm] = ASHAScheduler(**self._settings)
+        return self._brackets[algorithm]
+
+    def on_trial_add(self, tune_controller: TuneController, trial: Trial) -> None:
+        """Enter the trial in its algorithm's bracket."""
+        self._bracket(trial).on_trial_add(tune_controller, trial)
+
+    def on_trial_result(
+        self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]
+    ) -> str:
+        """Stop the trial when it is not among the best of its algorithm so far."""
+        decision: str = self._bracket(trial).on_trial_result(tune_controller, trial, result)
+        return decision
+
+    def on_trial_complete(
+        self, tune_controller: TuneController, trial: Trial, result: dict[str, Any]
+    ) -> None:
+        """Record the last result."""
+        self._bracket(trial).on_trial_complete(tune_controller, trial, result)
+
+    def on_trial_remove(self, tune_controller: TuneController, trial: Trial) -> None:
+        """Forget a trial that never ran to an end."""
+        self._bracket(trial).on_trial_remove(tune_controller, trial)
+
+    def debug_string(self) -> str:
+        """Say how many trials each bracket has stopped."""
+        lines = [f"{name}: {bracket.debug_string()}" for name, bracket in self._brackets.items()]
+        return "\n".join([f"ASHA, {len(lines)} brackets, on {ENV_STEPS}", *lines])
+
+    def save(self, checkpoint_path: str) -> None:
+        """Write the brackets' state; Tune calls it with every snapshot of the experiment."""
+        Path(checkpoint_path).write_bytes(pickle.dumps(self.__dict__))
+
+    def restore(self, checkpoint_path: str) -> None:
+        """Read what `save` wrote."""
+        self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
