@@ -29,7 +29,7 @@ from tokenyard.types import FloatArray
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search makes small: a weighted sum over a stream's response times."""
+    """What the search makes small, relative to shortest expected delay on the same streams."""
 
     mean: float = 1.0
     """Per second of mean response."""
@@ -37,14 +37,34 @@ class Objective:
     """Per second of mean response of the slowest hundredth."""
     violation: float = 2.0
     """Seconds that a share of 1 of late or dropped requests costs."""
+    tail_guard: float = 0.0
+    """Cost of each unit by which the mean p99 over streams exceeds that of shortest expected
+    delay, as a fraction of it; 0 leaves the tail to `cvar99`."""
 
-    def cost(self, response_s: FloatArray, slo_s: float) -> float:
+    def stream_cost(self, response_s: FloatArray, slo_s: float) -> float:
         """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
         return (
             self.mean * metrics.mean_response_s(response_s)
             + self.cvar99 * metrics.cvar99_response_s(response_s)
             + self.violation * metrics.slo_violation_fraction(response_s, slo_s)
         )
+
+    def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
+        """Mean over streams of the candidate's cost over the baseline's, plus the guard.
+
+        The ratio per stream keeps one stream with a long backlog from outweighing the others.
+        """
+        ratio = float((candidate.cost_s / baseline.cost_s).mean())
+        tail = float((candidate.p99_s / baseline.p99_s).mean())
+        return ratio + self.tail_guard * max(0.0, tail - 1.0)
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """What one candidate cost on every stream of a generation, arrays of shape (streams,)."""
+
+    cost_s: FloatArray
+    p99_s: FloatArray
 
 
 @dataclass(frozen=True)
@@ -54,17 +74,17 @@ class SearchConfig:
     objective: Objective = Objective()
     population: int = 40
     num_elites: int = 8
-    streams_per_generation: int = 4
+    streams_per_generation: int = 6
     requests_per_stream: int = 5000
     initial_std: float = 0.3
     """Spread of the first generation, in units of the SLO per feature."""
     noise: float = 0.05
     """Spread added to the elites' in the first generation; fades to nothing over the search."""
-    num_generations: int = 40
+    num_generations: int = 50
     """Generations over which the noise fades."""
-    relative: bool = True
-    """Divide each stream's cost by that of shortest expected delay on it, so that one stream
-    with a long backlog does not outweigh the others."""
+    load_range: tuple[float, float] = (1.0, 1.0)
+    """Each stream's arrival rate is the scenario's times a factor drawn from this range, so that
+    the policy has seen more and less traffic than the average."""
 
 
 class PolicySearch:
@@ -102,30 +122,39 @@ class PolicySearch:
         candidates = rng.normal(self.mean, self.std, (config.population, NUM_SCORE_WEIGHTS))
         candidates[0] = self.mean
         baseline = self._costs(np.zeros(NUM_SCORE_WEIGHTS))
-        scale = baseline if config.relative else np.ones_like(baseline)
-        costs = np.array([(self._costs(c) / scale).mean() for c in candidates])
+        objective = config.objective
+        costs = np.array(
+            [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
+        )
         elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
         self.generation += 1
         fade = max(0.0, 1.0 - self.generation / config.num_generations)
         self.mean = elites.mean(axis=0)
         self.std = elites.std(axis=0) + config.noise * fade
         return {
-            "cost_over_sed": float(costs[0] / (baseline / scale).mean()),
-            "best_cost_over_sed": float(costs.min() / (baseline / scale).mean()),
+            "cost_over_sed": float(costs[0]),
+            "best_cost_over_sed": float(costs.min()),
             "mean_std": float(self.std.mean()),
         }
 
     def _load_fresh_streams(self) -> None:
-        for copy in range(self.config.streams_per_generation):
-            index = self.generation * self.config.streams_per_generation + copy
+        config = self.config
+        for copy in range(config.streams_per_generation):
+            index = self.generation * config.streams_per_generation + copy
             rng = stream_rng(self.seed, "training", index)
-            self._sim.load(copy, self._source.sample(self.config.requests_per_stream, rng))
+            load_factor = rng.uniform(*config.load_range)
+            stream = self._source.sample(config.requests_per_stream, rng, load_factor)
+            self._sim.load(copy, stream)
 
-    def _costs(self, weights: FloatArray) -> FloatArray:
+    def _costs(self, weights: FloatArray) -> StreamCosts:
         self._sim.run_linear(weights, self._source.mean_total_tokens)
         responses = self._sim.outcome_table[:, :, kernel.RESPONSE_S]
         slo_s = self.scenario.slo_response_s
-        return np.array([self.config.objective.cost(r, slo_s) for r in responses])
+        objective = self.config.objective
+        return StreamCosts(
+            cost_s=np.array([objective.stream_cost(r, slo_s) for r in responses]),
+            p99_s=np.array([metrics.percentile_response_s(r, 99.0) for r in responses]),
+        )
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on as if nothing had happened."""

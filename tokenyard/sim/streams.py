@@ -82,9 +82,15 @@ class StreamSource:
         trace = self._draw(_REQUESTS_FOR_SCALING, stream_rng(0, "scaling"))
         return RobustScaler.fit(self._features(trace))
 
-    def sample(self, num_requests: int, rng: np.random.Generator) -> FloatArray:
-        """Draw one synthetic stream, shape (num_requests, kernel.NUM_REQUEST)."""
-        return self.encode(self._draw(num_requests, rng))
+    def sample(
+        self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0
+    ) -> FloatArray:
+        """Draw one synthetic stream at `load_factor` times the scenario's arrival rate.
+
+        Returns:
+            Array of shape (num_requests, kernel.NUM_REQUEST).
+        """
+        return self.encode(self._draw(num_requests, rng, load_factor))
 
     def encode(self, trace: Trace) -> FloatArray:
         """Lay a trace out as a stream, shape (num_requests, kernel.NUM_REQUEST).
@@ -105,12 +111,13 @@ class StreamSource:
         rows[:, kernel.FEATURES :] = squash(self.scaler.transform(self._features(trace)))
         return rows
 
-    def _draw(self, num_requests: int, rng: np.random.Generator) -> Trace:
+    def _draw(self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0) -> Trace:
         arrivals = self.scenario.arrivals
+        rate_per_s = load_factor * self.rate_per_s
         if arrivals.process == "mmpp":
-            return self.model.generate(num_requests, rng, self.rate_per_s, arrivals.diurnal)
+            return self.model.generate(num_requests, rng, rate_per_s, arrivals.diurnal)
         arrival_rng, length_rng = rng.spawn(2)
-        arrival_s = poisson_arrivals(num_requests, self.rate_per_s, arrival_rng)
+        arrival_s = poisson_arrivals(num_requests, rate_per_s, arrival_rng)
         context, generated = self.model.sample_lengths(num_requests, length_rng)
         diurnal = arrivals.diurnal
         if diurnal is None:
