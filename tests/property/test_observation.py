@@ -1,0 +1,128 @@
+"""The observation and the linear score: same numbers compiled, plain and from the server."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
+
+from tokenyard import observation as ob
+from tokenyard.types import ReplicaSnapshot
+
+seeds = st.integers(0, 2**32 - 1)
+amounts = st.floats(0, 1e6)
+
+snapshots = st.builds(
+    ReplicaSnapshot,
+    replica_id=st.just("replica"),
+    tokens_per_s=st.floats(1.0, 1e6),
+    num_slots=st.integers(1, 512),
+    max_concurrency=st.integers(1, 512),
+    num_waiting=st.integers(0, 10**6),
+    num_running=st.integers(0, 512),
+    tokens_in_flight=st.floats(0, 1e15),
+    predicted_wait_s=st.floats(0, 1e15) | st.just(math.nan),
+    mean_response_s=st.floats(0, 1e15) | st.just(math.nan),
+)
+replicas = st.lists(snapshots, min_size=1, max_size=9)
+request_features = st.lists(
+    st.floats(-1e8, 1e8), min_size=ob.NUM_REQUEST_FEATURES, max_size=ob.NUM_REQUEST_FEATURES
+).map(lambda values: ob.squash(np.array(values)))
+
+
+def an_observation(function, features, tokens, columns, finish=True):
+    out = np.full(ob.observation_size(len(columns), finish), np.nan, dtype=np.float32)
+    return function(features, tokens, columns, finish, out), out
+
+
+@settings(max_examples=200, deadline=None)
+@given(request_features, amounts, replicas, st.booleans())
+def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bounds(
+    features, tokens, some, finish
+):
+    columns = ob.snapshot_columns(some)
+    saturated, out = an_observation(ob.encode, features, tokens, columns, finish)
+    plain_saturated, plain = an_observation(ob.encode.py_func, features, tokens, columns, finish)
+    assert out.tobytes() == plain.tobytes()
+    assert saturated == plain_saturated
+    assert np.isfinite(out).all()
+    assert (np.abs(out) <= ob.OBSERVATION_LIMIT).all()
+    assert (saturated > 0) == bool((out[ob.NUM_REQUEST_FEATURES :] == ob.OBSERVATION_LIMIT).any())
+
+
+@settings(max_examples=200, deadline=None)
+@given(seeds, amounts, replicas)
+def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed, tokens, some):
+    columns = ob.snapshot_columns(some)
+    weights = np.random.default_rng(seed).normal(size=ob.NUM_SCORE_WEIGHTS)
+    scores, plain_scores = np.empty(len(some)), np.empty(len(some))
+    choice = ob.linear_scores(weights, tokens, 2000.0, 2.0, columns, scores)
+    plain = ob.linear_scores.py_func(weights, tokens, 2000.0, 2.0, columns, plain_scores)
+    assert scores.tobytes() == plain_scores.tobytes()
+    assert choice == plain == np.argmin(scores)
+
+
+@settings(max_examples=100, deadline=None)
+@given(amounts, replicas, st.floats(0.1, 60.0))
+def test_zero_weights_score_the_expected_response_in_units_of_the_slo(tokens, some, slo_s):
+    scores = np.empty(len(some))
+    weights = np.zeros(ob.NUM_SCORE_WEIGHTS)
+    ob.linear_scores(weights, tokens, 2000.0, slo_s, ob.snapshot_columns(some), scores)
+    delays_s = [s.wait_s + tokens / s.tokens_per_s for s in some]
+    assert scores * slo_s == pytest.approx(np.array(delays_s), rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, amounts, st.permutations(range(4)))
+def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens, order):
+    rng = np.random.default_rng(seed)
+    some = [
+        ReplicaSnapshot("replica", speed, 1, 4, 2, 1, 3000.0, predicted_wait_s=rng.exponential())
+        for speed in (1000.0, 2000.0, 3000.0, 4000.0)
+    ]
+    weights = rng.normal(size=ob.NUM_SCORE_WEIGHTS)
+    scores, permuted = np.empty(4), np.empty(4)
+    ob.linear_scores(weights, tokens, 2000.0, 2.0, ob.snapshot_columns(some), scores)
+    columns = ob.snapshot_columns([some[i] for i in order])
+    ob.linear_scores(weights, tokens, 2000.0, 2.0, columns, permuted)
+    assert permuted.tobytes() == scores[order].tobytes()
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds)
+def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training(discipline, seed):
+    rng = np.random.default_rng(seed)
+    scenario = a_scenario([(3000.0, 3), (5000.0, 5), (5000.0, 7)], discipline)
+    stream = random_stream(scenario, rng, 50, load=1.2)
+    stream[:, -ob.NUM_REQUEST_FEATURES :] = ob.squash(rng.normal(size=(50, 16)))
+    sim = loaded(scenario, stream)
+    for index, action in enumerate(rng.integers(0, 3, 49)):
+        columns = ob.snapshot_columns(sim.snapshots())
+        features = stream[index, -ob.NUM_REQUEST_FEATURES :]
+        tokens = sim.request().predicted_total_tokens
+        _, out = an_observation(ob.encode, features, tokens, columns)
+        assert out.tobytes() == sim.observe()[0].tobytes()
+        sim.step(one(action))
+
+
+def test_numbers_beyond_the_bound_are_counted_by_the_simulator():
+    stream = random_stream(a_scenario([(1e-12, 1)]), np.random.default_rng(0), 3)
+    sim = loaded(a_scenario([(1e-12, 1)]), stream)
+    sim.observe()
+    assert sim.num_saturated == 1  # the finish time, e^35 seconds away
+
+
+def test_three_replicas_with_finish_times_make_forty_numbers():
+    assert ob.observation_size(3, expected_finish=True) == 40
+    assert ob.observation_size(3, expected_finish=False) == 34
+
+
+@pytest.mark.parametrize(
+    ("speeds", "ranks"),
+    [([5.0], [0.0]), ([1.0, 9.0, 4.0], [-1.0, 1.0, 0.0]), ([2.0, 2.0], [-1.0, 1.0])],
+)
+def test_speed_ranks_run_from_slowest_to_fastest_and_tell_equals_apart(speeds, ranks):
+    assert ob.speed_ranks(np.array(speeds)).tolist() == ranks
