@@ -1,0 +1,81 @@
+"""From a trained network to the artifact that numpy alone can run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import nn
+
+from tokenyard.artifact import (
+    ArtifactMetadata,
+    FeatureScaling,
+    LengthPredictor,
+    PolicyArtifact,
+)
+from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
+from tokenyard.sim.streams import StreamSource
+from tokenyard.types import FloatArray
+
+
+def export_network(
+    module: RouterActorCritic | RouterQNetwork,
+    source: StreamSource,
+    trainer: str,
+    expected_finish: bool,
+    metrics: Mapping[str, float] | None = None,
+    lineage: Mapping[str, str] | None = None,
+) -> PolicyArtifact:
+    """Export the greedy policy of a trained module.
+
+    Args:
+        module: The learner's module.
+        source: Traffic it was trained on: gives the feature scaling and the length predictor.
+        trainer: Algorithm that trained it.
+        expected_finish: Whether its observation holds finish times.
+        metrics: What it scored, for the record.
+        lineage: What it was made from, for the record.
+    """
+    scenario = source.scenario
+    lengths = source.model.lengths
+    metadata = ArtifactMetadata(
+        kind="mlp",
+        scenario=scenario.name,
+        trainer=trainer,
+        num_replicas=scenario.num_servers,
+        expected_finish=expected_finish,
+        slo_response_s=scenario.slo_response_s,
+        mean_total_tokens=source.mean_total_tokens,
+        output_length=scenario.output_length,
+        predictor=LengthPredictor(
+            bin_edges_tokens=lengths.bin_edges_tokens,
+            mean_generated_tokens=lengths.mean_generated_tokens,
+        ),
+        scaling=FeatureScaling(
+            medians=tuple(source.scaler.center.tolist()),
+            scales=tuple(source.scaler.scale.tolist()),
+        ),
+        residual_scale=module.residual_scale,
+        metrics=metrics or {},
+        lineage=lineage or {},
+    )
+    return PolicyArtifact(metadata, _arrays(module))
+
+
+def _arrays(module: RouterActorCritic | RouterQNetwork) -> dict[str, FloatArray]:
+    arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
+    for index, layer in enumerate(module.policy_layers):
+        arrays[f"w{index}"] = _float64(layer.weight)
+        arrays[f"b{index}"] = _float64(layer.bias)
+    return arrays
+
+
+def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:
+    if not isinstance(normaliser, RunningNormaliser):
+        return {"mean": np.zeros(size), "std": np.ones(size)}
+    return {"mean": _float64(normaliser.mean), "std": _float64(normaliser.std)}
+
+
+def _float64(tensor: nn.Parameter) -> FloatArray:
+    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
+    return array

@@ -1,0 +1,187 @@
+"""Networks of the RLlib algorithms: the stock ones, plus what a router needs.
+
+Both add two things to the module that RLlib ships. A normaliser of the observation lives in
+buffers of the module, so that it travels with the weights to the env runners, into checkpoints
+and into the artifact. A residual makes the network a correction of shortest expected delay: the
+expected finish time, read back from the observation, is subtracted from every output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium.spaces import Discrete
+from ray.rllib.algorithms.dqn.default_dqn_rl_module import QF_PREDS
+from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
+from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
+from ray.rllib.connectors.connector_v2 import ConnectorV2
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from torch import Tensor, nn
+
+from tokenyard.observation import (
+    NUM_FINISH_FEATURES,
+    NUM_REPLICA_FEATURES,
+    NUM_REQUEST_FEATURES,
+    observation_size,
+)
+
+NORMALISE = "normalise"
+"""Key of a module's `model_config`: whether observations are normalised (bool)."""
+RESIDUAL_SCALE = "residual_scale"
+"""Key of a module's `model_config`: weight of the finish time, per second; 0: no residual."""
+
+SMALLEST_STD = 0.1
+"""A number that hardly varied in training is divided by this: a rare value stays small."""
+OUTPUT_GAIN = 0.01
+"""Factor on the initial output weights: a fresh network hardly disturbs its residual."""
+
+
+class RunningNormaliser(nn.Module):
+    """Mean and standard deviation of all observations seen in training."""
+
+    mean: Tensor
+    variance: Tensor
+    count: Tensor
+
+    def __init__(self, size: int) -> None:
+        """Start as the identity, for observations of `size` numbers."""
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(size))
+        self.register_buffer("variance", torch.ones(size))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    @property
+    def std(self) -> Tensor:
+        """What the centred observation is divided by, shape (size,)."""
+        return self.variance.sqrt().clamp_min(SMALLEST_STD)
+
+    def forward(self, observations: Tensor) -> Tensor:
+        """Normalise observations, shape (..., size)."""
+        return (observations - self.mean) / self.std
+
+    @torch.no_grad()
+    def update(self, observations: Tensor) -> None:
+        """Take observations of shape (num, size) into account.
+
+        Moments of two samples are pooled as in Chan, Golub and LeVeque (1983), equation 2.1.
+        """
+        num = observations.shape[0]
+        total = float(self.count) + num
+        share = num / total
+        delta = observations.mean(0) - self.mean
+        variance = observations.var(0, unbiased=False)
+        self.variance.mul_(1.0 - share).add_(share * variance + share * (1.0 - share) * delta**2)
+        self.mean.add_(share * delta)
+        self.count.fill_(total)
+
+
+class UpdateNormaliser(ConnectorV2):
+    """Learner connector: shows the module's normaliser every training batch once."""
+
+    def __call__(self, *, rl_module: Any, episodes: list[Any], batch: Any, **_: Any) -> Any:
+        """Update from the observations of `episodes`; the batch passes unchanged."""
+        normaliser = rl_module[DEFAULT_MODULE_ID].unwrapped().normaliser
+        seen = np.concatenate([episode.get_observations() for episode in episodes])
+        normaliser.update(torch.from_numpy(seen).to(normaliser.mean))
+        return batch
+
+
+def finish_columns(num_replicas: int) -> list[int]:
+    """Places of the finish times in an observation that has them (`observation.encode`)."""
+    per_replica = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
+    first = NUM_REQUEST_FEATURES + per_replica - 1
+    return [first + per_replica * replica for replica in range(num_replicas)]
+
+
+class _RouterParts:
+    """Normaliser and residual, mixed into an RLModule of RLlib."""
+
+    observation_space: Any
+    action_space: Any
+    model_config: dict[str, Any]
+    normaliser: nn.Module
+    finish_columns: list[int]
+
+    def _add_parts(self, output: nn.Module) -> None:
+        size = self.observation_space.shape[0]
+        normalise = self.model_config.get(NORMALISE, False)
+        self.normaliser = RunningNormaliser(size) if normalise else nn.Identity()
+        self.residual_scale = float(self.model_config.get(RESIDUAL_SCALE, 0.0))
+        if self.residual_scale:
+            assert isinstance(self.action_space, Discrete)
+            num_replicas = int(self.action_space.n)
+            # A residual without finish times in the observation is refused by build_config.
+            assert size == observation_size(num_replicas, expected_finish=True)
+            self.finish_columns = finish_columns(num_replicas)
+        _shrink_last_layer(output)
+
+    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
+
+    def _with_residual(self, preferences: Tensor, batch: dict[str, Any]) -> Tensor:
+        if not self.residual_scale:
+            return preferences
+        finish_s = torch.expm1(batch[Columns.OBS][..., self.finish_columns])
+        return preferences - self.residual_scale * finish_s
+
+
+def _linear_layers(network: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
+
+
+@torch.no_grad()
+def _shrink_last_layer(network: nn.Module) -> None:
+    last = _linear_layers(network)[-1]
+    last.weight.mul_(OUTPUT_GAIN)
+    last.bias.zero_()
+
+
+class RouterActorCritic(_RouterParts, DefaultPPOTorchRLModule):
+    """Actor and critic of PPO and A2C."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, then the normaliser."""
+        super().setup()
+        self._add_parts(self.pi)
+
+    @property
+    def policy_layers(self) -> list[nn.Linear]:
+        """Linear layers from observation to logits; ReLU stands between them."""
+        return [*_linear_layers(self.encoder.actor_encoder), *_linear_layers(self.pi)]
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return self._residual_output(super()._forward(self._normalised(batch), **kwargs), batch)
+
+    def _forward_train(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = super()._forward_train(self._normalised(batch), **kwargs)
+        return self._residual_output(output, batch)
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
+        """Value of each observation, shape (num,)."""
+        values: Tensor = super().compute_values(self._normalised(batch), embeddings)
+        return values
+
+    def _residual_output(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+        logits = self._with_residual(output[Columns.ACTION_DIST_INPUTS], batch)
+        return {**output, Columns.ACTION_DIST_INPUTS: logits}
+
+
+class RouterQNetwork(_RouterParts, DefaultDQNTorchRLModule):
+    """Q-network of DQN: the target network shares the normaliser and the residual."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, then the normaliser."""
+        super().setup()
+        self._add_parts(self.af)
+
+    @property
+    def policy_layers(self) -> list[nn.Linear]:
+        """Linear layers from observation to Q-values; ReLU stands between them."""
+        return [*_linear_layers(self.encoder), *_linear_layers(self.af)]
+
+    def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
+        output = super()._qf_forward_helper(self._normalised(batch), encoder, head)
+        return {**output, QF_PREDS: self._with_residual(output[QF_PREDS], batch)}

@@ -1,0 +1,180 @@
+"""One trial of a sweep, whatever the algorithm: the Trainable that Ray Tune runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from ray import tune
+
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.rl.policy_search import PolicySearch
+from tokenyard.rl.recipes import Recipe, build_config, recipe
+from tokenyard.rl.training import RllibTraining, SearchTraining, Training
+from tokenyard.rl.validation import Validation
+from tokenyard.scenario import RewardWeights, load_scenario
+from tokenyard.sim.streams import StreamSource
+
+ARTIFACT_FILE = "artifact.npz"
+"""The exported policy in every checkpoint."""
+
+
+class TrialConfig(BaseModel):
+    """What a trial is made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    algorithm: Literal["ppo", "a2c", "dqn", "policy_search"]
+    scenario: str
+    """Name or YAML path."""
+    register_env: Callable[[], None] | None = None
+    """Makes the environment known to RLlib, called in the trial's process; RLlib trials need it
+    (`envs.register`)."""
+    env: str = "LoadBalancingEnv"
+    """Name that `register_env` registers."""
+    recipe: str = "ours"
+    """Name of a recipe of `tokenyard.rl.recipes`."""
+    reward: RewardWeights | None = None
+    """Weights in place of the recipe's."""
+    residual_scale: Annotated[float, Field(ge=0)] | None = None
+    """In place of the recipe's; 0 trains without a baseline under the network."""
+    training: Mapping[str, Any] = {}
+    """Settings for `AlgorithmConfig.training` in place of the recipe's."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    train_steps: Annotated[int, Field(ge=1)] = 100_000
+    """Environment steps the trial is planned for; schedules end with it."""
+    steps_per_iteration: Annotated[int, Field(ge=1)] = 4096
+    """Fewest environment steps between two results of an RLlib trial."""
+    num_env_runners: Annotated[int, Field(ge=0)] = 1
+    """Env-runner actors; 0 samples in the trial's own process."""
+    num_envs: Annotated[int, Field(ge=1)] | None = None
+    """Copies of the environment per env runner, in place of the recipe's."""
+    generations_per_iteration: Annotated[int, Field(ge=1)] = 8
+    """Generations of policy search between two results."""
+    validate_every: Annotated[int, Field(ge=1)] = 1
+    """Iterations between validations; results in between repeat the last one."""
+    validation_streams: Annotated[int, Field(ge=1)] = 8
+    validation_seed: Annotated[int, Field(ge=0)] = 0
+    """Equal for all trials that are compared."""
+
+    def adapted_recipe(self) -> Recipe:
+        """The recipe with what this trial changes.
+
+        Raises:
+            ValueError: Unknown recipe.
+        """
+        base = recipe(self.recipe)
+        own = base.algorithms[self.algorithm]
+        scale = own.residual_scale if self.residual_scale is None else self.residual_scale
+        changed = replace(own, training={**own.training, **self.training}, residual_scale=scale)
+        return replace(
+            base,
+            reward=self.reward or base.reward,
+            num_envs=self.num_envs or base.num_envs,
+            algorithms={**base.algorithms, self.algorithm: changed},
+        )
+
+
+def make_training(config: TrialConfig, source: StreamSource) -> Training:
+    """Build the learner that a configuration names.
+
+    Raises:
+        ValueError: An RLlib trial without `register_env`.
+    """
+    if config.algorithm == "policy_search":
+        search = PolicySearch(source.scenario, seed=config.seed)
+        return SearchTraining(search, config.generations_per_iteration)
+    if config.register_env is None:
+        raise ValueError(f"a {config.algorithm} trial needs register_env, such as envs.register")
+    config.register_env()
+    adapted = config.adapted_recipe()
+    algorithm = build_config(
+        config.algorithm,
+        adapted,
+        config.env,
+        {"scenario": config.scenario},
+        seed=config.seed,
+        num_env_runners=config.num_env_runners,
+        train_steps=config.train_steps,
+        steps_per_iteration=config.steps_per_iteration,
+    )
+    return RllibTraining(algorithm, source, config.algorithm, adapted.reward_scale)
+
+
+class RouterTrainable(tune.Trainable):
+    """Trains one router and scores it on validation streams.
+
+    Every result holds `timesteps_total` (environment steps), `score` (higher is better, whatever
+    the reward), `mean_response_s`, `p99_response_s`, `slo_violation_fraction`, `env_steps_per_s`
+    and what the learner says of itself. Every checkpoint holds `artifact.npz`, the policy as it
+    would be served.
+    """
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the learner from the fields of `TrialConfig`."""
+        self._start(config)
+
+    def _start(self, config: Mapping[str, Any]) -> None:
+        # More threads than cores make small networks many times slower.
+        torch.set_num_threads(1)
+        self.trial_config = TrialConfig.model_validate(dict(config))
+        source = StreamSource(load_scenario(self.trial_config.scenario))
+        streams, seed = self.trial_config.validation_streams, self.trial_config.validation_seed
+        self._validate = Validation(source, streams, seed)
+        self._validated: dict[str, float] = {}
+        self._until_validation = 0
+        self.training = make_training(self.trial_config, source)
+
+    def step(self) -> dict[str, float]:
+        """Train one iteration; score the policy when it is due."""
+        steps_before, started = self.training.env_steps, time.perf_counter()
+        learned = self.training.step()
+        training_s = time.perf_counter() - started
+        if self._until_validation == 0:
+            self._validated = self._validate(self.training.artifact({}))
+            self._until_validation = self.trial_config.validate_every
+        self._until_validation -= 1
+        env_steps = self.training.env_steps
+        return {
+            **learned,
+            **self._validated,
+            "timesteps_total": env_steps,
+            "env_steps_per_s": (env_steps - steps_before) / training_s,
+            "training_s": training_s,
+        }
+
+    def artifact(self) -> PolicyArtifact:
+        """The present policy, with what it last scored."""
+        return self.training.artifact(self._validated)
+
+    def save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Write the learner's state and the policy as it would be served."""
+        folder = Path(checkpoint_dir)
+        self.training.save(folder)
+        self.artifact().save(folder / ARTIFACT_FILE)
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Go on from a checkpoint."""
+        self.training.restore(Path(checkpoint_dir))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Become another trial in the same process."""
+        self.training.stop()
+        self._start(new_config)
+        return True
+
+    def cleanup(self) -> None:
+        """Stop the learner's actors."""
+        self.training.stop()
+
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """Half a CPU for the trial and half for each env runner, one bundle each."""
+        search = config["algorithm"] == "policy_search"
+        num_env_runners = 0 if search else config.get("num_env_runners", 1)
+        return tune.PlacementGroupFactory([{"CPU": 0.5}] * (1 + num_env_runners))

@@ -1,0 +1,182 @@
+"""One learner of each kind behind one interface: an RLlib algorithm, or policy search.
+
+A sweep compares them; what it needs of each is to go on for a while, to say what the present
+policy is, and to be saved and restored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core import DEFAULT_MODULE_ID
+
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.rl.export import export_network
+from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork
+from tokenyard.rl.policy_search import PolicySearch
+from tokenyard.rl.runner import REWARD_PER_REQUEST
+from tokenyard.sim.streams import StreamSource
+
+
+class Training(Protocol):
+    """A learner that is advanced step by step."""
+
+    @property
+    def env_steps(self) -> int:
+        """Requests routed so far."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Learn for a while and return what there is to say about it."""
+        ...
+
+    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
+        """The present policy; `metrics` is what it scored."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write what `restore` needs into an existing folder."""
+        ...
+
+    def restore(self, folder: Path) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
+    def stop(self) -> None:
+        """Let go of actors and memory."""
+        ...
+
+
+class SearchTraining:
+    """Direct policy search over the linear policy."""
+
+    def __init__(self, search: PolicySearch, generations_per_step: int) -> None:
+        """Advance `search` by so many generations at a time."""
+        self._search = search
+        self._generations_per_step = generations_per_step
+
+    @property
+    def env_steps(self) -> int:
+        """Requests routed so far, over all candidates."""
+        return self._search.env_steps
+
+    def step(self) -> dict[str, float]:
+        """Run some generations and return the last one's costs."""
+        for _ in range(self._generations_per_step):
+            found = self._search.step()
+        return found
+
+    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
+        """The centre of the search."""
+        return self._search.artifact(metrics)
+
+    def save(self, folder: Path) -> None:
+        """Write the state of the search as JSON."""
+        (folder / "search.json").write_text(json.dumps(self._search.state()), encoding="utf-8")
+
+    def restore(self, folder: Path) -> None:
+        """Read the state of the search."""
+        self._search.restore(json.loads((folder / "search.json").read_text(encoding="utf-8")))
+
+    def stop(self) -> None:
+        """Nothing is held."""
+
+
+_LEARNER_METRICS = {
+    "policy_loss": "policy_loss",
+    "vf_loss": "value_loss",
+    "entropy": "entropy_nats",
+    "vf_explained_var": "value_explained_fraction",
+    "qf_loss": "q_loss",
+    "qf_mean": "q_mean",
+    "td_error_mean": "td_error_mean",
+    "gradients_default_optimizer_global_norm": "gradient_norm",
+}
+"""What is kept of RLlib's learner results, and what it is called here."""
+
+
+class RllibTraining:
+    """An RLlib algorithm over the routing environment."""
+
+    def __init__(
+        self, config: AlgorithmConfig, source: StreamSource, trainer: str, reward_scale: float
+    ) -> None:
+        """Build the algorithm and its env runners.
+
+        Args:
+            config: What `recipes.build_config` returns.
+            source: Traffic of the scenario, for the export.
+            trainer: Algorithm, for the record.
+            reward_scale: Factor that the recipe puts on rewards; metrics are without it.
+        """
+        self._config = config
+        self._reward_scale = reward_scale
+        self._source = source
+        self._trainer = trainer
+        self._algorithm: Algorithm = config.build_algo()
+        # Every algorithm makes itself a folder in the home directory; this one writes nothing.
+        os.rmdir(self._algorithm.logdir)
+        self._seed_replay()
+        self._env_steps = 0
+
+    def _seed_replay(self) -> None:
+        buffer = self._algorithm.local_replay_buffer
+        if buffer is not None:
+            # RLlib draws replay from an unseeded generator: two equal runs would differ.
+            buffer.rng = np.random.default_rng(self._config.seed)
+
+    @property
+    def env_steps(self) -> int:
+        """Environment steps sampled so far."""
+        return self._env_steps
+
+    @property
+    def module(self) -> RouterActorCritic | RouterQNetwork:
+        """The module that is being trained."""
+        results = self._algorithm.learner_group.foreach_learner(
+            lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped()
+        )
+        module: RouterActorCritic | RouterQNetwork = next(iter(results)).get()
+        return module
+
+    def step(self) -> dict[str, float]:
+        """Train for one iteration of the configuration.
+
+        While env runners are being restarted there may be no sample, and then no metric.
+        """
+        result = self._algorithm.train()
+        runners = result.get("env_runners", {})
+        learner = result.get("learners", {}).get(DEFAULT_MODULE_ID, {})
+        found = {ours: learner[key] for key, ours in _LEARNER_METRICS.items() if key in learner}
+        if REWARD_PER_REQUEST in runners:
+            found[REWARD_PER_REQUEST] = runners[REWARD_PER_REQUEST] / self._reward_scale
+        self._env_steps = int(runners.get("num_env_steps_sampled_lifetime", self._env_steps))
+        return {name: float(value) for name, value in found.items() if np.isfinite(value)}
+
+    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
+        """The greedy policy of the present weights."""
+        expected_finish = bool(self._config.env_config["expected_finish"])
+        return export_network(self.module, self._source, self._trainer, expected_finish, metrics)
+
+    def save(self, folder: Path) -> None:
+        """Write RLlib's checkpoint of weights, optimiser and counters."""
+        self._algorithm.save_to_path((folder / "algorithm").absolute())
+        state = json.dumps({"env_steps": self._env_steps})
+        (folder / "training.json").write_text(state, encoding="utf-8")
+
+    def restore(self, folder: Path) -> None:
+        """Read RLlib's checkpoint; environments and replay start afresh."""
+        self._algorithm.restore_from_path((folder / "algorithm").absolute())
+        state = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        self._env_steps = state["env_steps"]
+
+    def stop(self) -> None:
+        """Stop the env-runner actors."""
+        self._algorithm.stop()
