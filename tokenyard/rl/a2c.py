@@ -175,11 +175,12 @@ class A2CTorchLearner(TorchLearner):
             mask=batch.get(Columns.LOSS_MASK, torch.ones_like(values, dtype=torch.bool)),
         )
         self.metrics.log_dict(losses, key=module_id, window=1)
-        return (
+        loss: Tensor = (
             losses[POLICY_LOSS_KEY]
             + config.vf_loss_coeff * losses[VF_LOSS_KEY]
             - config.entropy_coeff * losses[ENTROPY_KEY]
         )
+        return loss
 
 
 def a2c_losses(

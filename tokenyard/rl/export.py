@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from tokenyard.artifact import (
     ArtifactMetadata,
@@ -76,6 +76,6 @@ def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray
     return {"mean": _float64(normaliser.mean), "std": _float64(normaliser.std)}
 
 
-def _float64(tensor: nn.Parameter) -> FloatArray:
+def _float64(tensor: Tensor) -> FloatArray:
     array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
     return array
