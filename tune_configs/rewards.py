@@ -8,12 +8,11 @@ PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
 """The five terms of the paper's reward (Abbaraju, section IV)."""
 
 _NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_completion": 0.0}
-# A tenth of a point per second keeps returns, and so the critic's errors, of the order of one.
 _CREDITED_AT_DECISION = {
-    "response": RewardWeights(**_NO_PAPER_TERM, response=-0.1),
-    "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-0.1, slo=-0.2),
-    "response_slo_tail": RewardWeights(**_NO_PAPER_TERM, response=-0.1, slo=-0.2, tail=-0.1),
-    "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-0.1, subtract_baseline=True),
+    "response": RewardWeights(**_NO_PAPER_TERM, response=-1.0),
+    "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
+    "response_slo_tail": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0, tail=-1.0),
+    "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
 }
 _ABLATED_FIELDS = {
     "processing": ("processing",),

@@ -1,0 +1,75 @@
+"""Where a result comes from: the head of every JSON file that a script writes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
+
+
+def git_sha() -> str:
+    """Commit of the checkout this package lies in, `-dirty` where files differ from it.
+
+    `unknown` where it is installed without its repository, or there is no git.
+    """
+    try:
+        sha = _git("rev-parse", "HEAD")
+        return f"{sha}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else sha
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on; those installed."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_result(
+    path: Path,
+    command: str,
+    seed: int | None,
+    rows: Sequence[Mapping[str, Any]],
+    **more: Any,
+) -> None:
+    """Write one result file: command, versions, seed, git_sha and flat rows; NaN becomes null.
+
+    Args:
+        path: File to write; its folder is created.
+        command: The command line that made it.
+        seed: Its seed.
+        rows: Flat objects with units in their keys.
+        more: Further top-level keys.
+    """
+    head = {"command": command, "versions": versions(), "seed": seed, "git_sha": git_sha()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {**head, "rows": list(rows), **more}
+    path.write_text(json.dumps(_without_nan(result), indent=2) + "\n", encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    # JSON has no NaN, and strict readers refuse it.
+    return None if isinstance(value, float) and value != value else value
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

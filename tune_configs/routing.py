@@ -1,0 +1,183 @@
+"""Routing experiments: who learns to place requests, from which reward, for how long.
+
+Every trial is told apart by a few plain values; `trainer_config` turns them into what
+`RouterTrainable` is built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ray import tune
+from ray.tune.search import Searcher
+
+import envs
+from tokenyard.rl.trainable import RouterTrainable
+from tokenyard.scenario import load_scenario
+from tune_configs.experiment import SCORE, Experiment, TrialConfig
+from tune_configs.rewards import ABLATIONS, PAPER, reward_weights
+from tune_configs.schedulers import AshaPerAlgorithm
+
+RLLIB_ALGORITHMS = ("ppo", "dqn", "a2c")
+POLICY_SEARCH = "policy_search"
+WEIGHTINGS = (PAPER, "response", "response_slo_tail")
+"""The reward weightings of the default sweep."""
+
+_SHORT_ENV_STEPS = 20_000
+_LONG_ENV_STEPS = 1_000_000
+# A generation of the search routes 820,000 requests in about a second; 40 of them let the
+# added noise fade out, which is when the centre of the search is worth most.
+_SEARCH_ENV_STEPS = 32_800_000
+
+
+class RoutingTrial(RouterTrainable):
+    """`RouterTrainable` from the few values by which trials are told apart."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the trainer that the values name."""
+        super().setup(trainer_config(config))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Turn the actor to another trial."""
+        return bool(super().reset_config(trainer_config(new_config)))
+
+
+def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
+    """Spell a trial out for `RouterTrainable`."""
+    scenario = load_scenario(trial["scenario"])
+    config: dict[str, Any] = {
+        "algorithm": trial["algorithm"],
+        "scenario": trial["scenario"],
+        "seed": trial["seed"],
+        "register_env": envs.register,
+    }
+    if trial["algorithm"] != POLICY_SEARCH:
+        config["recipe"] = trial["recipe"]
+        config["reward"] = reward_weights(trial["reward_weights"], scenario)
+        config["train_steps"] = trial["env_steps"]
+        config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
+    return config
+
+
+def _trial(
+    algorithm: str,
+    weights: str,
+    scenario: str = "poisson_085",
+    env_steps: int = _SHORT_ENV_STEPS,
+    recipe: str = "ours",
+    seed: int = 0,
+    iterations: int = 5,
+) -> TrialConfig:
+    return {
+        "algorithm": algorithm,
+        "reward_weights": weights,
+        "recipe": recipe,
+        "scenario": scenario,
+        "env_steps": env_steps,
+        "iterations": iterations,
+        "seed": seed,
+    }
+
+
+def _search_trial(scenario: str = "poisson_085", seed: int = 0) -> TrialConfig:
+    # It looks at the score itself, so no reward is involved.
+    return _trial(POLICY_SEARCH, "score", scenario, _SEARCH_ENV_STEPS, seed=seed)
+
+
+def default() -> Experiment:
+    """PPO, DQN and A2C under three reward weightings each, and policy search beside them."""
+    learners = [_trial(a, w) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
+    return Experiment(
+        problem="routing",
+        scenario="poisson_085",
+        trainable=RoutingTrial,
+        trials=(_search_trial(), *learners),
+    )
+
+
+def smoke() -> Experiment:
+    """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
+    search = {**_search_trial(), "env_steps": 1_640_000}
+    learner = _trial("ppo", "response", env_steps=4_000, iterations=2)
+    return replace(
+        default(),
+        trials=(search, learner),
+        baselines=("round_robin", "sed"),
+        validation_streams=2,
+        promotion_streams=4,
+        evaluation_streams=3,
+    )
+
+
+def paper() -> Experiment:
+    """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
+    trials = [
+        _trial(algorithm, PAPER, "nominal", 200_000, "paper", seed, iterations=20)
+        for algorithm in RLLIB_ALGORITHMS
+        for seed in range(5)
+    ]
+    return replace(default(), scenario="nominal", trials=tuple(trials))
+
+
+def paper_high_load() -> Experiment:
+    """The paper's agents under its high load, twice as long (Table II)."""
+    trials = [{**t, "scenario": "high_load", "env_steps": 400_000} for t in paper().trials]
+    return replace(paper(), scenario="high_load", trials=tuple(trials))
+
+
+def ablation() -> Experiment:
+    """PPO under the paper's reward with one term removed at a time, three seeds."""
+    trials = [
+        _trial("ppo", weights, "high_load", 200_000, "paper", seed, iterations=20)
+        for weights in (PAPER, *ABLATIONS)
+        for seed in range(3)
+    ]
+    return replace(default(), scenario="high_load", trials=tuple(trials))
+
+
+def ours_long() -> Experiment:
+    """Our recipe for a million steps, five seeds of each algorithm."""
+    trials = [
+        _trial(algorithm, "response_slo", env_steps=_LONG_ENV_STEPS, seed=seed, iterations=50)
+        for algorithm in RLLIB_ALGORITHMS
+        for seed in range(5)
+    ]
+    return replace(default(), trials=tuple(trials), checkpoint_every=5)
+
+
+def asha() -> Experiment:
+    """Many weightings and seeds of each algorithm; the poor ones are stopped early."""
+    weightings = (*WEIGHTINGS, "response_slo", "response_over_sed")
+    trials = [
+        _trial(algorithm, weights, env_steps=100_000, seed=seed, iterations=20)
+        for seed in range(2)
+        for weights in weightings
+        for algorithm in RLLIB_ALGORITHMS
+    ]
+    return replace(
+        default(),
+        trials=tuple(trials),
+        scheduler=partial(AshaPerAlgorithm, max_env_steps=100_000, grace_env_steps=15_000),
+    )
+
+
+def optuna() -> Experiment:
+    """Algorithm and weighting drawn by a tree-structured Parzen estimator (extra `optuna`)."""
+    trial = dict(_trial("ppo", PAPER, env_steps=50_000, iterations=10))
+    space = {
+        **trial,
+        "algorithm": tune.choice(list(RLLIB_ALGORITHMS)),
+        "reward_weights": tune.choice([*WEIGHTINGS, "response_slo", "response_over_sed"]),
+        "seed": tune.randint(0, 1_000),
+    }
+    return replace(default(), trials=(), space=space, num_samples=20, searcher=_parzen_estimator)
+
+
+def _parzen_estimator(seed: int) -> Searcher:
+    # Imported here: optuna is an extra that only this experiment needs.
+    from ray.tune.search.optuna import OptunaSearch
+
+    return OptunaSearch(metric=SCORE, mode="max", seed=seed)
