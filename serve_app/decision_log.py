@@ -53,9 +53,9 @@ class DecisionRecord:
 class DecisionLog:
     """Appends records to a file from a thread of its own.
 
-    Lines reach the file whenever the queue runs empty, so the log lags by milliseconds. What
-    cannot be written (a full disk, a queue of _MAX_QUEUED records) is counted and left out: the
-    log must never stop the routing.
+    A line reaches the file as soon as the thread gets to it, within milliseconds. What cannot be
+    written (a full disk, a queue of _MAX_QUEUED records) is counted and left out: the log must
+    never stop the routing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,8 @@ class DecisionLog:
             ValueError: It cannot be opened.
         """
         try:
-            self._file = path.open("a", encoding="utf-8")
+            # Unbuffered: what a full disk refuses must not be tried again with the next line.
+            self._file = path.open("ab", buffering=0)
         except OSError as error:
             raise ValueError(f"cannot write the decision log {path}: {error.strerror}") from None
         self.num_lost = 0
@@ -89,9 +90,7 @@ class DecisionLog:
     def _run(self) -> None:
         while (record := self._queue.get()) is not None:
             try:
-                self._file.write(record.to_line())
-                if self._queue.empty():
-                    self._file.flush()
+                self._file.write(record.to_line().encode())
             except OSError as error:
                 self._lose(str(error))
 

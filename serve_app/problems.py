@@ -56,10 +56,11 @@ def _sentence(error: Mapping[str, Any]) -> str:
     if kind in ("model_attributes_type", "model_type", "dict_type"):
         hint = " sent with content-type application/json" if field == "body" else ""
         return f"{field} must be a JSON object{hint}"
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if kind == "value_error":
-        return f"{field}: {message}"
-    return f"{field} {message}{_shown(error['input'])}"
+        return f"{field}: {error['ctx']['error']}"
+    # Pydantic's sentences begin with what the value is: "Input should", "List should".
+    demand = str(error["msg"]).partition(" ")[2].replace(" after validation", "")
+    return f"{field} {demand}{_shown(error['input'])}"
 
 
 def _field(location: tuple[str | int, ...]) -> str:

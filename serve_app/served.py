@@ -20,6 +20,7 @@ from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.types import ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,7 @@ RANDOMISED = frozenset({"random", "weighted_random", "power_of_two"})
 TUNED = frozenset({"sed_reserve", "sed_dump", "sita"})
 """Baselines whose parameters hold for the scenario's own replicas only."""
 
-_DAY_OF_MONTH = 2
-"""Where `tokenyard.workload.features` puts it."""
+_DAY_OF_MONTH = FEATURE_NAMES.index("day_of_month")
 
 # Arrivals are in Unix time, so second 0 of the clock is the epoch.
 _UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

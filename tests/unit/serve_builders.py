@@ -1,0 +1,162 @@
+"""What the tests of serving are made from: bodies, policies, and an ASGI caller."""
+
+import asyncio
+import json
+from functools import partial
+
+import numpy as np
+
+from serve_app.messages import PolicyCard
+from serve_app.served import ServedPolicy, from_artifact, from_baseline
+from tokenyard.artifact import (
+    ArtifactMetadata,
+    FeatureScaling,
+    LengthPredictor,
+    PolicyArtifact,
+)
+from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.scenario import load_scenario
+
+PREDICTOR = LengthPredictor(bin_edges_tokens=(1000.0,), mean_generated_tokens=(10.0, 50.0))
+
+
+def a_snapshot(replica_id="a", **fields):
+    return {
+        "replica_id": replica_id,
+        "tokens_per_s": 5000.0,
+        "num_slots": 1,
+        "max_concurrency": 5,
+        "num_waiting": 0,
+        "num_running": 0,
+        "tokens_in_flight": 0.0,
+        **fields,
+    }
+
+
+def three_snapshots():
+    """Slow, middling and fast; the middling one has the least to do."""
+    return [
+        a_snapshot("slow", tokens_per_s=3000.0, num_running=1, tokens_in_flight=6000.0),
+        a_snapshot("middling", num_running=1, tokens_in_flight=1000.0),
+        a_snapshot(
+            "fast", tokens_per_s=7000.0, num_waiting=1, num_running=1, tokens_in_flight=9000.0
+        ),
+    ]
+
+
+def a_body(snapshots=None, **request):
+    request = {"context_tokens": 2000, **request}
+    return {"request": request, "snapshots": snapshots or three_snapshots()}
+
+
+def metadata(**fields):
+    known = {
+        "kind": "linear",
+        "scenario": "poisson_085",
+        "trainer": "policy_search",
+        "num_replicas": None,
+        "slo_response_s": 2.0,
+        "mean_total_tokens": 2000.0,
+        "output_length": "by_context",
+        "predictor": PREDICTOR,
+    }
+    return ArtifactMetadata(**{**known, **fields})
+
+
+def linear_artifact(weights=None, **fields):
+    """Shortest expected delay, unless weights say otherwise."""
+    weights = np.zeros(NUM_SCORE_WEIGHTS) if weights is None else np.asarray(weights, float)
+    return PolicyArtifact(metadata(**fields), {"weights": weights})
+
+
+def network_artifact(seed=0, **fields):
+    """An untrained network over three replicas."""
+    rng = np.random.default_rng(seed)
+    size = observation_size(3, expected_finish=True)
+    scaling = FeatureScaling(
+        medians=(0.0,) * NUM_REQUEST_FEATURES, scales=(1.0,) * NUM_REQUEST_FEATURES
+    )
+    arrays = {
+        "mean": np.zeros(size),
+        "std": np.ones(size),
+        "w0": rng.normal(size=(16, size)),
+        "b0": rng.normal(size=16),
+        "w1": rng.normal(size=(3, 16)),
+        "b1": rng.normal(size=3),
+    }
+    fields = {"kind": "mlp", "trainer": "ppo", "num_replicas": 3, "scaling": scaling, **fields}
+    return PolicyArtifact(metadata(**fields), arrays)
+
+
+def a_baseline(name="sed"):
+    return from_baseline(name, load_scenario("poisson_085"))
+
+
+def a_trained_policy(artifact=None):
+    return from_artifact("test", artifact or linear_artifact(), "a test")
+
+
+class Faulty:
+    """A policy that does what it is told, however wrong."""
+
+    def __init__(self, act):
+        self._act = act
+
+    def route(self, request, snapshots):
+        return self._act()
+
+
+def a_faulty_policy(act):
+    """A served policy that calls `act` for its choice."""
+    card = PolicyCard(
+        name="faulty",
+        kind="linear",
+        trainer="a test",
+        scenario="poisson_085",
+        version="0",
+        source="a test",
+        num_replicas=None,
+        output_length="none",
+        slo_response_s=2.0,
+    )
+    return ServedPolicy(card, partial(_make_faulty, act), None)
+
+
+def _make_faulty(act, rng):
+    return Faulty(act)
+
+
+def call(api, method, path, body=b"", headers=()):
+    """Send one request through the ASGI app; return the status and the decoded JSON body."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    return asyncio.run(_call(api, method, path, body, headers))
+
+
+async def _call(api, method, path, body, headers):
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": list(headers) or [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    sent = []
+    halves = [body[: len(body) // 2], body[len(body) // 2 :]]
+
+    async def receive():
+        more = len(halves) > 1
+        return {"type": "http.request", "body": halves.pop(0), "more_body": more}
+
+    async def send(message):
+        sent.append(message)
+
+    await api(scope, receive, send)
+    text = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], json.loads(text)
