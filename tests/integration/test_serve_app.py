@@ -1,0 +1,159 @@
+"""The server as people meet it: Ray Serve over real HTTP, and pipelines/deploy.py."""
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import ray
+import requests
+from ray import serve
+from unit.serve_builders import a_body, a_snapshot
+
+from serve_app.app import APP_NAME, RoutingOptions, build
+from tokenyard.artifact import resolve_champion
+from tokenyard.policies.learned import learned_policy
+from tokenyard.types import ReplicaSnapshot, Request
+
+pytestmark = pytest.mark.integration
+
+DEPLOY = Path(__file__).parents[2] / "pipelines" / "deploy.py"
+
+
+def a_free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
+    port = a_free_port()
+    log = tmp_path_factory.mktemp("serve") / "decisions.jsonl"
+    ray.init(address="local", include_dashboard=False, num_cpus=2)
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(build(RoutingOptions(decision_log=log)), name=APP_NAME)
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(server):
+    url, log = server
+    body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
+    answer = requests.post(f"{url}/v1/route", json=body, timeout=10).json()
+    policy = learned_policy(resolve_champion("routing", "poisson_085")[0])
+    snapshots = [ReplicaSnapshot(**fields) for fields in body["snapshots"]]
+    decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
+    assert answer["index"] == decided.replica
+    assert answer["scores"] == pytest.approx(decided.scores, rel=1e-9)
+    line = json.loads(log.read_text().splitlines()[-1])
+    assert line["decision_id"] == answer["decision_id"]
+    assert line["propensity"] == 1.0
+
+
+def test_a_refusal_crosses_the_proxy_unchanged(server):
+    url, _ = server
+    bad = a_body([a_snapshot(tokens_per_s=-1.0)])
+    refused = requests.post(f"{url}/v1/route", json=bad, timeout=10)
+    assert refused.status_code == 422
+    assert refused.json()["detail"].startswith("snapshots[0].tokens_per_s should be greater")
+    huge = requests.post(f"{url}/v1/route", data=b" " * (2 << 20), timeout=10)
+    assert huge.status_code == 413
+
+
+def test_concurrent_callers_each_get_their_answer_and_their_line(server):
+    url, log = server
+    before = requests.get(f"{url}/v1/policy", timeout=10).json()
+
+    def ask(_):
+        answer = requests.post(f"{url}/v1/route", json=a_body(), timeout=30)
+        return answer.status_code, answer.json()["decision_id"]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(100)))
+    after = requests.get(f"{url}/v1/policy", timeout=10).json()
+    assert {status for status, _ in answers} == {200}
+    assert after["num_decisions"] - before["num_decisions"] == 100
+    assert (after["num_fallbacks"], after["num_log_lines_lost"]) == (0, 0)
+    logged = {json.loads(line)["decision_id"] for line in log.read_text().splitlines()}
+    assert {decision_id for _, decision_id in answers} <= logged
+
+
+def deploy(*args):
+    return [sys.executable, str(DEPLOY), *map(str, args)]
+
+
+@contextmanager
+def deployed(*args):
+    """Run deploy.py until it serves; yield its line; press Ctrl-C and wait for a clean end."""
+    process = subprocess.Popen(deploy(*args), stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        yield process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+        watchdog.cancel()
+
+
+def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_path):
+    port = a_free_port()
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"nothing")
+    log = tmp_path / "log.jsonl"
+    options = ("--fallback", "sed", "--decision-log", log, "--explore", 0.05)
+    with deployed("--policy", broken, "--port", port, *options) as greeting:
+        url = f"http://127.0.0.1:{port}"
+        policy = requests.get(f"{url}/v1/policy", timeout=10).json()
+        assert policy["name"] == "sed"
+        assert "broken.npz" in policy["startup_fallback"]
+        # The line that it prints is a command that works as it stands.
+        command = shlex.split(greeting.partition("ask with: ")[2])
+        answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        assert answer["fallback"]
+    line = json.loads(log.read_text())
+    assert line["decision_id"] == answer["decision_id"]
+    assert 0.05 / 3 <= line["propensity"] < 1
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--policy", "gone.npz"], "policy file gone.npz does not exist"),
+        (["--policy", "seed"], "unknown policy 'seed'"),
+        (["--policy", "sed", "--explore", "0.5"], "explore fraction 0.5"),
+        (["--policy", "sed", "--decision-log", "/gone/log"], "decision log /gone/log: No such"),
+    ],
+)
+def test_deploy_refuses_to_start_with_one_sentence(args, reason):
+    result = subprocess.run(deploy("--port", a_free_port(), *args), capture_output=True, text=True)
+    assert result.returncode == 1
+    assert reason in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_deploy_refuses_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        result = subprocess.run(
+            deploy("--policy", "sed", "--port", port), capture_output=True, text=True
+        )
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
