@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.dqn import DQNConfig
@@ -200,7 +199,7 @@ def build_config(
         .reporting(
             min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=steps_per_iteration
         )
-        .debugging(seed=spread_seed(seed), log_level="ERROR")
+        .debugging(seed=seed, log_level="ERROR")
     )
 
 
@@ -211,15 +210,6 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
         for name, value in reward.model_dump().items()
     }
     return RewardWeights.model_validate(weights)
-
-
-def spread_seed(seed: int) -> int:
-    """Turn small seeds into far ones.
-
-    RLlib and vectorised environments count up from the seed they are given: trials with seeds 1
-    and 2 would share all but one of their streams.
-    """
-    return int(np.random.SeedSequence(seed).generate_state(1)[0] >> 1)
 
 
 def _update_normaliser(*_: Any) -> UpdateNormaliser:

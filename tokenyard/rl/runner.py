@@ -16,8 +16,8 @@ class RouterEnvRunner(SingleAgentEnvRunner):
     """Steps many copies of the environment at once.
 
     RLlib seeds runner i with seed + i, and a vectorised environment seeds copy j with that
-    plus j: two runners would sample nearly the same traffic. Here every runner starts at a
-    place of its own.
+    plus j: two runners, or two trials with seeds 1 and 2, would sample nearly the same traffic.
+    Here every runner of every seed starts at a place of its own.
     """
 
     def make_env(self) -> None:
