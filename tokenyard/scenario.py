@@ -153,11 +153,16 @@ class Scenario(_Frozen):
         return Slo(response_s=self.slo_response_s)
 
     @property
+    def server_capacities_tokens_per_s(self) -> tuple[float, ...]:
+        """Tokens that each server can process in a second with all its slots at work."""
+        if self.discipline == "parallel_full":
+            return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
+        return tuple(s.tokens_per_s for s in self.servers)
+
+    @property
     def capacity_tokens_per_s(self) -> float:
         """Tokens that all servers together can process in a second."""
-        if self.discipline == "parallel_full":
-            return sum(s.tokens_per_s * s.concurrency for s in self.servers)
-        return sum(s.tokens_per_s for s in self.servers)
+        return sum(self.server_capacities_tokens_per_s)
 
     def rate_per_s(self, mean_total_tokens: float) -> float:
         """Arrival rate in requests per second, for requests of that mean size in tokens."""

@@ -1,0 +1,212 @@
+"""Measure runs, and compare policies on equal streams.
+
+Every policy sees the same streams (common random numbers), so the difference to the baseline is
+taken stream by stream, and its interval is much narrower than that of either mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.intervals import (
+    BlockBootstrap,
+    Interval,
+    block_length,
+    percentile_interval,
+    t_interval,
+)
+from tokenyard.metrics import score
+from tokenyard.scenario import Scenario
+from tokenyard.sim.run import PolicyFactory, Run, run_each, run_policy
+from tokenyard.types import FloatArray
+
+__all__ = [
+    "PolicyFactory",
+    "Row",
+    "Run",
+    "compare",
+    "mean_summary",
+    "run_each",
+    "run_policy",
+    "score",
+    "summarise",
+]
+
+Row = dict[str, str | int | float]
+"""One line of a results table, with units in its keys."""
+
+WITH_INTERVAL = (
+    "reward",
+    "mean_response_s",
+    "p99_response_s",
+    "mean_queue_length",
+    "slo_violation_fraction",
+)
+"""Metrics that get an interval of their own: `<metric>_ci_low` and `<metric>_ci_high`."""
+
+_RELATIVE_DELTAS = {"delta_mean": "mean_response_s", "delta_p99": "p99_response_s"}
+_BOOTSTRAP_SEED = 95
+
+
+def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
+    """Measure one stream; docs/metrics.md defines every key."""
+    outcomes, slo_s = run.outcomes, scenario.slo_response_s
+    response_s = outcomes.response_s
+    capacity = np.array(scenario.server_capacities_tokens_per_s)
+    shares = metrics.server_shares(outcomes.server, scenario.num_servers)
+    return {
+        "reward": float(run.rewards.sum()),
+        "mean_response_s": metrics.mean_response_s(response_s),
+        "p50_response_s": metrics.percentile_response_s(response_s, 50),
+        "p95_response_s": metrics.percentile_response_s(response_s, 95),
+        "p99_response_s": metrics.percentile_response_s(response_s, 99),
+        "cvar99_response_s": metrics.cvar99_response_s(response_s),
+        "mean_queue_length": float(outcomes.waiting_seen.mean()),
+        "slo_violation_fraction": metrics.slo_violation_fraction(response_s, slo_s),
+        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, response_s, slo_s),
+        "dropped_fraction": metrics.dropped_fraction(response_s),
+        "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
+        "score": score(response_s, slo_s),
+        **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
+    }
+
+
+def mean_summary(scenario: Scenario, runs: Sequence[Run]) -> dict[str, float]:
+    """Mean over streams of every metric of `summarise`."""
+    return {key: float(values.mean()) for key, values in _per_stream(scenario, runs).items()}
+
+
+def compare(
+    scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str, bootstrap: bool = False
+) -> list[Row]:
+    """Set policies beside each other, one row each, with their difference to a baseline.
+
+    Args:
+        scenario: Names the rows, and gives the SLO.
+        runs: The runs of every policy over the same streams, in the same order.
+        baseline: The policy of `runs` that the others are compared to.
+        bootstrap: Intervals by block bootstrap over the requests of the one stream there is;
+            otherwise Student intervals over streams.
+
+    Raises:
+        ValueError: The baseline is not among `runs`.
+    """
+    if baseline not in runs:
+        raise ValueError(f"baseline {baseline!r} was not run; choose one of {sorted(runs)}")
+    spread: _Spread = (
+        _OverRequests(scenario, runs, baseline)
+        if bootstrap
+        else _OverStreams(scenario, runs, baseline)
+    )
+    return [_row(scenario, name, runs[name], spread) for name in runs]
+
+
+class _Spread(Protocol):
+    """How far an estimate may be off, by one way of looking at the randomness."""
+
+    def of(self, name: str, metric: str) -> Interval:
+        """Mean over streams of a policy's metric."""
+        ...
+
+    def difference(self, name: str, metric: str, relative: bool) -> Interval:
+        """A policy's metric minus the baseline's, over the baseline's where relative."""
+        ...
+
+
+def _row(scenario: Scenario, name: str, runs: Sequence[Run], spread: _Spread) -> Row:
+    row: Row = {"policy": name, "scenario": scenario.name, "stream_count": len(runs)}
+    row |= mean_summary(scenario, runs)
+    for metric in WITH_INTERVAL:
+        interval = spread.of(name, metric)
+        row |= {f"{metric}_ci_low": interval.low, f"{metric}_ci_high": interval.high}
+    for delta, metric in _RELATIVE_DELTAS.items():
+        row |= _delta(f"{delta}_fraction", delta, spread.difference(name, metric, True))
+    absolute = spread.difference(name, "slo_violation_fraction", False)
+    return row | _delta("delta_slo_violation", "delta_slo", absolute)
+
+
+def _delta(key: str, prefix: str, interval: Interval) -> Row:
+    return {
+        key: interval.estimate,
+        f"{prefix}_ci_low": interval.low,
+        f"{prefix}_ci_high": interval.high,
+    }
+
+
+def _per_stream(scenario: Scenario, runs: Sequence[Run]) -> dict[str, FloatArray]:
+    summaries = [summarise(scenario, run) for run in runs]
+    return {key: np.array([s[key] for s in summaries]) for key in summaries[0]}
+
+
+class _OverStreams:
+    """Student intervals over independent streams, differences paired by stream."""
+
+    def __init__(
+        self, scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str
+    ) -> None:
+        self._values = {name: _per_stream(scenario, some) for name, some in runs.items()}
+        self._baseline = self._values[baseline]
+
+    def of(self, name: str, metric: str) -> Interval:
+        return t_interval(self._values[name][metric])
+
+    def difference(self, name: str, metric: str, relative: bool) -> Interval:
+        theirs = self._baseline[metric]
+        interval = t_interval(self._values[name][metric] - theirs)
+        return interval.over(float(theirs.mean())) if relative else interval
+
+
+class _OverRequests:
+    """Bootstrap intervals over the requests of one long stream, in blocks that policies share.
+
+    Blocks are as long as the baseline's response times are dependent.
+    """
+
+    def __init__(
+        self, scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str
+    ) -> None:
+        assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
+        response_s = runs[baseline][0].outcomes.response_s
+        bootstrap = BlockBootstrap(
+            len(response_s), block_length(response_s), np.random.default_rng(_BOOTSTRAP_SEED)
+        )
+        self._point = {name: summarise(scenario, some[0]) for name, some in runs.items()}
+        self._resampled = {
+            name: _resample(bootstrap, some[0], scenario.slo_response_s)
+            for name, some in runs.items()
+        }
+        self._baseline = baseline
+
+    def of(self, name: str, metric: str) -> Interval:
+        return percentile_interval(self._point[name][metric], self._resampled[name][metric])
+
+    def difference(self, name: str, metric: str, relative: bool) -> Interval:
+        ours, theirs = self._point[name][metric], self._point[self._baseline][metric]
+        samples = self._resampled[name][metric] - self._resampled[self._baseline][metric]
+        if relative:
+            samples = samples / self._resampled[self._baseline][metric]
+        return percentile_interval((ours - theirs) / (theirs if relative else 1.0), samples)
+
+
+def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, FloatArray]:
+    response_s = run.outcomes.response_s
+    num_requests = len(response_s)
+    # nanpercentile is a hundred times slower than percentile.
+    percentile = np.nanpercentile if np.isnan(response_s).any() else np.percentile
+    violation = (~(response_s <= slo_s)).astype(np.float64)
+    return {
+        "reward": num_requests * bootstrap.resample(run.rewards, _row_means),
+        "mean_response_s": bootstrap.resample(response_s, lambda x: np.nanmean(x, axis=1)),
+        "p99_response_s": bootstrap.resample(response_s, lambda x: percentile(x, 99, axis=1)),
+        "mean_queue_length": bootstrap.resample(run.outcomes.waiting_seen, _row_means),
+        "slo_violation_fraction": bootstrap.resample(violation, _row_means),
+    }
+
+
+def _row_means(values: FloatArray) -> FloatArray:
+    means: FloatArray = values.mean(axis=1)
+    return means
