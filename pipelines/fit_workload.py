@@ -30,7 +30,7 @@ class Recipe:
     num_states: int
 
 
-RECIPES = (Recipe("azure_code", 5000, 0.5, 5), Recipe("azure_conv", 7000, 2.0, 3))
+RECIPES = (Recipe("azure_code", 5000, 0.5, 6), Recipe("azure_conv", 7000, 2.0, 3))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -88,7 +89,7 @@ def fit_mmpp(
     num_restarts: int = 8,
     tolerance: float = 1e-7,
 ) -> MmppFit:
-    """Fit a Markov-modulated Poisson process to the counts per step by Baum-Welch.
+    """Fit the chain to the counts per step by Baum-Welch, then the gaps to what it explains.
 
     Args:
         arrival_s: Arrival times, seconds, shape (n,).
@@ -104,25 +105,28 @@ def fit_mmpp(
     if len(counts) < num_states:
         raise ValueError(f"{len(counts)} steps of {dt_s} s cannot tell {num_states} states apart")
     rng = np.random.default_rng(0)
-    fits = [
-        _expectation_maximisation(counts, num_states, tolerance, rng) for _ in range(num_restarts)
-    ]
-    log_likelihood, means, transition = max(fits, key=lambda fit: fit[0])
-    order = np.argsort(means)
-    return MmppFit(
-        _rounded(means[order] / dt_s, transition[np.ix_(order, order)], dt_s),
-        log_likelihood,
-        len(counts),
-    )
+    chains = [_fit_chain(counts, num_states, tolerance, rng) for _ in range(num_restarts)]
+    best = max(chains, key=lambda chain: chain.log_likelihood)
+    return MmppFit(_as_mmpp(best, arrival_s, dt_s), best.log_likelihood, len(counts))
 
 
-def _expectation_maximisation(
+class _Chain(NamedTuple):
+    log_likelihood: float
+    means: FloatArray
+    """Mean count per step in each state, shape (states,)."""
+    transition: FloatArray
+    posterior: FloatArray
+    """Probability of each state at each step, shape (steps, states)."""
+
+
+def _fit_chain(
     counts: FloatArray, num_states: int, tolerance: float, rng: np.random.Generator
-) -> tuple[float, FloatArray, FloatArray]:
-    """Baum-Welch with Poisson emissions (Rabiner 1989, section III; scaled as in V.A).
+) -> _Chain:
+    """Baum-Welch with Poisson emissions from one random start.
 
-    Returns:
-        Log-likelihood, mean count of each state and transition matrix, from one random start.
+    Rabiner 1989, section III, scaled as in V.A. One transition is added to his: from the last
+    step back to the first. Closing the trace into a ring makes each state be entered as often as
+    it is left, so that the long-run shares are those seen, and the long-run rate is the trace's.
     """
     means = np.quantile(counts, np.sort(rng.random(num_states))) + rng.random(num_states)
     transition = np.full((num_states, num_states), 0.1 / num_states) + 0.9 * np.eye(num_states)
@@ -131,17 +135,13 @@ def _expectation_maximisation(
     while True:
         log_emission = xlogy(counts[:, None], means) - means - gammaln(counts + 1)[:, None]
         peak = log_emission.max(axis=1)
-        posterior, moves, log_scale = _smooth(
-            np.exp(log_emission - peak[:, None]), transition, start
-        )
+        emission = np.exp(log_emission - peak[:, None])
+        posterior, moves, log_scale = _smooth(emission, transition, start)
         log_likelihood = float(log_scale + peak.sum())
         if log_likelihood - previous < tolerance * abs(log_likelihood):
-            return log_likelihood, means, transition
+            return _Chain(log_likelihood, means, transition, posterior)
         previous = log_likelihood
-        weights = posterior.sum(axis=0)
-        means = counts @ posterior / weights
-        # Closing the trace into a ring makes each state be entered as often as it is left: the
-        # long-run shares are those seen, and the long-run rate is the trace's own.
+        means = counts @ posterior / posterior.sum(axis=0)
         moves += np.outer(posterior[-1], posterior[0])
         transition = moves / moves.sum(axis=1, keepdims=True)
         start = posterior[0]
@@ -179,16 +179,43 @@ def _smooth(
     return posterior, moves, np.log(scale).sum()
 
 
-def _rounded(rates_per_s: FloatArray, transition: FloatArray, dt_s: float) -> Mmpp:
-    """Round to what a person can read, and derive the stationary distribution from that."""
-    transition = transition.round(6)
+def _as_mmpp(chain: _Chain, arrival_s: FloatArray, dt_s: float) -> Mmpp:
+    """Sort states by rate, and round to what a person can read."""
+    order = np.argsort(chain.means)
+    transition = chain.transition[np.ix_(order, order)].round(6)
     transition[np.diag_indices_from(transition)] += 1 - transition.sum(axis=1)
-    num_states = len(rates_per_s)
-    equations = np.vstack([transition.T - np.eye(num_states), np.ones(num_states)])
-    stationary = np.linalg.lstsq(equations, np.append(np.zeros(num_states), 1.0))[0]
     return Mmpp(
         dt_s=dt_s,
-        rates_per_s=tuple(rates_per_s.round(6).tolist()),
+        rates_per_s=tuple((chain.means[order] / dt_s).round(6).tolist()),
         transition=tuple(tuple(row) for row in transition.round(6).tolist()),
-        stationary=tuple((np.abs(stationary) / np.abs(stationary).sum()).round(9).tolist()),
+        stationary=tuple(_stationary(transition).round(9).tolist()),
+        gap_probabilities=CONTEXT_PROBABILITIES,
+        gaps=_fit_gaps(arrival_s, chain.posterior @ chain.means, dt_s),
     )
+
+
+def _stationary(transition: FloatArray) -> FloatArray:
+    """Solve p = p A with sum(p) = 1 for the long-run shares, shape (states,)."""
+    num_states = len(transition)
+    equations = np.vstack([transition.T - np.eye(num_states), np.ones(num_states)])
+    shares = np.linalg.lstsq(equations, np.append(np.zeros(num_states), 1.0))[0]
+    shares = np.abs(shares)  # a share of 0 may come out as -1e-17
+    return np.asarray(shares / shares.sum(), np.float64)
+
+
+def _fit_gaps(arrival_s: FloatArray, expected_counts: FloatArray, dt_s: float) -> tuple[float, ...]:
+    """Tabulate gaps between arrivals on the clock on which their rate is 1.
+
+    Args:
+        arrival_s: Arrival times, seconds, shape (n,).
+        expected_counts: Smoothed mean count of each step, shape (steps,).
+        dt_s: Length of a step, seconds.
+
+    Returns:
+        Quantiles at `CONTEXT_PROBABILITIES`, scaled so that the mean of the table is 1.
+    """
+    integral = np.concatenate(([0.0], np.cumsum(expected_counts)))
+    gaps = np.diff(np.interp(arrival_s, np.arange(len(integral)) * dt_s, integral))
+    quantiles = np.quantile(gaps, CONTEXT_PROBABILITIES)
+    mean = np.trapezoid(quantiles, CONTEXT_PROBABILITIES)
+    return tuple((quantiles / mean).round(6).tolist())

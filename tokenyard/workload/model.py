@@ -1,9 +1,11 @@
 """The synthetic workload: a small file of parameters, and the generator that it drives.
 
-Arrivals are a Markov-modulated Poisson process (MMPP, Fischer and Meier-Hellstern 1993) whose
-state moves as a discrete chain, because the public traces are bursty and a Poisson stream with
-their lengths is a different and much easier problem. Lengths are independent from request to
-request, as they are in the traces; the output's distribution depends on the context's bin.
+Arrivals follow a Markov-modulated process (MMPP, Fischer and Meier-Hellstern 1993) whose state
+moves as a discrete chain, because the public traces are bursty and a Poisson stream with their
+lengths is a different and much easier problem. One thing is added to the textbook's: gaps within
+a state are drawn from a fitted table instead of the exponential distribution, since requests of
+the code trace often come in groups a few milliseconds wide. Lengths are independent from request
+to request, as in the traces; the output's distribution depends on the context's bin.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class _Frozen(BaseModel):
 
 
 class Mmpp(_Frozen):
-    """Markov-modulated Poisson process as a discrete chain of K states."""
+    """Markov-modulated arrival process as a discrete chain of K states."""
 
     dt_s: Annotated[float, Field(gt=0)]
     """Step of the chain, seconds; the rate is constant within a step."""
@@ -40,6 +42,10 @@ class Mmpp(_Frozen):
     """Probability of the next step's state (column) given this one's (row), K rows of K."""
     stationary: _Row
     """Long-run share of steps in each state; also the distribution of the first one."""
+    gap_probabilities: _Row
+    gaps: _Row
+    """Quantiles, at `gap_probabilities`, of the integral of the rate between two arrivals; mean
+    1. The exponential distribution of mean 1 would make this a Poisson process in each state."""
 
     @model_validator(mode="after")
     def _is_a_chain(self) -> Self:
@@ -51,6 +57,9 @@ class Mmpp(_Frozen):
             raise ValueError("each row of transition, and stationary, must sum to 1")
         if min(self.rates_per_s) < 0 or not self.mean_rate_per_s > 0:
             raise ValueError("rates must not be negative, and some must be positive")
+        _check_quantiles(self.gap_probabilities, self.gaps)
+        if abs(np.trapezoid(self.gaps, self.gap_probabilities) - 1) > 1e-4:
+            raise ValueError("the mean of the gaps must be 1")
         return self
 
     @property
@@ -59,10 +68,15 @@ class Mmpp(_Frozen):
         return float(np.dot(self.stationary, self.rates_per_s))
 
     @cached_property
-    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Cumulative transition rows, cumulative stationary distribution, rates."""
-        transition = np.cumsum(np.array(self.transition), axis=1)
-        return transition, np.cumsum(self.stationary), np.array(self.rates_per_s)
+    def arrays(self) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray]:
+        """Cumulative transition rows, cumulative stationary shares, rates, gap table."""
+        return (
+            np.cumsum(np.array(self.transition), axis=1),
+            np.cumsum(self.stationary),
+            np.array(self.rates_per_s),
+            np.array(self.gap_probabilities),
+            np.array(self.gaps),
+        )
 
 
 class LengthTables(_Frozen):
@@ -151,9 +165,7 @@ class WorkloadModel(_Frozen):
             Times since the start of the stream, seconds, increasing, shape (num_requests,).
         """
         arrival_s = np.empty(num_requests)
-        transition_cdf, stationary_cdf, rates = self.arrivals.arrays
-        dt_s = self.arrivals.dt_s
-        draw_mmpp_arrivals(transition_cdf, stationary_cdf, rates, dt_s, arrival_s, rng)
+        draw_mmpp_arrivals(*self.arrivals.arrays, self.arrivals.dt_s, arrival_s, rng)
         if rate_per_s is not None:
             _check_rate(rate_per_s)
             arrival_s *= self.arrivals.mean_rate_per_s / rate_per_s

@@ -13,20 +13,24 @@ def draw_mmpp_arrivals(
     transition_cdf: FloatArray,
     stationary_cdf: FloatArray,
     rates_per_s: FloatArray,
+    gap_probabilities: FloatArray,
+    gaps: FloatArray,
     dt_s: float,
     arrival_s: FloatArray,
     rng: np.random.Generator,
 ) -> None:
-    """Fill `arrival_s` with the first arrivals of a Markov-modulated Poisson process.
+    """Fill `arrival_s` with the first arrivals of a Markov-modulated process.
 
     The state is constant within each step of `dt_s` and then moves by one row of the transition
     matrix. Arrivals are placed by time change: the integral of the rate between two arrivals is
-    exponential with mean 1.
+    a draw from the gap table.
 
     Args:
         transition_cdf: Cumulative rows of the transition matrix, shape (states, states).
         stationary_cdf: Cumulative stationary distribution, the first state's, shape (states,).
         rates_per_s: Arrival rate in each state, at least one positive, shape (states,).
+        gap_probabilities: Of the gap quantiles, from 0 to 1, shape (g,).
+        gaps: Quantiles of the integrated rate between arrivals, mean 1, shape (g,).
         dt_s: Length of a step, seconds.
         arrival_s: Receives the times, seconds, shape (num_requests,).
         rng: Source of every random number used here.
@@ -35,7 +39,7 @@ def draw_mmpp_arrivals(
     num_steps = 1
     now_s = 0.0
     for i in range(len(arrival_s)):
-        work = rng.standard_exponential()
+        work = _interpolate(rng.random(), gap_probabilities, gaps)
         room = (num_steps * dt_s - now_s) * rates_per_s[state]
         while work > room:
             work -= room
