@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
+import shlex
 import signal
 import socket
 import sys
 import threading
 from dataclasses import dataclass
+from json import dumps
 from pathlib import Path
 from typing import Literal
 
@@ -18,7 +19,9 @@ import tyro
 from ray import serve
 from ray.serve import Application
 
-from serve_app.app import APP_NAME, RoutingOptions, build
+from serve_app.app import APP_NAME, RoutingOptions, bind, find
+from serve_app.messages import PolicyCard
+from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
 
 
@@ -43,22 +46,25 @@ class Args:
     registry: str | None = None
     """MLflow tracking URI whose registered champion is preferred to the shipped one; by default
     MLFLOW_TRACKING_URI where that is set."""
+    json: Path | None = None
+    """File that gets a row about what is served, as soon as it is."""
 
 
 def main(args: Args) -> None:
     """Start, tell how to ask, wait, and shut down cleanly."""
+    options = _options(args)
+    local = "RAY_ADDRESS" not in os.environ
     try:
-        application = build(_options(args))
-        local = "RAY_ADDRESS" not in os.environ
+        served = find(options)
         if local:
             _check_port(args.host, args.port)
             _check_log(args.decision_log)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     stop = _stop_on_signals()
     try:
-        _start(application, args, local)
-        print(_greeting(args), flush=True)
+        _start(bind(served, options), args, local)
+        _report(served.card, args)
         stop.wait()
     finally:
         _shut_down(local)
@@ -122,8 +128,24 @@ def _shut_down(local: bool) -> None:
     ray.shutdown()
 
 
-def _greeting(args: Args) -> str:
+def _report(card: PolicyCard, args: Args) -> None:
+    """Print the one line that says all, and write it as a row where that is wanted."""
     url = f"http://{args.host}:{args.port}"
+    print(
+        f"serving {card.name} ({card.source}, {card.version}) on {url}; ask with: "
+        f"curl -s {url}/v1/route -H 'content-type: application/json' "
+        f"-d '{_example(args.scenario)}'",
+        flush=True,
+    )
+    if args.json is not None:
+        keys = {"name", "kind", "trainer", "scenario", "version", "source", "startup_fallback"}
+        write_result(
+            args.json, shlex.join(sys.argv), None, [{"url": url, **card.model_dump(include=keys)}]
+        )
+
+
+def _example(scenario: str) -> str:
+    """Body of a question about a moment in the life of the scenario's servers."""
     snapshots = [
         {
             "replica_id": server.name,
@@ -134,13 +156,9 @@ def _greeting(args: Args) -> str:
             "num_running": index,
             "tokens_in_flight": 2000 * index,
         }
-        for index, server in enumerate(load_scenario(args.scenario).servers)
+        for index, server in enumerate(load_scenario(scenario).servers)
     ]
-    body = json.dumps({"request": {"context_tokens": 1500}, "snapshots": snapshots})
-    return (
-        f"serving on {url}; ask with: curl -s {url}/v1/route "
-        f"-H 'content-type: application/json' -d '{body}'"
-    )
+    return dumps({"request": {"context_tokens": 1500}, "snapshots": snapshots})
 
 
 if __name__ == "__main__":

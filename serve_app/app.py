@@ -1,7 +1,6 @@
 """The Ray Serve application: one replica that holds the policy behind the HTTP API."""
 
-from __future__ import annotations
-
+# No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 from pathlib import Path
 
 import numpy as np
@@ -54,8 +53,8 @@ class RoutingReplica:
         return create_api(self._service)
 
 
-def build(options: RoutingOptions) -> Application:
-    """Find the policy and bind it, so that a bad one is refused before anything starts.
+def find(options: RoutingOptions) -> ServedPolicy:
+    """Find the policy that `options` name, so that a bad one is refused before anything starts.
 
     Raises:
         ValueError: The policy or the exploration is not one that can be served.
@@ -64,8 +63,22 @@ def build(options: RoutingOptions) -> Application:
         options.policy, options.scenario, options.registry, options.fallback_to_sed
     )
     check_exploration(served, options.explore_fraction)
+    return served
+
+
+def bind(served: ServedPolicy, options: RoutingOptions) -> Application:
+    """Make the application that serves a policy which was found."""
     log = None if options.decision_log is None else options.decision_log.absolute()
     # One replica: policies remember the last requests, and two of them would remember half each.
     deploy = serve.deployment(name="routing", num_replicas=1, max_ongoing_requests=1000)
     deployment: Deployment = deploy(serve.ingress()(RoutingReplica))
     return deployment.bind(served, options.explore_fraction, log)
+
+
+def build(options: RoutingOptions) -> Application:
+    """Find and bind: what `serve run serve_app.app:build policy=sed` and config files name.
+
+    Raises:
+        ValueError: As `find`.
+    """
+    return bind(find(options), options)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,15 @@ DEPLOY = Path(__file__).parents[2] / "pipelines" / "deploy.py"
 def a_free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+def lines_in(log, num_expected):
+    """Lines of a decision log by id, once they are there: it lags by milliseconds."""
+    deadline_s = time.monotonic() + 5
+    while len(lines := log.read_text().splitlines()) < num_expected:
+        assert time.monotonic() < deadline_s, f"{len(lines)} of {num_expected} lines"
+        time.sleep(0.01)
+    return {line["decision_id"]: line for line in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +66,7 @@ def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(serv
     decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
     assert answer["index"] == decided.replica
     assert answer["scores"] == pytest.approx(decided.scores, rel=1e-9)
-    line = json.loads(log.read_text().splitlines()[-1])
-    assert line["decision_id"] == answer["decision_id"]
-    assert line["propensity"] == 1.0
+    assert lines_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0
 
 
 def test_a_refusal_crosses_the_proxy_unchanged(server):
@@ -85,8 +93,7 @@ def test_concurrent_callers_each_get_their_answer_and_their_line(server):
     assert {status for status, _ in answers} == {200}
     assert after["num_decisions"] - before["num_decisions"] == 100
     assert (after["num_fallbacks"], after["num_log_lines_lost"]) == (0, 0)
-    logged = {json.loads(line)["decision_id"] for line in log.read_text().splitlines()}
-    assert {decision_id for _, decision_id in answers} <= logged
+    assert {decision_id for _, decision_id in answers} <= set(lines_in(log, after["num_decisions"]))
 
 
 def deploy(*args):
@@ -116,6 +123,7 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     broken.write_bytes(b"nothing")
     log = tmp_path / "log.jsonl"
     options = ("--fallback", "sed", "--decision-log", log, "--explore", 0.05)
+    options += ("--json", tmp_path / "served.json")
     with deployed("--policy", broken, "--port", port, *options) as greeting:
         url = f"http://127.0.0.1:{port}"
         policy = requests.get(f"{url}/v1/policy", timeout=10).json()
@@ -125,6 +133,8 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         command = shlex.split(greeting.partition("ask with: ")[2])
         answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         assert answer["fallback"]
+        (row,) = json.loads((tmp_path / "served.json").read_text())["rows"]
+        assert (row["url"], row["version"]) == (url, policy["version"])
     line = json.loads(log.read_text())
     assert line["decision_id"] == answer["decision_id"]
     assert 0.05 / 3 <= line["propensity"] < 1
