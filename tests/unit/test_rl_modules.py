@@ -120,7 +120,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorith
 
 
 def test_the_export_carries_the_normaliser_and_survives_a_file(tmp_path):
-    source, sim = a_run()
+    source, _ = a_run()
     module = a_module("ppo", ours())
     module.normaliser.update(torch.from_numpy(np.random.default_rng(0).normal(size=(99, 40))))
     artifact = export_network(module, source, "ppo", True, metrics={"score": -1.5})

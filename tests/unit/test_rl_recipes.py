@@ -43,5 +43,5 @@ def test_wrong_names_are_refused_with_the_right_ones():
 
 
 def test_a_residual_without_finish_times_is_refused():
-    with pytest.raises(ValueError, match="residual_scale 3.0 needs expected_finish"):
+    with pytest.raises(ValueError, match=r"residual_scale 3\.0 needs expected_finish"):
         build_config("ppo", replace(ours(), expected_finish=False), "unused", {})

@@ -50,12 +50,12 @@ class Objective:
         )
 
     def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
-        """Cost over the baseline's, both averaged over the streams first, plus the guard.
+        """Mean over streams of the candidate's cost over the baseline's, plus the guard.
 
-        The same ratio of means by which evaluation states a gain.
+        The ratio per stream keeps one stream with a long backlog from outweighing the others.
         """
-        ratio = float(candidate.cost_s.mean() / baseline.cost_s.mean())
-        tail = float(candidate.p99_s.mean() / baseline.p99_s.mean())
+        ratio = float((candidate.cost_s / baseline.cost_s).mean())
+        tail = float((candidate.p99_s / baseline.p99_s).mean())
         return ratio + self.tail_guard * max(0.0, tail - 1.0)
 
 

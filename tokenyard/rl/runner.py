@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 REWARD_PER_REQUEST = "reward_per_request"
 """Metric of the env runner: mean reward of the steps of one sampling round."""
+
+
+_RLLIB_ENV_ID = "rllib-single-agent-env-v0"
+"""Name under which RLlib registers whatever environment a runner steps."""
 
 
 class RouterEnvRunner(SingleAgentEnvRunner):
@@ -27,6 +32,8 @@ class RouterEnvRunner(SingleAgentEnvRunner):
         if self.config.seed is not None:
             sequence = np.random.SeedSequence([self.config.seed, self.worker_index])
             self._seed = int(sequence.generate_state(1)[0] >> 1)
+        # A process that builds a second algorithm would be warned about the first one's entry.
+        gymnasium.registry.pop(_RLLIB_ENV_ID, None)
         super().make_env()
 
     def sample(self, **kwargs: Any) -> list[Any]:

@@ -1,0 +1,110 @@
+"""RouterTrainable with real Ray actors: reproducible, resumable, hard to kill."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+
+import envs
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.rl.trainable import ARTIFACT_FILE, RouterTrainable
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray():
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def a_trial(algorithm, **changes):
+    config = {
+        "algorithm": algorithm,
+        "scenario": "poisson_085",
+        "register_env": envs.register,
+        "num_env_runners": 0,
+        "num_envs": 8,
+        "steps_per_iteration": 600,
+        "validation_streams": 1,
+        "seed": 3,
+    }
+    return RouterTrainable({**config, **changes})
+
+
+def test_every_result_has_a_score_and_only_finite_numbers():
+    trial = a_trial("a2c")
+    result = trial.step()
+    trial.stop()
+    assert {"score", "mean_response_s", "reward_per_request", "policy_loss"} <= result.keys()
+    assert all(isinstance(value, float | int) for value in result.values())
+    assert np.isfinite(list(result.values())).all()
+    assert result["timesteps_total"] >= 600
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_equal_seeds_give_equal_policies(algorithm):
+    hashes = []
+    for _ in range(2):
+        trial = a_trial(algorithm, steps_per_iteration=2000)
+        trial.step()
+        hashes.append(trial.artifact().sha256)
+        trial.stop()
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn", "policy_search"])
+def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(algorithm, tmp_path):
+    trial = a_trial(algorithm, generations_per_iteration=1)
+    steps = trial.step()["timesteps_total"]
+    trial.save_checkpoint(str(tmp_path))
+    saved = trial.artifact()
+    trial.stop()
+    assert PolicyArtifact.load(tmp_path / ARTIFACT_FILE).sha256 == saved.sha256
+
+    restored = a_trial(algorithm, generations_per_iteration=1, seed=4)
+    restored.load_checkpoint(str(tmp_path))
+    for name, array in restored.artifact().arrays.items():
+        np.testing.assert_array_equal(array, saved.arrays[name])
+    assert restored.step()["timesteps_total"] > steps
+    restored.stop()
+
+
+def test_a_trial_becomes_another_without_a_new_process():
+    trial = a_trial("ppo")
+    trial.step()
+    config = {**trial.config, "algorithm": "a2c", "seed": 9}
+    assert trial.reset_config(config)
+    reused = trial.step()["timesteps_total"], trial.artifact()
+    trial.stop()
+
+    fresh_trial = a_trial("a2c", seed=9)
+    fresh = fresh_trial.step()["timesteps_total"], fresh_trial.artifact()
+    fresh_trial.stop()
+    assert reused[0] == fresh[0]
+    assert reused[1].sha256 == fresh[1].sha256
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
+def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
+    trial = a_trial(algorithm, num_env_runners=1)
+    before = trial.step()["timesteps_total"]
+    runners = trial.training._algorithm.env_runner_group
+    (pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
+    os.kill(pid, signal.SIGKILL)
+
+    results = [trial.step() for _ in range(2)]
+
+    assert results[-1]["timesteps_total"] > before
+    assert all(np.isfinite(result["score"]) for result in results)
+    (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
+    assert new_pid != pid
+    trial.stop()
+
+
+def test_an_rllib_trial_without_an_environment_is_refused_in_words():
+    with pytest.raises(ValueError, match="a ppo trial needs register_env"):
+        a_trial("ppo", register_env=None)
