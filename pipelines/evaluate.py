@@ -1,0 +1,242 @@
+"""Evaluate routing policies on a scenario: the tables of docs/metrics.md, and figures.
+
+python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
+python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
+python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from serve_app.registry import mlflow_lookup
+from tokenyard.artifact import RegistryLookup
+from tokenyard.candidates import Candidate, resolve_candidate
+from tokenyard.evaluation import Row, Run, compare
+from tokenyard.policies import BASELINES
+from tokenyard.provenance import write_result
+from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.sim.streams import (
+    StreamSet,
+    StreamSource,
+    held_out_streams,
+    synthetic_streams,
+    trace_streams,
+)
+from tokenyard.workload.readers import read_trace
+
+SUITES = {
+    "paper": ("nominal", "high_load"),
+    "routing": ("poisson_085", "bursty_serial", "conversation"),
+}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Evaluate routing policies on equal streams, with paired differences to a baseline."""
+
+    scenario: str | None = None
+    """Name or YAML path."""
+    suite: Literal["paper", "routing"] | None = None
+    """Several scenarios in one run, in place of one."""
+    trace: Path | None = None
+    """Replay this recorded trace through the scenario's servers, in windows."""
+    policies: str = ",".join([*BASELINES, "champion"])
+    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas."""
+    baseline: str = "sed"
+    """Policy that differences are taken to; it is run even when it is not named."""
+    streams: int = 30
+    """Independent synthetic streams, or windows of the trace."""
+    seed: int = 2026
+    """Of the streams and of the policies' own randomness."""
+    source: Literal["synthetic", "held-out"] | None = None
+    """Synthetic streams, or the scenario's recorded test part; by default the latter where the
+    scenario names one and its file is found."""
+    native_time: bool = False
+    """Keep the trace's recorded time instead of scaling it to the scenario's load."""
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    """Whether a malformed row of the trace stops the run, or is left out and counted."""
+    registry: str | None = None
+    """MLflow registry of champions (a URI); MLFLOW_TRACKING_URI serves in its place."""
+    jobs: int = 1
+    """Processes; policies are divided between them."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+    figures: Path | None = None
+    """Draw the figures into this folder, one subfolder per scenario."""
+    mlflow: bool = False
+    """Log rows and figures as a run to MLFLOW_TRACKING_URI, or to ./mlflow.db."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that one scenario's evaluation needs, found and checked."""
+
+    scenario: Scenario
+    streams: StreamSet
+    candidates: list[Candidate]
+    notes: list[str]
+
+
+def plan_all(args: Args) -> list[Plan]:
+    """Resolve every name and read every file, so that no mistake shows after a long run."""
+    if (args.scenario is None) == (args.suite is None):
+        raise ValueError("give exactly one of --scenario and --suite")
+    if args.streams < 1:
+        raise ValueError(f"--streams {args.streams} must be at least 1")
+    names = SUITES[args.suite] if args.suite else (str(args.scenario),)
+    uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
+    registry = mlflow_lookup(uri) if uri else None
+    return [plan(args, load_scenario(name), registry) for name in names]
+
+
+def plan(args: Args, scenario: Scenario, registry: RegistryLookup | None) -> Plan:
+    streams, notes = find_streams(args, scenario)
+    wanted = [name.strip() for name in args.policies.split(",") if name.strip()]
+    names = dict.fromkeys([*wanted, args.baseline])
+    candidates = [resolve_candidate(name, scenario, registry) for name in names]
+    notes.append(f"output length known to the router: {scenario.output_length}")
+    notes += [f"{c.name}: {c.source}" for c in candidates if c.source != "baseline"]
+    return Plan(scenario, streams, candidates, notes)
+
+
+def find_streams(args: Args, scenario: Scenario) -> tuple[StreamSet, list[str]]:
+    """Return the streams to evaluate on, and what is worth knowing about them."""
+    source = StreamSource(scenario)
+    if args.trace is not None:
+        trace, skipped = read_trace(args.trace, args.on_bad_row)
+        streams = trace_streams(source, trace, args.streams, args.native_time)
+        return streams, [f"trace {args.trace}: {skipped} malformed rows skipped"]
+    held_out = None if args.source == "synthetic" else held_out_streams(source)
+    if held_out is not None:
+        return held_out, ["intervals: block bootstrap over the requests of one recorded stream"]
+    missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
+    if args.source == "held-out":
+        raise ValueError(f"--source held-out: {missing}")
+    notes = [] if scenario.held_out_trace is None or args.source else [f"synthetic: {missing}"]
+    return synthetic_streams(source, args.streams, args.seed), notes
+
+
+def run_candidates(plan: Plan, seed: int, jobs: int, record_load: bool) -> dict[str, list[Run]]:
+    """Run every candidate over the plan's streams, in as many processes as `jobs`."""
+    run = partial(_run, scenario=plan.scenario, streams=plan.streams, seed=seed, load=record_load)
+    if jobs == 1:
+        runs = [run(candidate) for candidate in plan.candidates]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            runs = list(pool.map(run, plan.candidates))
+    return {candidate.name: some for candidate, some in zip(plan.candidates, runs, strict=True)}
+
+
+def _run(
+    candidate: Candidate, scenario: Scenario, streams: StreamSet, seed: int, load: bool
+) -> list[Run]:
+    return candidate.run(scenario, streams, seed, load)
+
+
+def print_tables(console: Console, plan: Plan, rows: list[Row], baseline: str) -> None:
+    num_streams, length = len(plan.streams.requests), len(plan.streams.requests[0])
+    console.print(f"\n[bold]{plan.scenario.name}[/]: {plan.scenario.description}")
+    console.print(f"{num_streams} x {length} requests, {plan.streams.origin}")
+    for note in plan.notes:
+        console.print(note)
+    console.print(levels_table(rows, plan.scenario))
+    console.print(differences_table(rows, baseline))
+
+
+def levels_table(rows: list[Row], scenario: Scenario) -> Table:
+    """Lay out the columns of the paper's tables, and what they leave out."""
+    table = _table(
+        f"Means over streams ± 95 % interval; late: over {scenario.slo_response_s:g} s",
+        ["reward", "mean s", "queue", "late %", "p50 s", "p95 s", "p99 s", "good/s", "drop %"],
+    )
+    table.add_column("share %", justify="right", no_wrap=True)
+    for row in rows:
+        shares = [row[f"share_server_{i}_fraction"] for i in range(scenario.num_servers)]
+        table.add_row(
+            str(row["policy"]),
+            _with_half_width(row, "reward", 1, ".0f"),
+            _with_half_width(row, "mean_response_s", 1, ".3f"),
+            _with_half_width(row, "mean_queue_length", 1, ".2f"),
+            _with_half_width(row, "slo_violation_fraction", 100, ".1f"),
+            f"{row['p50_response_s']:.2f}",
+            f"{row['p95_response_s']:.2f}",
+            _with_half_width(row, "p99_response_s", 1, ".2f"),
+            f"{row['goodput_per_s']:.2f}",
+            f"{100 * float(row['dropped_fraction']):.1f}",
+            "/".join(f"{100 * float(share):.0f}" for share in shares),
+        )
+    return table
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _with_half_width(row: Row, key: str, factor: float, form: str) -> str:
+    half = (float(row[f"{key}_ci_high"]) - float(row[f"{key}_ci_low"])) / 2
+    value = f"{factor * float(row[key]):{form}}"
+    return value if half != half else f"{value} ±{factor * half:{form}}"
+
+
+def differences_table(rows: list[Row], baseline: str) -> Table:
+    """Lay out the paired differences with their intervals."""
+    table = _table(
+        f"Paired differences to {baseline} [95 % interval]",
+        ["mean response %", "p99 response %", "late, points"],
+    )
+    for row in rows:
+        if row["policy"] == baseline:
+            continue
+        table.add_row(
+            str(row["policy"]),
+            _difference(row, "delta_mean_fraction", "delta_mean"),
+            _difference(row, "delta_p99_fraction", "delta_p99"),
+            _difference(row, "delta_slo_violation", "delta_slo"),
+        )
+    return table
+
+
+def _difference(row: Row, key: str, prefix: str) -> str:
+    values = [100 * float(row[k]) for k in (key, f"{prefix}_ci_low", f"{prefix}_ci_high")]
+    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*values)
+
+
+def main(args: Args) -> None:
+    try:
+        plans = plan_all(args)
+    except ValueError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    rows: list[Row] = []
+    for one in plans:
+        runs = run_candidates(one, args.seed, args.jobs, record_load=False)
+        compared = compare(one.scenario, runs, args.baseline, one.streams.bootstrap)
+        print_tables(console, one, compared, args.baseline)
+        rows += compared
+    if args.json:
+        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,113 @@
+"""What evaluation can name: baselines, trained policies and bounds, behind one call.
+
+Bounds see the simulator or the future and are no policies; here they only stand beside them in
+a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from tokenyard.artifact import PolicyArtifact, RegistryLookup, resolve_champion
+from tokenyard.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.policies.learned import learned_policy
+from tokenyard.scenario import Scenario
+from tokenyard.sim.bounds import BOUNDS
+from tokenyard.sim.run import Replay, Run, run_each, run_policy
+from tokenyard.sim.streams import StreamSet
+from tokenyard.types import RoutingPolicy
+
+TRAINED = ("champion", "generic")
+"""Names that stand for a trained policy: the scenario's best, and the one for any cluster."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to be evaluated; picklable."""
+
+    name: str
+    source: str
+    """Where it comes from, in words for a table; with the hash of a trained policy."""
+    run: Callable[[Scenario, StreamSet, int, bool], list[Run]]
+    """Runs it over streams, with a seed for its own randomness; the last argument asks for the
+    load of every server at every decision."""
+
+
+def resolve_candidate(
+    name: str, scenario: Scenario, registry: RegistryLookup | None = None
+) -> Candidate:
+    """Find what a name means.
+
+    Args:
+        name: A baseline, a bound, `champion`, `generic`, or the path of a policy file (.npz).
+        scenario: Whose champion, tuned rules and servers apply.
+        registry: Where registered champions are looked up.
+
+    Raises:
+        ValueError: The name is unknown, or it cannot be run on this scenario; a policy file that
+            is missing or broken gives an ArtifactError.
+    """
+    if name in BASELINES:
+        context = PolicyContext(
+            scenario.name, scenario.slo, np.random.default_rng(0), scenario.num_servers
+        )
+        make_policy(name, context)  # Parameters that are missing must show before a long run.
+        return Candidate(name, "baseline", partial(_run_baseline, name))
+    if name in BOUNDS:
+        return Candidate(name, "bound, no policy", partial(_run_bound, name))
+    if name in TRAINED or name.endswith(".npz"):
+        return _trained(name, scenario, registry)
+    known = [*BASELINES, *TRAINED, *BOUNDS]
+    raise ValueError(f"unknown policy {name!r}; give a policy file (.npz) or one of {known}")
+
+
+def _trained(name: str, scenario: Scenario, registry: RegistryLookup | None) -> Candidate:
+    if name == "champion":
+        artifact, source = resolve_champion("routing", scenario.name, registry=registry)
+    elif name == "generic":
+        artifact, source = resolve_champion("routing", "generic", registry=registry)
+    else:
+        artifact, source = resolve_champion("routing", scenario.name, path=name)
+        name = Path(name).stem
+    metadata = artifact.metadata
+    if metadata.num_replicas not in (None, scenario.num_servers):
+        raise ValueError(
+            f"{source} decides between {metadata.num_replicas} replicas; "
+            f"scenario {scenario.name!r} has {scenario.num_servers}"
+        )
+    words = f"{source}, trained by {metadata.trainer} on {metadata.scenario}, {artifact.sha256}"
+    return Candidate(name, words, partial(_run_trained, artifact))
+
+
+def _run_baseline(
+    name: str, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
+) -> list[Run]:
+    def factory(rng: np.random.Generator) -> RoutingPolicy:
+        context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
+        return make_policy(name, context)
+
+    return run_policy(scenario, streams, factory, seed, record_load)
+
+
+def _run_trained(
+    artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
+) -> list[Run]:
+    diurnal = scenario.arrivals.diurnal
+    started_at = diurnal.started_at if diurnal else None
+    return run_policy(
+        scenario, streams, lambda rng: learned_policy(artifact, started_at), seed, record_load
+    )
+
+
+def _run_bound(
+    name: str, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
+) -> list[Run]:
+    found = [BOUNDS[name](scenario, stream, seed) for stream in streams.requests]
+    # Replayed as decisions, so that bounds are paid and measured like policies.
+    replays = [Replay(outcomes.server) for outcomes in found]
+    return run_each(scenario, streams, replays, record_load)
