@@ -54,7 +54,11 @@ class Experiment:
     max_failures: int = 2
     """How often a trial is started again from its checkpoint before it counts as failed."""
     baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")
-    """Policies judged beside the trials."""
+    """Rules judged beside the trials."""
+    baseline: str = "sed"
+    """The one of `baselines` that differences are taken to."""
+    warm_up: Callable[[], None] | None = None
+    """Compiles what trials would otherwise each compile for themselves; called in the driver."""
     validation_streams: int = 6
     """Streams that rank trials and baselines."""
     promotion_streams: int = 20

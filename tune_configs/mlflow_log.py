@@ -15,7 +15,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
-from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ray.tune import Callback
 from ray.tune.experiment import Trial
 from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
@@ -49,14 +49,18 @@ def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
     return str(client.create_experiment(name, artifact_location=location))
 
 
+def find_sweep_run(client: MlflowClient, experiment_id: str, path: str) -> Run | None:
+    """The parent run of the sweep in that folder; None where it was never started."""
+    return _find(client, experiment_id, {SWEEP_TAG: path})
+
+
 def open_sweep_run(
-    client: MlflowClient, experiment_id: str, sweep: str, tags: Mapping[str, str]
+    client: MlflowClient, experiment_id: str, path: str, name: str, tags: Mapping[str, str]
 ) -> str:
-    """Find or create the parent run of the sweep and return its id, with status RUNNING."""
-    run = _find(client, experiment_id, {SWEEP_TAG: sweep, "tokenyard.kind": "sweep"})
+    """Find or create the parent run of the sweep in that folder; its status becomes RUNNING."""
+    run = find_sweep_run(client, experiment_id, path)
     if run is None:
-        identity = {SWEEP_TAG: sweep, "tokenyard.kind": "sweep", MLFLOW_RUN_NAME: sweep}
-        run = client.create_run(experiment_id, tags={**tags, **identity})
+        run = client.create_run(experiment_id, tags={**tags, SWEEP_TAG: path}, run_name=name)
     client.update_run(run.info.run_id, status="RUNNING")
     return str(run.info.run_id)
 
@@ -163,7 +167,8 @@ class TrialLog(Callback):
         tags = {key: str(params[key]) for key in _TAGGED_PARAMS if key in params}
         run = self._client.create_run(
             self._experiment_id(),
-            tags={**self._tags, **tags, **self._identity(trial), MLFLOW_RUN_NAME: str(trial)},
+            tags={**self._tags, **tags, **self._identity(trial)},
+            run_name=str(trial),
         )
         self._client.log_batch(
             run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()]

@@ -32,6 +32,8 @@ class Registration:
     version: str
     alias: str
     """`champion`, or `candidate` where the present champion was not beaten."""
+    champion_trainer: str
+    """Algorithm that made the champion, as it is now."""
 
 
 def model_name(problem: str, scenario: str) -> str:
@@ -74,12 +76,13 @@ def register(
     """
     version = _find_or_create_version(client, model, run_id, artifact)
     present = champion_version(client, model)
-    if present is None or present.version == version.version:
-        alias = CHAMPION
-    else:
-        alias = CHAMPION if beats(load_version(client, present)) else CANDIDATE
+    champion = artifact
+    if present is not None and present.version != version.version:
+        best_so_far = load_version(client, present)
+        champion = artifact if beats(best_so_far) else best_so_far
+    alias = CHAMPION if champion is artifact else CANDIDATE
     client.set_registered_model_alias(model, alias, version.version)
-    return Registration(model, str(version.version), alias)
+    return Registration(model, str(version.version), alias, champion.metadata.trainer)
 
 
 def _find_or_create_version(

@@ -1,0 +1,164 @@
+"""Train routers in one Ray Tune sweep, compare them honestly, keep the best.
+
+`python pipelines/sweep.py` runs the default experiment; `routing:smoke` is the smallest. What is
+printed on stdout are the final tables; progress and warnings go to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+# Ray and its workers read these when they start, so they are set before Ray is imported.
+for _name, _value in {
+    "OMP_NUM_THREADS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # MLflow has the curves: no TensorBoard files beside them.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
+    # A snapshot after every second checkpoint is what makes a killed sweep resume where it was.
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import tyro  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+from tokenyard.evaluation import Row  # noqa: E402
+from tokenyard.provenance import write_result  # noqa: E402
+from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
+from tune_configs.sweep import Report, Sweep, judge, open_sweep, record, train  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train routers in one sweep, compare them, and register the best."""
+
+    experiment: Annotated[str, tyro.conf.Positional] = "routing:default"
+    """MODULE:FUNCTION under tune_configs, or of an importable module of your own."""
+    name: str | None = None
+    """Folder of the sweep under the storage; by default the experiment and the time."""
+    num_samples: int | None = None
+    """How often each trial is repeated, with other seeds; for Optuna, how many trials in all."""
+    seed: int = 0
+    """First training seed; it also fixes the streams of the comparison."""
+    storage: str = "runs"
+    """Where sweeps are kept: a folder, or a URI such as s3://bucket/path. The MLflow store is
+    mlflow.db in that folder, unless MLFLOW_TRACKING_URI names another."""
+    resume: bool = False
+    """Go on with the sweep of that --name; what it finished is kept."""
+    json: Path | None = None
+    """File for the results."""
+
+
+def main(args: Args) -> None:
+    if args.resume and args.name is None:
+        sys.exit("error: --resume needs the --name of the sweep")
+    name = args.name or f"{args.experiment.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
+    command = " ".join(["python", *sys.argv])
+    try:
+        sweep = open_sweep(
+            args.experiment, args.storage, name, args.seed, args.num_samples, args.resume
+        )
+        print(
+            f"sweep {name}; to go on after an interruption: --resume --name {name}", file=sys.stderr
+        )
+        with redirect_stdout(sys.stderr):
+            results = train(sweep, args.resume)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    for failed in results.errors:
+        print(f"trial failed: {failed}", file=sys.stderr)
+    trials = finished_trials(results)
+    if not trials:
+        sweep.client.set_terminated(sweep.run_id, "FAILED")
+        sys.exit("error: every trial failed; error.txt in the trials' folders says why")
+    report = judge(sweep, trials)
+    print_report(sweep, trials, report)
+    record(sweep, report, command)
+    if args.json is not None:
+        write_json(args.json, command, sweep, trials, report)
+    sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
+    sys.exit(1 if results.errors else 0)
+
+
+def print_report(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    described = {trial.label: trial.described() for trial in trials}
+    experiment = sweep.experiment
+    title = (
+        f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
+        f"{experiment.validation_streams} validation streams"
+    )
+    table = _table(title, experiment.baseline, "trial or rule", "env steps", "wall s")
+    for row in report.ranking:
+        about = described.get(str(row["policy"]))
+        steps = f"{about['env_steps']:,}" if about else "-"
+        wall_s = f"{about['wall_s']:.0f}" if about else "-"
+        style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
+        table.add_row(str(row["policy"]), steps, wall_s, *_measures(row), style=style)
+    console.print(table)
+    title = f"the best on {experiment.evaluation_streams} fresh streams"
+    fresh = _table(title, experiment.baseline, "policy")
+    for row in report.evaluation:
+        fresh.add_row(str(row["policy"]), *_measures(row))
+    console.print(fresh)
+    best, registered = report.best, report.registration
+    console.print(
+        f"best: trainer {best.artifact.metadata.trainer}, trial {best.label}, "
+        f"{best.artifact.sha256}, registered as {registered.model} version {registered.version}, "
+        f"alias {registered.alias}",
+        soft_wrap=True,
+    )
+    console.print(f"champion: trainer {registered.champion_trainer}", soft_wrap=True)
+    console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
+
+
+def _table(title: str, baseline: str, *first: str) -> Table:
+    table = Table(title=title, caption="times in seconds; changes with their 95 % intervals")
+    changes = (f"mean vs {baseline}", f"p99 vs {baseline}")
+    for column in (*first, "score", "mean", "p99", "SLO missed", *changes):
+        table.add_column(column, justify="left" if column == first[0] else "right")
+    return table
+
+
+def _measures(row: Row) -> list[str]:
+    return [
+        f"{row['score']:.3f}",
+        f"{row['mean_response_s']:.3f}",
+        f"{row['p99_response_s']:.2f}",
+        f"{row['slo_violation_fraction']:.1%}",
+        _change(row, "delta_mean"),
+        _change(row, "delta_p99"),
+    ]
+
+
+def _change(row: Row, key: str) -> str:
+    low, high = row[f"{key}_ci_low"], row[f"{key}_ci_high"]
+    return f"{row[f'{key}_fraction']:+.1%} [{low:+.1%}, {high:+.1%}]"
+
+
+def write_json(
+    path: Path, command: str, sweep: Sweep, trials: list[FinishedTrial], report: Report
+) -> None:
+    labels = {trial.label for trial in trials}
+    write_result(
+        path,
+        command,
+        sweep.seed,
+        report.trial_rows(sweep.experiment.problem, trials),
+        baselines=[row for row in report.ranking if row["policy"] not in labels],
+        evaluation=report.evaluation,
+        registration=asdict(report.registration),
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

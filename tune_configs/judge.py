@@ -1,0 +1,84 @@
+"""Sets the policies of a sweep beside the baselines, all on the same streams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.evaluation import PolicyFactory, Row, Run, compare, run_policy, score
+from tokenyard.intervals import t_interval
+from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.policies.learned import learned_policy
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
+from tokenyard.types import FloatArray, RoutingPolicy
+
+
+class RoutingJudge:
+    """Compares routing policies on one scenario's streams.
+
+    Trials validate themselves on streams of validation seed 0. Ranking, promotion and the final
+    evaluation each use others, so that no policy is judged on what chose it.
+    """
+
+    def __init__(self, scenario: str, seed: int) -> None:
+        """Draw all streams from `seed`."""
+        self._scenario = load_scenario(scenario)
+        self._source = StreamSource(self._scenario)
+        self._seed = seed
+
+    def ranking_streams(self, count: int) -> StreamSet:
+        """Validation streams on which trials and baselines are ranked."""
+        return synthetic_streams(self._source, count, 2 * self._seed + 1, "validation")
+
+    def promotion_streams(self, count: int) -> StreamSet:
+        """Further validation streams, on which a candidate meets the champion."""
+        return synthetic_streams(self._source, count, 2 * self._seed + 2, "validation")
+
+    def fresh_streams(self, count: int) -> StreamSet:
+        """Streams on which nothing was chosen."""
+        return synthetic_streams(self._source, count, self._seed, "evaluation")
+
+    def baseline(self, name: str) -> PolicyFactory:
+        """Factory of a hand-written rule.
+
+        Raises:
+            ValueError: No rule of that name.
+        """
+
+        def make(rng: np.random.Generator) -> RoutingPolicy:
+            scenario = self._scenario
+            context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
+            return make_policy(name, context)
+
+        return make
+
+    def compare(
+        self, policies: Mapping[str, PolicyFactory], baseline: str, streams: StreamSet
+    ) -> list[Row]:
+        """One row per policy with its differences to the baseline, best score first."""
+        runs = {name: self._run(factory, streams) for name, factory in policies.items()}
+        rows = compare(self._scenario, runs, baseline, streams.bootstrap)
+        return sorted(rows, key=lambda row: -float(row["score"]))
+
+    def beats(
+        self, candidate: PolicyArtifact, champion: PolicyArtifact, streams: StreamSet
+    ) -> bool:
+        """Whether the candidate's score is higher: the 95 % interval of the paired difference."""
+        ours, theirs = (self._scores(policy, streams) for policy in (candidate, champion))
+        return t_interval(ours - theirs).low > 0
+
+    def _run(self, factory: PolicyFactory, streams: StreamSet) -> Sequence[Run]:
+        return run_policy(self._scenario, streams, factory, self._seed)
+
+    def _scores(self, artifact: PolicyArtifact, streams: StreamSet) -> FloatArray:
+        slo_s = self._scenario.slo_response_s
+        runs = self._run(trained(artifact), streams)
+        return np.array([score(run.outcomes.response_s, slo_s) for run in runs])
+
+
+def trained(artifact: PolicyArtifact) -> PolicyFactory:
+    """Factory of a trained policy."""
+    return lambda rng: learned_policy(artifact)

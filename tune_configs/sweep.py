@@ -1,0 +1,228 @@
+"""One sweep from its name to its champion: open, train, judge, record."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from mlflow import MlflowClient
+from mlflow.entities import Run
+from ray.tune import ResultGrid
+from ray.tune.logger import JsonLoggerCallback
+
+from tokenyard.evaluation import Row
+from tokenyard.provenance import git_sha, versions
+from tune_configs import mlflow_log, registry
+from tune_configs.experiment import SCORE, Experiment, load_experiment
+from tune_configs.judge import RoutingJudge, trained
+from tune_configs.registry import Registration
+from tune_configs.results import FinishedTrial
+from tune_configs.tuner import check_resources, new_tuner, resumed_tuner, start_ray
+
+REFERENCE_TAG = "tokenyard.experiment"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a sweep runs, where it is kept and where it is logged."""
+
+    experiment: Experiment
+    reference: str
+    """MODULE:FUNCTION of the experiment."""
+    seed: int
+    storage: str
+    """Folder or URI that holds the sweep's folder."""
+    name: str
+    client: MlflowClient
+    run_id: str
+    """The sweep's parent run."""
+
+    @property
+    def path(self) -> str:
+        """Folder of the sweep."""
+        return f"{self.storage}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a sweep."""
+
+    ranking: list[Row]
+    """Trials and baselines on the same validation streams, best score first."""
+    evaluation: list[Row]
+    """The best trial and the baseline on fresh streams."""
+    best: FinishedTrial
+    registration: Registration
+
+    def trial_rows(self, problem: str, trials: list[FinishedTrial]) -> list[Row]:
+        """The ranking's rows of trials, told what each of them was."""
+        described = {trial.label: trial.described() for trial in trials}
+        return [
+            {"problem": problem, **described[str(row["policy"])], **row}
+            for row in self.ranking
+            if row["policy"] in described
+        ]
+
+
+def open_sweep(
+    reference: str,
+    storage: str,
+    name: str,
+    seed: int = 0,
+    num_samples: int | None = None,
+    resume: bool = False,
+) -> Sweep:
+    """Check what was asked for, and find or create the sweep's parent run in MLflow.
+
+    Raises:
+        ValueError: It cannot be carried out; nothing has been started.
+    """
+    experiment = load_experiment(reference)
+    if num_samples is not None:
+        experiment = replace(experiment, num_samples=num_samples)
+    storage, store = _locate(storage)
+    client = MlflowClient(mlflow_log.tracking_uri(store))
+    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem}", store)
+    found = mlflow_log.find_sweep_run(client, mlflow_id, f"{storage}/{name}")
+    if resume:
+        # The streams of the comparison must be those that the sweep began with.
+        seed = _check_resumable(found, reference, f"{storage}/{name}")
+    elif found is not None:
+        raise ValueError(f"sweep {name!r} exists already: add --resume, or choose another --name")
+    tags = {
+        REFERENCE_TAG: reference,
+        "scenario": experiment.scenario,
+        "seed": str(seed),
+        "git_sha": git_sha(),
+    }
+    run_id = mlflow_log.open_sweep_run(client, mlflow_id, f"{storage}/{name}", name, tags)
+    return Sweep(experiment, reference, seed, storage, name, client, run_id)
+
+
+def _locate(storage: str) -> tuple[str, Path]:
+    """Storage as Tune wants it, and the folder of a local MLflow store."""
+    if "://" in storage:
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            raise ValueError(f"with storage {storage} name an MLflow store: MLFLOW_TRACKING_URI")
+        return storage.rstrip("/"), Path.cwd()
+    folder = Path(storage).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder), folder
+
+
+def _check_resumable(run: Run | None, reference: str, path: str) -> int:
+    if run is None:
+        raise ValueError(f"no sweep to resume at {path}")
+    recorded = run.data.tags[REFERENCE_TAG]
+    if recorded != reference:
+        raise ValueError(f"the sweep at {path} runs {recorded}, not {reference}")
+    return int(run.data.tags["seed"])
+
+
+def train(sweep: Sweep, resume: bool) -> ResultGrid:
+    """Run all trials, or those that are left.
+
+    Raises:
+        ValueError: A trial asks for more than the cluster has, or there is nothing to resume.
+    """
+    if sweep.experiment.warm_up is not None:
+        sweep.experiment.warm_up()
+    start_ray(num_cpus=os.cpu_count() or 1)
+    try:
+        check_resources(sweep.experiment, sweep.seed, ray.cluster_resources())
+        if resume:
+            return resumed_tuner(sweep.experiment, sweep.path).fit()
+        log = mlflow_log.TrialLog(
+            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name}
+        )
+        # Tune reads a trial's last result back from its own JSON lines.
+        callbacks = [log, JsonLoggerCallback()]
+        return new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks).fit()
+    finally:
+        ray.shutdown()
+
+
+def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
+    """Rank the trials, evaluate the best on fresh streams, and settle who is champion."""
+    experiment = sweep.experiment
+    referee = RoutingJudge(experiment.scenario, sweep.seed)
+    baselines = {name: referee.baseline(name) for name in experiment.baselines}
+    policies = {trial.label: trained(trial.artifact) for trial in trials}
+    ranking = referee.compare(
+        policies | baselines,
+        experiment.baseline,
+        referee.ranking_streams(experiment.validation_streams),
+    )
+    by_label = {trial.label: trial for trial in trials}
+    best = next(by_label[str(row["policy"])] for row in ranking if row["policy"] in by_label)
+    evaluation = referee.compare(
+        {best.label: policies[best.label], experiment.baseline: baselines[experiment.baseline]},
+        experiment.baseline,
+        referee.fresh_streams(experiment.evaluation_streams),
+    )
+    runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
+    for trial in trials:
+        _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
+    streams = referee.promotion_streams(experiment.promotion_streams)
+    registration = registry.register(
+        sweep.client,
+        registry.model_name(experiment.problem, experiment.scenario),
+        runs[best.trial_id].info.run_id,
+        best.artifact,
+        lambda champion: referee.beats(best.artifact, champion, streams),
+    )
+    return Report(ranking, evaluation, best, registration)
+
+
+def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / registry.ARTIFACT_FILE
+        trial.artifact.save(path)
+        client.log_artifact(run_id, str(path), registry.ARTIFACT_FOLDER)
+
+
+def record(sweep: Sweep, report: Report, command: str) -> None:
+    """Put tables, settings and provenance onto the sweep's parent run."""
+    client, run_id = sweep.client, sweep.run_id
+    for name, rows in (("ranking", report.ranking), ("evaluation", report.evaluation)):
+        client.log_table(run_id, _columns(rows), f"tables/{name}.json")
+    provenance = {
+        "command": command,
+        "git_sha": git_sha(),
+        "versions": versions(),
+        "seed": sweep.seed,
+    }
+    client.log_dict(run_id, provenance, "provenance.json")
+    client.log_dict(run_id, _described(sweep), "experiment.json")
+    champion = {f"best_{key}": value for key, value in asdict(report.registration).items()}
+    mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **champion})
+    best = next(row for row in report.ranking if row["policy"] == report.best.label)
+    client.log_metric(run_id, SCORE, float(best[SCORE]))
+
+
+def _columns(rows: list[Row]) -> dict[str, list[Any]]:
+    return {key: [row.get(key) for row in rows] for key in rows[0]}
+
+
+def _described(sweep: Sweep) -> dict[str, Any]:
+    """The experiment in plain values; what is code is given by its name."""
+    experiment = sweep.experiment
+    settings = {item.name: _plain(getattr(experiment, item.name)) for item in fields(experiment)}
+    trials = experiment.designed_trials(sweep.seed)
+    return {"reference": sweep.reference, **settings, "trials": trials}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    try:
+        json.dumps(value)
+    except TypeError:
+        return getattr(value, "__qualname__", str(value))
+    return value
