@@ -20,6 +20,9 @@ CONTEXT_PROBABILITIES = (*np.linspace(0, 0.9, 38).round(6).tolist(), *_TAIL)
 GENERATED_PROBABILITIES = (*np.linspace(0, 0.9, 16).round(6).tolist(), *_TAIL)
 NUM_CONTEXT_BINS = 16
 
+# Moves that are assumed but not seen: a state that nothing visits keeps defined probabilities.
+_PSEUDO_COUNT = 1e-6
+
 
 @dataclass(frozen=True)
 class MmppFit:
@@ -99,8 +102,10 @@ def fit_mmpp(
         tolerance: Relative gain in log-likelihood at which to stop.
 
     Raises:
-        ValueError: The trace spans fewer steps than there are states.
+        ValueError: All requests arrive at once, or within fewer steps than there are states.
     """
+    if not (len(arrival_s) > 1 and arrival_s[-1] > arrival_s[0]):
+        raise ValueError(f"{len(arrival_s)} requests at one instant have no arrival process")
     counts = np.bincount((arrival_s / dt_s).astype(np.int64)).astype(np.float64)
     if len(counts) < num_states:
         raise ValueError(f"{len(counts)} steps of {dt_s} s cannot tell {num_states} states apart")
@@ -141,10 +146,10 @@ def _fit_chain(
         if log_likelihood - previous < tolerance * abs(log_likelihood):
             return _Chain(log_likelihood, means, transition, posterior)
         previous = log_likelihood
-        means = counts @ posterior / posterior.sum(axis=0)
-        moves += np.outer(posterior[-1], posterior[0])
+        means = counts @ posterior / (posterior.sum(axis=0) + _PSEUDO_COUNT)
+        moves += np.outer(posterior[-1], posterior[0]) + _PSEUDO_COUNT
         transition = moves / moves.sum(axis=1, keepdims=True)
-        start = posterior[0]
+        start = (posterior[0] + _PSEUDO_COUNT) / (1 + num_states * _PSEUDO_COUNT)
 
 
 @numba.njit(cache=True)

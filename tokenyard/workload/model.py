@@ -57,6 +57,9 @@ class Mmpp(_Frozen):
             raise ValueError("each row of transition, and stationary, must sum to 1")
         if min(self.rates_per_s) < 0 or not self.mean_rate_per_s > 0:
             raise ValueError("rates must not be negative, and some must be positive")
+        _check_dynamics(
+            *(np.array(x) for x in (self.transition, self.stationary, self.rates_per_s))
+        )
         _check_quantiles(self.gap_probabilities, self.gaps)
         if abs(np.trapezoid(self.gaps, self.gap_probabilities) - 1) > 1e-4:
             raise ValueError("the mean of the gaps must be 1")
@@ -221,6 +224,14 @@ def load_model(name: str) -> WorkloadModel:
         raise ValueError(f"unknown workload model {name!r}; choose one of {model_names()}")
     file = resources.files("tokenyard.workload") / "models" / f"{name}.json"
     return WorkloadModel.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def _check_dynamics(transition: FloatArray, stationary: FloatArray, rates: FloatArray) -> None:
+    if np.abs(stationary @ transition - stationary).max() > 1e-4:
+        raise ValueError(f"{stationary.tolist()} is not the stationary distribution of transition")
+    reachable = np.linalg.matrix_power(np.eye(len(rates)) + transition, len(rates))
+    if not (reachable @ rates > 0).all():
+        raise ValueError("from some state no arrival can ever come; remove it")
 
 
 def _check_quantiles(probabilities: _Row, quantiles: _Row) -> None:
