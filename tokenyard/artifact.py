@@ -183,7 +183,8 @@ class PolicyArtifact:
             ArtifactError: The file is missing, broken, or of another format.
         """
         try:
-            with np.load(path, allow_pickle=False) as archive:
+            # Opened here: numpy leaves a broken file open.
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
                 arrays = {name: archive[name] for name in archive.files}
             text = str(arrays.pop(_METADATA))
             return cls(_parse_metadata(text), arrays)

@@ -1,0 +1,144 @@
+import json
+import zipfile
+
+import numpy as np
+import pytest
+
+from tokenyard import artifact as artifacts
+from tokenyard.artifact import ArtifactError, ArtifactMetadata, PolicyArtifact, resolve_champion
+from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
+from tokenyard.policies.learned import learned_policy
+from tokenyard.types import ReplicaSnapshot, Request
+
+
+def a_linear_policy(weights=None, **changes):
+    metadata = ArtifactMetadata(
+        **{
+            "kind": "linear", "scenario": "poisson_085", "trainer": "policy_search",
+            "num_replicas": 3, "slo_response_s": 2.0, "mean_total_tokens": 2000.0,
+            "output_length": "by_context",
+        } | changes
+    )  # fmt: skip
+    weights = np.zeros(NUM_SCORE_WEIGHTS) if weights is None else weights
+    return PolicyArtifact(metadata, {"weights": weights})
+
+
+def a_network(arrays=None, **changes):
+    ones = tuple([1.0] * NUM_REQUEST_FEATURES)
+    metadata = a_linear_policy(kind="linear").metadata.model_copy(
+        update={"kind": "mlp", "scaling": artifacts.FeatureScaling(medians=ones, scales=ones)}
+        | changes
+    )
+    rng = np.random.default_rng(0)
+    layers = {"w0": rng.normal(size=(8, 40)), "b0": np.zeros(8)}
+    layers |= {"w1": rng.normal(size=(3, 8)), "b1": np.zeros(3)}
+    return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
+
+
+def snapshots(*waits):
+    return [
+        ReplicaSnapshot(f"r{i}", 1000.0 * (i + 1), 1, 5, int(w > 0), 1, 1000.0, w)
+        for i, w in enumerate(waits)
+    ]
+
+
+A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
+
+
+@pytest.mark.parametrize("make", [a_linear_policy, a_network])
+def test_a_saved_policy_comes_back_equal(make, tmp_path):
+    make().save(tmp_path / "p.npz")
+    loaded = PolicyArtifact.load(tmp_path / "p.npz")
+    assert loaded.metadata == make().metadata
+    assert loaded.sha256 == make().sha256
+    before = learned_policy(make()).decide(A_REQUEST, snapshots(0.5, 1.0, 0.0))
+    assert learned_policy(loaded).decide(A_REQUEST, snapshots(0.5, 1.0, 0.0)) == before
+
+
+def test_equal_policies_give_equal_bytes(tmp_path):
+    for name in "ab":
+        a_network().save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_another_weight_gives_another_hash():
+    assert a_linear_policy().sha256 != a_linear_policy(np.ones(NUM_SCORE_WEIGHTS)).sha256
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match=r"gone\.npz does not exist"):
+        PolicyArtifact.load(tmp_path / "gone.npz")
+
+
+def test_a_broken_file_is_named_with_the_reason(tmp_path):
+    (tmp_path / "p.npz").write_bytes(b"not a zip file at all")
+    with pytest.raises(ArtifactError, match=r"p\.npz is broken"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    a_network().save(tmp_path / "p.npz")
+    whole = (tmp_path / "p.npz").read_bytes()
+    (tmp_path / "p.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArtifactError):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_file_of_another_format_version_says_which_one_is_read(tmp_path):
+    text = json.loads(a_linear_policy().metadata.model_dump_json()) | {"format_version": 9}
+    np.savez(tmp_path / "p.npz", metadata=np.array(json.dumps(text)))
+    with pytest.raises(ArtifactError, match="format version 9; this release reads 1"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_zip_without_metadata_is_no_policy(tmp_path):
+    with zipfile.ZipFile(tmp_path / "p.npz", "w"):
+        pass
+    with pytest.raises(ArtifactError, match="no metadata"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_weights_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        a_linear_policy(np.full(NUM_SCORE_WEIGHTS, np.nan))
+
+
+def test_layers_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"'w0' has shape \(8, 39\)"):
+        a_network({"w0": np.zeros((8, 39)), "b0": np.zeros(8)})
+    with pytest.raises(ValueError, match="8 outputs for 3 replicas"):
+        a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
+
+
+def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():
+    with pytest.raises(ValueError, match="2 replicas offered to a policy that was trained on 3"):
+        learned_policy(a_network()).route(A_REQUEST, snapshots(0.0, 0.0))
+
+
+def test_a_residual_with_a_silent_network_is_shortest_expected_delay():
+    silent = {"w0": np.zeros((3, 40)), "b0": np.zeros(3)}
+    policy = learned_policy(a_network(silent, residual_scale=3.0))
+    decision = policy.decide(A_REQUEST, snapshots(0.0, 0.6, 0.9))
+    assert decision.replica == 0 or decision.scores[0] > min(decision.scores)
+    assert decision.scores == pytest.approx((3.0, 3 * 1.1, 3 * (0.9 + 1 / 3)))
+
+
+def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
+    named, registered = tmp_path / "named.npz", tmp_path / "registered.npz"
+    a_linear_policy(trainer="ppo").save(named)
+    a_linear_policy(trainer="dqn").save(registered)
+    by_path = resolve_champion("routing", "poisson_085", named, lambda name: registered)
+    assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
+    asked = []
+    lookup = lambda name: asked.append(name) or registered  # noqa: E731
+    found, source = resolve_champion("routing", "poisson_085", registry=lookup)
+    assert found.metadata.trainer == "dqn"
+    assert asked == ["tokenyard-routing-poisson_085"]
+    assert source == "registry tokenyard-routing-poisson_085@champion"
+    _, source = resolve_champion("routing", "poisson_085", registry=lambda name: None)
+    assert source == "shipped routing/poisson_085"
+
+
+def test_champion_of_nothing_says_what_to_do():
+    with pytest.raises(ArtifactError, match=r"no champion for allocation/x.*sweep\.py"):
+        resolve_champion("allocation", "x")
