@@ -33,8 +33,17 @@ from rich.table import Table  # noqa: E402
 
 from tokenyard.evaluation import Row  # noqa: E402
 from tokenyard.provenance import write_result  # noqa: E402
+from tune_configs.registry import Registration  # noqa: E402
 from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
-from tune_configs.sweep import Report, Sweep, judge, open_sweep, record, train  # noqa: E402
+from tune_configs.sweep import (  # noqa: E402
+    Report,
+    Sweep,
+    judge,
+    open_sweep,
+    record,
+    register_best,
+    train,
+)
 
 
 @dataclass(frozen=True)
@@ -81,16 +90,30 @@ def main(args: Args) -> None:
         sweep.client.set_terminated(sweep.run_id, "FAILED")
         sys.exit("error: every trial failed; error.txt in the trials' folders says why")
     report = judge(sweep, trials)
-    print_report(sweep, trials, report)
-    record(sweep, report, command)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    print_report(console, sweep, trials, report)
+    registration = register_best(sweep, trials, report)
+    print_registration(console, report.best, registration)
+    console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
+    record(sweep, report, registration, command)
     if args.json is not None:
-        write_json(args.json, command, sweep, trials, report)
+        labels = {trial.label for trial in trials}
+        write_result(
+            args.json,
+            command,
+            sweep.seed,
+            report.trial_rows(sweep.experiment.problem, trials),
+            baselines=[row for row in report.ranking if row["policy"] not in labels],
+            evaluation=report.evaluation,
+            registration=asdict(registration),
+        )
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
     sys.exit(1 if results.errors else 0)
 
 
-def print_report(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
+def print_report(
+    console: Console, sweep: Sweep, trials: list[FinishedTrial], report: Report
+) -> None:
     described = {trial.label: trial.described() for trial in trials}
     experiment = sweep.experiment
     title = (
@@ -110,15 +133,16 @@ def print_report(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> N
     for row in report.evaluation:
         fresh.add_row(str(row["policy"]), *_measures(row))
     console.print(fresh)
-    best, registered = report.best, report.registration
+
+
+def print_registration(console: Console, best: FinishedTrial, made: Registration) -> None:
     console.print(
-        f"best: trainer {best.artifact.metadata.trainer}, trial {best.label}, "
-        f"{best.artifact.sha256}, registered as {registered.model} version {registered.version}, "
-        f"alias {registered.alias}",
+        f"best: trainer {best.artifact.metadata.trainer}, trial {best.label}, policy "
+        f"{best.artifact.sha256}, registered as {made.model} version {made.version}, "
+        f"alias {made.alias}",
         soft_wrap=True,
     )
-    console.print(f"champion: trainer {registered.champion_trainer}", soft_wrap=True)
-    console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
+    console.print(f"champion: trainer {made.champion_trainer}", soft_wrap=True)
 
 
 def _table(title: str, baseline: str, *first: str) -> Table:
@@ -143,21 +167,6 @@ def _measures(row: Row) -> list[str]:
 def _change(row: Row, key: str) -> str:
     low, high = row[f"{key}_ci_low"], row[f"{key}_ci_high"]
     return f"{row[f'{key}_fraction']:+.1%} [{low:+.1%}, {high:+.1%}]"
-
-
-def write_json(
-    path: Path, command: str, sweep: Sweep, trials: list[FinishedTrial], report: Report
-) -> None:
-    labels = {trial.label for trial in trials}
-    write_result(
-        path,
-        command,
-        sweep.seed,
-        report.trial_rows(sweep.experiment.problem, trials),
-        baselines=[row for row in report.ranking if row["policy"] not in labels],
-        evaluation=report.evaluation,
-        registration=asdict(report.registration),
-    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:
     return {
         key: float(value)
         for key, value in flatten_dict(reported).items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     }
 
 

@@ -77,7 +77,7 @@ def register(
     version = _find_or_create_version(client, model, run_id, artifact)
     present = champion_version(client, model)
     champion = artifact
-    if present is not None and present.version != version.version:
+    if present is not None and str(present.version) != str(version.version):
         best_so_far = load_version(client, present)
         champion = artifact if beats(best_so_far) else best_so_far
     alias = CHAMPION if champion is artifact else CANDIDATE

@@ -58,7 +58,6 @@ class Report:
     evaluation: list[Row]
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
-    registration: Registration
 
     def trial_rows(self, problem: str, trials: list[FinishedTrial]) -> list[Row]:
         """The ranking's rows of trials, told what each of them was."""
@@ -149,7 +148,7 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
 
 
 def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
-    """Rank the trials, evaluate the best on fresh streams, and settle who is champion."""
+    """Rank the trials on validation streams, and evaluate the best on fresh ones."""
     experiment = sweep.experiment
     referee = RoutingJudge(experiment.scenario, sweep.seed)
     baselines = {name: referee.baseline(name) for name in experiment.baselines}
@@ -166,18 +165,24 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
         experiment.baseline,
         referee.fresh_streams(experiment.evaluation_streams),
     )
+    return Report(ranking, evaluation, best)
+
+
+def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Registration:
+    """Log every trial's policy to its run, register the best, and settle who is champion."""
+    experiment, best = sweep.experiment, report.best
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
+    referee = RoutingJudge(experiment.scenario, sweep.seed)
     streams = referee.promotion_streams(experiment.promotion_streams)
-    registration = registry.register(
+    return registry.register(
         sweep.client,
         registry.model_name(experiment.problem, experiment.scenario),
         runs[best.trial_id].info.run_id,
         best.artifact,
         lambda champion: referee.beats(best.artifact, champion, streams),
     )
-    return Report(ranking, evaluation, best, registration)
 
 
 def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> None:
@@ -187,7 +192,7 @@ def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> No
         client.log_artifact(run_id, str(path), registry.ARTIFACT_FOLDER)
 
 
-def record(sweep: Sweep, report: Report, command: str) -> None:
+def record(sweep: Sweep, report: Report, registration: Registration, command: str) -> None:
     """Put tables, settings and provenance onto the sweep's parent run."""
     client, run_id = sweep.client, sweep.run_id
     for name, rows in (("ranking", report.ranking), ("evaluation", report.evaluation)):
@@ -200,8 +205,8 @@ def record(sweep: Sweep, report: Report, command: str) -> None:
     }
     client.log_dict(run_id, provenance, "provenance.json")
     client.log_dict(run_id, _described(sweep), "experiment.json")
-    champion = {f"best_{key}": value for key, value in asdict(report.registration).items()}
-    mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **champion})
+    registered = {f"registered_{key}": value for key, value in asdict(registration).items()}
+    mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **registered})
     best = next(row for row in report.ranking if row["policy"] == report.best.label)
     client.log_metric(run_id, SCORE, float(best[SCORE]))
 
