@@ -59,11 +59,12 @@ def main(args: Args) -> None:
         if local:
             _check_port(args.host, args.port)
             _check_log(args.decision_log)
+        _connect(local)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     stop = _stop_on_signals()
     try:
-        _start(bind(served, options), args, local)
+        _start(bind(served, options), args)
         _report(served.card, args)
         stop.wait()
     finally:
@@ -105,21 +106,22 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _start(application: Application, args: Args, local: bool) -> None:
-    # The decision log says more than an access log, and costs less per request.
-    quiet = {"log_level": "WARNING", "enable_access_log": False}
+def _connect(local: bool) -> None:
     ray.init(
         address="local" if local else None,
         include_dashboard=False if local else None,
         logging_level=logging.WARNING,
     )
+
+
+def _start(application: Application, args: Args) -> None:
+    # The decision log says more than an access log, and costs less per request.
+    quiet = {"log_level": "WARNING", "enable_access_log": False}
     serve.start(http_options={"host": args.host, "port": args.port}, logging_config=quiet)
     serve.run(application, name=APP_NAME, route_prefix="/", logging_config=quiet)
 
 
 def _shut_down(local: bool) -> None:
-    if not ray.is_initialized():
-        return
     # On a shared cluster only the application is ours, not Serve itself.
     if local:
         serve.shutdown()
