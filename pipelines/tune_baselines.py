@@ -1,0 +1,83 @@
+"""Tune the hand rules that have parameters (SED-reserve, SED-dump, SITA) for a scenario.
+
+    python pipelines/tune_baselines.py --scenario poisson_085
+
+Writes tokenyard/scenarios/tuned/<scenario>.json, which ships with the package.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import tokenyard
+from tokenyard.policies.tuned import TunedRules
+from tokenyard.provenance import write_result
+from tokenyard.scenario import load_scenario, scenario_names
+from tokenyard.tuning import tune_rules
+
+TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
+
+
+@dataclass(frozen=True)
+class Args:
+    """Tune the hand rules on training streams and write their parameters."""
+
+    scenario: str | None = None
+    """Name or YAML path; all that ship when it is left out."""
+    streams: int = 12
+    """Training streams that every value of a parameter is tried on."""
+    seed: int = 0
+    """Of the training streams."""
+    out: Path = TUNED
+    """Folder of the parameter files."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
+    """One row per rule: its parameter and its score on the training streams."""
+    order = ", ".join(f"{i}" for i in rules.sita_replicas)
+    cuts = ", ".join(f"{cut:.0f}" for cut in rules.sita_cuts_tokens)
+    parameters = {
+        "sed": "none",
+        "sed_reserve": f"above {rules.reserve_above_tokens:.0f} tokens",
+        "sed_dump": f"replica {rules.dump_replica}",
+        "sita": f"cuts at {cuts} tokens, replicas {order}",
+    }
+    return [
+        {
+            "scenario": rules.scenario,
+            "policy": name,
+            "parameters": text,
+            "score": rules.scores[name],
+        }
+        for name, text in parameters.items()
+    ]
+
+
+def main(args: Args) -> None:
+    rows = []
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in [args.scenario] if args.scenario else scenario_names():
+        rules = tune_rules(load_scenario(name), args.streams, args.seed)
+        text = rules.model_dump_json(indent=2) + "\n"
+        (args.out / f"{rules.scenario}.json").write_text(text, encoding="utf-8")
+        rows += rows_of(rules)
+    table = Table("scenario", "policy", "parameters", "score, s", title="Tuned on training streams")
+    for row in rows:
+        score = f"{row['score']:.3f}"
+        table.add_row(str(row["scenario"]), str(row["policy"]), str(row["parameters"]), score)
+    Console().print(table)
+    if args.json:
+        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
