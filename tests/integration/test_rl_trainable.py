@@ -88,7 +88,14 @@ def test_a_trial_becomes_another_without_a_new_process():
     assert reused[1].sha256 == fresh[1].sha256
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "ppo",
+        pytest.param("a2c", marks=pytest.mark.slow),
+        pytest.param("dqn", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     trial = a_trial(algorithm, num_env_runners=1)
     before = trial.step()["timesteps_total"]
@@ -103,6 +110,44 @@ def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     assert new_pid != pid
     trial.stop()
+
+
+TRIVIAL_CLUSTER = """
+name: trivial
+description: A fast server and a slow one, at a load that the fast one carries alone.
+servers:
+  - {name: slow, tokens_per_s: 2000, concurrency: 4}
+  - {name: fast, tokens_per_s: 20000, concurrency: 4}
+arrivals: {process: poisson, load: 0.15}
+requests_per_stream: 1000
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lr"),
+    [
+        ("a2c", 2e-3),
+        pytest.param("ppo", 1e-3, marks=pytest.mark.slow),
+        pytest.param("dqn", 1e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp_path):
+    scenario = tmp_path / "trivial.yaml"
+    scenario.write_text(TRIVIAL_CLUSTER)
+    trial = a_trial(
+        algorithm,
+        scenario=str(scenario),
+        residual_scale=0.0,
+        training={"lr": lr},
+        steps_per_iteration=2000,
+        train_steps=10_000,
+    )
+    results = [trial.step() for _ in range(4)]
+    trial.stop()
+    rewards = [result["reward_per_request"] for result in results]
+    assert rewards == sorted(rewards)
+    # Half of the requests on the slow server cost ten times as much.
+    assert results[-1]["mean_response_s"] < 0.2
 
 
 def test_an_rllib_trial_without_an_environment_is_refused_in_words():
