@@ -1,0 +1,185 @@
+"""How many routing decisions a second of CPU time simulates, with observations.
+
+python benchmarks/env_throughput.py
+
+The simulator itself, the environments over it, and Stable-Baselines3's DummyVecEnv over the same
+environment, measured in turn in one process. A repetition is one episode of random actions in
+every copy, with what it takes to start it: clearing the simulator, or drawing fresh traffic.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import join
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from envs import LoadBalancingEnv, LoadBalancingVectorEnv
+from tokenyard.provenance import write_result
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.streams import StreamSource
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure the throughput of the simulator and its environments."""
+
+    scenario: str = "poisson_085"
+    """Name or YAML path."""
+    episode_requests: int = 1000
+    """Requests per episode."""
+    repetitions: int = 7
+    """Episodes measured of each; their median counts."""
+    seed: int = 0
+    """Of traffic and actions."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One thing to measure."""
+
+    env: str
+    implementation: str
+    num_envs: int
+    run_episode: Callable[[], None]
+
+
+def simulator(args: Args, num_copies: int) -> Contestant:
+    scenario = load_scenario(args.scenario)
+    length = args.episode_requests + 1
+    rng = np.random.default_rng(args.seed)
+    stream = StreamSource(scenario).sample(length, rng)
+    sim = ClusterSim(scenario, num_copies, length)
+    for copy in range(num_copies):
+        sim.load(copy, stream)
+    actions = rng.integers(0, scenario.num_servers, (args.episode_requests, num_copies))
+
+    def run_episode() -> None:
+        for copy in range(num_copies):
+            sim.clear(copy)
+        for action in actions:
+            sim.step_and_observe(action)
+
+    return Contestant("ClusterSim", "tokenyard", num_copies, run_episode)
+
+
+def single(args: Args) -> Contestant:
+    env = LoadBalancingEnv(env_config(args))
+    env.reset(seed=args.seed)
+    actions = random_actions(args, 1)[:, 0]
+
+    def run_episode() -> None:
+        env.reset()
+        for action in actions:
+            env.step(action)
+
+    return Contestant("LoadBalancingEnv", "tokenyard", 1, run_episode)
+
+
+def vectorised(args: Args, num_envs: int) -> Contestant:
+    env = LoadBalancingVectorEnv(num_envs, env_config(args))
+    env.reset(seed=args.seed)
+    actions = random_actions(args, num_envs)
+
+    def run_episode() -> None:
+        env.reset()
+        for action in actions:
+            env.step(action)
+
+    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode)
+
+
+def stable_baselines(args: Args, num_envs: int) -> Contestant:
+    """Wrap the same environment in the peer's vector environment.
+
+    Raises:
+        ImportError: Stable-Baselines3 is not installed.
+    """
+    from stable_baselines3.common.vec_env import DummyVecEnv
+
+    env = DummyVecEnv([lambda: LoadBalancingEnv(env_config(args))] * num_envs)
+    env.seed(args.seed)
+    env.reset()
+    actions = random_actions(args, num_envs)
+
+    def run_episode() -> None:
+        # It starts the next episode by itself at the end of each.
+        for action in actions:
+            env.step(action)
+
+    return Contestant("LoadBalancingEnv", "sb3_dummy", num_envs, run_episode)
+
+
+def env_config(args: Args) -> dict[str, object]:
+    return {"scenario": args.scenario, "episode_requests": args.episode_requests}
+
+
+def random_actions(args: Args, num_envs: int) -> np.ndarray:
+    num_servers = load_scenario(args.scenario).num_servers
+    rng = np.random.default_rng(args.seed)
+    return rng.integers(0, num_servers, (args.episode_requests, num_envs))
+
+
+def contestants(args: Args) -> tuple[list[Contestant], list[str]]:
+    """Make all that can be measured here, and say what cannot."""
+    ours = [
+        *(simulator(args, num) for num in (1, 64, 256)),
+        single(args),
+        *(vectorised(args, num) for num in (8, 64, 256)),
+    ]
+    try:
+        return [*ours, stable_baselines(args, 8)], []
+    except ImportError:
+        missing = "Stable-Baselines3 is not installed (extra `bench`): its rows are left out"
+        return ours, [missing]
+
+
+def measure(args: Args, some: list[Contestant]) -> list[dict[str, str | int | float]]:
+    """Run one episode of each in turn, again and again, so that a slow minute hits all alike."""
+    for contestant in some:
+        contestant.run_episode()
+    cpu_s = np.empty((args.repetitions, len(some)))
+    for repetition in range(args.repetitions):
+        for index, contestant in enumerate(some):
+            started_s = time.process_time()
+            contestant.run_episode()
+            cpu_s[repetition, index] = time.process_time() - started_s
+    return [
+        {
+            "env": contestant.env,
+            "implementation": contestant.implementation,
+            "num_envs": contestant.num_envs,
+            "env_steps_per_cpu_s": args.episode_requests * contestant.num_envs / float(median_s),
+        }
+        for contestant, median_s in zip(some, np.median(cpu_s, axis=0), strict=True)
+    ]
+
+
+def main(args: Args) -> None:
+    """Measure, print a table and write the rows."""
+    some, notes = contestants(args)
+    rows = measure(args, some)
+    table = Table(*rows[0])
+    for row in rows:
+        cells = (f"{cell:,.0f}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        table.add_row(*cells)
+    console = Console()
+    console.print(table)
+    for note in notes:
+        console.print(note)
+    if args.json is not None:
+        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
