@@ -20,6 +20,8 @@ for _name, _value in {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
+    # Ray's newer display cannot be told what to show.
+    "RAY_AIR_NEW_OUTPUT": "0",
     # MLflow has the curves: no TensorBoard files beside them.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     # A snapshot after every second checkpoint is what makes a killed sweep resume where it was.

@@ -47,7 +47,9 @@ def open_experiment(client: MlflowClient, name: str, storage: Path) -> str:
         return str(found.experiment_id)
     is_local = client.tracking_uri.startswith("sqlite:")
     location = (storage.resolve() / "mlartifacts").as_uri() if is_local else None
-    return str(client.create_experiment(name, artifact_location=location))
+    # Opens MLflow's pages on runs and curves, and not on language-model traces.
+    tags = {"mlflow.experimentKind": "custom_model_development"}
+    return str(client.create_experiment(name, location, tags))
 
 
 def find_sweep_run(client: MlflowClient, experiment_id: str, path: str) -> Run | None:

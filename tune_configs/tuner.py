@@ -8,10 +8,10 @@ from typing import Any
 
 import ray
 from ray import tune
-from ray.tune import Callback, CheckpointConfig, FailureConfig, RunConfig, TuneConfig
+from ray.tune import Callback, CheckpointConfig, CLIReporter, FailureConfig, RunConfig, TuneConfig
 from ray.tune.experiment import Trial
 
-from tune_configs.experiment import SCORE, Experiment, stop_at_budget
+from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, stop_at_budget
 
 _OBJECT_STORE_BYTES = 512 * 2**20
 """Enough for weights and batches of a few megabytes; Ray's default is a third of the memory."""
@@ -92,9 +92,24 @@ def new_tuner(
                 checkpoint_frequency=experiment.checkpoint_every,
                 checkpoint_at_end=True,
             ),
-            # One table that is printed anew; no box for every trial that starts or ends.
-            verbose=0,
+            # The one progress display: a short table, printed anew every half minute.
+            verbose=1,
+            progress_reporter=_progress(),
         ),
+    )
+
+
+def _progress() -> CLIReporter:
+    return CLIReporter(
+        parameter_columns=["algorithm", "reward_weights", "seed"],
+        metric_columns={
+            ENV_STEPS: "env steps",
+            SCORE: "score",
+            "mean_response_s": "mean s",
+            "p99_response_s": "p99 s",
+            "time_total_s": "wall s",
+        },
+        max_report_frequency=30,
     )
 
 
