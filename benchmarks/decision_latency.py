@@ -1,0 +1,178 @@
+"""How long one routing decision takes, by policy and number of replicas.
+
+python benchmarks/decision_latency.py
+
+One call of `route` in the calling thread, as the server makes it: from snapshots to the index of a
+replica. The champion, policy files and tuned rules are for a fixed number of replicas and have rows
+for that number only; `linear` and `network_128x128` have random weights in the shapes that training
+makes, for every number.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from shlex import join
+from typing import Any, Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.artifact import ArtifactMetadata, FeatureScaling, PolicyArtifact, resolve_champion
+from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.policies.learned import learned_policy
+from tokenyard.provenance import write_result
+from tokenyard.scenario import load_scenario
+from tokenyard.types import ReplicaSnapshot, Request, RoutingPolicy
+
+NUM_CASES = 256
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure the time of one decision."""
+
+    scenario: str = "poisson_085"
+    """Whose champion and tuned rules are measured."""
+    num_replicas: tuple[int, ...] = (3, 8, 64)
+    """Candidates per decision, one row each."""
+    decisions: int = 5000
+    """Measured decisions per row; a tenth as many come before, unmeasured."""
+    seed: int = 0
+    """Of requests, loads and the network's weights."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], list[str]]:
+    """Make every policy that can decide between so many replicas, and name the others."""
+    scenario = load_scenario(args.scenario)
+    context = PolicyContext(
+        scenario.name, scenario.slo, np.random.default_rng(args.seed), num_replicas
+    )
+    made: dict[str, RoutingPolicy] = {}
+    left_out: list[str] = []
+    for name in BASELINES:
+        try:
+            made[name] = make_policy(name, context)
+        except ValueError as error:
+            left_out.append(f"{name}, {num_replicas} replicas: {error}")
+    artifact, _ = resolve_champion("routing", scenario.name)
+    trained_on = artifact.metadata.num_replicas
+    if trained_on in (None, num_replicas):
+        made["champion"] = learned_policy(artifact)
+    else:
+        left_out.append(f"champion, {num_replicas} replicas: trained on {trained_on}")
+    made["linear"] = learned_policy(random_linear(args.seed))
+    made["network_128x128"] = learned_policy(random_network(num_replicas, args.seed))
+    return made, left_out
+
+
+def random_linear(seed: int) -> PolicyArtifact:
+    """Make a linear policy for any number of replicas that has learned nothing."""
+    weights = np.random.default_rng(seed).normal(size=NUM_SCORE_WEIGHTS)
+    return PolicyArtifact(untrained("linear", num_replicas=None), {"weights": weights})
+
+
+def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
+    """Make a network of the trained size that has learned nothing."""
+    rng = np.random.default_rng(seed)
+    sizes = [observation_size(num_replicas, expected_finish=True), 128, 128, num_replicas]
+    arrays = {"mean": np.zeros(sizes[0]), "std": np.ones(sizes[0])}
+    for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
+        arrays[f"w{layer}"] = rng.normal(size=(outputs, inputs)) / np.sqrt(inputs)
+        arrays[f"b{layer}"] = np.zeros(outputs)
+    scaling = FeatureScaling(
+        medians=(0.0,) * NUM_REQUEST_FEATURES, scales=(1.0,) * NUM_REQUEST_FEATURES
+    )
+    metadata = untrained("mlp", num_replicas, residual_scale=1.0, scaling=scaling)
+    return PolicyArtifact(metadata, arrays)
+
+
+def untrained(
+    kind: Literal["linear", "mlp"], num_replicas: int | None, **more: Any
+) -> ArtifactMetadata:
+    return ArtifactMetadata(
+        kind=kind,
+        scenario="none",
+        trainer="none",
+        num_replicas=num_replicas,
+        slo_response_s=2.0,
+        mean_total_tokens=2000.0,
+        output_length="none",
+        **more,
+    )
+
+
+def cases(num_replicas: int, seed: int) -> list[tuple[Request, list[ReplicaSnapshot]]]:
+    """Draw requests and the replicas they may go to."""
+    rng = np.random.default_rng(seed)
+    return [
+        (
+            Request(float(number), int(tokens), float(tokens)),
+            [random_snapshot(replica, rng) for replica in range(num_replicas)],
+        )
+        for number, tokens in enumerate(rng.integers(1, 8000, NUM_CASES))
+    ]
+
+
+def random_snapshot(replica: int, rng: np.random.Generator) -> ReplicaSnapshot:
+    waiting = int(rng.integers(0, 6))
+    return ReplicaSnapshot(
+        replica_id=f"replica-{replica}",
+        tokens_per_s=float(rng.choice([3000.0, 5000.0, 7000.0])),
+        num_slots=1,
+        max_concurrency=5,
+        num_waiting=waiting,
+        num_running=1,
+        tokens_in_flight=2000.0 * (waiting + 1),
+    )
+
+
+def measure(
+    policy: RoutingPolicy, some: list[tuple[Request, list[ReplicaSnapshot]]], decisions: int
+) -> tuple[float, float]:
+    """Time `decisions` single calls; return their p50 and p99 in microseconds."""
+    for number in range(decisions // 10):
+        policy.route(*some[number % len(some)])
+    took_ns = np.empty(decisions)
+    for number in range(decisions):
+        request, snapshots = some[number % len(some)]
+        started_ns = time.perf_counter_ns()
+        policy.route(request, snapshots)
+        took_ns[number] = time.perf_counter_ns() - started_ns
+    p50_ns, p99_ns = np.percentile(took_ns, [50, 99]).tolist()
+    return p50_ns / 1e3, p99_ns / 1e3
+
+
+def main(args: Args) -> None:
+    """Measure, print a table and write the rows."""
+    rows: list[dict[str, str | int | float]] = []
+    notes: list[str] = []
+    for num_replicas in args.num_replicas:
+        made, left_out = policies(args, num_replicas)
+        notes += left_out
+        some = cases(num_replicas, args.seed)
+        for name, policy in made.items():
+            p50_us, p99_us = measure(policy, some, args.decisions)
+            row = {"policy": name, "num_replicas": num_replicas, "p50_us": p50_us, "p99_us": p99_us}
+            rows.append(row)
+    table = Table(*rows[0])
+    for row in rows:
+        cells = (f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        table.add_row(*cells)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(*(f"left out: {note}" for note in notes), sep="\n", soft_wrap=True)
+    if args.json is not None:
+        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
