@@ -1,0 +1,40 @@
+"""The benchmarks run as documented and write the rows that others script against."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        (
+            ["env_throughput.py", "--episode-requests", "20", "--repetitions", "1"],
+            {"env", "implementation", "num_envs", "env_steps_per_cpu_s"},
+        ),
+        (
+            ["decision_latency.py", "--num-replicas", "3", "8", "--decisions", "20"],
+            {"policy", "num_replicas", "p50_us", "p99_us"},
+        ),
+    ],
+)
+def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, tmp_path):
+    path = tmp_path / "rows.json"
+    script, *arguments = command
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *arguments, "--json", path],
+        check=True,
+        capture_output=True,
+        cwd=tmp_path,
+    )
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert {"command", "versions", "seed", "git_sha"} <= set(result)
+    assert all(keys <= set(row) for row in result["rows"])
+    numbers = [value for row in result["rows"] for value in row.values()]
+    assert all(number > 0 for number in numbers if not isinstance(number, str))
