@@ -11,13 +11,14 @@ import os
 import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
 import tyro
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,7 @@ from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import RegistryLookup
 from tokenyard.candidates import Candidate, resolve_candidate
 from tokenyard.evaluation import Row, Run, compare
+from tokenyard.figures import draw_evaluation, save_figures
 from tokenyard.policies import BASELINES
 from tokenyard.provenance import write_result
 from tokenyard.scenario import Scenario, load_scenario
@@ -89,6 +91,8 @@ class Plan:
     streams: StreamSet
     candidates: list[Candidate]
     notes: list[str]
+    credit: str
+    """Where the traffic comes from, printed into every figure."""
 
 
 def plan_all(args: Args) -> list[Plan]:
@@ -104,18 +108,21 @@ def plan_all(args: Args) -> list[Plan]:
 
 
 def plan(args: Args, scenario: Scenario, registry: RegistryLookup | None) -> Plan:
-    streams, notes = find_streams(args, scenario)
+    source = StreamSource(scenario)
+    streams, notes = find_streams(args, source)
     wanted = [name.strip() for name in args.policies.split(",") if name.strip()]
     names = dict.fromkeys([*wanted, args.baseline])
     candidates = [resolve_candidate(name, scenario, registry) for name in names]
     notes.append(f"output length known to the router: {scenario.output_length}")
     notes += [f"{c.name}: {c.source}" for c in candidates if c.source != "baseline"]
-    return Plan(scenario, streams, candidates, notes)
+    credit = f"Traffic: {streams.origin}. "
+    if args.trace is None:
+        credit += f"Fitted to: {source.model.provenance}"
+    return Plan(scenario, streams, candidates, notes, credit)
 
 
-def find_streams(args: Args, scenario: Scenario) -> tuple[StreamSet, list[str]]:
+def find_streams(args: Args, source: StreamSource) -> tuple[StreamSet, list[str]]:
     """Return the streams to evaluate on, and what is worth knowing about them."""
-    source = StreamSource(scenario)
     if args.trace is not None:
         trace, skipped = read_trace(args.trace, args.on_bad_row)
         streams = trace_streams(source, trace, args.streams, args.native_time)
@@ -126,7 +133,9 @@ def find_streams(args: Args, scenario: Scenario) -> tuple[StreamSet, list[str]]:
     missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
     if args.source == "held-out":
         raise ValueError(f"--source held-out: {missing}")
-    notes = [] if scenario.held_out_trace is None or args.source else [f"synthetic: {missing}"]
+    notes = (
+        [] if source.scenario.held_out_trace is None or args.source else [f"synthetic: {missing}"]
+    )
     return synthetic_streams(source, args.streams, args.seed), notes
 
 
@@ -219,6 +228,28 @@ def _difference(row: Row, key: str, prefix: str) -> str:
     return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*values)
 
 
+def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> None:
+    """Leave one run with the rows as a table and the figures as images."""
+    # MLflow takes seconds to import, and most evaluations do without it.
+    from mlflow import MlflowClient
+
+    from tune_configs.mlflow_log import open_experiment, tracking_uri
+
+    client = MlflowClient(tracking_uri(Path()))
+    experiment = open_experiment(client, "tokenyard-evaluation", Path())
+    run = client.create_run(experiment, run_name=args.suite or str(args.scenario))
+    for name, value in asdict(args).items():
+        if value is not None:
+            client.log_param(run.info.run_id, name, str(value))
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = {key: [row.get(key) for row in rows] for key in columns}
+    client.log_table(run.info.run_id, table, "evaluation.json")
+    for name, figure in figures.items():
+        client.log_figure(run.info.run_id, figure, f"figures/{name}.png")
+    client.set_terminated(run.info.run_id)
+    print(f"logged to {client.tracking_uri}, run {run.info.run_id}", file=sys.stderr)
+
+
 def main(args: Args) -> None:
     try:
         plans = plan_all(args)
@@ -229,13 +260,22 @@ def main(args: Args) -> None:
     if not console.is_terminal:
         console.width = 160
     rows: list[Row] = []
+    figures: dict[str, Figure] = {}
+    draw = args.figures is not None or args.mlflow
     for one in plans:
-        runs = run_candidates(one, args.seed, args.jobs, record_load=False)
+        runs = run_candidates(one, args.seed, args.jobs, record_load=draw)
         compared = compare(one.scenario, runs, args.baseline, one.streams.bootstrap)
         print_tables(console, one, compared, args.baseline)
         rows += compared
+        if draw:
+            drawn = draw_evaluation(one.scenario, one.streams.requests, runs, compared, one.credit)
+            figures |= {f"{one.scenario.name}/{name}": drawn[name] for name in drawn}
+    if args.figures:
+        save_figures(figures, args.figures)
     if args.json:
         write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+    if args.mlflow:
+        log_to_mlflow(args, rows, figures)
 
 
 if __name__ == "__main__":

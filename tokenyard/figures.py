@@ -1,0 +1,327 @@
+"""The figures of a routing experiment, drawn from runs; each function returns one figure.
+
+They follow the figures of Abbaraju (learning curves, reward and violations per agent, response
+times, server loads, violation heatmap, traffic). Colours are those of Okabe and Ito, which
+colour-blind readers can tell apart; what is late is also told apart by its place or marker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from tokenyard.evaluation import Row, Run
+from tokenyard.scenario import Scenario
+from tokenyard.sim import kernel
+from tokenyard.types import FloatArray
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LATE, ON_TIME, BASELINE = "#D55E00", "#0072B2", "#7F7F7F"
+
+Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+"""Label to the curves of its repetitions; a curve is (environment steps, value) in order."""
+
+_WIDTH_INCHES = 7.0
+_DPI = 160
+_NUM_TIME_BINS = 60
+_NUM_FEATURED = 3
+
+
+def learning_curves(
+    curves: Curves, value: str, references: Mapping[str, float] | None = None, credit: str = ""
+) -> Figure:
+    """Draw a metric over environment steps: a line per repetition, a thick one for their median.
+
+    Args:
+        curves: What to draw, by label.
+        value: Name and unit of the metric, for the axis.
+        references: Values of policies that do not learn, drawn as level lines.
+        credit: Source of the data, printed small.
+    """
+    figure = _figure(4.2, credit)
+    axes = _axes(figure.subplots(), "environment steps", value)
+    for colour, (label, repetitions) in zip(_cycle(), curves.items(), strict=False):
+        for curve in repetitions:
+            axes.plot(*np.array(curve).T, color=colour, linewidth=0.6, alpha=0.5)
+        axes.plot(*_median_curve(repetitions), color=colour, linewidth=2.0, label=label)
+    for (name, level), style in zip(
+        (references or {}).items(), ("--", ":", "-.") * 9, strict=False
+    ):
+        axes.axhline(level, color=BASELINE, linestyle=style, linewidth=1.2, label=name)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / 1000:g}k" if x else "0"))
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
+    """Draw cumulative reward per policy with its 95 % interval."""
+    return _bars(rows, "reward", 1.0, "cumulative reward per stream", credit)
+
+
+def violations_per_policy(rows: Sequence[Row], slo_s: float, credit: str = "") -> Figure:
+    """Draw the share of requests beyond the SLO per policy with its 95 % interval."""
+    label = f"requests later than {slo_s:g} s or dropped, % of those offered"
+    return _bars(rows, "slo_violation_fraction", 100.0, label, credit)
+
+
+def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str = "") -> Figure:
+    """Draw response times per policy, all streams together; whiskers from 1 % to 99 %."""
+    figure = _figure(0.9 + 0.34 * len(runs), credit)
+    axes = _axes(figure.subplots(), "response time, s (log scale)", "")
+    pooled = [np.concatenate([run.outcomes.response_s for run in some]) for some in runs.values()]
+    axes.boxplot(
+        [response_s[~np.isnan(response_s)] for response_s in pooled],
+        orientation="horizontal",
+        tick_labels=[_words(name) for name in runs],
+        whis=(1, 99),
+        showfliers=False,
+        widths=0.6,
+        patch_artist=True,
+        boxprops={"facecolor": "#CFE3F1", "edgecolor": ON_TIME},
+        medianprops={"color": "black", "linewidth": 1.4},
+    )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.axvline(slo_s, color=LATE, linestyle="--", linewidth=1.2)
+    axes.annotate(
+        f"SLO {slo_s:g} s", (slo_s, 1.0), (3, 2), xycoords=("data", "axes fraction"),
+        textcoords="offset points", color=LATE, fontsize=8, annotation_clip=False,
+    )  # fmt: skip
+    axes.invert_yaxis()
+    return figure
+
+
+def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
+    """Draw the tokens in flight at every server over time, one panel per policy.
+
+    Args:
+        scenario: Names the servers.
+        runs: One run per policy, with recorded loads.
+        credit: Source of the data, printed small.
+    """
+    figure = _figure(0.8 + 1.7 * len(runs), credit)
+    panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        assert run.load_tokens is not None, "run with record_load"
+        _axes(axes, "", "thousand tokens")
+        axes.set_title(_words(name), fontsize=9, loc="left")
+        minutes = run.outcomes.arrival_s / 60
+        for index, server in enumerate(scenario.servers):
+            label = f"{server.name}, {server.tokens_per_s:g} tokens/s"
+            axes.plot(
+                minutes, run.load_tokens[:, index] / 1000, color=COLOURS[index % len(COLOURS)],
+                linewidth=0.8, label=label,
+            )  # fmt: skip
+        axes.set_ylim(bottom=0)
+    panels[-1].set_xlabel("time, min")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def response_per_request(runs: Mapping[str, Run], slo_s: float, credit: str = "") -> Figure:
+    """Draw every request's response time in order of arrival, one panel per policy."""
+    figure = _figure(0.8 + 1.7 * len(runs), credit)
+    panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        _axes(axes, "", "response, s")
+        response_s = run.outcomes.response_s
+        request = np.arange(len(response_s))
+        for which, colour in ((response_s <= slo_s, ON_TIME), (response_s > slo_s, LATE)):
+            axes.scatter(request[which], response_s[which], s=2, color=colour, linewidths=0)
+        axes.axhline(slo_s, color="black", linestyle="--", linewidth=0.8)
+        late = 100 * np.mean(~(response_s <= slo_s))
+        axes.set_title(f"{_words(name)}: {late:.1f} % beyond {slo_s:g} s", fontsize=9, loc="left")
+        axes.set_ylim(bottom=0)
+    panels[-1].set_xlabel("request, in order of arrival")
+    return figure
+
+
+def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
+    """Draw the share of late requests per server over time, one panel per policy.
+
+    White is a stretch in which the server was sent nothing.
+    """
+    figure = _figure(0.9 + 0.32 * scenario.num_servers * len(runs) + 0.25 * len(runs), credit)
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (name, run) in zip(panels, runs.items(), strict=True):
+        edges, share = _late_share(scenario, run)
+        image = axes.pcolormesh(
+            edges / 60, np.arange(scenario.num_servers + 1), 100 * share,
+            cmap="cividis", vmin=0, vmax=100,
+        )  # fmt: skip
+        servers = [f"{s.name} ({s.tokens_per_s:g}/s)" for s in scenario.servers]
+        axes.set_yticks(np.arange(scenario.num_servers) + 0.5, servers, fontsize=8)
+        axes.set_title(_words(name), fontsize=9, loc="left")
+        axes.tick_params(length=0, labelsize=8)
+    panels[-1].set_xlabel("time of arrival, min", fontsize=9)
+    bar = figure.colorbar(image, ax=panels.tolist(), pad=0.01)
+    bar.set_label(f"later than {scenario.slo_response_s:g} s, %", fontsize=9)
+    return figure
+
+
+def token_histograms(requests: FloatArray, credit: str = "") -> Figure:
+    """Draw how long requests are: context, generated and total tokens.
+
+    Args:
+        requests: Streams one after the other, shape (num_requests, kernel.NUM_REQUEST).
+        credit: Source of the data, printed small.
+    """
+    context, total = requests[:, kernel.CONTEXT], requests[:, kernel.TRUE_TOTAL]
+    figure = _figure(2.6, credit)
+    panels = figure.subplots(1, 3, sharey=True)
+    named = {"context": context, "generated": total - context, "total": total}
+    for axes, (name, tokens), colour in zip(panels, named.items(), COLOURS, strict=False):
+        _axes(axes, f"{name} tokens", "")
+        weights = np.full(len(tokens), 100 / len(tokens))
+        axes.hist(tokens, bins=50, weights=weights, color=colour)
+        axes.axvline(tokens.mean(), color="black", linestyle="--", linewidth=1)
+        axes.set_title(f"mean {tokens.mean():.0f}", fontsize=9)
+        axes.xaxis.set_major_locator(MaxNLocator(4))
+    panels[0].set_ylabel("requests, %", fontsize=9)
+    return figure
+
+
+def request_counts(arrival_s: FloatArray, credit: str = "") -> Figure:
+    """Draw how many requests arrive over one stream, in even stretches of time."""
+    edges = _time_edges(arrival_s)
+    width_s = edges[1] - edges[0]
+    figure = _figure(2.6, credit)
+    axes = _axes(figure.subplots(), "time, min", f"requests per {width_s:.0f} s")
+    counts, _ = np.histogram(arrival_s, edges)
+    axes.stairs(counts, edges / 60, color=ON_TIME, fill=True, alpha=0.35)
+    axes.stairs(counts, edges / 60, color=ON_TIME, linewidth=1.2)
+    axes.set_xlim(0, edges[-1] / 60)
+    return figure
+
+
+def draw_evaluation(
+    scenario: Scenario,
+    requests: Sequence[FloatArray],
+    runs: Mapping[str, Sequence[Run]],
+    rows: Sequence[Row],
+    credit: str,
+) -> dict[str, Figure]:
+    """Draw every figure of one evaluation, by the name of its file.
+
+    Figures of one stream show the first; those that need a panel per policy show at most three:
+    the first that was named, the one in the middle of the order of mean response, and the best.
+
+    Args:
+        scenario: Where the policies ran.
+        requests: The streams, each of shape (num_requests, kernel.NUM_REQUEST).
+        runs: Of every policy over these streams, with recorded loads.
+        rows: What `tokenyard.evaluation.compare` said of them.
+        credit: Source of the data, printed small.
+    """
+    slo_s = scenario.slo_response_s
+    some = {name: runs[name][0] for name in _featured(rows)}
+    return {
+        "reward_per_policy": reward_per_policy(rows, credit),
+        "response_boxes": response_boxes(runs, slo_s, credit),
+        "load_trajectories": load_trajectories(scenario, some, credit),
+        "response_per_request": response_per_request(some, slo_s, credit),
+        "violation_heatmap": violation_heatmap(scenario, some, credit),
+        "violations_per_policy": violations_per_policy(rows, slo_s, credit),
+        "token_histograms": token_histograms(np.concatenate(requests), credit),
+        "request_counts": request_counts(requests[0][:, kernel.ARRIVAL_S], credit),
+    }
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Write figures as PNG files under a folder, which is created; return their paths."""
+    paths = [folder / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without the version of the library in it, equal figures are equal files.
+        figure.savefig(path, dpi=_DPI, metadata={"Software": None})
+    return paths
+
+
+def _figure(height_inches: float, credit: str) -> Figure:
+    figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
+    if credit:
+        # A label of the whole figure, so that the layout keeps clear of it.
+        figure.supxlabel(credit, x=0.995, ha="right", fontsize=5.5, color="#555555")
+    return figure
+
+
+def _axes(axes: Axes, x: str, y: str) -> Axes:
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return axes
+
+
+def _bars(rows: Sequence[Row], key: str, factor: float, label: str, credit: str) -> Figure:
+    figure = _figure(0.9 + 0.3 * len(rows), credit)
+    axes = _axes(figure.subplots(), label, "")
+    values = np.array([factor * float(row[key]) for row in rows])
+    low = np.array([factor * float(row[f"{key}_ci_low"]) for row in rows])
+    high = np.array([factor * float(row[f"{key}_ci_high"]) for row in rows])
+    names = [_words(str(row["policy"])) for row in rows]
+    # A percentile interval may leave the estimate out; a bar's whisker cannot have less than none.
+    whiskers = np.nan_to_num(np.stack([values - low, high - values])).clip(min=0)
+    axes.barh(names, values, color="#CFE3F1", edgecolor=ON_TIME, linewidth=0.8)
+    axes.errorbar(values, names, xerr=whiskers, fmt="none", ecolor="black", capsize=2, linewidth=1)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.grid(axis="y", visible=False)
+    for name, value, below, above in zip(names, values, *whiskers, strict=True):
+        right = value >= 0
+        end = value + above if right else value - below
+        axes.annotate(
+            f"{value:,.0f}" if factor == 1 else f"{value:.1f}", (end, name),
+            (4 if right else -4, 0), textcoords="offset points", fontsize=7.5, va="center",
+            ha="left" if right else "right",
+        )  # fmt: skip
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    return figure
+
+
+def _featured(rows: Sequence[Row]) -> list[str]:
+    order = sorted(rows, key=lambda row: float(row["mean_response_s"]))
+    names = [rows[0], order[len(order) // 2], order[0]]
+    return list(dict.fromkeys(str(row["policy"]) for row in names))[:_NUM_FEATURED]
+
+
+def _late_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArray]:
+    """Edges of even stretches of time, and the share of late requests per server in each."""
+    outcomes = run.outcomes
+    edges = _time_edges(outcomes.arrival_s)
+    late = outcomes.response_s > scenario.slo_response_s
+    share = np.empty((scenario.num_servers, len(edges) - 1))
+    for server in range(scenario.num_servers):
+        mine = outcomes.server == server
+        sent, _ = np.histogram(outcomes.arrival_s[mine], edges)
+        missed, _ = np.histogram(outcomes.arrival_s[mine & late], edges)
+        share[server] = np.where(sent > 0, missed / np.maximum(sent, 1), math.nan)
+    return edges, share
+
+
+def _time_edges(arrival_s: FloatArray) -> FloatArray:
+    return np.linspace(0.0, max(float(arrival_s[-1]), 1e-9), _NUM_TIME_BINS + 1)
+
+
+def _median_curve(repetitions: Sequence[Sequence[tuple[float, float]]]) -> FloatArray:
+    """Median over repetitions at the steps that all of them reached, shape (2, num_points)."""
+    steps = sorted(set.intersection(*({step for step, _ in curve} for curve in repetitions)))
+    values = np.array([[dict(curve)[step] for step in steps] for curve in repetitions])
+    return np.array([steps, np.median(values, axis=0) if steps else []])
+
+
+def _cycle() -> Iterable[str]:
+    return COLOURS * 9
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
