@@ -115,9 +115,9 @@ def plan(args: Args, scenario: Scenario, registry: RegistryLookup | None) -> Pla
     candidates = [resolve_candidate(name, scenario, registry) for name in names]
     notes.append(f"output length known to the router: {scenario.output_length}")
     notes += [f"{c.name}: {c.source}" for c in candidates if c.source != "baseline"]
-    credit = f"Traffic: {streams.origin}. "
+    credit = f"Traffic: {streams.origin}"
     if args.trace is None:
-        credit += f"Fitted to: {source.model.provenance}"
+        credit += f"\nWorkload model fitted to {source.model.provenance}"
     return Plan(scenario, streams, candidates, notes, credit)
 
 
@@ -139,9 +139,9 @@ def find_streams(args: Args, source: StreamSource) -> tuple[StreamSet, list[str]
     return synthetic_streams(source, args.streams, args.seed), notes
 
 
-def run_candidates(plan: Plan, seed: int, jobs: int, record_load: bool) -> dict[str, list[Run]]:
+def run_candidates(plan: Plan, seed: int, jobs: int) -> dict[str, list[Run]]:
     """Run every candidate over the plan's streams, in as many processes as `jobs`."""
-    run = partial(_run, scenario=plan.scenario, streams=plan.streams, seed=seed, load=record_load)
+    run = partial(_run, scenario=plan.scenario, streams=plan.streams, seed=seed)
     if jobs == 1:
         runs = [run(candidate) for candidate in plan.candidates]
     else:
@@ -150,10 +150,8 @@ def run_candidates(plan: Plan, seed: int, jobs: int, record_load: bool) -> dict[
     return {candidate.name: some for candidate, some in zip(plan.candidates, runs, strict=True)}
 
 
-def _run(
-    candidate: Candidate, scenario: Scenario, streams: StreamSet, seed: int, load: bool
-) -> list[Run]:
-    return candidate.run(scenario, streams, seed, load)
+def _run(candidate: Candidate, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
+    return candidate.run(scenario, streams, seed)
 
 
 def print_tables(console: Console, plan: Plan, rows: list[Row], baseline: str) -> None:
@@ -263,7 +261,7 @@ def main(args: Args) -> None:
     figures: dict[str, Figure] = {}
     draw = args.figures is not None or args.mlflow
     for one in plans:
-        runs = run_candidates(one, args.seed, args.jobs, record_load=draw)
+        runs = run_candidates(one, args.seed, args.jobs)
         compared = compare(one.scenario, runs, args.baseline, one.streams.bootstrap)
         print_tables(console, one, compared, args.baseline)
         rows += compared

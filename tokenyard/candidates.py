@@ -33,9 +33,8 @@ class Candidate:
     name: str
     source: str
     """Where it comes from, in words for a table; with the hash of a trained policy."""
-    run: Callable[[Scenario, StreamSet, int, bool], list[Run]]
-    """Runs it over streams, with a seed for its own randomness; the last argument asks for the
-    load of every server at every decision."""
+    run: Callable[[Scenario, StreamSet, int], list[Run]]
+    """Runs it over streams, with a seed for its own randomness."""
 
 
 def resolve_candidate(
@@ -84,30 +83,24 @@ def _trained(name: str, scenario: Scenario, registry: RegistryLookup | None) -> 
     return Candidate(name, words, partial(_run_trained, artifact))
 
 
-def _run_baseline(
-    name: str, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
-) -> list[Run]:
+def _run_baseline(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
         return make_policy(name, context)
 
-    return run_policy(scenario, streams, factory, seed, record_load)
+    return run_policy(scenario, streams, factory, seed)
 
 
 def _run_trained(
-    artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
+    artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
     diurnal = scenario.arrivals.diurnal
     started_at = diurnal.started_at if diurnal else None
-    return run_policy(
-        scenario, streams, lambda rng: learned_policy(artifact, started_at), seed, record_load
-    )
+    return run_policy(scenario, streams, lambda rng: learned_policy(artifact, started_at), seed)
 
 
-def _run_bound(
-    name: str, scenario: Scenario, streams: StreamSet, seed: int, record_load: bool
-) -> list[Run]:
+def _run_bound(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
     found = [BOUNDS[name](scenario, stream, seed) for stream in streams.requests]
     # Replayed as decisions, so that bounds are paid and measured like policies.
     replays = [Replay(outcomes.server) for outcomes in found]
-    return run_each(scenario, streams, replays, record_load)
+    return run_each(scenario, streams, replays)

@@ -98,28 +98,23 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
 
 
 def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
-    """Draw the tokens in flight at every server over time, one panel per policy.
+    """Draw the tokens waiting or running at every server over time, one panel per policy.
 
-    Args:
-        scenario: Names the servers.
-        runs: One run per policy, with recorded loads.
-        credit: Source of the data, printed small.
+    A request counts with all its tokens from its arrival to its completion.
     """
     figure = _figure(0.8 + 1.7 * len(runs), credit)
     panels = figure.subplots(len(runs), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, (name, run) in zip(panels, runs.items(), strict=True):
-        assert run.load_tokens is not None, "run with record_load"
         _axes(axes, "", "thousand tokens")
         axes.set_title(_words(name), fontsize=9, loc="left")
-        minutes = run.outcomes.arrival_s / 60
         for index, server in enumerate(scenario.servers):
-            label = f"{server.name}, {server.tokens_per_s:g} tokens/s"
-            axes.plot(
-                minutes, run.load_tokens[:, index] / 1000, color=COLOURS[index % len(COLOURS)],
-                linewidth=0.8, label=label,
+            time_s, tokens = _load_over_time(run, index)
+            axes.step(
+                time_s / 60, tokens / 1000, where="post", color=COLOURS[index % len(COLOURS)],
+                linewidth=0.8, label=f"{server.name}, {server.tokens_per_s:g} tokens/s",
             )  # fmt: skip
-        axes.set_ylim(bottom=0)
-    panels[-1].set_xlabel("time, min")
+    panels[0].set_ylim(bottom=0)
+    panels[-1].set_xlabel("time, min", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
     return figure
@@ -138,8 +133,8 @@ def response_per_request(runs: Mapping[str, Run], slo_s: float, credit: str = ""
         axes.axhline(slo_s, color="black", linestyle="--", linewidth=0.8)
         late = 100 * np.mean(~(response_s <= slo_s))
         axes.set_title(f"{_words(name)}: {late:.1f} % beyond {slo_s:g} s", fontsize=9, loc="left")
-        axes.set_ylim(bottom=0)
-    panels[-1].set_xlabel("request, in order of arrival")
+    panels[0].set_ylim(bottom=0)
+    panels[-1].set_xlabel("request, in order of arrival", fontsize=9)
     return figure
 
 
@@ -160,6 +155,7 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
         axes.set_yticks(np.arange(scenario.num_servers) + 0.5, servers, fontsize=8)
         axes.set_title(_words(name), fontsize=9, loc="left")
         axes.tick_params(length=0, labelsize=8)
+        axes.invert_yaxis()
     panels[-1].set_xlabel("time of arrival, min", fontsize=9)
     bar = figure.colorbar(image, ax=panels.tolist(), pad=0.01)
     bar.set_label(f"later than {scenario.slo_response_s:g} s, %", fontsize=9)
@@ -169,20 +165,24 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
 def token_histograms(requests: FloatArray, credit: str = "") -> Figure:
     """Draw how long requests are: context, generated and total tokens.
 
+    The longest half per cent lies beyond the axes, which would be empty otherwise; titles name
+    the longest request.
+
     Args:
         requests: Streams one after the other, shape (num_requests, kernel.NUM_REQUEST).
         credit: Source of the data, printed small.
     """
     context, total = requests[:, kernel.CONTEXT], requests[:, kernel.TRUE_TOTAL]
     figure = _figure(2.6, credit)
-    panels = figure.subplots(1, 3, sharey=True)
+    panels = figure.subplots(1, 3)
     named = {"context": context, "generated": total - context, "total": total}
     for axes, (name, tokens), colour in zip(panels, named.items(), COLOURS, strict=False):
         _axes(axes, f"{name} tokens", "")
         weights = np.full(len(tokens), 100 / len(tokens))
-        axes.hist(tokens, bins=50, weights=weights, color=colour)
+        longest_shown = max(float(np.percentile(tokens, 99.5)), 1.0)
+        axes.hist(tokens, bins=50, range=(0, longest_shown), weights=weights, color=colour)
         axes.axvline(tokens.mean(), color="black", linestyle="--", linewidth=1)
-        axes.set_title(f"mean {tokens.mean():.0f}", fontsize=9)
+        axes.set_title(f"mean {tokens.mean():,.0f}, longest {tokens.max():,.0f}", fontsize=8)
         axes.xaxis.set_major_locator(MaxNLocator(4))
     panels[0].set_ylabel("requests, %", fontsize=9)
     return figure
@@ -216,7 +216,7 @@ def draw_evaluation(
     Args:
         scenario: Where the policies ran.
         requests: The streams, each of shape (num_requests, kernel.NUM_REQUEST).
-        runs: Of every policy over these streams, with recorded loads.
+        runs: Of every policy over these streams.
         rows: What `tokenyard.evaluation.compare` said of them.
         credit: Source of the data, printed small.
     """
@@ -248,7 +248,7 @@ def _figure(height_inches: float, credit: str) -> Figure:
     figure = Figure(figsize=(_WIDTH_INCHES, height_inches), layout="constrained")
     if credit:
         # A label of the whole figure, so that the layout keeps clear of it.
-        figure.supxlabel(credit, x=0.995, ha="right", fontsize=5.5, color="#555555")
+        figure.supxlabel(credit, x=0.005, ha="left", fontsize=5.5, color="#555555")
     return figure
 
 
@@ -292,6 +292,16 @@ def _featured(rows: Sequence[Row]) -> list[str]:
     order = sorted(rows, key=lambda row: float(row["mean_response_s"]))
     names = [rows[0], order[len(order) // 2], order[0]]
     return list(dict.fromkeys(str(row["policy"]) for row in names))[:_NUM_FEATURED]
+
+
+def _load_over_time(run: Run, server: int) -> tuple[FloatArray, FloatArray]:
+    """Times at which the tokens in flight at a server change, and the tokens from then on."""
+    outcomes = run.outcomes
+    mine = outcomes.server == server
+    tokens, arrival_s = outcomes.total_tokens[mine], outcomes.arrival_s[mine]
+    time_s = np.concatenate([[0.0], arrival_s, arrival_s + outcomes.response_s[mine]])
+    order = np.argsort(time_s, kind="stable")
+    return time_s[order], np.cumsum(np.concatenate([[0.0], tokens, -tokens])[order])
 
 
 def _late_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArray]:

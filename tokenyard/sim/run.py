@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenyard import observation
 from tokenyard.scenario import Scenario
 from tokenyard.sim.cluster import ClusterSim, Outcomes
 from tokenyard.sim.streams import StreamSet
@@ -27,9 +26,6 @@ class Run:
     outcomes: Outcomes
     rewards: FloatArray
     """Reward earned from each decision to the next, shape (num_requests,)."""
-    load_tokens: FloatArray | None = None
-    """Tokens in flight at every server before each decision, as the router knows them, shape
-    (num_requests, num_servers); None unless it was asked for."""
 
 
 class Replay:
@@ -49,7 +45,6 @@ def run_policy(
     streams: StreamSet,
     factory: PolicyFactory,
     seed: int,
-    record_load: bool = False,
 ) -> list[Run]:
     """Let a policy decide on every stream.
 
@@ -58,7 +53,6 @@ def run_policy(
         streams: What arrives.
         factory: Called once per stream.
         seed: Of the policies' own randomness.
-        record_load: Whether to keep the load of every server at every decision.
 
     Returns:
         One run per stream, in the order of `streams`.
@@ -67,21 +61,20 @@ def run_policy(
         factory(np.random.default_rng([seed, _POLICY_RANDOMNESS, index]))
         for index in range(len(streams.requests))
     ]
-    return run_each(scenario, streams, policies, record_load)
+    return run_each(scenario, streams, policies)
 
 
 def run_each(
     scenario: Scenario,
     streams: StreamSet,
     policies: Sequence[RoutingPolicy],
-    record_load: bool = False,
 ) -> list[Run]:
     """Let each policy decide on its own stream; streams of equal length are stepped together."""
     runs: dict[int, Run] = {}
     for length in {len(stream) for stream in streams.requests}:
         which = [i for i, stream in enumerate(streams.requests) if len(stream) == length]
         requests = [streams.requests[i] for i in which]
-        together = _run_together(scenario, requests, [policies[i] for i in which], record_load)
+        together = _run_together(scenario, requests, [policies[i] for i in which])
         runs.update(zip(which, together, strict=True))
     return [runs[index] for index in range(len(streams.requests))]
 
@@ -90,26 +83,19 @@ def _run_together(
     scenario: Scenario,
     requests: Sequence[FloatArray],
     policies: Sequence[RoutingPolicy],
-    record_load: bool,
 ) -> list[Run]:
     num_copies, num_requests = len(requests), len(requests[0])
     sim = ClusterSim(scenario, num_copies, num_requests)
     for copy, stream in enumerate(requests):
         sim.load(copy, stream)
     rewards = np.empty((num_copies, num_requests))
-    load = np.empty((num_copies, num_requests, scenario.num_servers)) if record_load else None
     actions = np.empty(num_copies, dtype=np.int64)
     for index in range(num_requests):
-        if load is not None:
-            load[:, index] = sim.tables[:, :, observation.TOKENS_IN_FLIGHT]
         for copy, policy in enumerate(policies):
             actions[copy] = policy.route(sim.request(copy), sim.snapshots(copy))
         rewards[:, index] = sim.step(actions)
     rewards[:, -1] += _drain(sim)
-    return [
-        Run(sim.outcomes(copy), rewards[copy], None if load is None else load[copy])
-        for copy in range(num_copies)
-    ]
+    return [Run(sim.outcomes(copy), rewards[copy]) for copy in range(num_copies)]
 
 
 def _drain(sim: ClusterSim) -> FloatArray:
