@@ -24,12 +24,18 @@ from rich.table import Table
 
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.intervals import t_interval
 from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
 from tokenyard.sim import kernel
 from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.streams import StreamSource, synthetic_streams
+from tokenyard.sim.streams import (
+    StreamSet,
+    StreamSource,
+    recorded_training_streams,
+    synthetic_streams,
+)
 from tokenyard.types import FloatArray
 
 
@@ -41,7 +47,7 @@ class Args:
     """Name or YAML path."""
     out: Path | None = None
     """Folder for <scenario>.npz; nothing is written without it."""
-    seeds: int = 4
+    seeds: int = 3
     """Independent searches per objective."""
     generations: int = 50
     streams: int = 6
@@ -49,19 +55,23 @@ class Args:
     load_range: tuple[float, float] = (1.0, 1.0)
     """Range of factors on the scenario's arrival rate."""
     p99_margin: float = 0.01
-    """How far the mean p99 may exceed that of shortest expected delay on validation streams."""
+    """How far p99 may exceed that of shortest expected delay, as a fraction: at the upper end of
+    its 95 % interval over validation streams, and on the recorded training part where found."""
     jobs: int = 2
     """Processes."""
     json: Path | None = None
     """Where to write the rows."""
 
 
+NUM_VALIDATION_STREAMS = 90
 OBJECTIVES = (
     Objective(cvar99=0.0, violation=2.0, tail_guard=2.0),
-    Objective(cvar99=0.0, violation=1.0, tail_guard=2.0),
     Objective(cvar99=0.05, violation=2.0, tail_guard=2.0),
     Objective(cvar99=0.1, violation=2.0, tail_guard=5.0),
+    Objective(cvar99=0.2, violation=1.0, tail_guard=5.0),
+    Objective(cvar99=0.3, violation=1.0, tail_guard=5.0),
 )
+"""From eager for the mean to careful with the tail; validation decides between them."""
 
 
 @dataclass(frozen=True)
@@ -89,48 +99,73 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
     return Found(row | validate(args.scenario, policy.mean), policy.mean.tolist())
 
 
-def validate(scenario_name: str, weights: FloatArray, num_streams: int = 90) -> dict[str, float]:
-    """Compare weights with shortest expected delay on streams that no search has seen."""
+def validate(scenario_name: str, weights: FloatArray) -> dict[str, float]:
+    """Compare weights with shortest expected delay on what no search was trained on.
+
+    That is fresh synthetic streams and, where the file is found, the recorded requests that the
+    traffic model was fitted to. The recorded test part is not touched.
+    """
     source = StreamSource(load_scenario(scenario_name))
-    streams = synthetic_streams(source, num_streams, seed=0, purpose="validation").requests
-    sim = ClusterSim(source.scenario, num_streams, len(streams[0]))
-    for copy, requests in enumerate(streams):
-        sim.load(copy, requests)
-    slo_s = source.scenario.slo_response_s
-
-    def measure(candidate: FloatArray) -> FloatArray:
-        sim.run_linear(candidate, source.mean_total_tokens)
-        responses = sim.outcome_table[:, :, kernel.RESPONSE_S]
-        return np.array(
-            [
-                [
-                    metrics.score(r, slo_s),
-                    metrics.mean_response_s(r),
-                    metrics.percentile_response_s(r, 99.0),
-                    metrics.slo_violation_fraction(r, slo_s),
-                ]
-                for r in responses
-            ]
-        ).mean(axis=0)
-
-    ours, sed = measure(weights), measure(np.zeros(NUM_SCORE_WEIGHTS))
-    return {
-        "score": float(ours[0]),
-        "mean_response_s": float(ours[1]),
-        "p99_response_s": float(ours[2]),
-        "slo_violation_fraction": float(ours[3]),
-        "delta_mean_fraction": float(ours[1] / sed[1] - 1),
-        "delta_p99_fraction": float(ours[2] / sed[2] - 1),
-        "delta_slo_violation": float(ours[3] - sed[3]),
+    streams = synthetic_streams(source, NUM_VALIDATION_STREAMS, seed=0, purpose="validation")
+    ours, sed = (measure(source, streams, w) for w in (weights, np.zeros(NUM_SCORE_WEIGHTS)))
+    score, mean_s, p99_s, violations = ours.mean(axis=0)
+    _, sed_mean_s, sed_p99_s, sed_violations = sed.mean(axis=0)
+    found = {
+        "score": float(score),
+        "mean_response_s": float(mean_s),
+        "p99_response_s": float(p99_s),
+        "slo_violation_fraction": float(violations),
+        "delta_mean_fraction": float(mean_s / sed_mean_s - 1),
+        "delta_p99_fraction": float(p99_s / sed_p99_s - 1),
+        "delta_p99_ci_high": float(t_interval(ours[:, 2] - sed[:, 2]).high / sed_p99_s),
+        "delta_slo_violation": float(violations - sed_violations),
     }
+    recorded = recorded_training_streams(source)
+    if recorded is not None:
+        ours, sed = (measure(source, recorded, w) for w in (weights, np.zeros(NUM_SCORE_WEIGHTS)))
+        found["recorded_delta_mean_fraction"] = float(ours[0, 1] / sed[0, 1] - 1)
+        found["recorded_delta_p99_fraction"] = float(ours[0, 2] / sed[0, 2] - 1)
+    return found
+
+
+def measure(source: StreamSource, streams: StreamSet, weights: FloatArray) -> FloatArray:
+    """Score, mean, p99 and share of violations of every stream, shape (num_streams, 4)."""
+    sim = ClusterSim(source.scenario, len(streams.requests), len(streams.requests[0]))
+    for copy, requests in enumerate(streams.requests):
+        sim.load(copy, requests)
+    sim.run_linear(weights, source.mean_total_tokens)
+    slo_s = source.scenario.slo_response_s
+    return np.array(
+        [
+            [
+                metrics.score(r, slo_s),
+                metrics.mean_response_s(r),
+                metrics.percentile_response_s(r, 99.0),
+                metrics.slo_violation_fraction(r, slo_s),
+            ]
+            for r in sim.outcome_table[:, :, kernel.RESPONSE_S]
+        ]
+    )
+
+
+def worst_p99(found: Found) -> float:
+    """How far p99 may exceed that of shortest expected delay, by all that validation shows."""
+    recorded = float(found.row.get("recorded_delta_p99_fraction", -1.0))
+    return max(float(found.row["delta_p99_ci_high"]), recorded)
 
 
 def choose(found: list[Found], p99_margin: float) -> Found:
-    """Return the best score among those that keep the tail; the shortest tail if none does."""
-    keeps_tail = [f for f in found if float(f.row["delta_p99_fraction"]) <= p99_margin]
+    """Return the best of mean and violations that keeps the tail; if none does, the best tail."""
+    keeps_tail = [f for f in found if worst_p99(f) <= p99_margin]
     if keeps_tail:
-        return max(keeps_tail, key=lambda f: float(f.row["score"]))
-    return min(found, key=lambda f: float(f.row["delta_p99_fraction"]))
+        return min(keeps_tail, key=_mean_and_violations)
+    return min(found, key=worst_p99)
+
+
+def _mean_and_violations(found: Found) -> float:
+    row = found.row
+    lateness_s = metrics.VIOLATION_WEIGHT_S * float(row["slo_violation_fraction"])
+    return float(row["mean_response_s"]) + lateness_s
 
 
 def export(args: Args, best: Found) -> PolicyArtifact:
@@ -142,8 +177,10 @@ def export(args: Args, best: Found) -> PolicyArtifact:
 
 
 def report(found: list[Found], best: Found) -> None:
-    table = Table("objective (cvar99, violation, guard)", "seed", "score", "mean", "p99", "late")
-    for one in sorted(found, key=lambda f: -float(f.row["score"])):
+    table = Table(
+        "objective (cvar99, violation, guard)", "seed", "score", "mean", "p99", "at most", "late"
+    )
+    for one in sorted(found, key=_mean_and_violations):
         row = one.row
         table.add_row(
             f"{row['objective_cvar99']}, {row['objective_violation']}, "
@@ -152,6 +189,7 @@ def report(found: list[Found], best: Found) -> None:
             f"{row['score']:.4f}",
             f"{row['delta_mean_fraction']:+.1%}",
             f"{row['delta_p99_fraction']:+.1%}",
+            f"{worst_p99(one):+.1%}",
             f"{row['delta_slo_violation']:+.2%}",
             style="bold" if one is best else "",
         )

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from tokenyard.observation import squash
-from tokenyard.scenario import Scenario
+from tokenyard.scenario import HeldOutTrace, Scenario
 from tokenyard.sim import kernel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.features import RobustScaler, request_features
@@ -154,20 +154,34 @@ def synthetic_streams(
 def held_out_streams(source: StreamSource) -> StreamSet | None:
     """The scenario's recorded test part as one stream; None where it has none or no file."""
     held_out = source.scenario.held_out_trace
-    path = find_trace(held_out.name) if held_out else None
-    if held_out is None or path is None:
+    if held_out is None:
+        return None
+    stop = None if held_out.count is None else held_out.first + held_out.count
+    return _recorded_part(source, held_out, held_out.first, stop)
+
+
+def recorded_training_streams(source: StreamSource) -> StreamSet | None:
+    """What was recorded before the test part, as one stream; None where that is nothing."""
+    held_out = source.scenario.held_out_trace
+    if held_out is None or held_out.first == 0:
+        return None
+    return _recorded_part(source, held_out, 0, held_out.first)
+
+
+def _recorded_part(
+    source: StreamSource, recorded: HeldOutTrace, first: int, stop: int | None
+) -> StreamSet | None:
+    path = find_trace(recorded.name)
+    if path is None:
         return None
     whole, _ = read_trace(path)
-    if held_out.duration_s is None:
+    if recorded.duration_s is None:
         # Scale the whole file, so that lulls and bursts of the part keep their size.
         whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
-    part = whole.tail_from(held_out.first)
-    if held_out.count is not None:
-        part = part.head(held_out.count)
-    if held_out.duration_s is not None:
-        part = part.compressed_to(held_out.duration_s)
-    last = held_out.first + part.num_requests
-    origin = f"{path.name}, requests {held_out.first}..{last - 1}"
+    part = (whole if stop is None else whole.head(stop)).tail_from(first)
+    if recorded.duration_s is not None:
+        part = part.compressed_to(recorded.duration_s)
+    origin = f"{path.name}, requests {first}..{first + part.num_requests - 1}"
     return StreamSet([source.encode(part)], origin, bootstrap=True)
 
 
