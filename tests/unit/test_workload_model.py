@@ -146,3 +146,26 @@ def test_a_chain_that_can_fall_silent_for_ever_is_refused():
 
     with pytest.raises(ValidationError, match="no arrival can ever come"):
         type(load_model("azure_code").arrivals).model_validate(content)
+
+
+@pytest.mark.parametrize("name", NUM_TRAIN)
+@pytest.mark.parametrize("window_s", [1.0, 10.0, 60.0])
+def test_nine_of_ten_synthetic_streams_bracket_the_dispersion_of_the_trace(name, window_s):
+    trace, model = training_part(name), load_model(name)
+
+    synthetic = [
+        index_of_dispersion(model.sample_mmpp_arrivals(trace.num_requests, None, rng(i)), window_s)
+        for i in range(60)
+    ]
+    low, high = np.quantile(synthetic, (0.05, 0.95))
+    assert low < index_of_dispersion(trace.arrival_s, window_s) < high
+
+
+def test_synthetic_gaps_are_closer_to_the_bursty_trace_than_poisson_gaps():
+    trace, model = training_part("azure_code"), load_model("azure_code")
+    gaps = np.diff(trace.arrival_s)
+
+    synthetic_s = model.sample_mmpp_arrivals(20_000, None, rng())
+    poisson_s = poisson_arrivals(20_000, trace.mean_rate_per_s, rng())
+    assert ks_distance(np.diff(synthetic_s), gaps) < 0.13
+    assert ks_distance(np.diff(poisson_s), gaps) > 0.4

@@ -6,9 +6,11 @@ from scipy.stats import ks_2samp
 
 from tokenyard.workload.statistics import (
     count_autocorrelation,
+    describe,
     index_of_dispersion,
     ks_distance,
 )
+from tokenyard.workload.trace import Trace
 
 
 def test_the_distance_is_that_of_scipy_with_and_without_ties():
@@ -39,3 +41,13 @@ def test_counts_that_alternate_are_anticorrelated_at_lag_one_and_correlated_at_l
 def test_too_few_windows_give_no_number():
     assert np.isnan(index_of_dispersion(np.array([0.0, 0.5]), 1.0))
     assert np.isnan(count_autocorrelation(np.arange(5.0), 1.0, 60))
+
+
+def test_a_trace_has_no_distance_to_itself():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 99, (2, 300))
+    trace = Trace(np.cumsum(rng.exponential(1, 300)), lengths[0], lengths[1])
+
+    described = describe(trace, trace)
+    assert [value for key, value in described.items() if key.startswith("ks")] == [0, 0, 0, 0]
+    assert described["rate_per_s"] == pytest.approx(1, rel=0.2)

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from tokenyard.types import FloatArray
+from tokenyard.workload.trace import Trace
 
 
 def ks_distance(a: ArrayLike, b: ArrayLike) -> float:
@@ -53,3 +54,28 @@ def count_autocorrelation(arrival_s: FloatArray, window_s: float, lag: int) -> f
     if len(early) < 2 or early.std() == 0 or late.std() == 0:
         return np.nan
     return float(np.corrcoef(early, late)[0, 1])
+
+
+def describe(trace: Trace, reference: Trace) -> dict[str, float]:
+    """Measure how `trace` arrives, and how far its distributions are from those of `reference`.
+
+    Returns:
+        Rate; mean lengths; correlation of a request's total tokens with the next one's; index of
+        dispersion over 1, 10 and 60 s; autocorrelation of the counts per second at lags 1, 5, 20
+        and 60; distances of gaps between arrivals and of lengths.
+    """
+    arrival_s = trace.arrival_s
+    return {
+        "rate_per_s": trace.mean_rate_per_s,
+        "mean_context_tokens": float(trace.context_tokens.mean()),
+        "mean_generated_tokens": float(trace.generated_tokens.mean()),
+        "size_correlation": float(
+            np.corrcoef(trace.total_tokens[:-1], trace.total_tokens[1:])[0, 1]
+        ),
+        **{f"dispersion_{w}s": index_of_dispersion(arrival_s, w) for w in (1, 10, 60)},
+        **{f"autocorrelation_{k}s": count_autocorrelation(arrival_s, 1, k) for k in (1, 5, 20, 60)},
+        "ks_gap": ks_distance(np.diff(arrival_s), np.diff(reference.arrival_s)),
+        "ks_context": ks_distance(trace.context_tokens, reference.context_tokens),
+        "ks_generated": ks_distance(trace.generated_tokens, reference.generated_tokens),
+        "ks_total": ks_distance(trace.total_tokens, reference.total_tokens),
+    }
