@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenyard.observation import NUM_SCORE_WEIGHTS, linear_scores, snapshot_columns
+from tokenyard.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.policies.delay import finish_s
+from tokenyard.policies.tuned import TunedRules
+from tokenyard.types import ReplicaSnapshot, Request, ScoringPolicy, Slo
+
+OBLIVIOUS = {"round_robin", "random", "weighted_random", "sita"}
+GIVES_UP_A_REPLICA = {"sed_reserve", "sed_dump"}
+LOAD_AWARE = sorted(set(BASELINES) - OBLIVIOUS - GIVES_UP_A_REPLICA)
+LOOKS_AT_ALL = sorted(set(LOAD_AWARE) - {"power_of_two"})
+SLO = Slo(2.0)
+few = settings(max_examples=40)
+
+requests = st.builds(
+    Request,
+    arrival_s=st.floats(0, 1e6),
+    context_tokens=st.integers(1, 30_000),
+    predicted_total_tokens=st.floats(1, 40_000),
+)
+snapshots = st.builds(
+    ReplicaSnapshot,
+    replica_id=st.just("replica"),
+    tokens_per_s=st.floats(1, 1e5),
+    num_slots=st.integers(1, 64),
+    max_concurrency=st.integers(1, 64),
+    num_waiting=st.integers(0, 2000),
+    num_running=st.integers(0, 64),
+    tokens_in_flight=st.floats(0, 1e7),
+    predicted_wait_s=st.one_of(st.just(float("nan")), st.floats(0, 1e4)),
+)
+clusters = st.lists(snapshots, min_size=1, max_size=16)
+
+
+def tuned_for(num_replicas: int) -> TunedRules:
+    return TunedRules(
+        scenario="test",
+        reserve_above_tokens=2000.0,
+        dump_replica=num_replicas - 1,
+        sita_cuts_tokens=tuple(500.0 * (i + 1) for i in range(num_replicas - 1)),
+        sita_replicas=tuple(reversed(range(num_replicas))),
+    )
+
+
+def make(name: str, num_replicas: int, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    return make_policy(
+        name, PolicyContext("test", SLO, rng, num_replicas, tuned_for(num_replicas))
+    )
+
+
+def loaded(level: float, speed: float = 5000.0) -> ReplicaSnapshot:
+    """A replica on which every measure of load grows with `level`."""
+    return ReplicaSnapshot(
+        replica_id="replica",
+        tokens_per_s=speed,
+        num_slots=1,
+        max_concurrency=5,
+        num_waiting=int(level),
+        num_running=1 if level else 0,
+        tokens_in_flight=1000.0 * level,
+        predicted_wait_s=0.3 * level,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+@few
+@given(request_=requests, cluster=clusters, seed=st.integers(0, 9))
+def test_every_choice_is_a_replica_that_was_offered(name, request_, cluster, seed):
+    policy = make(name, len(cluster), seed)
+    assert all(policy.route(request_, cluster) in range(len(cluster)) for _ in range(3))
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+@few
+@given(request_=requests, only=snapshots)
+def test_a_single_replica_takes_everything(name, request_, only):
+    assert make(name, 1).route(request_, [only]) == 0
+
+
+@pytest.mark.parametrize("name", LOAD_AWARE)
+@few
+@given(
+    levels=st.lists(st.integers(0, 40), min_size=2, max_size=16),
+    request_=requests,
+    seed=st.integers(0, 9),
+)
+def test_of_equal_replicas_the_strictly_most_loaded_is_never_picked(name, levels, request_, seed):
+    chosen = make(name, len(levels), seed).route(request_, [loaded(level) for level in levels])
+    assert levels[chosen] <= max(levels[:chosen] + levels[chosen + 1 :])
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_ALL)
+@few
+@given(
+    levels=st.lists(st.integers(0, 40), min_size=2, max_size=8, unique=True),
+    request_=requests,
+    data=st.data(),
+)
+def test_permuting_the_replicas_permutes_the_choice(name, levels, request_, data):
+    order = data.draw(st.permutations(range(len(levels))))
+    cluster = [loaded(level) for level in levels]
+    policy = make(name, len(levels))
+    straight = policy.route(request_, cluster)
+    assert order[policy.route(request_, [cluster[i] for i in order])] == straight
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_ALL)
+@few
+@given(request_=requests, level=st.integers(0, 40), num_replicas=st.integers(2, 8))
+def test_ties_go_to_the_first_replica(name, request_, level, num_replicas):
+    assert make(name, num_replicas).route(request_, [loaded(level)] * num_replicas) == 0
+
+
+@pytest.mark.parametrize("name", LOOKS_AT_ALL)
+@few
+@given(request_=requests, cluster=clusters)
+def test_a_policy_that_scores_takes_the_cheapest_candidate(name, request_, cluster):
+    policy = make(name, len(cluster))
+    assert isinstance(policy, ScoringPolicy)
+    decision = policy.decide(request_, cluster)
+    assert decision.replica == policy.route(request_, cluster)
+    assert decision.scores is not None
+    assert decision.scores[decision.replica] == min(decision.scores)
+
+
+@few
+@given(request_=requests, cluster=clusters, mean_tokens=st.floats(1, 1e5))
+def test_sed_is_the_linear_policy_with_no_correction(request_, cluster, mean_tokens):
+    costs = np.empty(len(cluster))
+    linear_scores(
+        np.zeros(NUM_SCORE_WEIGHTS), request_.predicted_total_tokens, mean_tokens,
+        SLO.response_s, snapshot_columns(cluster), costs,
+    )  # fmt: skip
+    expected = make("sed", len(cluster)).decide(request_, cluster).scores
+    assert costs * SLO.response_s == pytest.approx(expected)
+
+
+@few
+@given(request_=requests, cluster=clusters)
+def test_dump_is_sed_as_long_as_some_replica_meets_the_slo(request_, cluster):
+    num_replicas = len(cluster)
+    sed = make("sed", num_replicas).route(request_, cluster)
+    in_time = finish_s(request_, cluster[sed]) <= SLO.response_s
+    expected = sed if in_time else num_replicas - 1
+    assert make("sed_dump", num_replicas).route(request_, cluster) == expected
+
+
+@few
+@given(request_=requests, cluster=st.lists(snapshots, min_size=2, max_size=8))
+def test_reserve_keeps_long_requests_off_the_slowest_replica(request_, cluster):
+    speeds = [s.tokens_per_s for s in cluster]
+    slowest = speeds.index(min(speeds))
+    chosen = make("sed_reserve", len(cluster)).route(request_, cluster)
+    if request_.predicted_total_tokens > 2000:
+        assert chosen != slowest
+    else:
+        assert chosen == make("sed", len(cluster)).route(request_, cluster)
+
+
+@few
+@given(
+    smaller=requests, larger=requests, num_replicas=st.integers(1, 6), cluster=clusters
+)
+def test_size_intervals_keep_sizes_in_order_and_look_at_nothing_else(
+    smaller, larger, num_replicas, cluster
+):
+    if smaller.predicted_total_tokens > larger.predicted_total_tokens:
+        smaller, larger = larger, smaller
+    policy = make("sita", num_replicas)
+    # The test's intervals are served in reversed order of the replicas.
+    assert policy.route(smaller, cluster) >= policy.route(larger, cluster)
+
+
+@pytest.mark.parametrize("name", ["weighted_random", "weighted_least_connections"])
+def test_weights_are_full_speeds_so_slots_count(name):
+    one_slot = loaded(0, speed=1000.0)
+    eight_slots = replace(one_slot, num_slots=8)
+    policy = make(name, 2)
+    request_ = Request(0.0, 100, 100.0)
+    picks = [policy.route(request_, [one_slot, eight_slots]) for _ in range(4000)]
+    assert np.mean(picks) == pytest.approx(8 / 9 if name == "weighted_random" else 1.0, abs=0.02)
+
+
+def test_round_robin_gives_everyone_the_same_share():
+    policy = make("round_robin", 3)
+    cluster = [loaded(9), loaded(0), loaded(0)]
+    picks = [policy.route(Request(0.0, 1, 1.0), cluster) for _ in range(9)]
+    assert np.bincount(picks).tolist() == [3, 3, 3]
