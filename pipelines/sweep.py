@@ -97,7 +97,7 @@ def main(args: Args) -> None:
     registration = register_best(sweep, trials, report)
     print_registration(console, report.best, registration)
     console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
-    record(sweep, report, registration, command)
+    record(sweep, trials, report, registration, command)
     if args.json is not None:
         labels = {trial.label for trial in trials}
         write_result(
@@ -105,8 +105,8 @@ def main(args: Args) -> None:
             command,
             sweep.seed,
             report.trial_rows(sweep.experiment.problem, trials),
-            baselines=[row for row in report.ranking if row["policy"] not in labels],
-            evaluation=report.evaluation,
+            baselines=[row for row in report.ranking.rows if row["policy"] not in labels],
+            evaluation=report.evaluation.rows,
             registration=asdict(registration),
         )
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
@@ -123,7 +123,7 @@ def print_report(
         f"{experiment.validation_streams} validation streams"
     )
     table = _table(title, experiment.baseline, "trial or rule", "env steps", "wall s")
-    for row in report.ranking:
+    for row in report.ranking.rows:
         about = described.get(str(row["policy"]))
         steps = f"{about['env_steps']:,}" if about else "-"
         wall_s = f"{about['wall_s']:.0f}" if about else "-"
@@ -132,7 +132,7 @@ def print_report(
     console.print(table)
     title = f"the best on {experiment.evaluation_streams} fresh streams"
     fresh = _table(title, experiment.baseline, "policy")
-    for row in report.evaluation:
+    for row in report.evaluation.rows:
         fresh.add_row(str(row["policy"]), *_measures(row))
     console.print(fresh)
 

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.evaluation import PolicyFactory, Row, Run, compare, run_policy, score
+from tokenyard.figures import draw_evaluation
 from tokenyard.intervals import t_interval
 from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.types import FloatArray, RoutingPolicy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policies on the same streams."""
+
+    streams: StreamSet
+    runs: Mapping[str, Sequence[Run]]
+    rows: list[Row]
+    """One per policy with its differences to the baseline, best score first."""
 
 
 class RoutingJudge:
@@ -25,8 +38,8 @@ class RoutingJudge:
 
     def __init__(self, scenario: str, seed: int) -> None:
         """Draw all streams from `seed`."""
-        self._scenario = load_scenario(scenario)
-        self._source = StreamSource(self._scenario)
+        self.scenario = load_scenario(scenario)
+        self._source = StreamSource(self.scenario)
         self._seed = seed
 
     def ranking_streams(self, count: int) -> StreamSet:
@@ -49,7 +62,7 @@ class RoutingJudge:
         """
 
         def make(rng: np.random.Generator) -> RoutingPolicy:
-            scenario = self._scenario
+            scenario = self.scenario
             context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
             return make_policy(name, context)
 
@@ -57,11 +70,17 @@ class RoutingJudge:
 
     def compare(
         self, policies: Mapping[str, PolicyFactory], baseline: str, streams: StreamSet
-    ) -> list[Row]:
-        """One row per policy with its differences to the baseline, best score first."""
+    ) -> Comparison:
+        """Run every policy over the streams."""
         runs = {name: self._run(factory, streams) for name, factory in policies.items()}
-        rows = compare(self._scenario, runs, baseline, streams.bootstrap)
-        return sorted(rows, key=lambda row: -float(row["score"]))
+        rows = compare(self.scenario, runs, baseline, streams.bootstrap)
+        return Comparison(streams, runs, sorted(rows, key=lambda row: -float(row["score"])))
+
+    def figures(self, comparison: Comparison) -> dict[str, Figure]:
+        """Draw a comparison, by names of files."""
+        credit = f"Traffic: {comparison.streams.origin}"
+        requests = comparison.streams.requests
+        return draw_evaluation(self.scenario, requests, comparison.runs, comparison.rows, credit)
 
     def beats(
         self, candidate: PolicyArtifact, champion: PolicyArtifact, streams: StreamSet
@@ -71,10 +90,10 @@ class RoutingJudge:
         return t_interval(ours - theirs).low > 0
 
     def _run(self, factory: PolicyFactory, streams: StreamSet) -> Sequence[Run]:
-        return run_policy(self._scenario, streams, factory, self._seed)
+        return run_policy(self.scenario, streams, factory, self._seed)
 
     def _scores(self, artifact: PolicyArtifact, streams: StreamSet) -> FloatArray:
-        slo_s = self._scenario.slo_response_s
+        slo_s = self.scenario.slo_response_s
         runs = self._run(trained(artifact), streams)
         return np.array([score(run.outcomes.response_s, slo_s) for run in runs])
 

@@ -11,20 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
 from ray.tune import ResultGrid
 from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard.evaluation import Row
+from tokenyard.figures import learning_curves
 from tokenyard.provenance import git_sha, versions
 from tune_configs import mlflow_log, registry
 from tune_configs.experiment import SCORE, Experiment, load_experiment
-from tune_configs.judge import RoutingJudge, trained
+from tune_configs.judge import Comparison, RoutingJudge, trained
 from tune_configs.registry import Registration
 from tune_configs.results import FinishedTrial
 from tune_configs.tuner import check_resources, new_tuner, resumed_tuner, start_ray
 
+_COMPARABLE = 10
+"""Ratio of environment steps up to which learning curves share an axis."""
 REFERENCE_TAG = "tokenyard.experiment"
 
 
@@ -53,9 +57,9 @@ class Sweep:
 class Report:
     """The outcome of a sweep."""
 
-    ranking: list[Row]
-    """Trials and baselines on the same validation streams, best score first."""
-    evaluation: list[Row]
+    ranking: Comparison
+    """Trials and rules on the same validation streams."""
+    evaluation: Comparison
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
 
@@ -64,7 +68,7 @@ class Report:
         described = {trial.label: trial.described() for trial in trials}
         return [
             {"problem": problem, **described[str(row["policy"])], **row}
-            for row in self.ranking
+            for row in self.ranking.rows
             if row["policy"] in described
         ]
 
@@ -159,7 +163,7 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
         referee.ranking_streams(experiment.validation_streams),
     )
     by_label = {trial.label: trial for trial in trials}
-    best = next(by_label[str(row["policy"])] for row in ranking if row["policy"] in by_label)
+    best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
     evaluation = referee.compare(
         {best.label: policies[best.label], experiment.baseline: baselines[experiment.baseline]},
         experiment.baseline,
@@ -192,11 +196,22 @@ def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> No
         client.log_artifact(run_id, str(path), registry.ARTIFACT_FOLDER)
 
 
-def record(sweep: Sweep, report: Report, registration: Registration, command: str) -> None:
-    """Put tables, settings and provenance onto the sweep's parent run."""
+def record(
+    sweep: Sweep,
+    trials: list[FinishedTrial],
+    report: Report,
+    registration: Registration,
+    command: str,
+) -> None:
+    """Put tables, figures, settings and provenance onto the sweep's parent run."""
     client, run_id = sweep.client, sweep.run_id
-    for name, rows in (("ranking", report.ranking), ("evaluation", report.evaluation)):
+    tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
+    for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
+    figures = RoutingJudge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
+    figures["learning_curves"] = draw_learning_curves(sweep, trials, report)
+    for name, figure in figures.items():
+        client.log_figure(run_id, figure, f"figures/{name}.png")
     provenance = {
         "command": command,
         "git_sha": git_sha(),
@@ -207,8 +222,33 @@ def record(sweep: Sweep, report: Report, registration: Registration, command: st
     client.log_dict(run_id, _described(sweep), "experiment.json")
     registered = {f"registered_{key}": value for key, value in asdict(registration).items()}
     mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **registered})
-    best = next(row for row in report.ranking if row["policy"] == report.best.label)
+    best = next(row for row in report.ranking.rows if row["policy"] == report.best.label)
     client.log_metric(run_id, SCORE, float(best[SCORE]))
+
+
+def draw_learning_curves(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Figure:
+    """Draw the score of trials in training, one colour per algorithm and reward weights.
+
+    A trial of another order of environment steps, such as policy search, becomes a level line
+    at its end, as the baseline is one.
+    """
+    runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
+    shortest = min(trial.env_steps for trial in trials)
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    levels = {
+        str(row["policy"]): float(row[SCORE])
+        for row in report.ranking.rows
+        if row["policy"] == sweep.experiment.baseline
+    }
+    for trial in trials:
+        run_id = runs[trial.trial_id].info.run_id
+        curve = mlflow_log.learning_curve(sweep.client, run_id, SCORE)
+        if trial.env_steps > _COMPARABLE * shortest:
+            levels[trial.label] = curve[-1][1]
+        else:
+            setting = f"{trial.config['algorithm']}, {trial.config['reward_weights']}"
+            curves.setdefault(setting, []).append([(float(x), y) for x, y in curve])
+    return learning_curves(curves, "score on validation streams, s", levels)
 
 
 def _columns(rows: list[Row]) -> dict[str, list[Any]]:
