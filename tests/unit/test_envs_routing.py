@@ -155,3 +155,11 @@ def test_a_hidden_output_length_reaches_neither_request_nor_observation():
         assert request.predicted_total_tokens == request.context_tokens
         seen.append(env.sim.observe()[0].copy())
     np.testing.assert_array_equal(*seen)
+
+
+def test_a_request_that_the_baseline_dropped_still_earns_a_number():
+    dropping = load_scenario("bursty_serial").model_copy(update={"queue_limit": 1})
+    env = envs.LoadBalancingEnv(scenario=dropping, reward=WORKING_REWARD, episode_requests=300)
+    env.reset(seed=0)
+    rewards = [env.step(np.int64(i % 3))[1] for i in range(300)]
+    assert np.isfinite(rewards).all()

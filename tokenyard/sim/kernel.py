@@ -320,8 +320,10 @@ def _decide(state, rules, plant, requests, outcomes, index, server, now):
     if rules[RESPONSE] != 0.0 or rules[SLO] != 0.0 or rules[TAIL] != 0.0:
         if accepted:
             reward += _pay_for_response(rules, response)
-        if rules[SUBTRACT_BASELINE]:
-            reward -= _pay_for_response(rules, requests[index, BASELINE_RESPONSE_S])
+        baseline = requests[index, BASELINE_RESPONSE_S]
+        # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
+        if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
+            reward -= _pay_for_response(rules, baseline)
     return reward
 
 
