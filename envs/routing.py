@@ -80,7 +80,9 @@ class _Feed:
         return self._shadow.outcomes().response_s
 
 
-def _spaces(config: RoutingEnvConfig) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete]:
+def _spaces(
+    config: RoutingEnvConfig,
+) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete[np.int64]]:
     num_servers = config.scenario.num_servers
     size = observation_size(num_servers, config.expected_finish)
     box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
@@ -219,7 +221,7 @@ class LoadBalancingVectorEnv(
         Raises:
             ValueError: An action names no server.
         """
-        for copy in np.flatnonzero(self._ended):
+        for copy in np.flatnonzero(self._ended).tolist():
             self._feed.start(copy, self._rngs[copy])
             self.sim.skip_next(copy)
         observations, rewards = self.sim.step_and_observe(np.asarray(actions, dtype=np.int64))

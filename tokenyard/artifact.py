@@ -63,7 +63,7 @@ class ArtifactMetadata(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     kind: Literal["linear", "mlp"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.observation.linear_scores`); `mlp`: a network over the flat observation."""
