@@ -1,0 +1,153 @@
+"""A sweep, looked at in MLflow's own pages with a headless Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from integration.toy_sweeps import toy_trial
+from mlflow import MlflowClient
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
+
+from tune_configs import mlflow_log
+
+pytestmark = pytest.mark.integration
+
+MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
+if MISSING:
+    pytest.skip(
+        f"{' and '.join(MISSING)} missing: install the packages chromium and chromium-driver",
+        allow_module_level=True,
+    )
+
+
+class Trial:
+    """What the log reads of a Tune trial."""
+
+    latest_checkpoint_result = None
+
+    def __init__(self, algorithm):
+        self.trial_id = f"ui_{algorithm}"
+        self.config = toy_trial(algorithm)
+
+    def __str__(self):
+        return f"{self.config['algorithm']}-none-s0"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Store with a sweep of two trials that each have a curve."""
+    folder = tmp_path_factory.mktemp("ui")
+    client = MlflowClient(mlflow_log.tracking_uri(folder))
+    experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", folder)
+    parent = mlflow_log.open_sweep_run(client, experiment_id, str(folder), "night-sweep", {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    for skill, algorithm in enumerate(("fast", "slow")):
+        trial = Trial(algorithm)
+        log.on_trial_start(0, [], trial)
+        for steps in range(1_000, 6_000, 1_000):
+            # Plotly draws no points on a straight line, so the curve goes up and down.
+            score = -3.0 - skill + (steps // 1_000) % 2
+            log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": score})
+        log.on_trial_complete(0, [], trial)
+    client.set_terminated(parent)
+    return folder, client, experiment_id, parent
+
+
+@pytest.fixture(scope="module")
+def url(store):
+    """Address of the UI on that store, started as `make mlflow` starts it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [
+            sys.executable, "-m", "mlflow", "ui", "--port", str(port), "--workers", "1",
+            "--backend-store-uri", store[1].tracking_uri,
+        ],
+        cwd=store[0],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_up(f"{address}/health", server)
+        yield address
+    finally:
+        # The UI is several processes; it was started as their group's leader.
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def wait_until_up(address, server, seconds=240):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert server.poll() is None, "the UI did not start"
+        try:
+            urllib.request.urlopen(address, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError(f"{address} did not answer in {seconds} s")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.add_argument("--window-size=1600,1200")
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    driver = webdriver.Chrome(options=options, service=service)
+    yield driver
+    driver.quit()
+
+
+def wait_for_text(browser, *texts, seconds=90):
+    def all_there(driver):
+        body = driver.find_element(By.TAG_NAME, "body").text
+        return all(text in body for text in texts)
+
+    WebDriverWait(browser, seconds).until(all_there, f"not all of {texts} on {browser.current_url}")
+
+
+def test_trials_are_listed_under_their_sweep(url, browser, store):
+    _, _, experiment_id, _ = store
+    browser.get(f"{url}/#/experiments/{experiment_id}/runs")
+    wait_for_text(browser, "night-sweep")
+    # Trials come out from under the sweep when it is unfolded.
+    assert "fast-none-s0" not in browser.find_element(By.TAG_NAME, "body").text
+    row = "//span[@role='presentation'][.//span[text()='night-sweep']]"
+    browser.find_element(By.XPATH, f"{row}//button").click()
+    wait_for_text(browser, "fast-none-s0", "slow-none-s0")
+
+
+def test_two_learning_curves_stand_side_by_side(url, browser, store):
+    _, client, experiment_id, parent = store
+    runs = [run.info.run_id for run in mlflow_log.trial_runs(client, parent).values()]
+    listed = "[" + ",".join(f"%22{run}%22" for run in runs) + "]"
+    browser.get(
+        f"{url}/#/metric?runs={listed}&metric=%22score%22&experiments=[%22{experiment_id}%22]"
+        "&plot_metric_keys=[%22score%22]&x_axis=step"
+    )
+    wait_for_text(browser, "Comparing 2 Runs", "fast-none-s0 (score)", "slow-none-s0 (score)")
+
+    def points_per_curve(driver):
+        # MLflow draws every curve twice, plain and smoothed; unsmoothed, they are the same path.
+        lines = driver.find_elements(By.CSS_SELECTOR, ".scatterlayer .trace path.js-line")
+        paths = {line.get_attribute("d") for line in lines}
+        return [path.count("L") + 1 for path in paths]
+
+    wait = WebDriverWait(browser, 60)
+    wait.until(lambda driver: points_per_curve(driver) == [5, 5], "no two curves of five points")
