@@ -10,10 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal
 
@@ -25,8 +22,8 @@ from rich.table import Table
 
 from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import RegistryLookup
-from tokenyard.candidates import Candidate, resolve_candidate
-from tokenyard.evaluation import Row, Run, compare
+from tokenyard.candidates import Candidate, resolve_candidate, run_candidates
+from tokenyard.evaluation import Row, compare
 from tokenyard.figures import draw_evaluation, save_figures
 from tokenyard.policies import BASELINES
 from tokenyard.provenance import write_result
@@ -139,21 +136,6 @@ def find_streams(args: Args, source: StreamSource) -> tuple[StreamSet, list[str]
     return synthetic_streams(source, args.streams, args.seed), notes
 
 
-def run_candidates(plan: Plan, seed: int, jobs: int) -> dict[str, list[Run]]:
-    """Run every candidate over the plan's streams, in as many processes as `jobs`."""
-    run = partial(_run, scenario=plan.scenario, streams=plan.streams, seed=seed)
-    if jobs == 1:
-        runs = [run(candidate) for candidate in plan.candidates]
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            runs = list(pool.map(run, plan.candidates))
-    return {candidate.name: some for candidate, some in zip(plan.candidates, runs, strict=True)}
-
-
-def _run(candidate: Candidate, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    return candidate.run(scenario, streams, seed)
-
-
 def print_tables(console: Console, plan: Plan, rows: list[Row], baseline: str) -> None:
     num_streams, length = len(plan.streams.requests), len(plan.streams.requests[0])
     console.print(f"\n[bold]{plan.scenario.name}[/]: {plan.scenario.description}")
@@ -261,7 +243,7 @@ def main(args: Args) -> None:
     figures: dict[str, Figure] = {}
     draw = args.figures is not None or args.mlflow
     for one in plans:
-        runs = run_candidates(one, args.seed, args.jobs)
+        runs = run_candidates(one.candidates, one.scenario, one.streams, args.seed, args.jobs)
         compared = compare(one.scenario, runs, args.baseline, one.streams.bootstrap)
         print_tables(console, one, compared, args.baseline)
         rows += compared

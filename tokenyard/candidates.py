@@ -6,9 +6,11 @@ a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario
 from tokenyard.sim.bounds import BOUNDS
 from tokenyard.sim.run import Replay, Run, run_each, run_policy
-from tokenyard.sim.streams import StreamSet
+from tokenyard.sim.streams import StreamSet, StreamSource
 from tokenyard.types import RoutingPolicy
 
 TRAINED = ("champion", "generic")
@@ -58,11 +60,34 @@ def resolve_candidate(
         make_policy(name, context)  # Parameters that are missing must show before a long run.
         return Candidate(name, "baseline", partial(_run_baseline, name))
     if name in BOUNDS:
+        # One request is enough to be refused, where the bound does not exist for the servers.
+        BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
         return Candidate(name, "bound, no policy", partial(_run_bound, name))
     if name in TRAINED or name.endswith(".npz"):
         return _trained(name, scenario, registry)
     known = [*BASELINES, *TRAINED, *BOUNDS]
     raise ValueError(f"unknown policy {name!r}; give a policy file (.npz) or one of {known}")
+
+
+def run_candidates(
+    candidates: Sequence[Candidate],
+    scenario: Scenario,
+    streams: StreamSet,
+    seed: int,
+    jobs: int = 1,
+) -> dict[str, list[Run]]:
+    """Run candidates over equal streams, in as many processes as `jobs`; runs by name."""
+    run = partial(_run, scenario=scenario, streams=streams, seed=seed)
+    if jobs == 1:
+        runs = [run(candidate) for candidate in candidates]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            runs = list(pool.map(run, candidates))
+    return {candidate.name: some for candidate, some in zip(candidates, runs, strict=True)}
+
+
+def _run(candidate: Candidate, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
+    return candidate.run(scenario, streams, seed)
 
 
 def _trained(name: str, scenario: Scenario, registry: RegistryLookup | None) -> Candidate:

@@ -52,9 +52,7 @@ def tuned_for(num_replicas: int) -> TunedRules:
 
 def make(name: str, num_replicas: int, seed: int = 0):
     rng = np.random.default_rng(seed)
-    return make_policy(
-        name, PolicyContext("test", SLO, rng, num_replicas, tuned_for(num_replicas))
-    )
+    return make_policy(name, PolicyContext("test", SLO, rng, num_replicas, tuned_for(num_replicas)))
 
 
 def loaded(level: float, speed: float = 5000.0) -> ReplicaSnapshot:
@@ -167,9 +165,7 @@ def test_reserve_keeps_long_requests_off_the_slowest_replica(request_, cluster):
 
 
 @few
-@given(
-    smaller=requests, larger=requests, num_replicas=st.integers(1, 6), cluster=clusters
-)
+@given(smaller=requests, larger=requests, num_replicas=st.integers(1, 6), cluster=clusters)
 def test_size_intervals_keep_sizes_in_order_and_look_at_nothing_else(
     smaller, larger, num_replicas, cluster
 ):

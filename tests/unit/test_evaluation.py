@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tokenyard.candidates import resolve_candidate
+from tokenyard.evaluation import compare, mean_summary, run_policy, summarise
+from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.cluster import Outcomes
+from tokenyard.sim.run import Replay, Run, run_each
+from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.types import FloatArray
+
+SCENARIO = load_scenario("nominal")
+
+
+def streams(*lengths: int, scenario=SCENARIO) -> StreamSet:
+    source = StreamSource(scenario)
+    drawn = [
+        source.sample(length, stream_rng(7, "evaluation", i)) for i, length in enumerate(lengths)
+    ]
+    return StreamSet(drawn, "test")
+
+
+def baseline(name: str, scenario=SCENARIO):
+    return lambda rng: make_policy(
+        name, PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
+    )
+
+
+def made_up(response_s: list[float]) -> Run:
+    n = len(response_s)
+    return Run(
+        Outcomes(
+            arrival_s=np.arange(n, dtype=np.float64),
+            total_tokens=np.full(n, 100.0),
+            server=np.zeros(n, dtype=np.int64),
+            response_s=np.array(response_s),
+            waiting_seen=np.zeros(n),
+        ),
+        rewards=np.ones(n),
+    )
+
+
+def numbers(run: Run) -> list[FloatArray]:
+    return [run.outcomes.server, run.outcomes.response_s, run.rewards]
+
+
+def test_equal_seeds_give_equal_runs_and_other_seeds_other_choices():
+    some = streams(300, 300)
+    first = run_policy(SCENARIO, some, baseline("random"), seed=1)
+    again = run_policy(SCENARIO, some, baseline("random"), seed=1)
+    other = run_policy(SCENARIO, some, baseline("random"), seed=2)
+    for left, right in zip(first, again, strict=True):
+        for a, b in zip(numbers(left), numbers(right), strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert (first[0].outcomes.server != other[0].outcomes.server).any()
+    assert (first[0].outcomes.server != first[1].outcomes.server).any()
+
+
+def test_streams_do_not_disturb_each_other_and_may_differ_in_length():
+    lengths = (200, 350, 200)
+    together = run_policy(SCENARIO, streams(*lengths), baseline("sed"), seed=0)
+    for index, run in enumerate(together):
+        alone = StreamSet([streams(*lengths).requests[index]], "test")
+        (expected,) = run_policy(SCENARIO, alone, baseline("sed"), seed=0)
+        for a, b in zip(numbers(run), numbers(expected), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_replayed_decisions_earn_and_take_the_same():
+    some = streams(400, 400)
+    runs = run_policy(SCENARIO, some, baseline("power_of_two"), seed=3)
+    replayed = run_each(SCENARIO, some, [Replay(run.outcomes.server) for run in runs])
+    for run, again in zip(runs, replayed, strict=True):
+        for a, b in zip(numbers(run), numbers(again), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_every_completion_is_paid_even_of_requests_that_end_after_the_last_arrival():
+    weights = {
+        "processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0, "accept": 0.0,
+        "complete": 1.0, "slo_at_completion": -5.0, "drop": 0.0,
+    }  # fmt: skip
+    paid = SCENARIO.model_copy(update={"reward": SCENARIO.reward.model_copy(update=weights)})
+    (run,) = run_policy(paid, streams(500), baseline("round_robin"), seed=0)
+    num_late = int((run.outcomes.response_s > 2.0).sum())
+    assert run.rewards.sum() == pytest.approx(500 - 5 * num_late)
+
+
+def test_dropped_requests_are_counted_against_the_policy():
+    few_places = SCENARIO.model_copy(update={"overflow": "drop"})
+    crowded = streams(500)
+    crowded.requests[0][:, :2] /= 4  # four times the load
+    (run,) = run_policy(few_places, crowded, baseline("round_robin"), seed=0)
+    row = summarise(few_places, run)
+    num_dropped = int((run.outcomes.server == -1).sum())
+    assert num_dropped > 0
+    assert row["dropped_fraction"] == num_dropped / 500
+    assert row["slo_violation_fraction"] >= row["dropped_fraction"]
+    shares = [row[f"share_server_{i}_fraction"] for i in range(3)]
+    assert sum(shares) == pytest.approx(1 - row["dropped_fraction"])
+
+
+def test_the_summary_of_several_streams_is_the_mean_of_their_summaries():
+    runs = [made_up([1.0, 3.0]), made_up([2.0, 2.0])]
+    summary = mean_summary(SCENARIO, runs)
+    assert summary["slo_violation_fraction"] == 0.25
+    assert summary["p99_response_s"] == pytest.approx((2.98 + 2.0) / 2)
+
+
+def test_deltas_are_paired_by_stream_and_relative_to_the_mean_of_the_baseline():
+    runs = {
+        "sed": [made_up([1.0, 1.0]), made_up([3.0, 3.0])],
+        "ours": [made_up([0.5, 0.5]), made_up([2.0, 2.0])],
+    }
+    sed, ours = compare(SCENARIO, runs, "sed")
+    assert sed["delta_mean_fraction"] == sed["delta_mean_ci_low"] == sed["delta_mean_ci_high"] == 0
+    # Differences are -0.5 and -1: their mean is -0.75, over the baseline's 2.
+    assert ours["delta_mean_fraction"] == pytest.approx(-0.375)
+    # Student's quantile for one degree of freedom is 12.706.
+    half = 12.7062 * (0.5 / math.sqrt(2)) / math.sqrt(2) / 2
+    assert ours["delta_mean_ci_high"] == pytest.approx(-0.375 + half, rel=1e-4)
+    assert ours["delta_p99_fraction"] == pytest.approx(-0.375)
+    assert ours["delta_slo_violation"] == -0.5
+    assert ours["stream_count"] == 2
+
+
+def test_one_recorded_stream_gets_its_intervals_from_its_requests():
+    some = streams(2000)
+    runs = {
+        name: run_policy(SCENARIO, some, baseline(name), seed=0) for name in ("sed", "round_robin")
+    }
+    sed, robin = compare(SCENARIO, runs, "sed", bootstrap=True)
+    assert sed["delta_mean_ci_low"] == sed["delta_mean_ci_high"] == 0
+    assert robin["delta_mean_ci_low"] < robin["delta_mean_fraction"] < robin["delta_mean_ci_high"]
+    assert robin["delta_mean_ci_low"] > 0
+    assert robin["reward_ci_low"] < robin["reward"] < robin["reward_ci_high"]
+    assert compare(SCENARIO, runs, "sed", bootstrap=True) == [sed, robin]
+
+
+def test_a_baseline_that_was_not_run_is_refused():
+    with pytest.raises(ValueError, match=r"'sed' was not run; choose one of \['ours'\]"):
+        compare(SCENARIO, {"ours": [made_up([1.0])]}, "sed")
+
+
+def test_bounds_stand_beside_policies_in_the_same_rows():
+    some = streams(400)
+    runs = {
+        name: resolve_candidate(name, SCENARIO).run(SCENARIO, some, 0)
+        for name in ("sed", "clairvoyant")
+    }
+    _, bound = compare(SCENARIO, runs, "sed")
+    assert float(bound["delta_mean_fraction"]) < 0
+    assert math.isfinite(float(bound["reward"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario", "reason"),
+    [
+        ("sedd", "nominal", r"unknown policy 'sedd'; give a policy file \(.npz\) or one of"),
+        ("nowhere.npz", "nominal", "nowhere.npz does not exist"),
+        ("mc_rollout", "high_load", "bounds exist for serial servers"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_runs(name, scenario, reason):
+    with pytest.raises(ValueError, match=reason):
+        resolve_candidate(name, load_scenario(scenario))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenyard import figures
+from tokenyard.candidates import resolve_candidate
+from tokenyard.evaluation import compare
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+
+SCENARIO = load_scenario("poisson_085")
+NAMES = ("round_robin", "least_loaded", "sed", "sed_dump")
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    source = StreamSource(SCENARIO)
+    requests = [source.sample(400, stream_rng(3, "evaluation", i)) for i in range(2)]
+    streams = StreamSet(requests, "test")
+    runs = {name: resolve_candidate(name, SCENARIO).run(SCENARIO, streams, 0) for name in NAMES}
+    return requests, runs, compare(SCENARIO, runs, "sed")
+
+
+def draw(evaluated):
+    return figures.draw_evaluation(SCENARIO, *evaluated, "Traffic: a test")
+
+
+def labels(figure) -> str:
+    return " ".join(axes.get_xlabel() + " " + axes.get_ylabel() for axes in figure.axes)
+
+
+def test_every_figure_of_the_paper_is_drawn_with_units_and_its_source(evaluated):
+    all_figures = draw(evaluated)
+    assert set(all_figures) == {
+        "reward_per_policy", "response_boxes", "load_trajectories", "response_per_request",
+        "violation_heatmap", "violations_per_policy", "token_histograms", "request_counts",
+    }  # fmt: skip
+    for figure in all_figures.values():
+        assert labels(figure).strip()
+        assert figure.get_supxlabel() == "Traffic: a test"
+    assert "response time, s" in labels(all_figures["response_boxes"])
+    assert "thousand tokens" in labels(all_figures["load_trajectories"])
+
+
+def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
+    folders = [tmp_path / "first", tmp_path / "again"]
+    first, again = (
+        figures.save_figures(
+            {f"poisson_085/{name}": figure for name, figure in draw(evaluated).items()}, folder
+        )
+        for folder in folders
+    )
+    assert first[0] == folders[0] / "poisson_085" / "reward_per_policy.png"
+    for left, right in zip(first, again, strict=True):
+        assert left.read_bytes() == right.read_bytes()
+
+
+def test_every_server_begins_and_ends_without_load(evaluated):
+    _, runs, _ = evaluated
+    for server in range(SCENARIO.num_servers):
+        time_s, tokens = figures._load_over_time(runs["sed"][0], server)
+        assert (np.diff(time_s) >= 0).all()
+        assert tokens.min() >= -1e-6
+        assert tokens[0] == 0
+        assert tokens[-1] == pytest.approx(0, abs=1e-6)
+
+
+def test_learning_curves_show_every_repetition_their_median_and_the_references():
+    curves = {
+        "ppo": [[(0, -3.0), (10, -2.0), (20, -1.0)], [(0, -3.0), (10, -1.0)]],
+        "dqn": [[(0, -2.0)]],
+    }
+    figure = figures.learning_curves(curves, "score, s", {"sed": -1.5})
+    (axes,) = figure.axes
+    drawn_lines = [line.get_xydata().tolist() for line in axes.lines]
+    assert [[0.0, -3.0], [10.0, -1.5]] in drawn_lines  # the median, where both have been
+    assert len(drawn_lines) == 2 + 1 + 1 + 1 + 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "dqn", "sed"]
