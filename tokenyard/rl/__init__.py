@@ -1,6 +1,7 @@
-"""Learning to route: RLlib algorithms, their networks, and the way from training to an artifact.
+"""Learning to route: RLlib algorithms, policy search, and the way from either to an artifact.
 
 The only part of the core that knows torch and Ray. Reading order: `recipes` (what is trained and
-how), `modules` (the networks), `a2c` (the algorithm that RLlib lacks), `export` (network to
-artifact), `trainable` (one trial of a sweep).
+how), `modules` (the networks), `a2c` (the algorithm that RLlib lacks), `runner` (who samples),
+`policy_search` (the other way to learn), `training` (one interface over both), `export` (network
+to artifact), `validation` (what a policy is worth), `trainable` (one trial of a sweep).
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -136,7 +137,7 @@ class RouterTrainable(tune.Trainable):
         learned = self.training.step()
         training_s = time.perf_counter() - started
         if self._until_validation == 0:
-            self._validated = self._validate(self.training.artifact({}))
+            self._validated = self._validate(self.training.artifact({}, {}))
             self._until_validation = self.trial_config.validate_every
         self._until_validation -= 1
         env_steps = self.training.env_steps
@@ -149,8 +150,18 @@ class RouterTrainable(tune.Trainable):
         }
 
     def artifact(self) -> PolicyArtifact:
-        """The present policy, with what it last scored."""
-        return self.training.artifact(self._validated)
+        """The present policy, with what it last scored and what it was made from."""
+        return self.training.artifact(self._validated, self._lineage())
+
+    def _lineage(self) -> dict[str, str]:
+        config = self.trial_config
+        text = config.model_dump_json(exclude={"register_env"})
+        return {
+            "trial_sha256": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "recipe": config.recipe,
+            "seed": str(config.seed),
+            "env_steps": str(self.training.env_steps),
+        }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the learner's state and the policy as it would be served."""

@@ -37,8 +37,8 @@ class Training(Protocol):
         """Learn for a while and return what there is to say about it."""
         ...
 
-    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
-        """The present policy; `metrics` is what it scored."""
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+        """The present policy, with what it scored and what it was made from."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -73,9 +73,9 @@ class SearchTraining:
             found = self._search.step()
         return found
 
-    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
         """The centre of the search."""
-        return self._search.artifact(metrics)
+        return self._search.artifact(metrics, lineage)
 
     def save(self, folder: Path) -> None:
         """Write the state of the search as JSON."""
@@ -160,10 +160,12 @@ class RllibTraining:
         self._env_steps = int(runners.get("num_env_steps_sampled_lifetime", self._env_steps))
         return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
-    def artifact(self, metrics: Mapping[str, float]) -> PolicyArtifact:
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
         """The greedy policy of the present weights."""
         expected_finish = bool(self._config.env_config["expected_finish"])
-        return export_network(self.module, self._source, self._trainer, expected_finish, metrics)
+        return export_network(
+            self.module, self._source, self._trainer, expected_finish, metrics, lineage
+        )
 
     def save(self, folder: Path) -> None:
         """Write RLlib's checkpoint of weights, optimiser and counters."""
