@@ -7,6 +7,7 @@ python pipelines/evaluate.py --scenario conversation --trace my_log.csv --stream
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import sys
@@ -182,7 +183,7 @@ def _table(title: str, columns: list[str]) -> Table:
 def _with_half_width(row: Row, key: str, factor: float, form: str) -> str:
     half = (float(row[f"{key}_ci_high"]) - float(row[f"{key}_ci_low"])) / 2
     value = f"{factor * float(row[key]):{form}}"
-    return value if half != half else f"{value} ±{factor * half:{form}}"
+    return value if math.isnan(half) else f"{value} ±{factor * half:{form}}"
 
 
 def differences_table(rows: list[Row], baseline: str) -> Table:
@@ -205,7 +206,8 @@ def differences_table(rows: list[Row], baseline: str) -> Table:
 
 def _difference(row: Row, key: str, prefix: str) -> str:
     values = [100 * float(row[k]) for k in (key, f"{prefix}_ci_low", f"{prefix}_ci_high")]
-    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*values)
+    interval = " \\[{:+.1f}, {:+.1f}]".format(*values[1:])
+    return f"{values[0]:+.1f}" + ("" if math.isnan(values[1]) else interval)
 
 
 def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> None:

@@ -31,6 +31,7 @@ def load(name: str):
 
 evaluate = load("evaluate")
 tune_baselines = load("tune_baselines")
+ranking = load("ranking")
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +169,19 @@ def test_tuning_writes_rules_that_fit_the_scenario(tmp_path, capsys):
     assert sorted(rules["sita_replicas"]) == [0, 1]
     assert rules["scores"]["sed_reserve"] >= rules["scores"]["sed"]
     assert "sed_dump" in capsys.readouterr().out
+
+
+def test_agreement_is_one_for_the_same_order_and_minus_one_for_the_opposite():
+    assert ranking.taus([[1.0, 2.0, 3.0]], [[10.0, 20.0, 31.0], [3.0, 2.0, 1.0]]) == [1.0, -1.0]
+
+
+def test_docs_define_every_key_of_a_row(tmp_path):
+    out = tmp_path / "rows.json"
+    evaluate.main(evaluate.Args(scenario="poisson_085", policies="sed", streams=1, json=out))
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    keys = {key for key in json.loads(out.read_text())["rows"][0] if not key.startswith("share_")}
+    intervals = {key for key in keys if key.endswith(("_ci_low", "_ci_high"))}
+    assert all(f"`{key}`" in page for key in keys - intervals)
+    for key in intervals:
+        stem = key.removesuffix("_ci_low").removesuffix("_ci_high")
+        assert f"`{stem}_ci_low/high`" in page or f"`{stem}`" in page
