@@ -120,7 +120,7 @@ def print_report(
     experiment = sweep.experiment
     title = (
         f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
-        f"{experiment.validation_streams} validation streams"
+        f"{len(report.ranking.streams.requests)} validation streams"
     )
     table = _table(title, experiment.baseline, "trial or rule", "env steps", "wall s")
     for row in report.ranking.rows:

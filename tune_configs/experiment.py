@@ -59,8 +59,6 @@ class Experiment:
     """The one of `baselines` that differences are taken to."""
     warm_up: Callable[[], None] | None = None
     """Compiles what trials would otherwise each compile for themselves; called in the driver."""
-    validation_streams: int = 6
-    """Streams that rank trials and baselines."""
     promotion_streams: int = 20
     """Further validation streams on which a champion must be beaten."""
     evaluation_streams: int = 10

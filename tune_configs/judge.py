@@ -18,6 +18,10 @@ from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.types import FloatArray, RoutingPolicy
 
+VALIDATION_STREAMS = 8
+VALIDATION_SEED = 0
+"""The same for all trials of all sweeps, so that their curves can be compared."""
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -32,23 +36,26 @@ class Comparison:
 class RoutingJudge:
     """Compares routing policies on one scenario's streams.
 
-    Trials validate themselves on streams of validation seed 0. Ranking, promotion and the final
-    evaluation each use others, so that no policy is judged on what chose it.
+    Trials and rules are ranked on the streams on which trials validate themselves in training,
+    so that a learning curve ends where the ranking puts it. Promotion and the final evaluation
+    use others, on which nothing was chosen.
     """
 
     def __init__(self, scenario: str, seed: int) -> None:
-        """Draw all streams from `seed`."""
+        """Draw all streams but those of the ranking from `seed`."""
         self.scenario = load_scenario(scenario)
         self._source = StreamSource(self.scenario)
         self._seed = seed
 
-    def ranking_streams(self, count: int) -> StreamSet:
-        """Validation streams on which trials and baselines are ranked."""
-        return synthetic_streams(self._source, count, 2 * self._seed + 1, "validation")
+    def ranking_streams(self) -> StreamSet:
+        """The streams on which trials validate themselves."""
+        return synthetic_streams(self._source, VALIDATION_STREAMS, VALIDATION_SEED, "validation")
 
     def promotion_streams(self, count: int) -> StreamSet:
         """Further validation streams, on which a candidate meets the champion."""
-        return synthetic_streams(self._source, count, 2 * self._seed + 2, "validation")
+        return synthetic_streams(
+            self._source, count, VALIDATION_SEED + 1 + self._seed, "validation"
+        )
 
     def fresh_streams(self, count: int) -> StreamSet:
         """Streams on which nothing was chosen."""

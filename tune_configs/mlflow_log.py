@@ -79,9 +79,9 @@ def trial_runs(client: MlflowClient, parent_run_id: str) -> dict[str, Run]:
     return {run.data.tags[TRIAL_TAG]: run for run in runs}
 
 
-def learning_curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[int, float]]:
+def learning_curve(client: MlflowClient, run_id: str, key: str) -> list[tuple[float, float]]:
     """(environment steps, value) of one metric, in order of steps."""
-    return sorted((m.step, m.value) for m in client.get_metric_history(run_id, key))
+    return sorted((float(m.step), m.value) for m in client.get_metric_history(run_id, key))
 
 
 def metrics_of(result: Mapping[str, Any]) -> dict[str, float]:

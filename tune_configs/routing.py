@@ -20,6 +20,7 @@ from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.trainable import RouterTrainable
 from tokenyard.scenario import load_scenario
 from tune_configs.experiment import SCORE, Experiment, TrialConfig
+from tune_configs.judge import VALIDATION_SEED, VALIDATION_STREAMS
 from tune_configs.rewards import ABLATIONS, PAPER, reward_weights
 from tune_configs.schedulers import AshaPerAlgorithm
 
@@ -31,9 +32,6 @@ WEIGHTINGS = (PAPER, "response", "response_slo_tail")
 
 _SHORT_ENV_STEPS = 20_000
 _LONG_ENV_STEPS = 1_000_000
-# A generation of the search routes 820,000 requests in about a second; 40 of them let the
-# added noise fade out, which is when the centre of the search is worth most.
-_SEARCH_ENV_STEPS = 32_800_000
 
 
 class RoutingTrial(RouterTrainable):
@@ -47,6 +45,16 @@ class RoutingTrial(RouterTrainable):
         """Turn the actor to another trial."""
         return bool(super().reset_config(trainer_config(new_config)))
 
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """Half a CPU for the trial and half for each env runner, one bundle each.
+
+        Policy search has no env runner and is counted as if it had one: it keeps a core busy by
+        itself, and only between equal requests does Tune turn an actor to the next trial.
+        """
+        num_env_runners = config.get("num_env_runners", 1)
+        return tune.PlacementGroupFactory([{"CPU": 0.5}] * (1 + num_env_runners))
+
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `RouterTrainable`."""
@@ -56,10 +64,15 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "scenario": trial["scenario"],
         "seed": trial["seed"],
         "register_env": envs.register,
+        "validation_streams": VALIDATION_STREAMS,
+        "validation_seed": VALIDATION_SEED,
     }
     if "num_env_runners" in trial:
         config["num_env_runners"] = trial["num_env_runners"]
-    if trial["algorithm"] != POLICY_SEARCH:
+    if trial["algorithm"] == POLICY_SEARCH:
+        generations = trial["env_steps"] // _search_env_steps(num_generations=1)
+        config["generations_per_iteration"] = generations // trial["iterations"]
+    else:
         config["recipe"] = trial["recipe"]
         config["reward"] = reward_weights(trial["reward_weights"], scenario)
         config["train_steps"] = trial["env_steps"]
@@ -94,9 +107,18 @@ def _trial(
     }
 
 
-def _search_trial(scenario: str = "poisson_085", seed: int = 0) -> TrialConfig:
+def _search_trial(num_generations: int | None = None, iterations: int = 10) -> TrialConfig:
+    """Search to where its noise has faded out, and its centre is worth most, or for less."""
+    env_steps = _search_env_steps(num_generations or SearchConfig().num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", scenario, _SEARCH_ENV_STEPS, seed=seed)
+    return _trial(POLICY_SEARCH, "score", env_steps=env_steps, iterations=iterations)
+
+
+def _search_env_steps(num_generations: int) -> int:
+    search = SearchConfig()
+    candidates = search.population + 1  # and the baseline
+    requests = search.streams_per_generation * search.requests_per_stream
+    return num_generations * candidates * requests
 
 
 def default() -> Experiment:
@@ -113,13 +135,12 @@ def default() -> Experiment:
 
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
-    search = {**_search_trial(), "env_steps": 1_640_000}
+    search = _search_trial(num_generations=4, iterations=2)
     learner = _trial("ppo", "response", env_steps=4_000, iterations=2)
     return replace(
         default(),
         trials=(search, learner),
         baselines=("round_robin", "sed"),
-        validation_streams=2,
         promotion_streams=4,
         evaluation_streams=3,
     )

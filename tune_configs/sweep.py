@@ -29,6 +29,7 @@ from tune_configs.tuner import check_resources, new_tuner, resumed_tuner, start_
 
 _COMPARABLE = 10
 """Ratio of environment steps up to which learning curves share an axis."""
+Curve = list[tuple[float, float]]
 REFERENCE_TAG = "tokenyard.experiment"
 
 
@@ -160,7 +161,7 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
     ranking = referee.compare(
         policies | baselines,
         experiment.baseline,
-        referee.ranking_streams(experiment.validation_streams),
+        referee.ranking_streams(),
     )
     by_label = {trial.label: trial for trial in trials}
     best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
@@ -209,7 +210,7 @@ def record(
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
     figures = RoutingJudge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
-    figures["learning_curves"] = draw_learning_curves(sweep, trials, report)
+    figures |= draw_learning_curves(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
     provenance = {
@@ -226,29 +227,35 @@ def record(
     client.log_metric(run_id, SCORE, float(best[SCORE]))
 
 
-def draw_learning_curves(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Figure:
-    """Draw the score of trials in training, one colour per algorithm and reward weights.
+def draw_learning_curves(
+    sweep: Sweep, trials: list[FinishedTrial], report: Report
+) -> dict[str, Figure]:
+    """Draw the score of trials in training, a figure per reward weights, by names of files.
 
-    A trial of another order of environment steps, such as policy search, becomes a level line
-    at its end, as the baseline is one.
+    The baseline is a level line, and so is the best trial of another order of environment
+    steps, such as policy search.
     """
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     shortest = min(trial.env_steps for trial in trials)
-    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    far = {trial.label for trial in trials if trial.env_steps > _COMPARABLE * shortest}
     levels = {
         str(row["policy"]): float(row[SCORE])
-        for row in report.ranking.rows
-        if row["policy"] == sweep.experiment.baseline
+        for row in reversed(report.ranking.rows)
+        if row["policy"] in {sweep.experiment.baseline, *far}
     }
+    curves: dict[str, dict[str, list[Curve]]] = {}
     for trial in trials:
-        run_id = runs[trial.trial_id].info.run_id
-        curve = mlflow_log.learning_curve(sweep.client, run_id, SCORE)
-        if trial.env_steps > _COMPARABLE * shortest:
-            levels[trial.label] = curve[-1][1]
-        else:
-            setting = f"{trial.config['algorithm']}, {trial.config['reward_weights']}"
-            curves.setdefault(setting, []).append([(float(x), y) for x, y in curve])
-    return learning_curves(curves, "score on validation streams, s", levels)
+        if trial.label not in far:
+            same_weights = curves.setdefault(str(trial.config["reward_weights"]), {})
+            same_algorithm = same_weights.setdefault(str(trial.config["algorithm"]), [])
+            run_id = runs[trial.trial_id].info.run_id
+            same_algorithm.append(mlflow_log.learning_curve(sweep.client, run_id, SCORE))
+    return {
+        f"learning_curves_{weights}": learning_curves(
+            by_algorithm, f"score on validation streams (reward weights: {weights}), s", levels
+        )
+        for weights, by_algorithm in curves.items()
+    }
 
 
 def _columns(rows: list[Row]) -> dict[str, list[Any]]:

@@ -143,7 +143,7 @@ def test_the_parent_run_holds_tables_figures_and_provenance(killed_and_resumed, 
     }
     assert {
         "experiment.json", "provenance.json", "tables/ranking.json", "tables/evaluation.json",
-        "figures/learning_curves.png",
+        "figures/learning_curves_none.png", "figures/response_boxes.png",
     } <= paths  # fmt: skip
 
 

@@ -78,7 +78,6 @@ def tiny() -> Experiment:
         trainable=ToyRouter,
         trials=tuple(toy_trial(a, seed) for a in ("fast", "slow") for seed in range(2)),
         baselines=("round_robin", "sed"),
-        validation_streams=2,
         promotion_streams=2,
         evaluation_streams=2,
     )
