@@ -125,7 +125,7 @@ def summary(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Mean and standard deviation over training seeds and episodes, one row per printed row."""
     rows = []
     keys = ["table", "origin", "policy", "reward_weights"]
-    for key, group in frame.fillna({"reward_weights": ""}).groupby(keys, sort=False):
+    for key, group in frame.groupby(keys, sort=False, dropna=False):
         row: dict[str, Any] = dict(zip(keys, key, strict=True))
         row["training_seeds"] = int(group["training_seed"].nunique())
         row["episodes"] = len(group)
