@@ -72,10 +72,14 @@ class TrialConfig(BaseModel):
         base = recipe(self.recipe)
         own = base.algorithms[self.algorithm]
         scale = own.residual_scale if self.residual_scale is None else self.residual_scale
-        changed = replace(own, training={**own.training, **self.training}, residual_scale=scale)
+        changed = replace(
+            own,
+            training={**own.training, **self.training},
+            reward=self.reward or own.reward,
+            residual_scale=scale,
+        )
         return replace(
             base,
-            reward=self.reward or base.reward,
             num_envs=self.num_envs or base.num_envs,
             algorithms={**base.algorithms, self.algorithm: changed},
         )
