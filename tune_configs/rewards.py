@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tokenyard.rl.recipes import SCORE_REWARD
 from tokenyard.scenario import RewardWeights, Scenario
 
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
@@ -11,7 +12,7 @@ _NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_co
 _CREDITED_AT_DECISION = {
     "response": RewardWeights(**_NO_PAPER_TERM, response=-1.0),
     "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
-    "response_slo_tail": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0, tail=-1.0),
+    "response_slo_tail": SCORE_REWARD,
     "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
 }
 _ABLATED_FIELDS = {
