@@ -252,7 +252,10 @@ def draw_learning_curves(
             same_algorithm.append(mlflow_log.learning_curve(sweep.client, run_id, SCORE))
     return {
         f"learning_curves_{weights}": learning_curves(
-            by_algorithm, f"score on validation streams (reward weights: {weights}), s", levels
+            by_algorithm,
+            "score on validation streams, s",
+            levels,
+            f"Reward weights in training: {weights}",
         )
         for weights, by_algorithm in curves.items()
     }
