@@ -8,9 +8,7 @@ This is how the shipped champions are made:
 from __future__ import annotations
 
 import itertools
-import json
-import platform
-import subprocess
+import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -26,6 +24,7 @@ from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.intervals import t_interval
 from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
 from tokenyard.sim import kernel
@@ -172,8 +171,12 @@ def export(args: Args, best: Found) -> PolicyArtifact:
     policy = PolicySearch(load_scenario(args.scenario), seed=int(best.row["seed"]))
     policy.mean = np.array(best.weights)
     found = {key: float(value) for key, value in best.row.items() if not isinstance(value, str)}
-    lineage = {"command": f"pipelines/search_policy.py --scenario {args.scenario}"}
+    lineage = {"command": command_line(), "git_sha": git_sha()}
     return policy.artifact(found, lineage)
+
+
+def command_line() -> str:
+    return shlex.join(["python", *sys.argv])
 
 
 def report(found: list[Found], best: Found) -> None:
@@ -210,17 +213,7 @@ def main(args: Args) -> None:
         artifact.save(path)
         print(f"wrote {path} ({artifact.sha256})")
     if args.json is not None:
-        sha = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        result = {
-            "command": " ".join(sys.argv),
-            "versions": {"python": platform.python_version(), "numpy": np.__version__},
-            "seed": 0,
-            "git_sha": sha,
-            "rows": [f.row for f in found],
-        }
-        args.json.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        write_result(args.json, command_line(), 0, [f.row for f in found])
 
 
 if __name__ == "__main__":
