@@ -1,0 +1,199 @@
+"""How long one iteration takes: the forward pass of a batch of prompts and decoding sequences.
+
+Linear layers follow a soft roofline (time of operations and time of memory traffic in a p-norm),
+elementwise kernels and the reading of the KV cache are bound by memory, attention of prompts by
+operations, collectives follow the alpha-beta model. Times add up: nothing overlaps.
+
+A pipeline of p stages splits the batch into p micro-batches; an iteration is then one round, in
+which every sequence gets its next token: p times the slowest stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.perf.hardware import Collective
+from tokenyard.perf.models import ACTIVATION_BYTES, stored_bytes
+from tokenyard.perf.replica import Replica
+from tokenyard.types import FloatArray
+
+Numbers = npt.ArrayLike
+
+
+@dataclass(frozen=True)
+class IterationTime:
+    """Parts of the time of iterations, seconds, each of the batches' common shape."""
+
+    linear_s: FloatArray
+    """Matrix products of the layers."""
+    elementwise_s: FloatArray
+    """Norms, activation, residual."""
+    attention_s: FloatArray
+    """Operations of the prompts' attention."""
+    kv_s: FloatArray
+    """Reading the KV cache of decoding sequences."""
+    head_s: FloatArray
+    """LM head, one row per sequence."""
+    all_reduce_s: FloatArray
+    """Collectives of tensor parallelism, two per layer."""
+    send_s: FloatArray
+    """Transfers between pipeline stages."""
+    overhead_s: FloatArray
+    """Fixed cost of the engine."""
+
+    @property
+    def total_s(self) -> FloatArray:
+        """Their sum."""
+        return np.asarray(sum(getattr(self, part.name) for part in fields(self)))
+
+
+def iteration_s(
+    replica: Replica,
+    prefill_tokens: Numbers,
+    decoding_sequences: Numbers,
+    kv_tokens: Numbers,
+    prefill_context_tokens: Numbers | None = None,
+) -> FloatArray:
+    """Return the time of one iteration; 0 for an empty batch.
+
+    Args:
+        replica: On what it runs.
+        prefill_tokens: Prompt tokens processed in the iteration, over all prompts.
+        decoding_sequences: Sequences that get one token each.
+        kv_tokens: Cached tokens of those sequences, over all of them.
+        prefill_context_tokens: Tokens that a prompt token attends to, on average; None: half of
+            `prefill_tokens`, as for one whole prompt.
+
+    Returns:
+        Seconds, of the common shape of the arguments.
+    """
+    parts = iteration_parts(
+        replica, prefill_tokens, decoding_sequences, kv_tokens, prefill_context_tokens
+    )
+    return parts.total_s
+
+
+def iteration_parts(
+    replica: Replica,
+    prefill_tokens: Numbers,
+    decoding_sequences: Numbers,
+    kv_tokens: Numbers,
+    prefill_context_tokens: Numbers | None = None,
+) -> IterationTime:
+    """Return the time of one iteration by part; arguments as in `iteration_s`."""
+    num_stages = replica.pipeline_parallel
+    if prefill_context_tokens is None:
+        prefill_context_tokens = np.asarray(prefill_tokens, float) / 2
+    prefill, decode, kv, context = np.broadcast_arrays(
+        *(np.asarray(x, float) for x in (prefill_tokens, decoding_sequences, kv_tokens)),
+        np.asarray(prefill_context_tokens, float),
+    )
+    stage = _stage(replica, prefill / num_stages, decode / num_stages, kv / num_stages, context)
+    busy = prefill + decode > 0
+    return IterationTime(
+        *(np.where(busy, num_stages * getattr(stage, part.name), 0.0) for part in fields(stage))
+    )
+
+
+def _stage(
+    replica: Replica, prefill: FloatArray, decode: FloatArray, kv: FloatArray, context: FloatArray
+) -> IterationTime:
+    """Time of the last stage, which has the LM head, for one micro-batch."""
+    num_layers = replica.llm.num_layers / replica.pipeline_parallel
+    tokens = prefill + decode
+    engine = replica.calibration.engine
+    return IterationTime(
+        linear_s=num_layers * _linear_s(replica, tokens),
+        elementwise_s=num_layers * _elementwise_s(replica, tokens),
+        attention_s=num_layers * _attention_s(replica, prefill, context),
+        kv_s=num_layers * _kv_s(replica, kv),
+        head_s=_head_s(replica, decode + np.minimum(prefill, 1)),
+        all_reduce_s=num_layers * 2 * _all_reduce_s(replica, tokens),
+        send_s=_send_s(replica, tokens),
+        overhead_s=np.full_like(tokens, engine.iteration_overhead_s),
+    )
+
+
+def _linear_s(replica: Replica, tokens: FloatArray) -> FloatArray:
+    llm, t = replica.llm, replica.tensor_parallel
+    fixed_s = replica.kernels.linear_overhead_s * replica.calibration.engine.overhead_scale
+    operations = 2 * llm.layer_parameters / t * tokens
+    weights = llm.layer_parameters / t * stored_bytes(replica.precision)
+    traffic = (
+        weights + linear_activation_bytes(llm.hidden_size, llm.kv_size, llm.mlp_size, t) * tokens
+    )
+    return roofline_s(replica, operations, traffic, replica.flops_per_s) + fixed_s
+
+
+def linear_activation_bytes(hidden: float, kv: float, mlp: float, t: float) -> float:
+    """Bytes that the four matrix products of a layer read and write per token, on one of t GPUs.
+
+    In and out of the projections of queries, keys and values; of the attention's output; of gate
+    and up together; and of down.
+    """
+    return ACTIVATION_BYTES * (4 * hidden + (2 * hidden + 2 * kv + 3 * mlp) / t)
+
+
+def roofline_s(
+    replica: Replica, operations: FloatArray, traffic_bytes: FloatArray, flops_per_s: float
+) -> FloatArray:
+    """Soft roofline: the p-norm of the time of the operations and that of the traffic."""
+    kernels = replica.kernels
+    compute_s = operations / (flops_per_s * kernels.compute_efficiency)
+    memory_s = traffic_bytes / (replica.memory_bytes_per_s * kernels.memory_efficiency)
+    p = kernels.sharpness
+    return np.asarray((compute_s**p + memory_s**p) ** (1 / p))
+
+
+def _elementwise_s(replica: Replica, tokens: FloatArray) -> FloatArray:
+    """Two residual additions fused with norms (16 h bytes per token), one activation (6 f / t)."""
+    llm, kernels = replica.llm, replica.kernels
+    fixed_s = kernels.elementwise_overhead_s * replica.calibration.engine.overhead_scale
+    traffic = (16 * llm.hidden_size + 6 * llm.mlp_size / replica.tensor_parallel) * tokens
+    return fixed_s + traffic / (replica.memory_bytes_per_s * kernels.memory_efficiency)
+
+
+def _attention_s(replica: Replica, prefill: FloatArray, context: FloatArray) -> FloatArray:
+    """4 h operations per pair of a prompt token and one it attends to, in 16 bit."""
+    efficiency = replica.calibration.engine.attention_efficiency
+    operations = 4 * replica.llm.hidden_size * prefill * context
+    rate = replica.tensor_parallel * replica.gpu.bf16_tflops * 1e12 * efficiency
+    return np.asarray(operations / rate)
+
+
+def _kv_s(replica: Replica, kv_tokens: FloatArray) -> FloatArray:
+    bytes_per_token = replica.llm.kv_bytes_per_token(replica.precision) / replica.llm.num_layers
+    efficiency = replica.calibration.engine.kv_efficiency
+    rate = replica.kv_shards * replica.memory_bytes_per_s * efficiency
+    return np.asarray(bytes_per_token * kv_tokens / rate)
+
+
+def _head_s(replica: Replica, rows: FloatArray) -> FloatArray:
+    parameters = replica.llm.head_parameters / replica.tensor_parallel
+    traffic = np.full_like(rows, ACTIVATION_BYTES * parameters)
+    return roofline_s(replica, 2 * parameters * rows, traffic, replica.gpu.bf16_tflops * 1e12)
+
+
+def _all_reduce_s(replica: Replica, tokens: FloatArray) -> FloatArray:
+    t = replica.tensor_parallel
+    if t == 1:
+        return np.zeros_like(tokens)
+    return all_reduce_s(replica.all_reduce, t, ACTIVATION_BYTES * replica.llm.hidden_size * tokens)
+
+
+def all_reduce_s(collective: Collective, num_gpus: int, message_bytes: FloatArray) -> FloatArray:
+    """Alpha-beta time of a ring all-reduce: latency + 2 (n - 1) / n x bytes / bandwidth."""
+    traffic = 2 * (num_gpus - 1) / num_gpus * message_bytes
+    return collective.latency_s + traffic / collective.bandwidth_bytes_per_s
+
+
+def _send_s(replica: Replica, tokens: FloatArray) -> FloatArray:
+    if replica.pipeline_parallel == 1:
+        return np.zeros_like(tokens)
+    link = replica.pipeline_link.send_recv
+    assert link is not None
+    message_bytes = ACTIVATION_BYTES * replica.llm.hidden_size * tokens
+    return link.latency_s + message_bytes / link.bandwidth_bytes_per_s

@@ -1,0 +1,119 @@
+"""What follows from iterations: prompts, tokens, throughput, time to first token."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenyard.perf.iteration import Numbers, iteration_s
+from tokenyard.perf.replica import Replica
+from tokenyard.types import FloatArray
+
+
+def prefill_s(replica: Replica, prompt_tokens: Numbers, num_prompts: Numbers = 1) -> FloatArray:
+    """Time from start to first token of prompts that are processed together and alone, seconds.
+
+    Through a pipeline they pass as one micro-batch: every stage waits for the one before.
+
+    Args:
+        replica: On what it runs.
+        prompt_tokens: Length of each prompt.
+        num_prompts: How many prompts of that length.
+    """
+    prompt = np.asarray(prompt_tokens, float)
+    tokens = prompt * np.asarray(num_prompts, float)
+    # An iteration of p stages works on p micro-batches; here each stage sees all tokens once.
+    return iteration_s(replica, tokens * replica.pipeline_parallel, 0, 0, prompt / 2)
+
+
+def decode_s(replica: Replica, sequences: Numbers, context_tokens: Numbers) -> FloatArray:
+    """Time per output token (TPOT) of sequences decoding together, seconds.
+
+    Args:
+        replica: On what it runs.
+        sequences: How many.
+        context_tokens: Their mean length so far.
+    """
+    sequences = np.asarray(sequences, float)
+    return iteration_s(replica, 0, sequences, sequences * np.asarray(context_tokens, float))
+
+
+def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
+    """Share of a pipeline's time that its stages idle while it fills: (p - 1) / (m + p - 1).
+
+    Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def chunked_prefill_s(replica: Replica, prompt_tokens: float, num_chunks: int) -> float:
+    """Time to first token of one prompt sent through the pipeline in equal chunks, seconds.
+
+    (m + p - 1) stage times; chunks attend to half of the prompt on average.
+    """
+    num_stages = replica.pipeline_parallel
+    chunk = prompt_tokens / num_chunks
+    round_s = iteration_s(replica, chunk * num_stages, 0, 0, prompt_tokens / 2)
+    return float(round_s / num_stages * (num_chunks + num_stages - 1))
+
+
+def mixed_iteration_s(
+    replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
+) -> float:
+    """Mean iteration of continuous batching in its steady state, seconds.
+
+    Each of the sequences ends after `generated_tokens` iterations and a new prompt takes its
+    place, so an iteration has sequences / generated prompts in it on average, beside the
+    sequences that decode with half of their output done.
+    """
+    prompts = sequences / generated_tokens
+    cached = sequences * (context_tokens + generated_tokens / 2)
+    return float(
+        iteration_s(replica, prompts * context_tokens, sequences, cached, context_tokens / 2)
+    )
+
+
+def lockstep_s(
+    replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
+) -> float:
+    """Time of a batch that starts together and ends together: prefill, then decoding, seconds."""
+    mean_context = context_tokens + generated_tokens / 2
+    first_s = prefill_s(replica, context_tokens, sequences)
+    return float(first_s + generated_tokens * decode_s(replica, sequences, mean_context))
+
+
+def throughput_tokens_per_s(
+    replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
+) -> float:
+    """Output tokens per second of continuous batching with so many sequences running."""
+    return sequences / mixed_iteration_s(replica, sequences, context_tokens, generated_tokens)
+
+
+def lockstep_tokens_per_s(
+    replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
+) -> float:
+    """Output tokens per second of batches that start and end together."""
+    time_s = lockstep_s(replica, sequences, context_tokens, generated_tokens)
+    return sequences * generated_tokens / time_s
+
+
+def max_throughput_tokens_per_s(
+    replica: Replica, context_tokens: float, generated_tokens: float
+) -> float:
+    """Output tokens per second with as many sequences as fit; 0: out of memory."""
+    sequences = replica.max_sequences(context_tokens, generated_tokens)
+    if sequences < 1:
+        return 0.0
+    return throughput_tokens_per_s(replica, sequences, context_tokens, generated_tokens)
+
+
+def ttft_s(
+    replica: Replica, context_tokens: float, generated_tokens: float, sequences: float
+) -> float:
+    """Time to first token of a request that finds so many running and none waiting, seconds.
+
+    Half an iteration until the batch takes it in, then its prompt; waiting comes on top.
+    """
+    running_s = 0.0
+    if sequences > 0:
+        running_s = mixed_iteration_s(replica, sequences, context_tokens, generated_tokens)
+    return running_s / 2 + float(prefill_s(replica, context_tokens))
