@@ -1,0 +1,110 @@
+"""An iteration in four numbers, for simulators that step millions of them.
+
+time = a + b prefill tokens + c decoding sequences + d cached tokens, fitted to `iteration_s` by
+least squares of the relative error over a grid of batch compositions, none of the four negative.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.optimize import nnls
+
+from tokenyard.perf.iteration import iteration_s
+from tokenyard.perf.replica import MAX_SEQUENCES, Replica
+from tokenyard.types import FloatArray
+
+PREFILL_TOKENS = (0, 128, 256, 512, 1024, 2048)
+"""Prompt tokens of an iteration on the grid; engines cut longer prompts into chunks."""
+DECODING_SEQUENCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
+MEAN_CONTEXT_TOKENS = (64, 256, 1024, 2048, 4096)
+"""Cached tokens per decoding sequence on the grid, where the KV cache can hold them."""
+
+
+@dataclass(frozen=True)
+class LinearCoefficients:
+    """Seconds of an iteration as a linear function of its batch, and how far that is off."""
+
+    base_s: float
+    """a: a non-empty batch, whatever is in it."""
+    per_prefill_token_s: float
+    """b."""
+    per_sequence_s: float
+    """c: one sequence that decodes."""
+    per_kv_token_s: float
+    """d: one cached token of a decoding sequence."""
+    mean_error_fraction: float
+    """Mean relative error over the grid."""
+    max_error_fraction: float
+    """Largest relative error over the grid."""
+
+    def iteration_s(
+        self, prefill_tokens: FloatArray, decoding_sequences: FloatArray, kv_tokens: FloatArray
+    ) -> FloatArray:
+        """Return the time of non-empty batches, seconds; arrays of one shape."""
+        return (
+            self.base_s
+            + self.per_prefill_token_s * prefill_tokens
+            + self.per_sequence_s * decoding_sequences
+            + self.per_kv_token_s * kv_tokens
+        )
+
+
+def linear_coefficients(replica: Replica, max_sequences: int = MAX_SEQUENCES) -> LinearCoefficients:
+    """Fit the four numbers over every batch of the grid that the replica can hold.
+
+    Args:
+        replica: On what it runs.
+        max_sequences: Largest number of sequences that the simulator decodes at once.
+
+    Raises:
+        ValueError: The model does not fit into the replica's memory.
+    """
+    batches = batch_grid(replica, max_sequences)
+    return fit_linear(batches, iteration_s(replica, *batches))
+
+
+def batch_grid(replica: Replica, max_sequences: int = MAX_SEQUENCES) -> FloatArray:
+    """Return prefill tokens, decoding sequences and cached tokens, shape (3, num_batches).
+
+    Raises:
+        ValueError: The model does not fit into the replica's memory.
+    """
+    capacity = replica.kv_capacity_tokens
+    if capacity < 1:
+        raise ValueError(
+            f"{replica.llm.name} does not fit on {replica.num_gpus} {replica.gpu.name}; "
+            "take more GPUs or fp8"
+        )
+    grid = np.meshgrid(PREFILL_TOKENS, DECODING_SEQUENCES, MEAN_CONTEXT_TOKENS, indexing="ij")
+    prefill, sequences, context = (axis.ravel().astype(float) for axis in grid)
+    cached = sequences * context
+    possible = (sequences <= max_sequences) & (prefill + cached <= capacity)
+    batches = np.stack([prefill, sequences, cached])[:, possible & (prefill + sequences > 0)]
+    return np.unique(batches, axis=1)
+
+
+def fit_linear(batches: FloatArray, time_s: FloatArray) -> LinearCoefficients:
+    """Fit the four numbers to times, relative errors counted equally, none negative.
+
+    Args:
+        batches: Prefill tokens, decoding sequences, cached tokens, shape (3, num_batches).
+        time_s: Time of each, seconds, positive, shape (num_batches,).
+    """
+    design = np.vstack([np.ones_like(time_s), batches]).T / time_s[:, None]
+    # nnls stops by an absolute tolerance: columns of one size, or it ends early.
+    scale = np.linalg.norm(design, axis=0)
+    scale[scale == 0] = 1
+    solution, _ = nnls(design / scale, np.ones_like(time_s))
+    solution /= scale
+    error = np.abs(design @ solution - 1)
+    base, per_prefill_token, per_sequence, per_kv_token = (float(value) for value in solution)
+    return LinearCoefficients(
+        base_s=base,
+        per_prefill_token_s=per_prefill_token,
+        per_sequence_s=per_sequence,
+        per_kv_token_s=per_kv_token,
+        mean_error_fraction=float(error.mean()),
+        max_error_fraction=float(error.max()),
+    )
