@@ -1,0 +1,58 @@
+"""Small engines and requests that get in each other's way: little memory, ties, shared prefixes.
+
+Times and coefficients are multiples of powers of two, so that instants which coincide in principle
+coincide in floating point too.
+"""
+
+from hypothesis import strategies as st
+from oracle.slow_engine import Engine, Job
+
+
+@st.composite
+def engines(draw) -> Engine:
+    """Draw a replica with room for a handful of sequences."""
+    page_tokens = draw(st.integers(1, 4))
+    max_batch = draw(st.integers(1, 5))
+    return Engine(
+        a=draw(st.sampled_from([0.25, 1.0])),
+        b=draw(st.sampled_from([0.0, 0.125])),
+        c=draw(st.sampled_from([0.0, 0.25])),
+        d=draw(st.sampled_from([0.0, 1 / 64])),
+        max_batch=max_batch,
+        token_budget=max_batch + draw(st.integers(1, 20)),
+        page_tokens=page_tokens,
+        num_pages=draw(st.integers(4, 24)),
+        block_tokens=page_tokens * draw(st.integers(0, 3)),
+        queue_limit=draw(st.sampled_from([1, 3, 100])),
+        warm_until_s=draw(st.sampled_from([0.0, 3.0])),
+        warm_up_factor=draw(st.sampled_from([1.0, 2.0])),
+    )
+
+
+@st.composite
+def chains(draw) -> tuple[int, ...]:
+    """Draw a path from the root of a binary tree; a node's number tells its whole path."""
+    ids, node = [], 0
+    for branch in draw(st.lists(st.integers(0, 1), max_size=5)):
+        node = 2 * node + 1 + branch
+        ids.append(node)
+    return tuple(ids)
+
+
+@st.composite
+def jobs(draw, max_size: int = 12, patient: bool = False) -> list[Job]:
+    """Draw requests in the order of their submission; those that are patient never give up."""
+    submit_s, drawn = 0.0, []
+    for _ in range(draw(st.integers(1, max_size))):
+        submit_s += draw(st.sampled_from([0.0, 0.0, 0.25, 1.0, 5.0]))
+        waits = draw(st.sampled_from([float("inf"), float("inf"), 0.0, 2.0, 8.0]))
+        job = Job(
+            submit_s=submit_s,
+            context=draw(st.integers(1, 16)),
+            output=draw(st.integers(1, 10)),
+            priority=draw(st.integers(0, 1)),
+            give_up_s=float("inf") if patient else submit_s + waits,
+            chain=draw(chains()),
+        )
+        drawn.append(job)
+    return drawn
