@@ -16,7 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
 from tokenyard.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.sim import kernel
-from tokenyard.sim.cluster import ClusterSim, Observations
+from tokenyard.sim.batching_streams import token_rows
+from tokenyard.sim.cluster import Observations
+from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 
@@ -59,32 +61,33 @@ class _Feed:
         self.source = StreamSource(config.scenario)
         # One request more than is placed: the last observation shows a request that waits.
         length = config.num_steps + 1
-        self.sim = ClusterSim(
+        self.sim = make_simulator(
             config.scenario, num_copies, length, config.weights, config.expected_finish
         )
         self._shadow = (
-            ClusterSim(config.scenario, 1, length) if config.weights.subtract_baseline else None
+            make_simulator(config.scenario, 1, length) if config.weights.subtract_baseline else None
         )
 
     def start(self, copy: int, rng: np.random.Generator) -> None:
         """Empty one copy and give it a fresh stream drawn from `rng`."""
-        requests = self.source.sample(self.config.num_steps + 1, rng)
+        stream = self.source.sample(self.config.num_steps + 1, rng)
         if self._shadow is not None:
-            requests[:, kernel.BASELINE_RESPONSE_S] = self._baseline_response_s(requests)
-        self.sim.load(copy, requests)
+            rows = token_rows(stream)
+            rows[:, kernel.BASELINE_RESPONSE_S] = self._baseline_response_s(self._shadow, rows)
+        self.sim.load(copy, stream)
 
-    def _baseline_response_s(self, requests: FloatArray) -> FloatArray:
-        assert self._shadow is not None
-        self._shadow.load(0, requests)
-        self._shadow.run_linear(np.zeros(NUM_SCORE_WEIGHTS), self.source.mean_total_tokens)
-        return self._shadow.outcomes().response_s
+    def _baseline_response_s(self, shadow: Simulator, rows: FloatArray) -> FloatArray:
+        shadow.load(0, rows)
+        shadow.run_linear(np.zeros(NUM_SCORE_WEIGHTS), self.source.mean_total_tokens)
+        return shadow.outcomes().response_s
 
 
 def _spaces(
     config: RoutingEnvConfig,
 ) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete[np.int64]]:
     num_servers = config.scenario.num_servers
-    size = observation_size(num_servers, config.expected_finish)
+    batches = config.scenario.fleet is not None
+    size = observation_size(num_servers, config.expected_finish, batches)
     box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
     return box, gymnasium.spaces.Discrete(num_servers)
 
@@ -225,6 +228,6 @@ class LoadBalancingVectorEnv(
             self._feed.start(copy, self._rngs[copy])
             self.sim.skip_next(copy)
         observations, rewards = self.sim.step_and_observe(np.asarray(actions, dtype=np.int64))
-        self._ended = self.sim.clock[:, kernel.INDEX] >= self.config.num_steps
+        self._ended = self.sim.num_placed() >= self.config.num_steps
         terminated = np.zeros(self.num_envs, dtype=np.bool_)
         return observations.copy(), rewards.copy(), terminated, self._ended.copy(), {}

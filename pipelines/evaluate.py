@@ -250,7 +250,7 @@ def main(args: Args) -> None:
         print_tables(console, one, compared, args.baseline)
         rows += compared
         if draw:
-            drawn = draw_evaluation(one.scenario, one.streams.requests, runs, compared, one.credit)
+            drawn = draw_evaluation(one.scenario, runs, compared, one.credit)
             figures |= {f"{one.scenario.name}/{name}": drawn[name] for name in drawn}
     if args.figures:
         save_figures(figures, args.figures)

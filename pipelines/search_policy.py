@@ -23,12 +23,10 @@ from rich.table import Table
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.intervals import t_interval
-from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
-from tokenyard.sim import kernel
-from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import (
     StreamSet,
     StreamSource,
@@ -106,7 +104,7 @@ def validate(scenario_name: str, weights: FloatArray) -> dict[str, float]:
     """
     source = StreamSource(load_scenario(scenario_name))
     streams = synthetic_streams(source, NUM_VALIDATION_STREAMS, seed=0, purpose="validation")
-    ours, sed = (measure(source, streams, w) for w in (weights, np.zeros(NUM_SCORE_WEIGHTS)))
+    ours, sed = (measure(source, streams, w) for w in (weights, np.zeros(len(weights))))
     score, mean_s, p99_s, violations = ours.mean(axis=0)
     _, sed_mean_s, sed_p99_s, sed_violations = sed.mean(axis=0)
     found = {
@@ -121,7 +119,7 @@ def validate(scenario_name: str, weights: FloatArray) -> dict[str, float]:
     }
     recorded = recorded_training_streams(source)
     if recorded is not None:
-        ours, sed = (measure(source, recorded, w) for w in (weights, np.zeros(NUM_SCORE_WEIGHTS)))
+        ours, sed = (measure(source, recorded, w) for w in (weights, np.zeros(len(weights))))
         found["recorded_delta_mean_fraction"] = float(ours[0, 1] / sed[0, 1] - 1)
         found["recorded_delta_p99_fraction"] = float(ours[0, 2] / sed[0, 2] - 1)
     return found
@@ -129,7 +127,7 @@ def validate(scenario_name: str, weights: FloatArray) -> dict[str, float]:
 
 def measure(source: StreamSource, streams: StreamSet, weights: FloatArray) -> FloatArray:
     """Score, mean, p99 and share of violations of every stream, shape (num_streams, 4)."""
-    sim = ClusterSim(source.scenario, len(streams.requests), len(streams.requests[0]))
+    sim = make_simulator(source.scenario, len(streams.requests), len(streams.requests[0]))
     for copy, requests in enumerate(streams.requests):
         sim.load(copy, requests)
     sim.run_linear(weights, source.mean_total_tokens)
@@ -137,12 +135,12 @@ def measure(source: StreamSource, streams: StreamSet, weights: FloatArray) -> Fl
     return np.array(
         [
             [
-                metrics.score(r, slo_s),
-                metrics.mean_response_s(r),
-                metrics.percentile_response_s(r, 99.0),
-                metrics.slo_violation_fraction(r, slo_s),
+                metrics.score(one.response_s, one.missed(slo_s)),
+                metrics.mean_response_s(one.response_s),
+                metrics.percentile_response_s(one.response_s, 99.0),
+                metrics.slo_violation_fraction(one.missed(slo_s)),
             ]
-            for r in sim.outcome_table[:, :, kernel.RESPONSE_S]
+            for one in (sim.outcomes(copy) for copy in range(len(streams.requests)))
         ]
     )
 

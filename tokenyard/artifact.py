@@ -20,7 +20,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.observation import (
+    NUM_MARGINAL_WEIGHTS,
+    NUM_REQUEST_FEATURES,
+    NUM_SCORE_WEIGHTS,
+    observation_size,
+)
 from tokenyard.scenario import Visibility
 from tokenyard.types import FloatArray, Slo
 
@@ -64,9 +69,11 @@ class ArtifactMetadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "mlp"]
+    kind: Literal["linear", "marginal", "mlp"]
     """`linear`: a learned correction of the expected response time
-    (`tokenyard.observation.linear_scores`); `mlp`: a network over the flat observation."""
+    (`tokenyard.observation.linear_scores`); `marginal`: one of the delay that a request adds, for
+    replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
+    observation."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
@@ -102,7 +109,8 @@ class ArtifactMetadata(BaseModel):
 class PolicyArtifact:
     """A trained policy.
 
-    Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,). Arrays of an `mlp`:
+    Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
+    same, shape (NUM_MARGINAL_WEIGHTS,). Arrays of an `mlp`:
     `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
     (outputs, inputs); the network's outputs are one preference per replica, higher is better.
 
@@ -120,6 +128,8 @@ class PolicyArtifact:
                 raise ValueError(f"array {name!r} holds numbers that are not finite")
         if self.metadata.kind == "linear":
             _check_shape(self.arrays, "weights", (NUM_SCORE_WEIGHTS,))
+        elif self.metadata.kind == "marginal":
+            _check_shape(self.arrays, "weights", (NUM_MARGINAL_WEIGHTS,))
         else:
             self._check_network()
 

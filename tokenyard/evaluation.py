@@ -54,8 +54,8 @@ _BOOTSTRAP_SEED = 95
 
 def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     """Measure one stream; docs/metrics.md defines every key."""
-    outcomes, slo_s = run.outcomes, scenario.slo_response_s
-    response_s = outcomes.response_s
+    outcomes = run.outcomes
+    response_s, missed = outcomes.response_s, outcomes.missed(scenario.slo_response_s)
     capacity = np.array(scenario.server_capacities_tokens_per_s)
     shares = metrics.server_shares(outcomes.server, scenario.num_servers)
     return {
@@ -66,11 +66,11 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
         "p99_response_s": metrics.percentile_response_s(response_s, 99),
         "cvar99_response_s": metrics.cvar99_response_s(response_s),
         "mean_queue_length": float(outcomes.waiting_seen.mean()),
-        "slo_violation_fraction": metrics.slo_violation_fraction(response_s, slo_s),
-        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, response_s, slo_s),
+        "slo_violation_fraction": metrics.slo_violation_fraction(missed),
+        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, missed),
         "dropped_fraction": metrics.dropped_fraction(response_s),
         "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
-        "score": score(response_s, slo_s),
+        "score": score(response_s, missed),
         **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
     }
 
@@ -197,7 +197,7 @@ def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, Fl
     num_requests = len(response_s)
     # nanpercentile is a hundred times slower than percentile.
     percentile = np.nanpercentile if np.isnan(response_s).any() else np.percentile
-    violation = (~(response_s <= slo_s)).astype(np.float64)
+    violation = run.outcomes.missed(slo_s).astype(np.float64)
     return {
         "reward": num_requests * bootstrap.resample(run.rewards, _row_means),
         "mean_response_s": bootstrap.resample(response_s, lambda x: np.nanmean(x, axis=1)),

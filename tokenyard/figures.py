@@ -18,7 +18,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tokenyard.evaluation import Row, Run
 from tokenyard.scenario import Scenario
-from tokenyard.sim import kernel
 from tokenyard.types import FloatArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -107,11 +106,11 @@ def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str =
     for axes, (name, run) in zip(panels, runs.items(), strict=True):
         _axes(axes, "", "thousand tokens")
         axes.set_title(_words(name), fontsize=9, loc="left")
-        for index, server in enumerate(scenario.servers):
+        for index, server in enumerate(_server_labels(scenario)):
             time_s, tokens = _load_over_time(run, index)
             axes.step(
                 time_s / 60, tokens / 1000, where="post", color=COLOURS[index % len(COLOURS)],
-                linewidth=0.8, label=f"{server.name}, {server.tokens_per_s:g} tokens/s",
+                linewidth=0.8, label=server,
             )  # fmt: skip
     panels[0].set_ylim(bottom=0)
     panels[-1].set_xlabel("time, min", fontsize=9)
@@ -151,8 +150,8 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
             edges / 60, np.arange(scenario.num_servers + 1), 100 * share,
             cmap="cividis", vmin=0, vmax=100,
         )  # fmt: skip
-        servers = [f"{s.name} ({s.tokens_per_s:g}/s)" for s in scenario.servers]
-        axes.set_yticks(np.arange(scenario.num_servers) + 0.5, servers, fontsize=8)
+        labels = _server_labels(scenario)
+        axes.set_yticks(np.arange(scenario.num_servers) + 0.5, labels, fontsize=8)
         axes.set_title(_words(name), fontsize=9, loc="left")
         axes.tick_params(length=0, labelsize=8)
         axes.invert_yaxis()
@@ -162,17 +161,17 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
     return figure
 
 
-def token_histograms(requests: FloatArray, credit: str = "") -> Figure:
+def token_histograms(context: FloatArray, total: FloatArray, credit: str = "") -> Figure:
     """Draw how long requests are: context, generated and total tokens.
 
     The longest half per cent lies beyond the axes, which would be empty otherwise; titles name
     the longest request.
 
     Args:
-        requests: Streams one after the other, shape (num_requests, kernel.NUM_REQUEST).
+        context: Context tokens of every request, shape (num_requests,).
+        total: Context plus generated tokens, shape (num_requests,).
         credit: Source of the data, printed small.
     """
-    context, total = requests[:, kernel.CONTEXT], requests[:, kernel.TRUE_TOTAL]
     figure = _figure(2.6, credit)
     panels = figure.subplots(1, 3)
     named = {"context": context, "generated": total - context, "total": total}
@@ -203,7 +202,6 @@ def request_counts(arrival_s: FloatArray, credit: str = "") -> Figure:
 
 def draw_evaluation(
     scenario: Scenario,
-    requests: Sequence[FloatArray],
     runs: Mapping[str, Sequence[Run]],
     rows: Sequence[Row],
     credit: str,
@@ -215,13 +213,15 @@ def draw_evaluation(
 
     Args:
         scenario: Where the policies ran.
-        requests: The streams, each of shape (num_requests, kernel.NUM_REQUEST).
-        runs: Of every policy over these streams.
+        runs: Of every policy over the same streams.
         rows: What `tokenyard.evaluation.compare` said of them.
         credit: Source of the data, printed small.
     """
     slo_s = scenario.slo_response_s
     some = {name: runs[name][0] for name in _featured(rows)}
+    streams = [run.outcomes for run in next(iter(runs.values()))]
+    context = np.concatenate([stream.context_tokens for stream in streams])
+    total = np.concatenate([stream.total_tokens for stream in streams])
     return {
         "reward_per_policy": reward_per_policy(rows, credit),
         "response_boxes": response_boxes(runs, slo_s, credit),
@@ -229,8 +229,8 @@ def draw_evaluation(
         "response_per_request": response_per_request(some, slo_s, credit),
         "violation_heatmap": violation_heatmap(scenario, some, credit),
         "violations_per_policy": violations_per_policy(rows, slo_s, credit),
-        "token_histograms": token_histograms(np.concatenate(requests), credit),
-        "request_counts": request_counts(requests[0][:, kernel.ARRIVAL_S], credit),
+        "token_histograms": token_histograms(context, total, credit),
+        "request_counts": request_counts(streams[0].arrival_s, credit),
     }
 
 
@@ -297,7 +297,7 @@ def _featured(rows: Sequence[Row]) -> list[str]:
 def _load_over_time(run: Run, server: int) -> tuple[FloatArray, FloatArray]:
     """Times at which the tokens in flight at a server change, and the tokens from then on."""
     outcomes = run.outcomes
-    mine = outcomes.server == server
+    mine = (outcomes.server == server) & ~np.isnan(outcomes.response_s)
     tokens, arrival_s = outcomes.total_tokens[mine], outcomes.arrival_s[mine]
     time_s = np.concatenate([[0.0], arrival_s, arrival_s + outcomes.response_s[mine]])
     order = np.argsort(time_s, kind="stable")
@@ -308,7 +308,7 @@ def _late_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArray]:
     """Edges of even stretches of time, and the share of late requests per server in each."""
     outcomes = run.outcomes
     edges = _time_edges(outcomes.arrival_s)
-    late = outcomes.response_s > scenario.slo_response_s
+    late = outcomes.missed(scenario.slo_response_s)
     share = np.empty((scenario.num_servers, len(edges) - 1))
     for server in range(scenario.num_servers):
         mine = outcomes.server == server
@@ -327,6 +327,12 @@ def _median_curve(repetitions: Sequence[Sequence[tuple[float, float]]]) -> Float
     steps = sorted(set.intersection(*({step for step, _ in curve} for curve in repetitions)))
     values = np.array([[dict(curve)[step] for step in steps] for curve in repetitions])
     return np.array([steps, np.median(values, axis=0) if steps else []])
+
+
+def _server_labels(scenario: Scenario) -> list[str]:
+    speeds = scenario.server_capacities_tokens_per_s
+    named = zip(scenario.server_names, speeds, strict=True)
+    return [f"{name} ({tokens_per_s:,.0f} tokens/s)" for name, tokens_per_s in named]
 
 
 def _cycle() -> Iterable[str]:

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from tokenyard.types import FloatArray, IntArray
+from tokenyard.types import BoolArray, FloatArray, IntArray
 
 TAIL = 0.01
 CVAR_WEIGHT = 0.1
@@ -42,12 +42,15 @@ def cvar99_response_s(response_s: FloatArray) -> float:
     return float(np.partition(done, len(done) - num_slowest)[-num_slowest:].mean())
 
 
-def slo_violation_fraction(response_s: FloatArray, slo_s: float) -> float:
-    """Share of offered requests that were not answered within the SLO; NaN when none offered."""
-    if not len(response_s):
-        return math.nan
+def missed(response_s: FloatArray, slo_s: float) -> BoolArray:
+    """Which offered requests were not answered within the SLO, shape (num_requests,)."""
     # NaN compares false: a dropped request is a violation.
-    return 1.0 - np.count_nonzero(response_s <= slo_s) / len(response_s)
+    return ~(response_s <= slo_s)
+
+
+def slo_violation_fraction(missed: BoolArray) -> float:
+    """Share of offered requests that missed what they were promised; NaN when none offered."""
+    return float(missed.mean()) if len(missed) else math.nan
 
 
 def dropped_fraction(response_s: FloatArray) -> float:
@@ -55,14 +58,14 @@ def dropped_fraction(response_s: FloatArray) -> float:
     return float(np.isnan(response_s).mean()) if len(response_s) else math.nan
 
 
-def goodput_per_s(arrival_s: FloatArray, response_s: FloatArray, slo_s: float) -> float:
-    """Requests answered within the SLO per second of arrivals.
+def goodput_per_s(arrival_s: FloatArray, missed: BoolArray) -> float:
+    """Requests answered as promised per second of arrivals.
 
     The time is that between the first and the last arrival, which no policy can change; NaN
     when there is none.
     """
     duration_s = float(arrival_s[-1] - arrival_s[0]) if len(arrival_s) else 0.0
-    return np.count_nonzero(response_s <= slo_s) / duration_s if duration_s > 0 else math.nan
+    return np.count_nonzero(~missed) / duration_s if duration_s > 0 else math.nan
 
 
 def server_shares(server: IntArray, num_servers: int) -> FloatArray:
@@ -92,7 +95,7 @@ def load_balance(total_tokens: FloatArray, server: IntArray, capacity: FloatArra
     return float(1.0 - work.std() / work.mean()) if work.any() else math.nan
 
 
-def score(response_s: FloatArray, slo_s: float) -> float:
+def score(response_s: FloatArray, missed: BoolArray) -> float:
     """What sweeps rank on: -(mean + 0.1 CVaR99 + 2 s x SLO-violation fraction); higher is better.
 
     A dropped request counts as late and as slow as the slowest that completed; minus infinity
@@ -105,7 +108,7 @@ def score(response_s: FloatArray, slo_s: float) -> float:
     return -(
         mean_response_s(charged)
         + CVAR_WEIGHT * cvar99_response_s(charged)
-        + VIOLATION_WEIGHT_S * slo_violation_fraction(response_s, slo_s)
+        + VIOLATION_WEIGHT_S * slo_violation_fraction(missed)
     )
 
 

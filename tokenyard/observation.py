@@ -27,11 +27,26 @@ TOKENS_IN_FLIGHT = 5
 WAIT_S = 6
 MEAN_RESPONSE_S = 7
 SPEED_RANK = 8
-NUM_COLUMNS = 9
+# Of replicas that batch continuously, as in `EngineSnapshot`; all 0 for those that do not.
+ITERATION_S = 9
+PREFILL_TOKEN_S = 10
+SEQUENCE_S = 11
+KV_TOKEN_S = 12
+TOKEN_BUDGET = 13
+KV_CAPACITY_TOKENS = 14
+KV_USED_FRACTION = 15
+PREFILL_IN_FLIGHT = 16
+OUTPUT_IN_FLIGHT = 17
+MATCH_TOKENS = 18
+# How old what was scraped is, and whether the replica is believed to take requests.
+AGE_S = 19
+ROUTABLE = 20
+NUM_COLUMNS = 21
 
 NUM_REQUEST_FEATURES = 16
 NUM_REPLICA_FEATURES = 6
 NUM_FINISH_FEATURES = 2
+NUM_BATCHING_FEATURES = 6
 
 OBSERVATION_LIMIT = 20.0
 """Every observed number lies in [-20, 20]: they are logarithms, so the bound is e^20 units."""
@@ -39,11 +54,21 @@ OBSERVATION_LIMIT = 20.0
 NUM_SCORE_FEATURES = 7
 NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
+NUM_MARGINAL_FEATURES = 9
+NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
 
 
-def observation_size(num_replicas: int, expected_finish: bool) -> int:
-    """Length of the flat observation: 40 for three replicas with expected finish times."""
+def observation_size(num_replicas: int, expected_finish: bool, batches: bool = False) -> int:
+    """Length of the flat observation: 40 for three replicas with expected finish times.
+
+    Args:
+        num_replicas: Replicas to choose from.
+        expected_finish: Whether each replica's expected times are in it.
+        batches: Whether the replicas batch continuously.
+    """
     per_replica = NUM_REPLICA_FEATURES + (NUM_FINISH_FEATURES if expected_finish else 0)
+    if batches:
+        per_replica += NUM_BATCHING_FEATURES
     return NUM_REQUEST_FEATURES + num_replicas * per_replica
 
 
@@ -60,20 +85,42 @@ def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
     return ranks
 
 
+def snapshot_row(snapshot: ReplicaSnapshot) -> FloatArray:
+    """Lay one snapshot out as a row of the table, shape (NUM_COLUMNS,), its rank left 0."""
+    row = np.zeros(NUM_COLUMNS)
+    row[:SPEED_RANK] = (
+        snapshot.tokens_per_s,
+        snapshot.num_slots,
+        snapshot.max_concurrency,
+        snapshot.num_waiting,
+        snapshot.num_running,
+        snapshot.tokens_in_flight,
+        snapshot.wait_s,
+        snapshot.mean_response_s,
+    )
+    engine = snapshot.engine
+    if engine is not None:
+        row[ITERATION_S:AGE_S] = (
+            engine.iteration_s,
+            engine.prefill_token_s,
+            engine.sequence_s,
+            engine.kv_token_s,
+            engine.token_budget,
+            engine.kv_capacity_tokens,
+            engine.kv_used_fraction,
+            engine.prefill_in_flight_tokens,
+            engine.output_in_flight_tokens,
+            engine.match_tokens,
+        )
+    row[ROUTABLE] = 1.0
+    return row
+
+
 def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """Lay snapshots out as the table, shape (num_replicas, NUM_COLUMNS)."""
     columns = np.empty((len(snapshots), NUM_COLUMNS))
     for row, snapshot in zip(columns, snapshots, strict=True):
-        row[:SPEED_RANK] = (
-            snapshot.tokens_per_s,
-            snapshot.num_slots,
-            snapshot.max_concurrency,
-            snapshot.num_waiting,
-            snapshot.num_running,
-            snapshot.tokens_in_flight,
-            snapshot.wait_s,
-            snapshot.mean_response_s,
-        )
+        row[:] = snapshot_row(snapshot)
     columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S])
     return columns
 
@@ -87,8 +134,138 @@ def squash(scaled_features: FloatArray) -> FloatArray:
 
 
 @compiled
+def batching_wait_s(row: FloatArray) -> float:
+    """Time until a replica that batches continuously could start on a prompt sent now, seconds.
+
+    The prompts ahead have to be computed. Where the batch or the KV memory is full, sequences
+    have to finish first, which they do one after the other as their output runs out.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+    """
+    outstanding: float = row[NUM_WAITING] + row[NUM_RUNNING]
+    if outstanding == 0.0:
+        return 0.0
+    kv = row[KV_USED_FRACTION] * row[KV_CAPACITY_TOKENS]
+    step = row[ITERATION_S] + row[SEQUENCE_S] * row[NUM_RUNNING] + row[KV_TOKEN_S] * kv
+    prefill = row[PREFILL_IN_FLIGHT]
+    wait: float = prefill * row[PREFILL_TOKEN_S] + prefill / row[TOKEN_BUDGET] * step
+    too_many = max(outstanding + 1.0 - row[NUM_SLOTS], row[NUM_WAITING])
+    if too_many <= 0.0:
+        return wait
+    output_left = row[OUTPUT_IN_FLIGHT] / outstanding
+    wait += too_many * output_left * step / max(row[NUM_RUNNING], 1.0)
+    return wait
+
+
+@compiled
+def batching_delays(
+    row: FloatArray, context_tokens: float, output_tokens: float
+) -> tuple[float, float, float]:
+    """Delays that a request would meet and cause at a replica that batches continuously.
+
+    Its prompt (what the prefix cache lacks of it) takes prefill time, in as many iterations as
+    the token budget makes of it; each output token takes one iteration of the batch as it would
+    be with the request in it. While the prompt is computed all others stand still for as long;
+    while both decode, each iteration is longer by the request's own share.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+
+    Returns:
+        Time to the first token, time from there to the last, and the sum of what all other
+        requests in flight there are delayed by; seconds.
+    """
+    running = min(row[NUM_RUNNING], row[NUM_SLOTS] - 1.0)
+    outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
+    kv = row[KV_USED_FRACTION] * row[KV_CAPACITY_TOKENS]
+    lack = context_tokens - row[MATCH_TOKENS]
+    step = row[ITERATION_S] + row[SEQUENCE_S] * running + row[KV_TOKEN_S] * kv
+    prefill = lack * row[PREFILL_TOKEN_S] + math.ceil(lack / row[TOKEN_BUDGET]) * step
+    own_kv = context_tokens + output_tokens / 2.0
+    own_step = row[SEQUENCE_S] + row[KV_TOKEN_S] * own_kv
+    decode = max(output_tokens - 1.0, 0.0) * (step + own_step)
+    others = 0.0
+    if outstanding > 0.0:
+        output_left = row[OUTPUT_IN_FLIGHT] / outstanding
+        together = min(output_tokens, output_left)
+        others = outstanding * (lack * row[PREFILL_TOKEN_S] + together * own_step)
+    return row[WAIT_S] + prefill, decode, others
+
+
+@compiled
+def marginal_scores(
+    weights: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every replica: the delay that the request adds there, corrected.
+
+    With q the wait, t the time to the first token after it, u the time of decoding, o what the
+    others are delayed by (`batching_delays`, in units of the SLO), z the size of the request
+    relative to the mean, k the share of KV memory in use and r the replica's speed rank, the
+    cost is
+
+        q + t + u + o + sum over p in 0..2 of r^p * (weights[p] . f),
+        f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0)).
+
+    Zero weights are the rule of least marginal delay. Replicas that are not routable cost
+    infinity.
+
+    Args:
+        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first.
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of the SLO, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest replica, the first of equals.
+    """
+    excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        first, decode, others = batching_delays(row, context_tokens, output_tokens)
+        wait = row[WAIT_S] / slo_s
+        prefill = first / slo_s - wait
+        decode /= slo_s
+        others /= slo_s
+        own = wait + prefill + decode
+        cost = own + others
+        power = 1.0
+        for p in range(NUM_SCORE_POWERS):
+            w = p * NUM_MARGINAL_FEATURES
+            cost += power * (
+                weights[w]
+                + weights[w + 1] * wait
+                + weights[w + 2] * prefill
+                + weights[w + 3] * decode
+                + weights[w + 4] * others
+                + weights[w + 5] * own * excess
+                + weights[w + 6] * others * excess
+                + weights[w + 7] * row[KV_USED_FRACTION]
+                + weights[w + 8] * max(own - 1.0, 0.0)
+            )
+            power *= row[SPEED_RANK]
+        out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
+        if out[replica] < out[best]:
+            best = replica
+    return best
+
+
+@compiled
 def encode(
     request_features: FloatArray,
+    context_tokens: float,
     predicted_total_tokens: float,
     columns: FloatArray,
     expected_finish: bool,
@@ -98,6 +275,7 @@ def encode(
 
     Args:
         request_features: `squash`ed features of the request, shape (NUM_REQUEST_FEATURES,).
+        context_tokens: Length of its prompt, tokens.
         predicted_total_tokens: Size of the request as the router knows it, tokens.
         columns: The table, shape (num_replicas, NUM_COLUMNS).
         expected_finish: Whether to add the wait and the finish time of each replica.
@@ -124,10 +302,25 @@ def encode(
         out[at + 4] = row[NUM_RUNNING] / row[NUM_SLOTS]
         out[at + 5] = math.log(1.0 + row[TOKENS_PER_S] / 1000.0)
         at += NUM_REPLICA_FEATURES
+        batches = row[ITERATION_S] > 0.0
+        finish = row[WAIT_S] + predicted_total_tokens / row[TOKENS_PER_S]
+        others = 0.0
+        if batches:
+            output_tokens = predicted_total_tokens - context_tokens
+            prefill, decode, others = batching_delays(row, context_tokens, output_tokens)
+            finish = prefill + decode
         if expected_finish:
             out[at] = math.log(1.0 + row[WAIT_S])
-            out[at + 1] = math.log(1.0 + row[WAIT_S] + predicted_total_tokens / row[TOKENS_PER_S])
+            out[at + 1] = math.log(1.0 + finish)
             at += NUM_FINISH_FEATURES
+        if batches:
+            out[at] = math.log(1.0 + others)
+            out[at + 1] = math.log(1.0 + row[PREFILL_IN_FLIGHT] / 1000.0)
+            out[at + 2] = math.log(1.0 + row[OUTPUT_IN_FLIGHT] / 1000.0)
+            out[at + 3] = row[KV_USED_FRACTION]
+            out[at + 4] = row[MATCH_TOKENS] / context_tokens
+            out[at + 5] = row[ROUTABLE]
+            at += NUM_BATCHING_FEATURES
         for i in range(first, at):
             if out[i] > OBSERVATION_LIMIT:
                 saturated += 1

@@ -7,6 +7,7 @@ resolved by `load_scenario`; a path to a YAML file of your own works in its plac
 from __future__ import annotations
 
 import difflib
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -14,8 +15,11 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from tokenyard.fleet import Fleet
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
+from tokenyard.workload.model import load_model
+from tokenyard.workload.sessions import Sessions, mean_session_lengths
 
 Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
 Visibility = Literal["oracle", "by_context", "none"]
@@ -96,6 +100,8 @@ class RewardWeights(_Frozen):
     """Per second of response time beyond `tail_after_s`, credited at the decision."""
     tail_after_s: Annotated[float, Field(ge=0)] = 6.0
     """Where the tail begins, seconds."""
+    energy: float = 0.0
+    """Per joule that the placement adds to what the chosen replica's work takes (fleets only)."""
     subtract_baseline: bool = False
     """Subtract what shortest expected delay would have earned on the same request of the same
     stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264)."""
@@ -112,7 +118,10 @@ class Scenario(_Frozen):
     name: str
     description: str
     problem: Literal["routing"] = "routing"
-    servers: Annotated[tuple[Server, ...], Field(min_length=1)]
+    servers: tuple[Server, ...] = ()
+    """The token-level cluster; empty where there is a `fleet`."""
+    fleet: Fleet | None = None
+    """Replicas that batch continuously (docs/engine.md), in place of `servers`."""
     discipline: Discipline = "serial"
     """How a server works: `serial`, one request at a time at full speed; `parallel_full`,
     `concurrency` slots each at full speed; `parallel_split`, as many slots that divide the speed
@@ -124,6 +133,9 @@ class Scenario(_Frozen):
     workload: str = "azure_code"
     """Name of the fitted workload model that training and synthetic test streams come from."""
     arrivals: Arrivals
+    sessions: Sessions | None = None
+    """Conversations with common prefixes in place of independent requests; arrivals are then
+    Poisson in conversations, and only output lengths come from the workload model."""
     held_out_trace: HeldOutTrace | None = None
     requests_per_stream: Annotated[int, Field(ge=1)] = 5000
     decision_epoch_s: Annotated[float, Field(gt=0)] | None = None
@@ -132,6 +144,12 @@ class Scenario(_Frozen):
     """What the router is told of the output length: the truth, a prediction, or nothing."""
     slo_response_s: Annotated[float, Field(gt=0)] = 2.0
     reward: RewardWeights = RewardWeights()
+
+    @model_validator(mode="after")
+    def _one_of_servers_and_fleet(self) -> Self:
+        if bool(self.servers) == (self.fleet is not None):
+            raise ValueError("give exactly one of servers and fleet")
+        return self
 
     @model_validator(mode="after")
     def _sharing_knows_no_response_at_decision(self) -> Self:
@@ -145,7 +163,13 @@ class Scenario(_Frozen):
     @property
     def num_servers(self) -> int:
         """Number of servers."""
-        return len(self.servers)
+        return len(self.server_names)
+
+    @property
+    def server_names(self) -> tuple[str, ...]:
+        """Name of every server."""
+        replicas = self.fleet.replicas if self.fleet else self.servers
+        return tuple(one.name for one in replicas)
 
     @property
     def slo(self) -> Slo:
@@ -155,9 +179,21 @@ class Scenario(_Frozen):
     @property
     def server_capacities_tokens_per_s(self) -> tuple[float, ...]:
         """Tokens that each server can process in a second with all its slots at work."""
+        if self.fleet:
+            lengths = self.mean_lengths_tokens
+            per_s = (one.requests_per_s(*lengths) for one in self.fleet.replicas)
+            return tuple(rate * sum(lengths) for rate in per_s)
         if self.discipline == "parallel_full":
             return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
         return tuple(s.tokens_per_s for s in self.servers)
+
+    @cached_property
+    def mean_lengths_tokens(self) -> tuple[float, float]:
+        """Mean context and output of a request in training traffic, tokens."""
+        if self.sessions:
+            return mean_session_lengths(self.sessions, self.workload)
+        model = load_model(self.workload)
+        return model.mean_context_tokens, model.mean_generated_tokens_overall
 
     @property
     def capacity_tokens_per_s(self) -> float:

@@ -7,7 +7,6 @@ parameter sees the same streams.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
@@ -17,9 +16,10 @@ from tokenyard.policies.size_interval import SizeIntervals
 from tokenyard.policies.tuned import TunedRules
 from tokenyard.scenario import Scenario
 from tokenyard.sim import kernel
+from tokenyard.sim.batching_streams import token_rows
 from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
-from tokenyard.types import FloatArray, Request, RoutingPolicy
+from tokenyard.types import Request, RoutingPolicy
 
 _NUM_QUANTILES = 24
 _MAX_ORDERED_SERVERS = 4
@@ -59,7 +59,7 @@ class _Search:
     def __init__(self, scenario: Scenario, streams: StreamSet) -> None:
         self._scenario = scenario
         self._streams = streams
-        self._sizes = np.stack([s[:, kernel.PREDICTED_TOTAL] for s in streams.requests])
+        self._sizes = np.stack([token_rows(s)[:, kernel.PREDICTED_TOTAL] for s in streams.requests])
         self._requests = [[Request(0.0, 0, size) for size in row] for row in self._sizes.tolist()]
         levels = np.linspace(0, 1, _NUM_QUANTILES + 1)[1:]
         self._quantiles: list[float] = np.unique(np.quantile(self._sizes, levels)).tolist()
@@ -125,10 +125,9 @@ class _Search:
         for column in np.array(actions).T:
             self._sim.step(np.ascontiguousarray(column))
         self._sim.drain()
-        return float(np.mean([score(r, self._scenario.slo_response_s) for r in self._responses()]))
-
-    def _responses(self) -> Iterator[FloatArray]:
-        return (self._sim.outcomes(copy).response_s for copy in range(len(self._sizes)))
+        outcomes = (self._sim.outcomes(copy) for copy in range(len(self._sizes)))
+        slo_s = self._scenario.slo_response_s
+        return float(np.mean([score(one.response_s, one.missed(slo_s)) for one in outcomes]))
 
 
 def _orders(scenario: Scenario) -> list[tuple[int, ...]]:

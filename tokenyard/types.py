@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,31 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What a router may know of a replica that batches continuously, beyond its queue.
+
+    An iteration of the engine takes `iteration_s + prefill_token_s x prompt tokens computed +
+    sequence_s x sequences decoding + kv_token_s x tokens of KV read`.
+    """
+
+    iteration_s: float
+    prefill_token_s: float
+    sequence_s: float
+    kv_token_s: float
+    token_budget: int
+    """Most tokens computed in one iteration (vLLM: max_num_batched_tokens)."""
+    kv_capacity_tokens: float
+    kv_used_fraction: float
+    """Share of the KV memory that requests hold (vLLM: gpu_cache_usage_perc)."""
+    prefill_in_flight_tokens: float
+    """Prompt tokens, of requests in flight, that are believed to be still to compute."""
+    output_in_flight_tokens: float
+    """Predicted tokens that the requests in flight have still to generate."""
+    match_tokens: int
+    """Leading tokens of the request to be placed that are believed to be in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """What a router may know about one replica, as of `observed_at_s`."""
 
@@ -60,6 +86,8 @@ class ReplicaSnapshot:
     """Mean response time of recent completions, seconds; NaN before the first."""
     observed_at_s: float = 0.0
     """Clock time of the observation, seconds; older than now when metrics are scraped."""
+    engine: EngineSnapshot | None = None
+    """Set for replicas that batch continuously."""
 
     @property
     def num_outstanding(self) -> int:

@@ -86,8 +86,7 @@ class RoutingJudge:
     def figures(self, comparison: Comparison) -> dict[str, Figure]:
         """Draw a comparison, by names of files."""
         credit = f"Traffic: {comparison.streams.origin}"
-        requests = comparison.streams.requests
-        return draw_evaluation(self.scenario, requests, comparison.runs, comparison.rows, credit)
+        return draw_evaluation(self.scenario, comparison.runs, comparison.rows, credit)
 
     def beats(
         self, candidate: PolicyArtifact, champion: PolicyArtifact, streams: StreamSet
@@ -102,7 +101,11 @@ class RoutingJudge:
     def _scores(self, artifact: PolicyArtifact, streams: StreamSet) -> FloatArray:
         slo_s = self.scenario.slo_response_s
         runs = self._run(trained(artifact), streams)
-        return np.array([score(run.outcomes.response_s, slo_s) for run in runs])
+        return np.array([_score(run, slo_s) for run in runs])
+
+
+def _score(run: Run, slo_s: float) -> float:
+    return score(run.outcomes.response_s, run.outcomes.missed(slo_s))
 
 
 def trained(artifact: PolicyArtifact) -> PolicyFactory:

@@ -1,6 +1,7 @@
 """The observation and the linear score: same numbers compiled, plain and from the server."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
 
 from tokenyard import observation as ob
-from tokenyard.types import ReplicaSnapshot
+from tokenyard.policies.delay import MarginalDelay
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 seeds = st.integers(0, 2**32 - 1)
 amounts = st.floats(0, 1e6)
@@ -26,6 +28,24 @@ snapshots = st.builds(
     predicted_wait_s=st.floats(0, 1e15) | st.just(math.nan),
     mean_response_s=st.floats(0, 1e15) | st.just(math.nan),
 )
+engine_snapshots = st.builds(
+    EngineSnapshot,
+    iteration_s=st.floats(1e-4, 1.0),
+    prefill_token_s=st.floats(0, 1e-2),
+    sequence_s=st.floats(0, 1e-2),
+    kv_token_s=st.floats(0, 1e-4),
+    token_budget=st.integers(1, 10**5),
+    kv_capacity_tokens=st.floats(1, 1e7),
+    kv_used_fraction=st.floats(0, 1),
+    prefill_in_flight_tokens=st.floats(0, 1e9),
+    output_in_flight_tokens=st.floats(0, 1e9),
+    match_tokens=st.just(0),
+)
+batching = st.builds(
+    lambda snapshot, engine: replace(snapshot, engine=engine, predicted_wait_s=1.5),
+    snapshots, engine_snapshots,
+)  # fmt: skip
+batching_replicas = st.lists(batching, min_size=1, max_size=6)
 replicas = st.lists(snapshots, min_size=1, max_size=9)
 request_features = st.lists(
     st.floats(-1e8, 1e8), min_size=ob.NUM_REQUEST_FEATURES, max_size=ob.NUM_REQUEST_FEATURES
@@ -33,12 +53,14 @@ request_features = st.lists(
 
 
 def an_observation(function, features, tokens, columns, finish=True):
-    out = np.full(ob.observation_size(len(columns), finish), np.nan, dtype=np.float32)
-    return function(features, tokens, columns, finish, out), out
+    batches = bool(columns[0, ob.ITERATION_S])
+    out = np.full(ob.observation_size(len(columns), finish, batches), np.nan, dtype=np.float32)
+    context = max(0.75 * tokens, 1.0)
+    return function(features, context, max(tokens, 2.0), columns, finish, out), out
 
 
 @settings(max_examples=200, deadline=None)
-@given(request_features, amounts, replicas, st.booleans())
+@given(request_features, amounts, replicas | batching_replicas, st.booleans())
 def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bounds(
     features, tokens, some, finish
 ):
@@ -102,8 +124,10 @@ def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training
     for index, action in enumerate(rng.integers(0, 3, 49)):
         columns = ob.snapshot_columns(sim.snapshots())
         features = stream[index, -ob.NUM_REQUEST_FEATURES :]
-        tokens = sim.request().predicted_total_tokens
-        _, out = an_observation(ob.encode, features, tokens, columns)
+        request = sim.request()
+        out = np.empty(ob.observation_size(3, True), dtype=np.float32)
+        sizes = request.context_tokens, request.predicted_total_tokens
+        ob.encode(features, *sizes, columns, True, out)
         assert out.tobytes() == sim.observe()[0].tobytes()
         sim.step(one(action))
 
@@ -126,3 +150,36 @@ def test_three_replicas_with_finish_times_make_forty_numbers():
 )
 def test_speed_ranks_run_from_slowest_to_fastest_and_tell_equals_apart(speeds, ranks):
     assert ob.speed_ranks(np.array(speeds)).tolist() == ranks
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+def test_compiled_and_plain_marginal_scores_are_equal(seed, context, output, some):
+    columns = ob.snapshot_columns(some)
+    weights = np.random.default_rng(seed).normal(size=ob.NUM_MARGINAL_WEIGHTS)
+    scores, plain = np.empty(len(some)), np.empty(len(some))
+    choice = ob.marginal_scores(weights, context, output, 2000.0, 2.0, columns, scores)
+    ob.marginal_scores.py_func(weights, context, output, 2000.0, 2.0, columns, plain)
+    assert scores == pytest.approx(plain, rel=1e-9)
+    assert choice == np.argmin(scores)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
+    context, output, some
+):
+    scores = np.empty(len(some))
+    weights = np.zeros(ob.NUM_MARGINAL_WEIGHTS)
+    ob.marginal_scores(weights, context, output, 2000.0, 2.0, ob.snapshot_columns(some), scores)
+    rule = MarginalDelay().costs(Request(0.0, context, context + output), some)
+    assert 2.0 * scores == pytest.approx(np.array(rule), rel=1e-9)
+
+
+def test_a_replica_that_is_not_routable_costs_infinity():
+    columns = np.ones((2, ob.NUM_COLUMNS))
+    columns[0, ob.ROUTABLE] = 0.0
+    scores = np.empty(2)
+    weights = np.zeros(ob.NUM_MARGINAL_WEIGHTS)
+    assert ob.marginal_scores(weights, 10.0, 10.0, 2000.0, 2.0, columns, scores) == 1
+    assert scores[0] == math.inf

@@ -36,6 +36,7 @@ def made_up(response_s: list[float]) -> Run:
     return Run(
         Outcomes(
             arrival_s=np.arange(n, dtype=np.float64),
+            context_tokens=np.full(n, 80.0),
             total_tokens=np.full(n, 100.0),
             server=np.zeros(n, dtype=np.int64),
             response_s=np.array(response_s),

@@ -19,7 +19,7 @@ def evaluated():
     requests = [source.sample(400, stream_rng(3, "evaluation", i)) for i in range(2)]
     streams = StreamSet(requests, "test")
     runs = {name: resolve_candidate(name, SCENARIO).run(SCENARIO, streams, 0) for name in NAMES}
-    return requests, runs, compare(SCENARIO, runs, "sed")
+    return runs, compare(SCENARIO, runs, "sed")
 
 
 def draw(evaluated):
@@ -57,7 +57,7 @@ def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
 
 
 def test_every_server_begins_and_ends_without_load(evaluated):
-    _, runs, _ = evaluated
+    runs, _ = evaluated
     for server in range(SCENARIO.num_servers):
         time_s, tokens = figures._load_over_time(runs["sed"][0], server)
         assert (np.diff(time_s) >= 0).all()

@@ -19,7 +19,7 @@ from tokenyard.policies.backlog import (
     PowerOfTwoChoices,
     WeightedLeastConnections,
 )
-from tokenyard.policies.delay import SedDump, SedReserve, ShortestExpectedDelay
+from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.policies.oblivious import Random, RoundRobin, WeightedRandom
 from tokenyard.policies.size_interval import SizeIntervals
 from tokenyard.policies.tuned import TunedRules, load_tuned
@@ -76,6 +76,7 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "least_loaded": lambda context: LeastLoaded(),
     "power_of_two": lambda context: PowerOfTwoChoices(context.rng),
     "sed": lambda context: ShortestExpectedDelay(),
+    "marginal_delay": lambda context: MarginalDelay(),
     "sed_reserve": _sed_reserve,
     "sed_dump": _sed_dump,
     "sita": _sita,

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tokenyard.observation import batching_delays, snapshot_row
 from tokenyard.policies.cost import LeastCost, cheapest
 from tokenyard.types import ReplicaSnapshot, Request, Slo
 
 
 def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time until `request` would be done at a replica: its wait and its service, seconds."""
+    if snapshot.engine is not None:
+        first_s, decode_s, _ = added_delays(request, snapshot)
+        return first_s + decode_s
     return snapshot.wait_s + request.predicted_total_tokens / snapshot.tokens_per_s
+
+
+def added_delays(request: Request, snapshot: ReplicaSnapshot) -> tuple[float, float, float]:
+    """Seconds to the first token, from there to the last, and that all others are delayed by."""
+    output_tokens = request.predicted_total_tokens - request.context_tokens
+    return batching_delays(snapshot_row(snapshot), request.context_tokens, output_tokens)
 
 
 class ShortestExpectedDelay(LeastCost):
@@ -19,6 +29,21 @@ class ShortestExpectedDelay(LeastCost):
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
         """Return the expected response time at every replica, seconds."""
         return [finish_s(request, s) for s in snapshots]
+
+
+class MarginalDelay(LeastCost):
+    """Joins the replica where the request adds least to the sum of all response times.
+
+    Where replicas batch, a request slows down those that it joins: looking at its own delay
+    alone, as SED does, fills up the fast replicas. Without batching it is SED.
+    """
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the request's own time and what it delays others by at every replica, seconds."""
+        return [
+            sum(added_delays(request, s)) if s.engine is not None else finish_s(request, s)
+            for s in snapshots
+        ]
 
 
 class SedReserve:

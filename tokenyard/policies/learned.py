@@ -13,6 +13,7 @@ from tokenyard.observation import (
     WAIT_S,
     encode,
     linear_scores,
+    marginal_scores,
     observation_size,
     snapshot_columns,
     squash,
@@ -40,6 +41,40 @@ class LinearPolicy:
         best = linear_scores(
             self._weights,
             request.predicted_total_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            snapshot_columns(snapshots),
+            costs,
+        )
+        return Decision(best, tuple(costs.tolist()))
+
+
+class MarginalPolicy:
+    """Least added delay plus a learned correction (`observation.marginal_scores`)."""
+
+    def __init__(self, artifact: PolicyArtifact) -> None:
+        """Take weights and units from a `marginal` artifact."""
+        self._metadata = artifact.metadata
+        self._weights = np.ascontiguousarray(artifact.arrays["weights"], dtype=np.float64)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the SLO.
+
+        Raises:
+            ValueError: A snapshot has no `engine`: its replica does not batch continuously.
+        """
+        _check_count(self._metadata.num_replicas, snapshots)
+        if any(snapshot.engine is None for snapshot in snapshots):
+            raise ValueError("this policy needs snapshots with `engine`, of batching replicas")
+        costs = np.empty(len(snapshots))
+        best = marginal_scores(
+            self._weights,
+            request.context_tokens,
+            request.predicted_total_tokens - request.context_tokens,
             self._metadata.mean_total_tokens,
             self._metadata.slo_response_s,
             snapshot_columns(snapshots),
@@ -81,7 +116,10 @@ class NetworkPolicy:
         columns = snapshot_columns(snapshots)
         features = squash((self._tracker.push(request) - self._medians) / self._scales)
         size_tokens = request.predicted_total_tokens
-        encode(features, size_tokens, columns, self._metadata.expected_finish, self._observation)
+        encode(
+            features, request.context_tokens, size_tokens, columns,
+            self._metadata.expected_finish, self._observation,
+        )  # fmt: skip
         preference = self._forward(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
@@ -99,10 +137,12 @@ class NetworkPolicy:
 
 def learned_policy(
     artifact: PolicyArtifact, started_at: datetime | None = None
-) -> LinearPolicy | NetworkPolicy:
+) -> LinearPolicy | MarginalPolicy | NetworkPolicy:
     """Make the policy of an artifact's kind, ready for one stream of requests."""
     if artifact.metadata.kind == "linear":
         return LinearPolicy(artifact)
+    if artifact.metadata.kind == "marginal":
+        return MarginalPolicy(artifact)
     return NetworkPolicy(artifact, started_at)
 
 

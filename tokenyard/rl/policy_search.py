@@ -19,12 +19,10 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, LengthPredictor, PolicyArtifact
-from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim import kernel
-from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
-from tokenyard.types import FloatArray
+from tokenyard.types import BoolArray, FloatArray
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,12 @@ class Objective:
     """Cost of each unit by which the mean p99 over streams exceeds that of shortest expected
     delay, as a fraction of it; 0 leaves the tail to `cvar99`."""
 
-    def stream_cost(self, response_s: FloatArray, slo_s: float) -> float:
+    def stream_cost(self, response_s: FloatArray, missed: BoolArray) -> float:
         """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
         return (
             self.mean * metrics.mean_response_s(response_s)
             + self.cvar99 * metrics.cvar99_response_s(response_s)
-            + self.violation * metrics.slo_violation_fraction(response_s, slo_s)
+            + self.violation * metrics.slo_violation_fraction(missed)
         )
 
     def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
@@ -98,16 +96,16 @@ class PolicySearch:
         self.config = config or SearchConfig()
         self.seed = seed
         self.generation = 0
-        self.mean: FloatArray = np.zeros(NUM_SCORE_WEIGHTS)
-        self.std: FloatArray = np.full(NUM_SCORE_WEIGHTS, self.config.initial_std)
         self._source = StreamSource(scenario)
         # Nobody reads the rewards here, and the balance metric is dear to compute.
-        self._sim = ClusterSim(
+        self._sim = make_simulator(
             scenario,
             self.config.streams_per_generation,
             self.config.requests_per_stream,
             RewardWeights(balance=0.0),
         )
+        self.mean: FloatArray = np.zeros(self._sim.num_weights)
+        self.std: FloatArray = np.full(self._sim.num_weights, self.config.initial_std)
 
     @property
     def env_steps(self) -> int:
@@ -123,9 +121,9 @@ class PolicySearch:
         self._load_fresh_streams()
         # A generation's candidates depend on its number, not on what was drawn before it.
         rng = np.random.default_rng([self.seed, self.generation])
-        candidates = rng.normal(self.mean, self.std, (config.population, NUM_SCORE_WEIGHTS))
+        candidates = rng.normal(self.mean, self.std, (config.population, len(self.mean)))
         candidates[0] = self.mean
-        baseline = self._costs(np.zeros(NUM_SCORE_WEIGHTS))
+        baseline = self._costs(np.zeros(len(self.mean)))
         objective = config.objective
         costs = np.array(
             [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
@@ -152,12 +150,16 @@ class PolicySearch:
 
     def _costs(self, weights: FloatArray) -> StreamCosts:
         self._sim.run_linear(weights, self._source.mean_total_tokens)
-        responses = self._sim.outcome_table[:, :, kernel.RESPONSE_S]
+        outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
         slo_s = self.scenario.slo_response_s
         objective = self.config.objective
         return StreamCosts(
-            cost_s=np.array([objective.stream_cost(r, slo_s) for r in responses]),
-            p99_s=np.array([metrics.percentile_response_s(r, 99.0) for r in responses]),
+            cost_s=np.array(
+                [objective.stream_cost(one.response_s, one.missed(slo_s)) for one in outcomes]
+            ),
+            p99_s=np.array(
+                [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
+            ),
         )
 
     def state(self) -> dict[str, Any]:
@@ -193,7 +195,7 @@ class PolicySearch:
         scenario = self.scenario
         lengths = self._source.model.lengths
         metadata = ArtifactMetadata(
-            kind="linear",
+            kind="linear" if scenario.fleet is None else "marginal",
             scenario=scenario.name,
             trainer="policy_search",
             num_replicas=None if any_cluster else scenario.num_servers,

@@ -12,7 +12,8 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.modules import finish_columns
-from tokenyard.sim.cluster import ClusterSim, Observations
+from tokenyard.sim.cluster import Observations, Outcomes
+from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSource, synthetic_streams
 from tokenyard.types import FloatArray
 
@@ -32,23 +33,22 @@ class Validation:
             score (seconds, higher is better), mean_response_s, p99_response_s and
             slo_violation_fraction.
         """
-        responses = self._responses_s(artifact)
         slo_s = self._source.scenario.slo_response_s
         rows = [
             (
-                metrics.score(response_s, slo_s),
-                metrics.mean_response_s(response_s),
-                metrics.percentile_response_s(response_s, 99.0),
-                metrics.slo_violation_fraction(response_s, slo_s),
+                metrics.score(one.response_s, one.missed(slo_s)),
+                metrics.mean_response_s(one.response_s),
+                metrics.percentile_response_s(one.response_s, 99.0),
+                metrics.slo_violation_fraction(one.missed(slo_s)),
             )
-            for response_s in responses
+            for one in self._outcomes(artifact)
         ]
         names = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
         return dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
 
-    def _responses_s(self, artifact: PolicyArtifact) -> list[FloatArray]:
+    def _outcomes(self, artifact: PolicyArtifact) -> list[Outcomes]:
         metadata = artifact.metadata
-        sim = ClusterSim(
+        sim = make_simulator(
             self._source.scenario,
             len(self._streams),
             len(self._streams[0]),
@@ -60,12 +60,12 @@ class Validation:
             sim.run_linear(artifact.arrays["weights"], metadata.mean_total_tokens)
         else:
             _run_network(sim, artifact)
-        return [sim.outcomes(copy).response_s for copy in range(len(self._streams))]
+        return [sim.outcomes(copy) for copy in range(len(self._streams))]
 
 
-def _run_network(sim: ClusterSim, artifact: PolicyArtifact) -> None:
+def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
     observations = sim.observe()
-    for _ in range(sim.requests.shape[1]):
+    while sim.undecided():
         actions = network_preferences(artifact, observations).argmax(axis=1)
         observations, _rewards = sim.step_and_observe(actions)
     sim.drain()

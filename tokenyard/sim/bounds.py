@@ -24,6 +24,7 @@ import numpy as np
 from tokenyard.compiled import compiled
 from tokenyard.scenario import Scenario
 from tokenyard.sim import kernel
+from tokenyard.sim.batching_streams import token_rows
 from tokenyard.sim.cluster import Actions, ClusterSim, Outcomes
 from tokenyard.sim.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray
@@ -290,7 +291,7 @@ def _search(
 
 
 def _require_serial(scenario: Scenario) -> None:
-    if scenario.discipline != "serial" or scenario.overflow != "queue":
+    if scenario.fleet or scenario.discipline != "serial" or scenario.overflow != "queue":
         raise ValueError(
             f"scenario {scenario.name!r} is {scenario.discipline} with overflow "
             f"{scenario.overflow!r}: bounds exist for serial servers that queue, whose state is "
@@ -381,7 +382,7 @@ def mc_rollout(
     """
     _require_serial(scenario)
     rng = stream_rng(seed, "training")
-    pool = StreamSource(scenario).sample(ROLLOUT_POOL, rng)
+    pool = token_rows(StreamSource(scenario).sample(ROLLOUT_POOL, rng))
     starts = rng.integers(ROLLOUT_POOL - ROLLOUT_HORIZON - 1, size=(len(requests), ROLLOUT_SAMPLES))
     terms = _terms(scenario, objective, pool)
     actions = _rollout_actions(scenario, requests, terms, pool, starts, ROLLOUT_HORIZON)

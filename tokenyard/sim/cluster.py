@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard import observation
+from tokenyard import metrics, observation
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim import kernel
-from tokenyard.types import FloatArray, IntArray, ReplicaSnapshot, Request
+from tokenyard.sim.batching_streams import Stream, token_rows
+from tokenyard.types import BoolArray, FloatArray, IntArray, ReplicaSnapshot, Request
 
 Actions = npt.NDArray[np.int64]
 Observations = npt.NDArray[np.float32]
@@ -22,6 +23,7 @@ class Outcomes:
     """What became of the requests of one stream; every array has shape (num_requests,)."""
 
     arrival_s: FloatArray
+    context_tokens: FloatArray
     total_tokens: FloatArray
     server: IntArray
     """Server that took the request; -1 where it was dropped."""
@@ -29,6 +31,10 @@ class Outcomes:
     """End-to-end response time, seconds; NaN where the request was dropped or is not done."""
     waiting_seen: FloatArray
     """Requests waiting at all servers when this one was placed."""
+
+    def missed(self, slo_response_s: float) -> BoolArray:
+        """Which requests did not get what they were promised, shape (num_requests,)."""
+        return metrics.missed(self.response_s, slo_response_s)
 
 
 def _plant(scenario: Scenario) -> FloatArray:
@@ -108,15 +114,17 @@ class ClusterSim:
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num_servers, expected_finish)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self.num_weights = observation.NUM_SCORE_WEIGHTS
+        """Weights of the linear policy."""
         self.num_saturated = 0
         """Observed numbers that hit the documented bound since the simulator was made."""
 
-    def load(self, copy: int, requests: FloatArray) -> None:
+    def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
 
         The next action of this copy is ignored when `skip_next` is called for it.
         """
-        self.requests[copy] = requests
+        self.requests[copy] = token_rows(stream)
         self.clear(copy)
 
     def clear(self, copy: int) -> None:
@@ -181,9 +189,20 @@ class ClusterSim:
             f"choose 0..{self.scenario.num_servers - 1}"
         )
 
-    def drain(self) -> None:
-        """Let every copy finish what it holds, so that all response times are known."""
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds, so that all response times are known.
+
+        Returns:
+            What these completions earn, shape (num_copies,).
+        """
+        responses = self.outcome_table[:, :, kernel.RESPONSE_S]
+        unfinished = np.isnan(responses)
         kernel.drain(self.plant, self.rules, self.state, self.requests, self.outcome_table)
+        completed = unfinished & ~np.isnan(responses)
+        late = completed & (responses > self.rules[kernel.SLO_S])
+        earned: FloatArray = self.rules[kernel.COMPLETE] * completed.sum(axis=1)
+        earned += self.rules[kernel.SLO_AT_COMPLETION] * late.sum(axis=1)
+        return earned
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
@@ -192,6 +211,23 @@ class ClusterSim:
             self.outcome_table, self.tables, weights, mean_total_tokens,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
+        return bool((self.clock[:, kernel.INDEX] < self.requests.shape[1]).any())
+
+    def num_placed(self) -> IntArray:
+        """Placements so far in every copy, shape (num_copies,)."""
+        return self.clock[:, kernel.INDEX].astype(np.int64)
+
+    def current(self, copy: int = 0) -> int:
+        """Index of the request that waits to be placed; -1: none is left."""
+        index = int(self.clock[copy, kernel.INDEX])
+        return index if index < self.requests.shape[1] else -1
+
+    def offered(self, copy: int = 0) -> Sequence[int]:
+        """Servers that `snapshots` shows: all."""
+        return range(self.scenario.num_servers)
 
     def now_s(self, copy: int = 0) -> float:
         """Clock of one copy, seconds."""
@@ -232,6 +268,7 @@ class ClusterSim:
         requests, outcome = self.requests[copy], self.outcome_table[copy]
         return Outcomes(
             arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
+            context_tokens=requests[:, kernel.CONTEXT].copy(),
             total_tokens=requests[:, kernel.TRUE_TOTAL].copy(),
             server=outcome[:, kernel.SERVER].astype(np.int64),
             response_s=outcome[:, kernel.RESPONSE_S].copy(),

@@ -384,7 +384,7 @@ def observe(rules, clock, requests, tables, observations):
     for copy in range(tables.shape[0]):
         request = requests[copy, min(int(clock[copy, INDEX]), requests.shape[1] - 1)]
         saturated += encode(
-            request[FEATURES:], request[PREDICTED_TOTAL], tables[copy],
+            request[FEATURES:], request[CONTEXT], request[PREDICTED_TOTAL], tables[copy],
             rules[EXPECTED_FINISH] != 0.0, observations[copy],
         )  # fmt: skip
     return saturated

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.scenario import Scenario
-from tokenyard.sim.cluster import ClusterSim, Outcomes
+from tokenyard.sim.batching_streams import Stream
+from tokenyard.sim.cluster import Outcomes
+from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSet
 from tokenyard.types import FloatArray, IntArray, ReplicaSnapshot, Request, RoutingPolicy
 
@@ -80,34 +82,22 @@ def run_each(
 
 
 def _run_together(
-    scenario: Scenario,
-    requests: Sequence[FloatArray],
-    policies: Sequence[RoutingPolicy],
+    scenario: Scenario, streams: Sequence[Stream], policies: Sequence[RoutingPolicy]
 ) -> list[Run]:
-    num_copies, num_requests = len(requests), len(requests[0])
-    sim = ClusterSim(scenario, num_copies, num_requests)
-    for copy, stream in enumerate(requests):
+    num_copies, num_requests = len(streams), len(streams[0])
+    sim = make_simulator(scenario, num_copies, num_requests)
+    for copy, stream in enumerate(streams):
         sim.load(copy, stream)
-    rewards = np.empty((num_copies, num_requests))
-    actions = np.empty(num_copies, dtype=np.int64)
-    for index in range(num_requests):
-        for copy, policy in enumerate(policies):
-            actions[copy] = policy.route(sim.request(copy), sim.snapshots(copy))
-        rewards[:, index] = sim.step(actions)
-    rewards[:, -1] += _drain(sim)
+    rewards = np.zeros((num_copies, num_requests))
+    actions = np.zeros(num_copies, dtype=np.int64)
+    # A fleet may place a request more than once, so copies end at different times.
+    deciding = list(range(num_copies))
+    while deciding:
+        indices = [sim.current(copy) for copy in deciding]
+        for copy in deciding:
+            chosen = policies[copy].route(sim.request(copy), sim.snapshots(copy))
+            actions[copy] = sim.offered(copy)[chosen]
+        rewards[deciding, indices] += sim.step(actions)[deciding]
+        deciding = [copy for copy in deciding if sim.current(copy) >= 0]
+    rewards[:, -1] += sim.drain()
     return [Run(sim.outcomes(copy), rewards[copy]) for copy in range(num_copies)]
-
-
-def _drain(sim: ClusterSim) -> FloatArray:
-    """Finish what is left and return what its completion earns, shape (num_copies,)."""
-    num_copies = len(sim.rewards)
-    unfinished = [np.isnan(sim.outcomes(copy).response_s) for copy in range(num_copies)]
-    sim.drain()
-    reward, slo_s = sim.scenario.reward, sim.scenario.slo_response_s
-    earned = np.empty(num_copies)
-    for copy in range(num_copies):
-        response_s = sim.outcomes(copy).response_s[unfinished[copy]]
-        completed = np.count_nonzero(~np.isnan(response_s))
-        late = np.count_nonzero(response_s > slo_s)
-        earned[copy] = reward.complete * completed + reward.slo_at_completion * late
-    return earned

@@ -7,6 +7,7 @@ the router sees.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -17,6 +18,7 @@ import numpy as np
 from tokenyard.observation import squash
 from tokenyard.scenario import HeldOutTrace, Scenario
 from tokenyard.sim import kernel
+from tokenyard.sim.batching_streams import Stream, encode_for_fleet
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.features import RobustScaler, request_features
 from tokenyard.workload.locations import find_trace
@@ -49,8 +51,8 @@ def predicted_total_tokens(
 class StreamSet:
     """The streams that a policy is judged on."""
 
-    requests: list[FloatArray]
-    """One array of shape (num_requests, kernel.NUM_REQUEST) per stream."""
+    requests: Sequence[Stream]
+    """One per stream."""
     origin: str
     """Where they come from, in words for a table."""
     bootstrap: bool = False
@@ -69,7 +71,7 @@ class StreamSource:
     @property
     def mean_total_tokens(self) -> float:
         """Mean size of a request in the training traffic, tokens."""
-        return self.model.mean_total_tokens
+        return sum(self.scenario.mean_lengths_tokens)
 
     @property
     def rate_per_s(self) -> float:
@@ -84,20 +86,34 @@ class StreamSource:
 
     def sample(
         self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0
-    ) -> FloatArray:
-        """Draw one synthetic stream at `load_factor` times the scenario's arrival rate.
+    ) -> Stream:
+        """Draw one synthetic stream at `load_factor` times the scenario's arrival rate."""
+        return self.encode(self._draw(num_requests, rng, load_factor), rng)
 
-        Returns:
-            Array of shape (num_requests, kernel.NUM_REQUEST).
-        """
-        return self.encode(self._draw(num_requests, rng, load_factor))
-
-    def encode(self, trace: Trace) -> FloatArray:
-        """Lay a trace out as a stream, shape (num_requests, kernel.NUM_REQUEST).
+    def encode(self, trace: Trace, rng: np.random.Generator | None = None) -> Stream:
+        """Lay a trace out as a stream.
 
         The time of the trace is taken as it is. Its calendar is kept only where the scenario's
         own traffic has one, since a policy that never saw a calendar cannot read it.
+
+        Args:
+            trace: Requests.
+            rng: Draws what no trace tells of a fleet: classes, routers, failures. None: the same
+                for every trace.
         """
+        if self.scenario.fleet is None:
+            return self._encode_tokens(trace)
+        return encode_for_fleet(
+            self.scenario.fleet,
+            trace,
+            self._predicted(trace) - trace.context_tokens,
+            squash(self.scaler.transform(self._features(trace))),
+            self.scenario.slo_response_s,
+            rng or stream_rng(0, "evaluation"),
+            self.scenario.decision_epoch_s,
+        )
+
+    def _encode_tokens(self, trace: Trace) -> FloatArray:
         epoch_s = self.scenario.decision_epoch_s
         rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
         rows[:, kernel.ARRIVAL_S] = trace.arrival_s
@@ -114,6 +130,12 @@ class StreamSource:
     def _draw(self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0) -> Trace:
         arrivals = self.scenario.arrivals
         rate_per_s = load_factor * self.rate_per_s
+        if self.scenario.sessions is not None:
+            assert self.scenario.fleet is not None
+            block_tokens = self.scenario.fleet.prefix_block_tokens
+            return self.scenario.sessions.generate(
+                num_requests, rng, rate_per_s, self.model, block_tokens
+            )
         if arrivals.process == "mmpp":
             return self.model.generate(num_requests, rng, rate_per_s, arrivals.diurnal)
         arrival_rng, length_rng = rng.spawn(2)
@@ -147,7 +169,9 @@ def synthetic_streams(
     requests = [
         source.sample(num_requests, stream_rng(seed, purpose, index)) for index in range(count)
     ]
-    arrivals = source.scenario.arrivals.process
+    arrivals: str = source.scenario.arrivals.process
+    if source.scenario.sessions is not None:
+        arrivals = "session"
     return StreamSet(requests, f"synthetic ({source.model.name} lengths, {arrivals} arrivals)")
 
 

@@ -1,0 +1,374 @@
+"""A fleet of replicas that batch continuously: names and shapes for the arrays of its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard import observation
+from tokenyard.fleet import Fleet
+from tokenyard.scenario import RewardWeights, Scenario
+from tokenyard.sim import batching
+from tokenyard.sim.batching_streams import BatchingStream, Stream
+from tokenyard.sim.cluster import Actions, Observations, Outcomes
+from tokenyard.types import (
+    BoolArray,
+    EngineSnapshot,
+    FloatArray,
+    IntArray,
+    ReplicaSnapshot,
+    Request,
+)
+
+
+@dataclass(frozen=True)
+class BatchingOutcomes(Outcomes):
+    """What became of the requests of one stream; every array has shape (num_requests,)."""
+
+    first_token_s: FloatArray
+    """Time from arrival to the first token, seconds; NaN where there was none."""
+    output_tokens: FloatArray
+    met: IntArray
+    """1 where every promise of the request's class was kept."""
+    traffic_class: IntArray
+    tenant: IntArray
+    attempts: FloatArray
+    """Times that the request was placed."""
+    preemptions: FloatArray
+    hit_tokens: FloatArray
+    """Prompt tokens that the prefix cache had, over all admissions."""
+    prefilled_tokens: FloatArray
+    """Tokens that were computed before the first one was generated, over all admissions."""
+    wasted_tokens: FloatArray
+    """Generated tokens that reached nobody: the client hung up, or the replica failed."""
+    gave_up: IntArray
+    """1 where the client hung up."""
+    latency_counts: FloatArray
+    """Inter-token latencies of the whole stream by bin, shape (batching.LATENCY_BINS,)."""
+    energy_j: float
+    """Of all replicas from the first arrival to the last completion, idling included."""
+
+    def missed(self, slo_response_s: float) -> BoolArray:
+        """Which requests did not get all that their class is promised, shape (num_requests,)."""
+        missed: BoolArray = self.met == 0
+        return missed
+
+
+def _plant(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
+    plant = np.zeros((len(fleet.replicas), batching.NUM_PLANT))
+    for row, config, tokens_per_s in zip(plant, fleet.replicas, capacities, strict=True):
+        row[batching.ITERATION_S : batching.KV_TOKEN_S + 1] = config.iteration
+        row[batching.MAX_BATCH] = config.max_batch
+        row[batching.TOKEN_BUDGET] = config.token_budget
+        row[batching.NUM_PAGES] = config.replica.kv_capacity_tokens // fleet.page_tokens
+        row[batching.WARM_UP_FACTOR] = 1.0
+        if fleet.churn is not None:
+            row[batching.WARM_UP_S] = fleet.churn.warm_up_s
+            row[batching.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
+        row[batching.TOKENS_PER_S] = tokens_per_s
+        row[batching.IDLE_W] = config.idle_w
+        row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = config.energy
+    plant[:, batching.RANK] = observation.speed_ranks(plant[:, batching.TOKENS_PER_S])
+    return plant
+
+
+def _rules(
+    fleet: Fleet, reward: RewardWeights, stream_length: int, expected_finish: bool
+) -> FloatArray:
+    most = max(config.max_batch for config in fleet.replicas)
+    rules = np.zeros(batching.NUM_RULES)
+    rules[batching.PAGE_TOKENS] = fleet.page_tokens
+    rules[batching.BLOCK_TOKENS] = fleet.prefix_block_tokens
+    rules[batching.QUEUE_LIMIT] = fleet.queue_limit
+    rules[batching.NUM_PRIORITIES] = fleet.num_priorities
+    rules[batching.PREFILL_AT] = batching.NUM_SCALARS + fleet.page_tokens
+    rules[batching.DECODE_AT] = rules[batching.PREFILL_AT] + batching.PREFILL_FIELDS * most
+    rules[batching.RINGS_AT] = rules[batching.DECODE_AT] + batching.DECODE_FIELDS * most
+    # Preempted sequences join those that wait.
+    rules[batching.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
+    rules[batching.RETRY_DELAY_S] = fleet.retry_delay_s
+    rules[batching.MAX_RETRIES] = fleet.max_retries
+    rules[batching.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
+    rules[batching.EXPECTED_FINISH] = expected_finish
+    rules[batching.COMPLETE] = reward.complete
+    rules[batching.SLO_AT_COMPLETION] = reward.slo_at_completion
+    rules[batching.ACCEPT] = reward.accept
+    rules[batching.DROP] = reward.drop
+    rules[batching.RESPONSE] = reward.response
+    rules[batching.SLO] = reward.slo
+    rules[batching.TAIL] = reward.tail
+    rules[batching.TAIL_AFTER_S] = reward.tail_after_s
+    rules[batching.ENERGY] = reward.energy
+    rules[batching.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
+    return rules
+
+
+class BatchingSim:
+    """Independent copies of one fleet, each with its own stream of requests.
+
+    The counterpart of `ClusterSim` for scenarios with a `fleet`; docs/engine.md says what a
+    replica does.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        num_copies: int,
+        stream_length: int,
+        reward: RewardWeights | None = None,
+        expected_finish: bool = True,
+    ) -> None:
+        """Make empty replicas; `load` a stream into every copy before the first `step`.
+
+        Args:
+            scenario: Fleet, SLO and, unless `reward` is given, reward weights.
+            num_copies: Copies stepped by one call.
+            stream_length: Requests in every stream.
+            reward: Weights that take the place of the scenario's.
+            expected_finish: Whether observations hold each replica's expected delays.
+        """
+        assert scenario.fleet is not None
+        self.scenario = scenario
+        fleet = scenario.fleet
+        num = scenario.num_servers
+        plant = _plant(fleet, scenario.server_capacities_tokens_per_s)
+        rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
+        rings = fleet.num_priorities * (2 + 2 * int(rules[batching.RING_SIZE]))
+        width = int(rules[batching.RINGS_AT]) + rings
+        routers = fleet.num_routers
+        self.arrays = batching.Fleet(
+            plant=plant,
+            rules=rules,
+            events=np.zeros((num_copies, 0, batching.NUM_EVENT)),
+            requests=np.zeros((num_copies, stream_length, batching.NUM_REQUEST)),
+            chains=np.zeros((num_copies, 0), dtype=np.int64),
+            state=np.zeros((num_copies, num, width)),
+            links=np.zeros((num_copies, num, batching.NUM_LINKS, 1), dtype=np.int32),
+            block_s=np.zeros((num_copies, num, batching.SENT_S + routers, 1)),
+            routers=np.zeros((num_copies, routers, num, batching.NUM_OWN)),
+            clock=np.zeros((num_copies, batching.NUM_CLOCK)),
+            retries=np.zeros((num_copies, stream_length), dtype=np.int64),
+            outcomes=np.zeros((num_copies, stream_length, batching.NUM_OUTCOME)),
+            latencies=np.zeros((num_copies, batching.LATENCY_BINS)),
+            tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
+            scratch=np.zeros(width),
+        )
+        self.rewards = np.zeros(num_copies)
+        size = observation.observation_size(num, expected_finish, batches=True)
+        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self.num_weights = observation.NUM_MARGINAL_WEIGHTS
+        """Weights of the linear policy."""
+        self.num_saturated = 0
+        """Observed numbers that hit the documented bound since the simulator was made."""
+
+    @property
+    def num_copies(self) -> int:
+        """Copies stepped by one call."""
+        return len(self.rewards)
+
+    def load(self, copy: int, stream: Stream) -> None:
+        """Empty one copy and give it a stream of `stream_length` requests."""
+        assert isinstance(stream, BatchingStream)
+        self._make_room(stream)
+        arrays = self.arrays
+        arrays.requests[copy] = stream.requests
+        arrays.chains[copy, : len(stream.chains)] = stream.chains
+        arrays.events[copy, :, batching.EVENT_S] = np.inf
+        arrays.events[copy, : len(stream.events)] = stream.events
+        self.clear(copy)
+
+    def _make_room(self, stream: BatchingStream) -> None:
+        """Lengthen the arrays whose length depends on the stream."""
+        for name, axis, needed in (
+            ("chains", 1, len(stream.chains)),
+            ("events", 1, len(stream.events)),
+            ("links", 3, stream.num_blocks + 1),
+            ("block_s", 3, stream.num_blocks + 1),
+        ):
+            old = getattr(self.arrays, name)
+            missing = needed - old.shape[axis]
+            if missing <= 0:
+                continue
+            # A little more than is needed: the next streams are about as long.
+            pad = [(0, 0)] * old.ndim
+            pad[axis] = (0, missing + needed // 8)
+            fill = {"events": np.inf, "links": batching.ABSENT, "block_s": -np.inf}.get(name, 0)
+            longer = np.pad(old, pad, constant_values=fill)
+            self.arrays = self.arrays._replace(**{name: longer})
+
+    def clear(self, copy: int) -> None:
+        """Empty one copy and go back to the start of its stream."""
+        batching.clear(self.arrays, copy)
+        batching.fill_table(self.arrays, copy)
+
+    def skip_next(self, copy: int) -> None:
+        """Ignore the next action of a copy that has just been loaded; it earns 0."""
+        self.arrays.clock[copy, batching.SKIP] = 1.0
+
+    def step(self, actions: Actions) -> FloatArray:
+        """Place every copy's waiting request and run to its next decision.
+
+        The action of a copy that has no request left is ignored.
+
+        Args:
+            actions: Replica of each copy's request, shape (num_copies,).
+
+        Returns:
+            Rewards, shape (num_copies,); a view that the next step overwrites.
+
+        Raises:
+            ValueError: An action names no replica; nothing has changed.
+        """
+        self._check(batching.step(self.arrays, actions, self.rewards), actions)
+        return self.rewards
+
+    def observe(self) -> Observations:
+        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
+        self.num_saturated += batching.observe(self.arrays, self.observations)
+        return self.observations
+
+    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
+        """`step` and `observe` in one compiled call; returns views of both results."""
+        wrong, saturated = batching.step_and_observe(
+            self.arrays, actions, self.rewards, self.observations
+        )
+        self._check(wrong, actions)
+        self.num_saturated += saturated
+        return self.observations, self.rewards
+
+    def _check(self, wrong: int, actions: Actions) -> None:
+        if wrong >= 0:
+            raise ValueError(
+                f"action {actions[wrong]} of copy {wrong} names no replica; "
+                f"choose 0..{self.scenario.num_servers - 1}"
+            )
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds, so that all response times are known.
+
+        Returns:
+            What completions have earned, shape (num_copies,); a view, overwritten later.
+        """
+        batching.drain(self.arrays, self.rewards)
+        return self.rewards
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
+        scores = np.empty(self.scenario.num_servers)
+        slo_s = self.scenario.slo_response_s
+        batching.run_marginal(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
+        return bool((self.arrays.clock[:, batching.CURRENT] >= 0).any())
+
+    def num_placed(self) -> IntArray:
+        """Placements so far in every copy, shape (num_copies,)."""
+        return self.arrays.clock[:, batching.PLACED].astype(np.int64)
+
+    def current(self, copy: int = 0) -> int:
+        """Index of the request that waits to be placed; -1: none is left."""
+        return int(self.arrays.clock[copy, batching.CURRENT])
+
+    def now_s(self, copy: int = 0) -> float:
+        """Clock of one copy, seconds."""
+        return float(self.arrays.clock[copy, batching.NOW_S])
+
+    def request(self, copy: int = 0) -> Request:
+        """The request that waits to be placed, as a policy may see it."""
+        row = self.arrays.requests[copy, self.current(copy)]
+        context = float(row[batching.CONTEXT])
+        return Request(
+            arrival_s=float(row[batching.ARRIVAL_S]),
+            context_tokens=int(context),
+            predicted_total_tokens=context + float(row[batching.PREDICTED_OUTPUT]),
+        )
+
+    def offered(self, copy: int = 0) -> list[int]:
+        """Replicas that the router believes to take requests; all, where it knows of none."""
+        routable = np.flatnonzero(self.arrays.tables[copy, :, observation.ROUTABLE])
+        num = self.scenario.num_servers
+        return routable.tolist() if len(routable) else list(range(num))
+
+    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+        """What a policy may know now of the replicas that are `offered`."""
+        rows = self.arrays.tables[copy].tolist()
+        names = self.scenario.server_names
+        now = self.now_s(copy)
+        return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
+
+    def outcomes(self, copy: int = 0) -> BatchingOutcomes:
+        """What became of one copy's requests."""
+        requests, outcome = self.arrays.requests[copy], self.arrays.outcomes[copy]
+        finish_s = outcome[:, batching.FINISH_S]
+        arrival_s = requests[:, batching.ARRIVAL_S].copy()
+        response_s = finish_s - arrival_s
+        first_s = outcome[:, batching.FIRST_TOKEN_S] - arrival_s
+        output = requests[:, batching.OUTPUT].copy()
+        tpot_s = (response_s - first_s) / np.maximum(output - 1.0, 1.0)
+        met = (
+            (response_s <= requests[:, batching.SLO_RESPONSE_S])
+            & (first_s <= requests[:, batching.SLO_TTFT_S])
+            & (tpot_s <= requests[:, batching.SLO_TPOT_S])
+        )
+        done = ~np.isnan(response_s)
+        return BatchingOutcomes(
+            arrival_s=arrival_s,
+            total_tokens=requests[:, batching.CONTEXT] + output,
+            server=outcome[:, batching.SERVER].astype(np.int64),
+            response_s=response_s,
+            waiting_seen=outcome[:, batching.WAITING_SEEN].copy(),
+            first_token_s=first_s,
+            output_tokens=output,
+            context_tokens=requests[:, batching.CONTEXT].copy(),
+            met=met.astype(np.int64),
+            traffic_class=requests[:, batching.CLASS].astype(np.int64),
+            tenant=requests[:, batching.TENANT].astype(np.int64),
+            attempts=outcome[:, batching.ATTEMPTS].copy(),
+            preemptions=outcome[:, batching.PREEMPTIONS].copy(),
+            hit_tokens=outcome[:, batching.HIT_TOKENS].copy(),
+            prefilled_tokens=outcome[:, batching.PREFILLED_TOKENS].copy(),
+            wasted_tokens=outcome[:, batching.GENERATED] - np.where(done, output, 0.0),
+            gave_up=outcome[:, batching.GAVE_UP].astype(np.int64),
+            latency_counts=self.arrays.latencies[copy].copy(),
+            energy_j=self._energy_j(copy, finish_s),
+        )
+
+    def _energy_j(self, copy: int, finish_s: FloatArray) -> float:
+        state = self.arrays.state[copy]
+        first = self.arrays.requests[copy, 0, batching.ARRIVAL_S]
+        end = np.nanmax(finish_s, initial=first)
+        up = state[:, batching.STATUS] != batching.DOWN
+        since = np.where(up, np.maximum(end - state[:, batching.UP_SINCE_S], 0.0), 0.0)
+        up_s = state[:, batching.UP_S] + since
+        idle_j = up_s @ self.arrays.plant[:, batching.IDLE_W]
+        return float(idle_j + state[:, batching.BUSY_J].sum())
+
+
+def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        replica_id=name,
+        tokens_per_s=row[observation.TOKENS_PER_S],
+        num_slots=int(row[observation.NUM_SLOTS]),
+        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+        num_waiting=int(row[observation.NUM_WAITING]),
+        num_running=int(row[observation.NUM_RUNNING]),
+        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+        predicted_wait_s=row[observation.WAIT_S],
+        mean_response_s=row[observation.MEAN_RESPONSE_S],
+        observed_at_s=now - row[observation.AGE_S],
+        engine=EngineSnapshot(
+            iteration_s=row[observation.ITERATION_S],
+            prefill_token_s=row[observation.PREFILL_TOKEN_S],
+            sequence_s=row[observation.SEQUENCE_S],
+            kv_token_s=row[observation.KV_TOKEN_S],
+            token_budget=int(row[observation.TOKEN_BUDGET]),
+            kv_capacity_tokens=row[observation.KV_CAPACITY_TOKENS],
+            kv_used_fraction=row[observation.KV_USED_FRACTION],
+            prefill_in_flight_tokens=row[observation.PREFILL_IN_FLIGHT],
+            output_in_flight_tokens=row[observation.OUTPUT_IN_FLIGHT],
+            match_tokens=int(row[observation.MATCH_TOKENS]),
+        ),
+    )
