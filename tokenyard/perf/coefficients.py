@@ -20,6 +20,8 @@ PREFILL_TOKENS = (0, 128, 256, 512, 1024, 2048)
 DECODING_SEQUENCES = (0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256)
 MEAN_CONTEXT_TOKENS = (64, 256, 1024, 2048, 4096)
 """Cached tokens per decoding sequence on the grid, where the KV cache can hold them."""
+PROMPT_TOKENS = 1024
+"""Length of the prompts that prefill tokens belong to: each attends to half of it on average."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +53,23 @@ class LinearCoefficients:
         )
 
 
-def linear_coefficients(replica: Replica, max_sequences: int = MAX_SEQUENCES) -> LinearCoefficients:
+def linear_coefficients(
+    replica: Replica, max_sequences: int = MAX_SEQUENCES, prompt_tokens: float = PROMPT_TOKENS
+) -> LinearCoefficients:
     """Fit the four numbers over every batch of the grid that the replica can hold.
 
     Args:
         replica: On what it runs.
         max_sequences: Largest number of sequences that the simulator decodes at once.
+        prompt_tokens: Typical length of a prompt, whether or not it comes in chunks; attention
+            makes a token of a long prompt dearer.
 
     Raises:
         ValueError: The model does not fit into the replica's memory.
     """
     batches = batch_grid(replica, max_sequences)
-    return fit_linear(batches, iteration_s(replica, *batches))
+    prefill, sequences, cached = batches
+    return fit_linear(batches, iteration_s(replica, prefill, sequences, cached, prompt_tokens / 2))
 
 
 def batch_grid(replica: Replica, max_sequences: int = MAX_SEQUENCES) -> FloatArray:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.perf.hardware import Collective
-from tokenyard.perf.models import ACTIVATION_BYTES, stored_bytes
+from tokenyard.perf.hardware import Collective, Kernels
+from tokenyard.perf.models import ACTIVATION_BYTES, Llm, Precision, stored_bytes
 from tokenyard.perf.replica import Replica
 from tokenyard.types import FloatArray
 
@@ -118,33 +118,54 @@ def _stage(
 
 
 def _linear_s(replica: Replica, tokens: FloatArray) -> FloatArray:
-    llm, t = replica.llm, replica.tensor_parallel
     fixed_s = replica.kernels.linear_overhead_s * replica.calibration.engine.overhead_scale
-    operations = 2 * llm.layer_parameters / t * tokens
-    weights = llm.layer_parameters / t * stored_bytes(replica.precision)
-    traffic = (
-        weights + linear_activation_bytes(llm.hidden_size, llm.kv_size, llm.mlp_size, t) * tokens
-    )
-    return roofline_s(replica, operations, traffic, replica.flops_per_s) + fixed_s
+    work = layer_work(replica.llm, replica.tensor_parallel, replica.precision)
+    operations, traffic = work.operations_per_token * tokens, work.traffic_bytes(tokens)
+    return fixed_s + _roofline_s(replica, operations, traffic, replica.flops_per_s)
 
 
-def linear_activation_bytes(hidden: float, kv: float, mlp: float, t: float) -> float:
-    """Bytes that the four matrix products of a layer read and write per token, on one of t GPUs.
+@dataclass(frozen=True)
+class LayerWork:
+    """What the four matrix products of a layer ask of each GPU."""
 
-    In and out of the projections of queries, keys and values; of the attention's output; of gate
-    and up together; and of down.
+    operations_per_token: float
+    weight_bytes: float
+    activation_bytes_per_token: float
+
+    def traffic_bytes(self, tokens: FloatArray) -> FloatArray:
+        """Bytes moved for so many tokens: the weights once, the activations of each."""
+        return self.weight_bytes + self.activation_bytes_per_token * tokens
+
+
+def layer_work(llm: Llm, tensor_parallel: int, precision: Precision) -> LayerWork:
+    """Return the work of one layer on one GPU.
+
+    Activations go in and out of the projection to queries, keys and values; of the attention's
+    output; of gate and up together; and of down.
     """
-    return ACTIVATION_BYTES * (4 * hidden + (2 * hidden + 2 * kv + 3 * mlp) / t)
+    h, t = llm.hidden_size, tensor_parallel
+    sharded = 2 * h + 2 * llm.kv_size + 3 * llm.mlp_size
+    return LayerWork(
+        operations_per_token=2 * llm.layer_parameters / t,
+        weight_bytes=llm.layer_parameters / t * stored_bytes(precision),
+        activation_bytes_per_token=ACTIVATION_BYTES * (4 * h + sharded / t),
+    )
 
 
-def roofline_s(
+def _roofline_s(
     replica: Replica, operations: FloatArray, traffic_bytes: FloatArray, flops_per_s: float
 ) -> FloatArray:
-    """Soft roofline: the p-norm of the time of the operations and that of the traffic."""
-    kernels = replica.kernels
-    compute_s = operations / (flops_per_s * kernels.compute_efficiency)
-    memory_s = traffic_bytes / (replica.memory_bytes_per_s * kernels.memory_efficiency)
+    bytes_per_s = replica.memory_bytes_per_s
+    return soft_roofline_s(replica.kernels, operations / flops_per_s, traffic_bytes / bytes_per_s)
+
+
+def soft_roofline_s(
+    kernels: Kernels, nominal_compute_s: FloatArray, nominal_memory_s: FloatArray
+) -> FloatArray:
+    """P-norm of the times that operations and traffic take at the attained rates, seconds."""
     p = kernels.sharpness
+    compute_s = nominal_compute_s / kernels.compute_efficiency
+    memory_s = nominal_memory_s / kernels.memory_efficiency
     return np.asarray((compute_s**p + memory_s**p) ** (1 / p))
 
 
@@ -174,7 +195,7 @@ def _kv_s(replica: Replica, kv_tokens: FloatArray) -> FloatArray:
 def _head_s(replica: Replica, rows: FloatArray) -> FloatArray:
     parameters = replica.llm.head_parameters / replica.tensor_parallel
     traffic = np.full_like(rows, ACTIVATION_BYTES * parameters)
-    return roofline_s(replica, 2 * parameters * rows, traffic, replica.gpu.bf16_tflops * 1e12)
+    return _roofline_s(replica, 2 * parameters * rows, traffic, replica.gpu.bf16_tflops * 1e12)
 
 
 def _all_reduce_s(replica: Replica, tokens: FloatArray) -> FloatArray:

@@ -1,0 +1,233 @@
+"""Fit the performance model to measurements, and report its errors on what was held out.
+
+python pipelines/calibrate.py                     the tables of docs/results/performance-model.md
+python pipelines/calibrate.py --write             also writes tokenyard/perf/tables/fitted.json
+python pipelines/calibrate.py --iterations FILE   four coefficients of your own engine instead
+
+FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
+Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import tokenyard.perf
+from tokenyard.perf.calibration import (
+    MEASURED_LINKS,
+    collective_held_out_mape,
+    collective_mape,
+    fit_collective,
+    fit_engine,
+    fit_iterations,
+    fit_kernels,
+    fit_link,
+    iterations_held_out_mape,
+    kernel_cross_validated_mape,
+    kernel_mape,
+    kernel_transfer_mape,
+    predicted,
+    with_engine,
+)
+from tokenyard.perf.hardware import Calibration, Kernels, load_gpu, shipped_calibration
+from tokenyard.perf.profiles import (
+    VIDUR_FOLDER,
+    find_vidur_profiles,
+    read_iterations,
+    read_kernel_profiles,
+)
+from tokenyard.perf.published import read_published
+from tokenyard.provenance import write_result
+
+FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
+PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}
+PROVENANCE = (
+    "kernels and links: Vidur data/profiling, commit 7d47513, MIT licence; engine: Llama-2 7B rows "
+    "of lmdeploy v0.1.0a1 docs/en/benchmark/a100_fp16.md; fitted by pipelines/calibrate.py"
+)
+Row = dict[str, Any]
+_NOT_SHOWN = ("table", "precision")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Fit the performance model and report its held-out errors."""
+
+    iterations: Path | None = None
+    """CSV of measured iterations to fit instead of the published profiles."""
+    write: bool = False
+    """Write the fitted parameters into the package."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+def find_profiles() -> Path:
+    """Return the folder of Vidur's profiles, or stop with what to do."""
+    folder = find_vidur_profiles()
+    if folder is None:
+        sys.exit(f"no folder {VIDUR_FOLDER}; put Vidur's profiles there, under $TOKENYARD_DATA")
+    return folder
+
+
+def calibrate_kernels(folder: Path) -> tuple[dict[str, Kernels], list[Row]]:
+    """Fit the kernels of every profiled GPU; return them and their errors."""
+    kernels, rows = {}, []
+    for name, gpu_name in PROFILED_GPUS.items():
+        gpu, profiles = load_gpu(gpu_name), read_kernel_profiles(folder, name)
+        kernels[name] = fit_kernels(profiles, gpu)
+        transfer = [
+            kernel_transfer_mape(profiles, gpu, fitted, held_out)
+            for fitted, held_out in (("llama2_7b", "llama2_70b"), ("llama2_70b", "llama2_7b"))
+        ]
+        rows.append(
+            {
+                "table": "kernels",
+                "gpu": name,
+                "measurements": sum(len(profile.tokens) for profile in profiles),
+                "fitted_error_fraction": kernel_mape(profiles, gpu, kernels[name]),
+                "held_out_70b_error_fraction": transfer[0],
+                "held_out_7b_error_fraction": transfer[1],
+                "cross_validated_error_fraction": kernel_cross_validated_mape(profiles, gpu),
+            }
+        )
+        rows.append({"table": "kernel_parameters", "gpu": name, **kernels[name].model_dump()})
+    return kernels, rows
+
+
+def link_rows(folder: Path) -> list[Row]:
+    """Return latency, bandwidth and errors of every measured collective."""
+    rows = []
+    for name, measured in MEASURED_LINKS.items():
+        for kind in measured.kinds:
+            for profile in measured.read(folder, kind):
+                fitted = fit_collective(profile, kind)
+                rows.append(
+                    {
+                        "table": "links",
+                        "link": name,
+                        "collective": kind,
+                        "gpus": profile.num_gpus,
+                        "latency_us": fitted.latency_s * 1e6,
+                        "bandwidth_gb_per_s": fitted.bandwidth_bytes_per_s * 1e-9,
+                        "fitted_error_fraction": collective_mape(profile, kind, fitted),
+                        "held_out_error_fraction": collective_held_out_mape(profile, kind),
+                    }
+                )
+    return rows
+
+
+def compare_published(calibration: Calibration) -> tuple[list[Row], list[Row]]:
+    """Return one row per published figure, and one per group and role of them."""
+    figures = read_published()
+    values = predicted(figures, calibration)
+    rows = []
+    for figure, value in zip(figures, values.tolist(), strict=True):
+        error = value / figure.published - 1
+        head = {"table": "end_to_end", **figure.model_dump()}
+        rows.append(head | {"predicted": value, "error_fraction": error})
+    groups = list(dict.fromkeys((row["group"], row["role"]) for row in rows))
+    summary = [
+        _summary(group, role, [r for r in rows if r["group"] == group]) for group, role in groups
+    ]
+    for role in ("fitted", "held_out", "further"):
+        summary.append(_summary("all", role, [r for r in rows if r["role"] == role]))
+    unseen = [row for row in rows if row["role"] != "fitted"]
+    summary.append(_summary("all", "held_out and further", unseen))
+    return rows, summary
+
+
+def _summary(group: str, role: str, rows: list[Row]) -> Row:
+    errors = np.array([row["error_fraction"] for row in rows])
+    return {
+        "table": "end_to_end_groups",
+        "group": group,
+        "role": role,
+        "figures": len(errors),
+        "mean_abs_error_fraction": float(np.abs(errors).mean()),
+        "median_error_fraction": float(np.median(errors)),
+        "min_error_fraction": float(errors.min()),
+        "max_error_fraction": float(errors.max()),
+    }
+
+
+def show(console: Console, rows: list[Row]) -> None:
+    """Print rows as a Markdown table."""
+    keys = [key for key in rows[0] if key not in _NOT_SHOWN]
+    table = Table(*(key.removesuffix("_fraction") for key in keys), box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(*(_cell(row[key]) for key in keys))
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def calibrate_published(args: Args, console: Console) -> list[Row]:
+    """Fit kernels, links and engine to the published measurements; return all rows."""
+    folder = find_profiles()
+    kernels, kernel_rows = calibrate_kernels(folder)
+    links = {name: fit_link(folder, measured) for name, measured in MEASURED_LINKS.items()}
+    before = Calibration(
+        provenance=PROVENANCE, kernels=kernels, links=links, engine=shipped_calibration().engine
+    )
+    fitted_figures = [figure for figure in read_published() if figure.role == "fitted"]
+    calibration = with_engine(before, fit_engine(fitted_figures, before))
+    collective_rows = link_rows(folder)
+    figure_rows, group_rows = compare_published(calibration)
+    engine_row = {"table": "engine_parameters", **calibration.engine.model_dump()}
+    rows = [*kernel_rows, *collective_rows, engine_row, *group_rows, *figure_rows]
+    for table in dict.fromkeys(row["table"] for row in rows):
+        show(console, [row for row in rows if row["table"] == table])
+    if args.write:
+        FITTED.write_text(json.dumps(_rounded(calibration.model_dump()), indent=1) + "\n")
+        print(f"wrote {FITTED}")
+    return rows
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def calibrate_iterations(path: Path, console: Console) -> list[Row]:
+    """Fit the four coefficients to one's own iterations; return one row."""
+    try:
+        profile = read_iterations(path)
+        held_out = iterations_held_out_mape(profile)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    row = {
+        "table": "iterations",
+        "measurements": len(profile.time_s),
+        **asdict(fit_iterations(profile)),
+        "held_out_error_fraction": held_out,
+    }
+    show(console, [row])
+    return [row]
+
+
+def main(args: Args) -> None:
+    console = Console(highlight=False, width=220)
+    if args.iterations:
+        rows = calibrate_iterations(args.iterations, console)
+    else:
+        rows = calibrate_published(args, console)
+    if args.json:
+        write_result(args.json, shlex.join(sys.argv), None, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
