@@ -30,7 +30,7 @@ from tokenyard.types import FloatArray, IntArray
 _OUTLIER_LOG_RATIO = 0.1
 """Beyond a tenth off, a measurement pulls linearly and no longer quadratically."""
 _SMALLEST = 1e-12
-"""In the place of zero where a logarithm or a quotient has to exist."""
+"""In the place of zero where a logarithm has to exist."""
 
 
 def mape(predicted: FloatArray, measured: FloatArray) -> float:
@@ -270,8 +270,10 @@ def predicted(figures: Sequence[Published], calibration: Calibration) -> FloatAr
 def fit_iterations(profile: IterationProfile) -> LinearCoefficients:
     """Fit the four coefficients of an iteration to measured ones, robustly, none negative."""
     design = np.vstack([np.ones_like(profile.time_s), profile.batches])
-    # In units of its own mean share of the time, every coefficient is of the order of one.
-    unit = 1 / np.maximum((design / profile.time_s).mean(axis=1), _SMALLEST)
+    # In units of its own mean share of the time, every coefficient is of the order of one; what
+    # is in no batch gets none.
+    share = (design / profile.time_s).mean(axis=1)
+    unit = np.divide(1, share, out=np.zeros(4), where=share > 0)
     fit = least_squares(
         lambda shares: np.log((shares * unit) @ design / profile.time_s),
         np.full(4, 0.25),
