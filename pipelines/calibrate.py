@@ -40,7 +40,9 @@ from tokenyard.perf.calibration import (
     predicted,
     with_engine,
 )
+from tokenyard.perf.coefficients import linear_coefficients
 from tokenyard.perf.hardware import Calibration, Kernels, load_gpu, shipped_calibration
+from tokenyard.perf.models import Precision
 from tokenyard.perf.profiles import (
     VIDUR_FOLDER,
     find_vidur_profiles,
@@ -48,6 +50,7 @@ from tokenyard.perf.profiles import (
     read_kernel_profiles,
 )
 from tokenyard.perf.published import read_published
+from tokenyard.perf.replica import make_replica
 from tokenyard.provenance import write_result
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
@@ -55,6 +58,16 @@ PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}
 PROVENANCE = (
     "kernels and links: Vidur data/profiling, commit 7d47513, MIT licence; engine: Llama-2 7B rows "
     "of lmdeploy v0.1.0a1 docs/en/benchmark/a100_fp16.md; fitted by pipelines/calibrate.py"
+)
+SHOWN_REPLICAS: tuple[tuple[str, str, int, Precision], ...] = (
+    ("a100_80g_sxm", "llama2_7b", 1, "fp16"),
+    ("a100_80g_sxm", "llama2_70b", 4, "fp16"),
+    ("h100_sxm", "llama3_8b", 1, "fp16"),
+    ("h100_sxm", "llama3_70b", 4, "fp16"),
+    ("h100_sxm", "llama3_70b", 2, "fp8"),
+    ("h200_sxm", "llama3_70b", 2, "fp16"),
+    ("l4", "llama3_8b", 1, "fp16"),
+    ("a10g", "llama3_8b", 1, "fp16"),
 )
 Row = dict[str, Any]
 _NOT_SHOWN = ("table", "precision")
@@ -161,6 +174,25 @@ def _summary(group: str, role: str, rows: list[Row]) -> Row:
     }
 
 
+def coefficient_rows(calibration: Calibration) -> list[Row]:
+    """Return the four coefficients of some replicas, and what linearity costs."""
+    rows = []
+    for gpu, llm, degree, precision in SHOWN_REPLICAS:
+        replica = make_replica(gpu, llm, degree, precision=precision, calibration=calibration)
+        rows.append(
+            {
+                "table": "coefficients",
+                "gpu": gpu,
+                "llm": llm,
+                "tensor_parallel": degree,
+                "weights": precision,
+                "kv_capacity_tokens": replica.kv_capacity_tokens,
+                **asdict(linear_coefficients(replica)),
+            }
+        )
+    return rows
+
+
 def show(console: Console, rows: list[Row]) -> None:
     """Print rows as a Markdown table."""
     keys = [key for key in rows[0] if key not in _NOT_SHOWN]
@@ -188,6 +220,7 @@ def calibrate_published(args: Args, console: Console) -> list[Row]:
     figure_rows, group_rows = compare_published(calibration)
     engine_row = {"table": "engine_parameters", **calibration.engine.model_dump()}
     rows = [*kernel_rows, *collective_rows, engine_row, *group_rows, *figure_rows]
+    rows += coefficient_rows(calibration)
     for table in dict.fromkeys(row["table"] for row in rows):
         show(console, [row for row in rows if row["table"] == table])
     if args.write:
