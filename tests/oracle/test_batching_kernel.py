@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from oracle.engine_instances import engines, jobs
 from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
+
 from tokenyard.fleet import Fleet, ReplicaConfig, TrafficClass
 from tokenyard.scenario import Arrivals, RewardWeights, Scenario
 from tokenyard.sim import batching
