@@ -1,4 +1,6 @@
-"""Train and judge every row of the paper's Tables I and II, and the ablations of its reward.
+"""Train and judge every row of the paper's Tables I and II, and what we set beside them.
+
+That is its agents on `poisson_085`, and the ablations of its reward.
 
 Results are appended to a CSV as each training ends, one line per training seed and episode; what
 is in the CSV already is not trained again, so the command can be interrupted and repeated.
@@ -56,7 +58,7 @@ class Args:
     policies: Path = Path("runs/paper")
     """Folder for the trained policies, for figures and for evaluate.py."""
     only: tuple[str, ...] = tuple(paper.TABLES)
-    """Tables to fill: I, II, ablation."""
+    """Tables to fill: I, II, poisson_085, ablation."""
     jobs: int = 2
     """Trainings at a time, one core each."""
     json: Path | None = None

@@ -1,7 +1,7 @@
 """The paper's tables, cell by cell: one training or one rule, judged on the same episodes.
 
 Source: Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems",
-Tables I and II; the ablations of its reward are ours.
+Tables I and II. Ours: the same agents on `poisson_085`, and the ablations of the reward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from tune_configs import routing
 from tune_configs.experiment import ENV_STEPS
 from tune_configs.judge import RoutingJudge, trained
 
-TABLES = {"I": routing.paper, "II": routing.paper_high_load, "ablation": routing.ablation}
+TABLES = {
+    "I": routing.paper,
+    "II": routing.paper_high_load,
+    "poisson_085": routing.paper_poisson,
+    "ablation": routing.ablation,
+}
 BASELINES = (
     "round_robin",
     "least_connections",
