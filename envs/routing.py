@@ -13,6 +13,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tokenyard.fleet import Randomisation
 from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
 from tokenyard.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.sim import kernel
@@ -36,6 +37,9 @@ class RoutingEnvConfig(BaseModel):
     """Whether the observation holds each server's expected wait and finish time."""
     episode_requests: Annotated[int, Field(ge=1)] | None = None
     """Requests per episode; None: the scenario's `requests_per_stream`."""
+
+    randomisation: Randomisation = Randomisation()
+    """How one episode's traffic and fleet differ from the next's."""
 
     @field_validator("scenario", mode="before")
     @classmethod
@@ -70,11 +74,17 @@ class _Feed:
 
     def start(self, copy: int, rng: np.random.Generator) -> None:
         """Empty one copy and give it a fresh stream drawn from `rng`."""
-        stream = self.source.sample(self.config.num_steps + 1, rng)
+        randomisation = self.config.randomisation
+        low, high = randomisation.load_factor
+        # Without a range the traffic is what it was before there was one.
+        load_factor = low if low == high else rng.uniform(low, high)
+        stream = self.source.sample(self.config.num_steps + 1, rng, load_factor)
         if self._shadow is not None:
             rows = token_rows(stream)
             rows[:, kernel.BASELINE_RESPONSE_S] = self._baseline_response_s(self._shadow, rows)
         self.sim.load(copy, stream)
+        if randomisation.varies_fleet:
+            self.sim.vary(copy, randomisation, rng)
 
     def _baseline_response_s(self, shadow: Simulator, rows: FloatArray) -> FloatArray:
         shadow.load(0, rows)

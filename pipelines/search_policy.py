@@ -22,6 +22,7 @@ from rich.table import Table
 
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.fleet import Randomisation
 from tokenyard.intervals import t_interval
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
@@ -51,6 +52,10 @@ class Args:
     """Streams per generation, of 5000 requests each."""
     load_range: tuple[float, float] = (1.0, 1.0)
     """Range of factors on the scenario's arrival rate."""
+    speed_range: tuple[float, float] = (1.0, 1.0)
+    """Range of factors on the speed of every replica of a fleet."""
+    scrape_range: tuple[float, float] | None = None
+    """Range of a fleet's scrape interval, seconds."""
     p99_margin: float = 0.01
     """How far p99 may exceed that of shortest expected delay, as a fraction: at the upper end of
     its 95 % interval over validation streams, and on the recorded training part where found."""
@@ -86,7 +91,11 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
         objective=objective,
         streams_per_generation=args.streams,
         num_generations=args.generations,
-        load_range=args.load_range,
+        randomisation=Randomisation(
+            load_factor=args.load_range,
+            speed_factor=args.speed_range,
+            scrape_interval_s=args.scrape_range,
+        ),
     )
     policy = PolicySearch(scenario, config, seed)
     for _ in range(args.generations):

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tokenyard.perf.coefficients import batch_grid, fit_linear, linear_coefficients
 from tokenyard.perf.iteration import iteration_s
@@ -138,6 +138,32 @@ class Churn(_Frozen):
     """Time for which a replica that came up is slow."""
     warm_up_factor: Annotated[float, Field(ge=1)] = 1.5
     """How many times as long its iterations take meanwhile."""
+
+
+class Randomisation(_Frozen):
+    """What differs from one training stream to the next, so that a policy suits more fleets.
+
+    Domain randomisation, Tobin et al. 2017, arXiv:1703.06907.
+    """
+
+    load_factor: tuple[float, float] = (1.0, 1.0)
+    """Range of factors on the arrival rate."""
+    speed_factor: tuple[float, float] = (1.0, 1.0)
+    """Range of factors on every replica's speed, each drawn for itself, evenly in its logarithm."""
+    scrape_interval_s: tuple[float, float] | None = None
+    """Range of the time between two publications of a replica's state; None: the fleet's."""
+
+    @field_validator("load_factor", "speed_factor", "scrape_interval_s")
+    @classmethod
+    def _is_a_range(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+        if value is not None and not 0 <= value[0] <= value[1]:
+            raise ValueError(f"{value} is no range: give the smaller number first")
+        return value
+
+    @property
+    def varies_fleet(self) -> bool:
+        """Whether anything but the load differs."""
+        return self.speed_factor != (1.0, 1.0) or self.scrape_interval_s is not None
 
 
 class Fleet(_Frozen):

@@ -50,7 +50,7 @@ def run_kernel(
         reward=LOOK_AHEAD,
     )  # fmt: skip
     sim = BatchingSim(scenario, 1, len(some))
-    for row, engine in zip(sim.arrays.plant, given_engines, strict=True):
+    for row, engine in zip(sim.arrays.plant[0], given_engines, strict=True):
         row[: batching.KV_TOKEN_S + 1] = engine.a, engine.b, engine.c, engine.d
         row[batching.NUM_PAGES] = engine.num_pages
         row[batching.WARM_UP_FACTOR] = engine.warm_up_factor

@@ -12,13 +12,14 @@ Source: Rubinstein 1999 (cross-entropy method); the decaying extra noise is of S
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, LengthPredictor, PolicyArtifact
+from tokenyard.fleet import Randomisation
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
@@ -80,9 +81,9 @@ class SearchConfig:
     """Spread added to the elites' in the first generation; fades to nothing over the search."""
     num_generations: int = 50
     """Generations over which the noise fades."""
-    load_range: tuple[float, float] = (1.0, 1.0)
-    """Each stream's arrival rate is the scenario's times a factor drawn from this range, so that
-    the policy has seen more and less traffic than the average."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """How streams differ: a policy that has seen more and less traffic, and other replicas, than
+    the scenario's suits more of what comes."""
 
 
 class PolicySearch:
@@ -144,9 +145,11 @@ class PolicySearch:
         for copy in range(config.streams_per_generation):
             index = self.generation * config.streams_per_generation + copy
             rng = stream_rng(self.seed, "training", index)
-            load_factor = rng.uniform(*config.load_range)
+            load_factor = rng.uniform(*config.randomisation.load_factor)
             stream = self._source.sample(config.requests_per_stream, rng, load_factor)
             self._sim.load(copy, stream)
+            if config.randomisation.varies_fleet:
+                self._sim.vary(copy, config.randomisation, rng)
 
     def _costs(self, weights: FloatArray) -> StreamCosts:
         self._sim.run_linear(weights, self._source.mean_total_tokens)

@@ -7,7 +7,7 @@ iteration is linear in the tokens it holds. `tokenyard.sim.engines.BatchingSim` 
 Shapes: C copies, S replicas, R requests per stream, E events, K routers, I prefix-block ids,
 B blocks in all chains of a stream.
 
-    plant     (S, NUM_PLANT)      what a replica is; never changes
+    plant     (C, S, NUM_PLANT)   what a replica is; never changes within a stream
     rules     (NUM_RULES,)        what holds for all replicas, and what is paid
     events    (C, E, NUM_EVENT)   when replicas fail, drain and join, in order of time
     requests  (C, R, NUM_REQUEST) the streams
@@ -56,7 +56,8 @@ ITERATION_J = 12
 PREFILL_TOKEN_J = 13
 SEQUENCE_J = 14
 KV_TOKEN_J = 15
-NUM_PLANT = 16
+SCRAPE_INTERVAL_S = 16
+NUM_PLANT = 17
 
 # rules: layout, dynamics, what the router sees, then reward weights
 PAGE_TOKENS = 0
@@ -69,20 +70,18 @@ RINGS_AT = 6
 RING_SIZE = 7
 RETRY_DELAY_S = 8
 MAX_RETRIES = 9
-SCRAPE_INTERVAL_S = 10
-EXPECTED_FINISH = 11
-COMPLETE = 12
-SLO_AT_COMPLETION = 13
-ACCEPT = 14
-DROP = 15
-RESPONSE = 16
-SLO = 17
-TAIL = 18
-TAIL_AFTER_S = 19
-ENERGY = 20
-LOOKS_AHEAD = 21
-SUBTRACT_BASELINE = 22
-NUM_RULES = 23
+EXPECTED_FINISH = 10
+COMPLETE = 11
+SLO_AT_COMPLETION = 12
+ACCEPT = 13
+DROP = 14
+RESPONSE = 15
+SLO = 16
+TAIL = 17
+TAIL_AFTER_S = 18
+ENERGY = 19
+LOOKS_AHEAD = 20
+NUM_RULES = 21
 
 # events
 EVENT_S = 0
@@ -111,8 +110,7 @@ SLO_TTFT_S = 11
 SLO_TPOT_S = 12
 CLASS = 13
 TENANT = 14
-BASELINE_COST = 15
-FEATURES = 16
+FEATURES = 15
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # scalars of a row of state
@@ -263,7 +261,7 @@ class _Replica(NamedTuple):
 @compiled
 def _replica(fleet, copy, server):
     return _Replica(
-        fleet.state[copy, server], fleet.plant[server], fleet.rules, fleet.requests[copy],
+        fleet.state[copy, server], fleet.plant[copy, server], fleet.rules, fleet.requests[copy],
         fleet.chains[copy], fleet.links[copy, server], fleet.block_s[copy, server],
         fleet.routers[copy, :, server], fleet.outcomes[copy], fleet.latencies[copy], True,
     )  # fmt: skip
@@ -1142,9 +1140,9 @@ def _start_cold(row, rules, plant, blocks, now, warm_until):
 def clear(fleet, copy):
     """Empty one copy, and find its first decision."""
     first = fleet.requests[copy, 0, DISPATCH_S]
-    for server in range(fleet.plant.shape[0]):
+    for server in range(fleet.plant.shape[1]):
         _start_cold(
-            fleet.state[copy, server], fleet.rules, fleet.plant[server],
+            fleet.state[copy, server], fleet.rules, fleet.plant[copy, server],
             fleet.links[copy, server], first, -math.inf,
         )  # fmt: skip
     fleet.block_s[copy] = -math.inf
@@ -1211,7 +1209,7 @@ def _scrape(replica, now):
 def _catch_up(replica, now):
     """Run a replica to `now`, publishing its state at the last multiple of the interval."""
     row = replica.row
-    interval = replica.rules[SCRAPE_INTERVAL_S]
+    interval = replica.plant[SCRAPE_INTERVAL_S]
     if interval > 0.0:
         last = math.floor(now / interval) * interval
         if last > row[SCRAPED_S]:
@@ -1313,7 +1311,7 @@ def _join(fleet, copy, server, now):
     earned, iterations, busy_s = row[EARNED], row[ITERATIONS], row[BUSY_S]
     busy_j, prefill, up_s = row[BUSY_J], row[PREFILL_TOKENS], row[UP_S]
     scraped_s, scraped_status = row[SCRAPED_S], row[SCRAPED_STATUS]
-    plant = fleet.plant[server]
+    plant = fleet.plant[copy, server]
     links = fleet.links[copy, server]
     # Routers learn of the loss with the next scrape.
     _start_cold(row, fleet.rules, plant, links, now, now + plant[WARM_UP_S])
@@ -1361,7 +1359,7 @@ def _find_decision(fleet, copy):
             clock[NEXT] += 1.0
         clock[NOW_S] = soonest
         break
-    for server in range(fleet.plant.shape[0]):
+    for server in range(fleet.plant.shape[1]):
         _catch_up(_replica(fleet, copy, server), soonest)
 
 
@@ -1439,7 +1437,7 @@ def fill_table(fleet, copy):
     index = int(fleet.clock[copy, CURRENT])
     if index < 0:
         return
-    for server in range(fleet.plant.shape[0]):
+    for server in range(fleet.plant.shape[1]):
         replica = _replica(fleet, copy, server)
         _fill_row(replica, index, fleet.clock[copy, NOW_S], fleet.tables[copy, server])
 
@@ -1465,7 +1463,7 @@ def _place(fleet, copy, server):
     now = clock[NOW_S]
     outcomes = fleet.outcomes[copy]
     waiting = 0.0
-    for other in range(fleet.plant.shape[0]):
+    for other in range(fleet.plant.shape[1]):
         waiting += fleet.state[copy, other, WAITING]
     outcomes[index, WAITING_SEEN] = waiting
     outcomes[index, SERVER] = server
@@ -1500,7 +1498,7 @@ def _place(fleet, copy, server):
 def _collect(fleet, copy):
     """Reward terms that completions have earned since the last call."""
     earned = 0.0
-    for server in range(fleet.plant.shape[0]):
+    for server in range(fleet.plant.shape[1]):
         earned += fleet.state[copy, server, EARNED]
         fleet.state[copy, server, EARNED] = 0.0
     return earned
@@ -1516,7 +1514,7 @@ def step(fleet, actions, rewards):
     Returns:
         The first copy whose action names no replica; -1 if none. Nothing is changed otherwise.
     """
-    num = fleet.plant.shape[0]
+    num = fleet.plant.shape[1]
     for copy in range(fleet.state.shape[0]):
         waits = not fleet.clock[copy, SKIP] and fleet.clock[copy, CURRENT] >= 0.0
         if waits and not 0 <= actions[copy] < num:
@@ -1560,7 +1558,7 @@ def step_and_observe(fleet, actions, rewards, observations):
 def drain(fleet, rewards):
     """Let every copy whose requests are all placed finish what it holds; fill in what it earns."""
     for copy in range(fleet.state.shape[0]):
-        for server in range(fleet.plant.shape[0]):
+        for server in range(fleet.plant.shape[1]):
             _advance(_replica(fleet, copy, server), math.inf)
         rewards[copy] = _collect(fleet, copy)
 

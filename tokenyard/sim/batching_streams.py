@@ -81,7 +81,6 @@ def encode_for_fleet(
     rows[:, batching.OUTPUT] = np.maximum(trace.generated_tokens, 1)
     rows[:, batching.PREDICTED_OUTPUT] = np.maximum(predicted_output, 1.0)
     rows[:, batching.ROUTER] = rng.integers(fleet.num_routers, size=num)
-    rows[:, batching.BASELINE_COST] = np.nan
     rows[:, batching.FEATURES :] = features
     _draw_classes(rows, fleet.classes, slo_response_s, rng)
     rows[:, batching.TENANT] = _draw(num, [one.share for one in fleet.tenants], rng)

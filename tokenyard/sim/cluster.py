@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard import metrics, observation
+from tokenyard.fleet import Randomisation
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim import kernel
 from tokenyard.sim.batching_streams import Stream, token_rows
@@ -126,6 +127,14 @@ class ClusterSim:
         """
         self.requests[copy] = token_rows(stream)
         self.clear(copy)
+
+    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
+        """Refuse: only fleets know other hardware.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("speeds and staleness are randomised for fleets, not for servers")
 
     def clear(self, copy: int) -> None:
         """Empty one copy and go back to the start of its stream."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard import observation
-from tokenyard.fleet import Fleet
+from tokenyard.fleet import Fleet, Randomisation
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import BatchingStream, Stream
@@ -70,6 +70,7 @@ def _plant(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
         row[batching.TOKENS_PER_S] = tokens_per_s
         row[batching.IDLE_W] = config.idle_w
         row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = config.energy
+        row[batching.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
     plant[:, batching.RANK] = observation.speed_ranks(plant[:, batching.TOKENS_PER_S])
     return plant
 
@@ -90,7 +91,6 @@ def _rules(
     rules[batching.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
     rules[batching.RETRY_DELAY_S] = fleet.retry_delay_s
     rules[batching.MAX_RETRIES] = fleet.max_retries
-    rules[batching.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
     rules[batching.EXPECTED_FINISH] = expected_finish
     rules[batching.COMPLETE] = reward.complete
     rules[batching.SLO_AT_COMPLETION] = reward.slo_at_completion
@@ -133,13 +133,13 @@ class BatchingSim:
         self.scenario = scenario
         fleet = scenario.fleet
         num = scenario.num_servers
-        plant = _plant(fleet, scenario.server_capacities_tokens_per_s)
+        self._plant = _plant(fleet, scenario.server_capacities_tokens_per_s)
         rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
         rings = fleet.num_priorities * (2 + 2 * int(rules[batching.RING_SIZE]))
         width = int(rules[batching.RINGS_AT]) + rings
         routers = fleet.num_routers
         self.arrays = batching.Fleet(
-            plant=plant,
+            plant=np.tile(self._plant, (num_copies, 1, 1)),
             rules=rules,
             events=np.zeros((num_copies, 0, batching.NUM_EVENT)),
             requests=np.zeros((num_copies, stream_length, batching.NUM_REQUEST)),
@@ -197,6 +197,19 @@ class BatchingSim:
             fill = {"events": np.inf, "links": batching.ABSENT, "block_s": -np.inf}.get(name, 0)
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
+
+    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
+        """Draw other hardware and staleness for one copy, which is emptied."""
+        plant = self.arrays.plant[copy]
+        plant[:] = self._plant
+        low, high = np.log(randomisation.speed_factor)
+        factors = np.exp(rng.uniform(low, high, len(plant)))
+        plant[:, batching.ITERATION_S : batching.KV_TOKEN_S + 1] /= factors[:, None]
+        plant[:, batching.TOKENS_PER_S] *= factors
+        plant[:, batching.RANK] = observation.speed_ranks(plant[:, batching.TOKENS_PER_S])
+        if randomisation.scrape_interval_s is not None:
+            plant[:, batching.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
+        self.clear(copy)
 
     def clear(self, copy: int) -> None:
         """Empty one copy and go back to the start of its stream."""
@@ -343,7 +356,7 @@ class BatchingSim:
         up = state[:, batching.STATUS] != batching.DOWN
         since = np.where(up, np.maximum(end - state[:, batching.UP_SINCE_S], 0.0), 0.0)
         up_s = state[:, batching.UP_S] + since
-        idle_j = up_s @ self.arrays.plant[:, batching.IDLE_W]
+        idle_j = up_s @ self.arrays.plant[copy, :, batching.IDLE_W]
         return float(idle_j + state[:, batching.BUSY_J].sum())
 
 

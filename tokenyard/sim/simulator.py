@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
+from tokenyard.fleet import Randomisation
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim.batching_streams import Stream
 from tokenyard.sim.cluster import Actions, ClusterSim, Observations, Outcomes
@@ -21,6 +24,10 @@ class Simulator(Protocol):
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream."""
+        ...
+
+    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
+        """Draw other hardware and staleness for one copy, which is emptied."""
         ...
 
     def skip_next(self, copy: int) -> None:
