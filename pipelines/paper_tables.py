@@ -47,6 +47,8 @@ PRINTED = {
     ("II", "least_loaded"): "7000±190 / 1.70±0.12 / 5.8±0.5 / 42.2±3.4 %",
 }
 """What the paper printed: cumulative reward, mean response in seconds, queue length, SLO missed."""
+CURVE_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
+"""Moments of a training that its learning curve is printed at: shares of its length."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ def main(args: Args) -> None:
     frame = pd.read_csv(args.out)
     rows = summary(frame[frame["table"].isin(args.only)])
     report(rows)
+    curves = curves_path(args.out)
+    if curves.exists():
+        learned = pd.read_csv(curves)
+        report_curves(learned[learned["table"].isin(args.only)])
     if args.json is not None:
         write_result(args.json, " ".join(["python", *sys.argv]), None, rows)
 
@@ -101,16 +107,20 @@ def run(left: Sequence[paper.Cell], args: Args) -> None:
     remote = ray.remote(num_cpus=1, max_calls=1)(paper.run_cell)
     folder = str(args.policies.resolve())
     pending = {remote.remote(cell, folder): cell for cell in left}
-    curves_out = args.out.with_name(f"{args.out.stem}-curves.csv")
     while pending:
         (ready,), _ = ray.wait(list(pending), num_returns=1)
         cell = pending.pop(ready)
         curve, episodes = ray.get(ready)
-        append(curves_out, curve)
+        append(curves_path(args.out), curve)
         append(args.out, episodes)
         label = trial_label(cell.trial) if cell.trial else cell.policy
         print(f"table {cell.table}: {label} done, {len(pending)} left", file=sys.stderr)
     ray.shutdown()
+
+
+def curves_path(out: Path) -> Path:
+    """Where the learning curves of a CSV go."""
+    return out.with_name(f"{out.stem}-curves.csv")
 
 
 def append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
@@ -158,6 +168,25 @@ def report(rows: Sequence[dict[str, Any]]) -> None:
             f"{row['slo_violation_fraction']:.1%}±{row['slo_violation_fraction_std']:.1%}",
             PRINTED.get((row["table"], row["policy"]), ""),
         )
+    Console(width=None if sys.stdout.isatty() else 170).print(table)
+
+
+def report_curves(curves: pd.DataFrame) -> None:
+    """Print what an agent earned per request at five moments of its training."""
+    table = Table(title="reward per request while training: mean ± deviation over training seeds")
+    for column in ("table", "agent", "reward", *(f"{share:.0%}" for share in CURVE_SHARES)):
+        table.add_column(column)
+    keys = ["table", "policy", "reward_weights"]
+    for key, group in curves.groupby(keys, sort=False):
+        seeds = [one.sort_values("env_steps") for _, one in group.groupby("training_seed")]
+        cells = []
+        for share in CURVE_SHARES:
+            at = [one.iloc[round(share * len(one)) - 1] for one in seeds]
+            earned = pd.Series([point["reward_per_request"] for point in at])
+            cells.append(
+                f"{at[0]['env_steps'] / 1000:.0f}k: {earned.mean():.2f}±{earned.std():.2f}"
+            )
+        table.add_row(*(str(part) for part in key), *cells)
     Console(width=None if sys.stdout.isatty() else 170).print(table)
 
 
