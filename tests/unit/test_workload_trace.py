@@ -40,7 +40,7 @@ def test_the_split_by_index_shares_no_request_and_starts_the_second_part_at_zero
 
 
 def test_prefix_hashes_follow_their_requests():
-    trace = a_trace(0, 1, 2, prefix_hashes=((1,), (1, 2), (3,)))
+    trace = a_trace(0, 1, 2, prefix_hashes=((1,), (1, 2), (3,)), prefix_block_tokens=512)
 
     assert trace.tail_from(1).prefix_hashes == ((1, 2), (3,))
     assert trace.window(0.5, 1.5).prefix_hashes == ((1, 2),)
@@ -62,7 +62,7 @@ def test_a_trace_without_duration_has_no_rate():
         ({"context_tokens": np.array([1.0, 2.0, 3.0])}, "int64"),
         ({"generated_tokens": np.array([1, -2, 3])}, "negative"),
         ({"started_at": datetime(2023, 11, 16)}, "time zone"),
-        ({"prefix_hashes": ((1,),)}, "one per request"),
+        ({"prefix_hashes": ((1,),), "prefix_block_tokens": 512}, "one per request"),
     ],
 )
 def test_what_cannot_be_a_trace_is_refused_with_the_reason(changes, reason):

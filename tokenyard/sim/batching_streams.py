@@ -68,8 +68,17 @@ def encode_for_fleet(
         slo_response_s: End-to-end promise where a class has none of its own.
         rng: Source of all randomness.
         decision_epoch_s: Decide at multiples of this; None: at every arrival.
+
+    Raises:
+        ValueError: The fleet's prefix blocks have another size than the trace's.
     """
     num = trace.num_requests
+    block_tokens = trace.prefix_block_tokens
+    if fleet.prefix_block_tokens and block_tokens not in (None, fleet.prefix_block_tokens):
+        raise ValueError(
+            f"the trace tells prefixes in blocks of {block_tokens} tokens; set the fleet's "
+            f"prefix_block_tokens, now {fleet.prefix_block_tokens}, to that"
+        )
     rows = np.empty((num, batching.NUM_REQUEST))
     rows[:, batching.ARRIVAL_S] = trace.arrival_s
     rows[:, batching.DISPATCH_S] = (

@@ -53,6 +53,9 @@ class _Layout(NamedTuple):
     """None: times are calendar dates."""
 
 
+MOONCAKE_BLOCK_TOKENS = 512
+"""Tokens of the prompt that one of Mooncake's hash ids stands for (Qin et al. 2025, FAST, 4.1)."""
+
 _AZURE = _Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens", None)
 _MOONCAKE = _Layout("timestamp", "input_length", "output_length", 1e-3)
 _PLAIN = _Layout("arrival_s", "context_tokens", "generated_tokens", 1.0)
@@ -245,4 +248,5 @@ def _trace(times: _Times, tokens: IntArray, hashes: tuple[tuple[int, ...], ...] 
         generated_tokens=np.ascontiguousarray(tokens[:, 1]),
         started_at=origin,
         prefix_hashes=hashes,
+        prefix_block_tokens=None if hashes is None else MOONCAKE_BLOCK_TOKENS,
     )

@@ -53,8 +53,9 @@ class Sessions(BaseModel):
             rng: Source of all randomness.
             rate_per_s: Mean rate of requests, per second.
             model: Whose output lengths answers have.
-            block_tokens: Tokens of a prefix block; block k of a prompt is told by one number that
-                stands for all up to its end. An answer's blocks are told with its request.
+            block_tokens: Tokens of a prefix block, at least 1; block k of a prompt is told by one
+                number that stands for all up to its end. An answer's blocks are told with its
+                request.
 
         Returns:
             A trace with `prefix_hashes`, its first request at second 0.
@@ -67,7 +68,7 @@ class Sessions(BaseModel):
             order = np.argsort(turns.arrival_s, kind="stable")
             order = order[len(order) // 5 : -max(len(order) // 5, 1)]
             if len(order) >= num_requests:
-                return turns.trace(order[:num_requests], self, max(block_tokens, 1))
+                return turns.trace(order[:num_requests], self, block_tokens)
             num_sessions *= 2
 
     def _turns(
@@ -123,7 +124,7 @@ class _Turns:
         arrival_s = self.arrival_s[order]
         return Trace(
             arrival_s - arrival_s[0], self.context[order], self.answer[order],
-            prefix_hashes=tuple(hashes),
+            prefix_hashes=tuple(hashes), prefix_block_tokens=block_tokens,
         )  # fmt: skip
 
 

@@ -36,12 +36,16 @@ class Trace:
     prefix_hashes: tuple[tuple[int, ...], ...] | None = None
     """Identities of each prompt's leading token blocks; equal leading hashes are a shared prefix.
     None where the source does not publish them."""
+    prefix_block_tokens: int | None = None
+    """Tokens of each of those blocks."""
 
     def __post_init__(self) -> None:
         """Reject what cannot be a trace."""
         _check_columns(self.arrival_s, self.context_tokens, self.generated_tokens)
         if self.started_at is not None and self.started_at.tzinfo is None:
             raise ValueError(f"started_at {self.started_at} has no time zone; give it UTC")
+        if (self.prefix_hashes is None) != (self.prefix_block_tokens is None):
+            raise ValueError("give prefix_hashes and prefix_block_tokens together")
         if self.prefix_hashes is not None and len(self.prefix_hashes) != self.num_requests:
             raise ValueError(
                 f"prefix_hashes has {len(self.prefix_hashes)} entries for "
