@@ -170,10 +170,10 @@ def paper_poisson() -> Experiment:
 def ablation() -> Experiment:
     """PPO under high load with one term of the paper's reward removed at a time, three seeds.
 
-    Half as long as in `paper_high_load`, the whole reward included.
+    A quarter as long as in `paper_high_load`, the whole reward included.
     """
     trials = [
-        _trial("ppo", weights, "high_load", 200_000, "paper", seed, iterations=20)
+        _trial("ppo", weights, "high_load", 100_000, "paper", seed, iterations=20)
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
