@@ -68,9 +68,11 @@ class Decider:
         """Choose the replica for `request`.
 
         Raises:
-            UnfitRequest: The policy decides between another number of replicas.
+            UnfitRequest: The policy decides between another number of replicas, or needs to know
+                more of them.
         """
         self._check_count(len(snapshots))
+        self._check_engines(snapshots)
         started_ns = time.perf_counter_ns()
         decision, failed = self._ask(request, snapshots)
         index, propensity = decision.replica, None if self.served.draws else 1.0
@@ -90,6 +92,16 @@ class Decider:
                 f"policy {self.served.card.name!r} decides between {expected} replicas, "
                 f"got {offered} snapshots"
             )
+
+    def _check_engines(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        if not self.served.card.needs_engine:
+            return
+        for snapshot in snapshots:
+            if snapshot.engine is None:
+                raise UnfitRequest(
+                    f"policy {self.served.card.name!r} is for replicas that batch continuously: "
+                    f"give `engine` in the snapshot of {snapshot.replica_id!r}"
+                )
 
     def _ask(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> tuple[Decision, bool]:
         try:

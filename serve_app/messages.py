@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REPLICAS = 1024
@@ -16,6 +16,7 @@ MAX_REPLICAS = 1024
 _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _ClockSeconds = Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)]
 _Count = Annotated[int, Field(ge=0, le=1_000_000)]
+_IterationShare = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
 _Tokens = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
@@ -59,6 +60,26 @@ class RequestMessage(_Message):
         )
 
 
+class EngineMessage(_Message):
+    """A replica that batches continuously; the fields of `tokenyard.types.EngineSnapshot`."""
+
+    iteration_s: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
+    prefill_token_s: _IterationShare
+    sequence_s: _IterationShare
+    kv_token_s: _IterationShare
+    token_budget: Annotated[int, Field(ge=1, le=1_000_000)]
+    kv_capacity_tokens: Annotated[float, Field(ge=1, le=1e12, allow_inf_nan=False)]
+    kv_used_fraction: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+    prefill_in_flight_tokens: _Tokens
+    output_in_flight_tokens: _Tokens
+    match_tokens: Annotated[int, Field(ge=0, le=100_000_000)] = 0
+    """Leading tokens of the request that are believed to be in the replica's prefix cache."""
+
+    def to_snapshot(self) -> EngineSnapshot:
+        """Make the part of the snapshot that a policy sees."""
+        return EngineSnapshot(**self.model_dump())
+
+
 class SnapshotMessage(_Message):
     """One candidate replica; the fields are those of `tokenyard.types.ReplicaSnapshot`."""
 
@@ -70,11 +91,13 @@ class SnapshotMessage(_Message):
     num_running: _Count
     tokens_in_flight: _Tokens
     predicted_wait_s: _Seconds | None = None
-    """Absent: derived from the tokens in flight."""
+    """Absent: derived from the tokens in flight, or from `engine`."""
     mean_response_s: _Seconds | None = None
     """Absent: nothing has completed yet."""
     observed_at_s: _ClockSeconds | None = None
     """Unix time of the observation, seconds; absent: as of the request's arrival."""
+    engine: EngineMessage | None = None
+    """Given for replicas that batch continuously."""
 
     def to_snapshot(self, arrival_s: float) -> ReplicaSnapshot:
         """Make the snapshot that a policy sees; no data becomes NaN."""
@@ -89,6 +112,7 @@ class SnapshotMessage(_Message):
             predicted_wait_s=_or_nan(self.predicted_wait_s),
             mean_response_s=_or_nan(self.mean_response_s),
             observed_at_s=arrival_s if self.observed_at_s is None else self.observed_at_s,
+            engine=None if self.engine is None else self.engine.to_snapshot(),
         )
 
 
@@ -106,6 +130,18 @@ class RouteMessage(_Message):
             if snapshot.replica_id in seen:
                 raise ValueError(f"replica_id {snapshot.replica_id!r} appears more than once")
             seen.add(snapshot.replica_id)
+        return self
+
+    @model_validator(mode="after")
+    def _no_match_is_longer_than_the_prompt(self) -> Self:
+        prompt = self.request.context_tokens
+        for snapshot in self.snapshots:
+            engine = snapshot.engine
+            if engine is not None and engine.match_tokens > prompt:
+                raise ValueError(
+                    f"match_tokens {engine.match_tokens} of {snapshot.replica_id!r} is more than "
+                    f"the prompt's {prompt} tokens"
+                )
         return self
 
 
@@ -144,7 +180,7 @@ class PolicyCard(BaseModel):
 
     name: str
     kind: str
-    """`linear` or `mlp` for a trained policy, `baseline` for a rule."""
+    """`linear`, `marginal` or `mlp` for a trained policy, `baseline` for a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str
@@ -154,6 +190,8 @@ class PolicyCard(BaseModel):
     """Where it was found."""
     num_replicas: int | None
     """Candidates it must be given; null: any number."""
+    needs_engine: bool = False
+    """Whether every snapshot must tell of its `engine`."""
     output_length: str
     """Where a missing predicted_total_tokens comes from: `by_context` or `none`."""
     slo_response_s: float

@@ -112,6 +112,8 @@ def snapshot_row(snapshot: ReplicaSnapshot) -> FloatArray:
             engine.output_in_flight_tokens,
             engine.match_tokens,
         )
+        if math.isnan(snapshot.predicted_wait_s):
+            row[WAIT_S] = batching_wait_s(row)
     row[ROUTABLE] = 1.0
     return row
 

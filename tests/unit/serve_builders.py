@@ -14,7 +14,12 @@ from tokenyard.artifact import (
     LengthPredictor,
     PolicyArtifact,
 )
-from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.observation import (
+    NUM_MARGINAL_WEIGHTS,
+    NUM_REQUEST_FEATURES,
+    NUM_SCORE_WEIGHTS,
+    observation_size,
+)
 from tokenyard.scenario import load_scenario
 
 PREDICTOR = LengthPredictor(bin_edges_tokens=(1000.0,), mean_generated_tokens=(10.0, 50.0))
@@ -160,3 +165,26 @@ async def _call(api, method, path, body, headers):
     await api(scope, receive, send)
     text = b"".join(message.get("body", b"") for message in sent)
     return sent[0]["status"], json.loads(text)
+
+
+def an_engine(**fields):
+    """What a snapshot tells of a replica that batches continuously, on the wire."""
+    return {
+        "iteration_s": 0.01,
+        "prefill_token_s": 6e-5,
+        "sequence_s": 5e-5,
+        "kv_token_s": 8e-8,
+        "token_budget": 512,
+        "kv_capacity_tokens": 400_000.0,
+        "kv_used_fraction": 0.1,
+        "prefill_in_flight_tokens": 0.0,
+        "output_in_flight_tokens": 500.0,
+        "match_tokens": 0,
+        **fields,
+    }
+
+
+def marginal_artifact(weights=None, **fields):
+    """Least marginal delay, unless weights say otherwise."""
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS) if weights is None else np.asarray(weights, float)
+    return PolicyArtifact(metadata(kind="marginal", **fields), {"weights": weights})

@@ -10,8 +10,10 @@ from unit.serve_builders import (
     a_faulty_policy,
     a_snapshot,
     a_trained_policy,
+    an_engine,
     call,
     linear_artifact,
+    marginal_artifact,
     network_artifact,
     three_snapshots,
 )
@@ -19,8 +21,9 @@ from unit.serve_builders import (
 from serve_app.api import RoutingService, create_api
 from serve_app.decider import Decider
 from serve_app.messages import MAX_BODY_BYTES, MAX_REPLICAS
+from tokenyard.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.policies.learned import learned_policy
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 NOW_S = 1.7e9
 
@@ -88,6 +91,45 @@ def test_the_server_decides_as_the_policy_does_in_evaluation_over_a_whole_stream
         )
         assert answer["index"] == decided.replica
         assert answer["scores"] == pytest.approx(decided.scores, rel=1e-12)
+
+
+def test_a_policy_for_engines_is_told_of_them_and_decides_as_in_evaluation():
+    rng = np.random.default_rng(3)
+    artifact = marginal_artifact(rng.normal(size=NUM_MARGINAL_WEIGHTS))
+    engines = [
+        an_engine(kv_used_fraction=0.9, output_in_flight_tokens=9000.0),
+        an_engine(iteration_s=0.05, match_tokens=640),
+        an_engine(prefill_in_flight_tokens=4000.0),
+    ]
+    some = [{**s, "engine": e} for s, e in zip(three_snapshots(), engines, strict=True)]
+    asked = a_body(some, context_tokens=900, predicted_total_tokens=1000.0)
+    answer = call(an_api(a_trained_policy(artifact)), "POST", "/v1/route", asked)[1]
+    snapshots = [ReplicaSnapshot(**{**s, "engine": EngineSnapshot(**s["engine"])}) for s in some]
+    decided = learned_policy(artifact).decide(Request(0.0, 900, 1000.0), snapshots)
+    assert answer["index"] == decided.replica
+    assert answer["scores"] == pytest.approx(decided.scores, rel=1e-12)
+    assert not answer["fallback"]
+
+
+def test_a_policy_for_engines_refuses_snapshots_that_tell_nothing_of_them():
+    status, answer = route(a_body(), a_trained_policy(marginal_artifact()))
+    assert status == 422
+    assert "give `engine` in the snapshot of 'slow'" in answer["detail"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"match_tokens": 2001}, "more than the prompt's 2000 tokens"),
+        ({"iteration_s": 0.0}, "snapshots[0].engine.iteration_s should be greater than 0"),
+        ({"kv_used_fraction": 1.5}, "engine.kv_used_fraction should be less than or equal to 1"),
+        ({"batch": 3}, "snapshots[0].engine.batch is not a known field"),
+    ],
+)
+def test_an_engine_that_cannot_be_is_refused_with_the_reason(change, reason):
+    status, answer = route(a_body([a_snapshot(engine=an_engine(**change))]))
+    assert status == 422
+    assert reason in answer["detail"]
 
 
 def test_a_wait_that_is_given_counts_instead_of_the_tokens_in_flight():
