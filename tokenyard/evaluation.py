@@ -21,6 +21,8 @@ from tokenyard.intervals import (
 )
 from tokenyard.metrics import score
 from tokenyard.scenario import Scenario
+from tokenyard.sim import batching
+from tokenyard.sim.engines import BatchingOutcomes
 from tokenyard.sim.run import PolicyFactory, Run, run_each, run_policy
 from tokenyard.types import FloatArray
 
@@ -58,6 +60,9 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     response_s, missed = outcomes.response_s, outcomes.missed(scenario.slo_response_s)
     capacity = np.array(scenario.server_capacities_tokens_per_s)
     shares = metrics.server_shares(outcomes.server, scenario.num_servers)
+    of_engines = (
+        _summarise_engines(scenario, outcomes) if isinstance(outcomes, BatchingOutcomes) else {}
+    )
     return {
         "reward": float(run.rewards.sum()),
         "mean_response_s": metrics.mean_response_s(response_s),
@@ -72,6 +77,69 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
         "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
         "score": score(response_s, missed),
         **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
+        **of_engines,
+    }
+
+
+def _summarise_engines(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
+    """Measure what only replicas that batch have: tokens, memory, energy, classes, tenants."""
+    ttft_s, num = outcomes.first_token_s, len(outcomes.arrival_s)
+    tpot_s = metrics.tpot_s(outcomes.response_s, ttft_s, outcomes.output_tokens)
+    done = ~np.isnan(outcomes.response_s)
+    delivered, wasted = outcomes.output_tokens[done].sum(), outcomes.wasted_tokens.sum()
+    hit = outcomes.hit_tokens.sum()
+    return {
+        "mean_ttft_s": metrics.mean(ttft_s),
+        "p50_ttft_s": metrics.percentile(ttft_s, 50),
+        "p99_ttft_s": metrics.percentile(ttft_s, 99),
+        "mean_tpot_s": metrics.mean(tpot_s),
+        "p99_tpot_s": metrics.percentile(tpot_s, 99),
+        "p50_itl_s": _itl_s(outcomes, 50),
+        "p99_itl_s": _itl_s(outcomes, 99),
+        "kv_used_fraction": metrics.mean(outcomes.kv_seen),
+        "prefix_hit_fraction": metrics.fraction(hit, hit + outcomes.prefilled_tokens.sum()),
+        "preemptions_per_request": metrics.mean(outcomes.preemptions),
+        "wasted_tokens_fraction": metrics.fraction(wasted, wasted + delivered),
+        "energy_j_per_token": metrics.fraction(outcomes.energy_j, delivered),
+        "retried_fraction": metrics.fraction(np.count_nonzero(outcomes.attempts > 1), num),
+        "gave_up_fraction": metrics.fraction(np.count_nonzero(outcomes.gave_up), num),
+        **_of_groups(scenario, outcomes),
+    }
+
+
+def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
+    return metrics.binned_percentile_s(
+        outcomes.latency_counts, percent, batching.LATENCY_BIN_START_S, batching.LATENCY_BINS_PER_E
+    )
+
+
+def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
+    """Measure how every class and, where there are several, every tenant fared."""
+    assert scenario.fleet is not None
+    missed = outcomes.missed(scenario.slo_response_s)
+    found = {
+        f"attained_{one.name}_fraction": metrics.attained_fraction(
+            missed, outcomes.traffic_class, which
+        )
+        for which, one in enumerate(scenario.fleet.classes)
+    }
+    tenants = scenario.fleet.tenants
+    if len(tenants) == 1:
+        return found
+    for which, tenant in enumerate(tenants):
+        key = f"attained_tenant_{tenant.name}_fraction"
+        found[key] = metrics.attained_fraction(missed, outcomes.tenant, which)
+    gaps = metrics.service_gaps_tokens_per_s(
+        outcomes.arrival_s,
+        outcomes.first_token_s,
+        outcomes.response_s,
+        np.stack([outcomes.context_tokens, outcomes.output_tokens], axis=1),
+        outcomes.tenant,
+        np.array([tenant.weight for tenant in tenants]),
+    )
+    return found | {
+        "service_gap_tokens_per_s": metrics.mean(gaps),
+        "max_service_gap_tokens_per_s": float(gaps.max()) if len(gaps) else np.nan,
     }
 
 

@@ -16,18 +16,34 @@ from tokenyard.types import BoolArray, FloatArray, IntArray
 TAIL = 0.01
 CVAR_WEIGHT = 0.1
 VIOLATION_WEIGHT_S = 2.0
+SERVICE_WINDOW_S = 60.0
+
+
+def mean(values: FloatArray) -> float:
+    """Mean of the values that are not NaN; NaN when there is none."""
+    known = _known(values)
+    return float(known.mean()) if len(known) else math.nan
+
+
+def percentile(values: FloatArray, percent: float) -> float:
+    """Percentile, linear between ranks, of the values that are not NaN; NaN when there is none."""
+    known = _known(values)
+    return float(np.percentile(known, percent)) if len(known) else math.nan
+
+
+def fraction(part: float, whole: float) -> float:
+    """Share of a whole; NaN where the whole is nothing."""
+    return float(part) / float(whole) if whole else math.nan
 
 
 def mean_response_s(response_s: FloatArray) -> float:
     """Mean response time of completed requests, seconds; NaN when none completed."""
-    done = _completed(response_s)
-    return float(done.mean()) if len(done) else math.nan
+    return mean(response_s)
 
 
 def percentile_response_s(response_s: FloatArray, percent: float) -> float:
     """Percentile of the response times of completed requests, seconds; NaN when none completed."""
-    done = _completed(response_s)
-    return float(np.percentile(done, percent)) if len(done) else math.nan
+    return percentile(response_s, percent)
 
 
 def cvar99_response_s(response_s: FloatArray) -> float:
@@ -35,7 +51,7 @@ def cvar99_response_s(response_s: FloatArray) -> float:
 
     Conditional value at risk at 99 % (Rockafellar and Uryasev 2000); NaN when none completed.
     """
-    done = _completed(response_s)
+    done = _known(response_s)
     if not len(done):
         return math.nan
     num_slowest = math.ceil(TAIL * len(done))
@@ -101,7 +117,7 @@ def score(response_s: FloatArray, missed: BoolArray) -> float:
     A dropped request counts as late and as slow as the slowest that completed; minus infinity
     when none completed.
     """
-    done = _completed(response_s)
+    done = _known(response_s)
     if not len(done):
         return -math.inf
     charged = np.where(np.isnan(response_s), done.max(), response_s)
@@ -112,6 +128,118 @@ def score(response_s: FloatArray, missed: BoolArray) -> float:
     )
 
 
-def _completed(response_s: FloatArray) -> FloatArray:
-    missing = np.isnan(response_s)
-    return response_s[~missing] if missing.any() else response_s
+def tpot_s(response_s: FloatArray, ttft_s: FloatArray, output_tokens: FloatArray) -> FloatArray:
+    """Mean time per output token after the first, of each request.
+
+    Args:
+        response_s: End-to-end response time, seconds, shape (num_requests,).
+        ttft_s: Time to the first token, seconds, shape (num_requests,).
+        output_tokens: Tokens generated, at least 1, shape (num_requests,).
+
+    Returns:
+        Seconds per token, shape (num_requests,); NaN for a request that did not complete, or of
+        one output token, which has no token after the first.
+    """
+    after_first = np.where(output_tokens > 1, output_tokens - 1.0, math.nan)
+    times: FloatArray = (response_s - ttft_s) / after_first
+    return times
+
+
+def binned_percentile_s(
+    counts: FloatArray, percent: float, start_s: float, bins_per_e: float
+) -> float:
+    """Percentile of times that were counted in bins of equal width in their logarithm.
+
+    Inside a bin times are taken to be spread evenly in their logarithm, so the answer is off by
+    less than the bin is wide. NaN when nothing was counted.
+
+    Args:
+        counts: Bin k counts times in start_s x [e^(k / bins_per_e), e^((k + 1) / bins_per_e)).
+        percent: Which percentile.
+        start_s: Where the first bin begins, seconds.
+        bins_per_e: Bins in which times grow e-fold.
+    """
+    up_to = np.cumsum(counts)
+    if not len(counts) or up_to[-1] <= 0:
+        return math.nan
+    rank = up_to[-1] * percent / 100
+    # Empty bins before the first count hold no time, though 0 of 0 is in them.
+    bin_ = int(np.argmax((up_to >= rank) & (up_to > 0)))
+    inside = 1.0 - (up_to[bin_] - rank) / counts[bin_]
+    return float(start_s * math.exp((bin_ + inside) / bins_per_e))
+
+
+def attained_fraction(missed: BoolArray, group: IntArray, which: int) -> float:
+    """Share of a group's offered requests that got all they were promised; NaN for no request.
+
+    Args:
+        missed: Which requests did not, shape (num_requests,).
+        group: Class or tenant of each, shape (num_requests,).
+        which: The group.
+    """
+    mine = group == which
+    return fraction(np.count_nonzero(mine & ~missed), np.count_nonzero(mine))
+
+
+def service_gaps_tokens_per_s(
+    arrival_s: FloatArray,
+    ttft_s: FloatArray,
+    response_s: FloatArray,
+    tokens: FloatArray,
+    tenant: IntArray,
+    weights: FloatArray,
+) -> FloatArray:
+    """By how much the worst-off tenant was served less than the best-off, window by window.
+
+    In a window, a tenant is served the prompts that end (with the first token) and the tokens
+    that are generated, spread evenly from first token to completion; divided by its weight
+    relative to the mean weight. Its gap is what the best-served tenant got more, but at most what
+    it asked for itself and did not get: who wants less than its share is not treated unfairly.
+    After the service difference of Sheng et al. 2024 (Fairness in Serving Large Language Models,
+    arXiv:2401.00588), with equal prices of prompt and output tokens and in windows of our own.
+    Requests that did not complete ask for nothing and get nothing.
+
+    Args:
+        arrival_s: Clock time of arrival, seconds, shape (num_requests,).
+        ttft_s: Time to the first token, seconds, shape (num_requests,).
+        response_s: End-to-end response time, seconds, shape (num_requests,).
+        tokens: Prompt and output tokens, shape (num_requests, 2).
+        tenant: Whose request it is, shape (num_requests,).
+        weights: Share of the service that each tenant is entitled to, shape (num_tenants,).
+
+    Returns:
+        The largest gap in each window of SERVICE_WINDOW_S from the first to the last arrival,
+        weighted tokens per second, shape (num_windows,); empty for less than a window.
+    """
+    done = ~np.isnan(response_s)
+    num_windows = int((arrival_s[-1] - arrival_s[0]) // SERVICE_WINDOW_S)
+    edges = arrival_s[0] + SERVICE_WINDOW_S * np.arange(num_windows + 1)
+    asked = np.empty((len(weights), num_windows + 1))
+    served = np.empty_like(asked)
+    for which, weight in enumerate(weights / weights.mean()):
+        mine = done & (tenant == which)
+        prompt, output = tokens[mine].T
+        start, first, end = (arrival_s[mine] + s[mine] for s in (0 * ttft_s, ttft_s, response_s))
+        asked[which] = _until(edges, start, start, prompt + output) / weight
+        served[which] = (
+            _until(edges, first, first, prompt) + _until(edges, first, end, output)
+        ) / weight
+    got = np.diff(served, axis=1)
+    lacking = asked[:, 1:] - served[:, :-1] - got
+    gaps: FloatArray = np.minimum(got.max(axis=0) - got, lacking).max(axis=0, initial=0.0)
+    return gaps / SERVICE_WINDOW_S
+
+
+def _until(
+    edges: FloatArray, from_s: FloatArray, to_s: FloatArray, amount: FloatArray
+) -> FloatArray:
+    """What has come by each edge of amounts that flow evenly from one time to another."""
+    length_s = np.maximum(to_s - from_s, 1e-12)
+    shares = np.clip((edges[:, None] - from_s) / length_s, 0.0, 1.0)
+    total: FloatArray = shares @ amount
+    return total
+
+
+def _known(values: FloatArray) -> FloatArray:
+    missing = np.isnan(values)
+    return values[~missing] if missing.any() else values

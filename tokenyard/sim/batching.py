@@ -128,24 +128,22 @@ EVICTABLE = 10
 ADMITTED = 11
 NEXT_GIVE_UP_S = 12
 WARM_UNTIL_S = 13
-GENERATED_SUM = 14
-RECENT_RESPONSE_S = 15
-FINISH_SUM_S = 16
-LOOKED_FOR = 17
-LOOKED_FINISH_S = 18
+FINISH_SUM_S = 14
+LOOKED_FOR = 15
+LOOKED_FINISH_S = 16
+TAKES_S = 17
+TAKES_J = 18
+# from here on what outlives a failure
 EARNED = 19
 ITERATIONS = 20
 BUSY_S = 21
 BUSY_J = 22
-PREFILL_TOKENS = 23
-UP_SINCE_S = 24
-UP_S = 25
-SCRAPED_S = 26
-SCRAPED_WAITING = 27
-SCRAPED_RUNNING = 28
-SCRAPED_KV = 29
-SCRAPED_STATUS = 30
-NUM_SCALARS = 31
+SCRAPED_S = 23
+SCRAPED_WAITING = 24
+SCRAPED_RUNNING = 25
+SCRAPED_KV = 26
+SCRAPED_STATUS = 27
+NUM_SCALARS = 28
 
 # a sequence in prefill
 P_INDEX = 0
@@ -183,7 +181,10 @@ OWN_COUNT = 0
 OWN_COUNT_AT_SCRAPE = 1
 OWN_PREFILL = 2
 OWN_OUTPUT = 3
-NUM_OWN = 4
+OWN_DECODING = 4
+OWN_GENERATED = 5
+OWN_RESPONSE_S = 6
+NUM_OWN = 7
 
 # clock
 NOW_S = 0
@@ -209,7 +210,10 @@ READY_S = 8
 ASSUMED_PREFILL = 9
 GAVE_UP = 10
 GENERATED = 11
-NUM_OUTCOME = 12
+LAST_TOKEN_S = 12
+SUBMITTED = 13
+KV_SEEN = 14
+NUM_OUTCOME = 15
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
@@ -413,7 +417,9 @@ def _register(replica, index, held, tokens, now):
         holders = replica.links[HOLDERS, block]
         if holders == ABSENT:
             replica.links[HOLDERS, block] = 1
-            replica.block_s[CAME_S, block] = now
+            # One that went since the last scrape was there at that scrape.
+            if replica.block_s[WENT_S, block] <= replica.row[SCRAPED_S]:
+                replica.block_s[CAME_S, block] = now
             continue
         if holders == 0:
             _unlink(replica.links, block)
@@ -466,6 +472,8 @@ def _remove_decoding(replica, which):
     row[_phase(rules, row[at + D_BASE])] -= 1.0
     _release(replica, int(row[at + D_INDEX]), int(row[at + D_HELD]), _pages(rules, kv))
     row[DECODING] -= 1.0
+    if replica.real:
+        replica.own[int(replica.requests[int(row[at + D_INDEX]), ROUTER]), OWN_DECODING] -= 1.0
     last = first + DECODE_FIELDS * int(row[DECODING])
     for field in range(DECODE_FIELDS):
         row[at + field] = row[last + field]
@@ -491,12 +499,22 @@ def _forget_prefilling(row, rules, which):
 
 
 @compiled
-def _router_lets_go(replica, index, had_first_token):
+def _routers_receive(replica, steps):
+    """Every router gets the tokens of its own sequences as they are generated."""
+    for router in range(replica.own.shape[0]):
+        own = replica.own[router]
+        own[OWN_GENERATED] += own[OWN_DECODING] * steps
+
+
+@compiled
+def _router_lets_go(replica, index, generated):
     """A request has left the replica: its router takes it off its books."""
     own = replica.own[int(replica.requests[index, ROUTER])]
     own[OWN_COUNT] -= 1.0
     own[OWN_OUTPUT] -= replica.requests[index, PREDICTED_OUTPUT]
-    if not had_first_token:
+    own[OWN_GENERATED] -= generated
+    # A request that was preempted had its first token before.
+    if generated == 0.0:
         own[OWN_PREFILL] -= replica.outcomes[index, ASSUMED_PREFILL]
 
 
@@ -535,16 +553,16 @@ def _complete(replica, which, now):
     total = requests[index, CONTEXT] + requests[index, OUTPUT] - 1.0
     row[at + D_HELD] = _register(replica, index, int(row[at + D_HELD]), total, now)
     _remove_decoding(replica, which)
-    row[GENERATED_SUM] -= requests[index, OUTPUT]
     _leave(replica, index, now)
     if not replica.real:
         return
     replica.outcomes[index, FINISH_S] = now
-    replica.outcomes[index, GENERATED] = requests[index, OUTPUT]
-    _router_lets_go(replica, index, True)
+    replica.outcomes[index, GENERATED] += requests[index, OUTPUT]
+    _router_lets_go(replica, index, requests[index, OUTPUT])
+    own = replica.own[int(requests[index, ROUTER])]
     response = now - requests[index, ARRIVAL_S]
-    recent = row[RECENT_RESPONSE_S]
-    row[RECENT_RESPONSE_S] = (
+    recent = own[OWN_RESPONSE_S]
+    own[OWN_RESPONSE_S] = (
         response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
     )
     row[EARNED] += replica.rules[COMPLETE]
@@ -563,11 +581,15 @@ def _end_prefill(replica, which, now):
     kv = row[at + P_KV]
     context = replica.requests[index, CONTEXT]
     held = _register(replica, index, int(row[at + P_HELD]), context, now)
-    if replica.real and generated == 0.0:
-        if math.isnan(replica.outcomes[index, FIRST_TOKEN_S]):
-            replica.outcomes[index, FIRST_TOKEN_S] = now
+    if replica.real:
         own = replica.own[int(replica.requests[index, ROUTER])]
-        own[OWN_PREFILL] -= replica.outcomes[index, ASSUMED_PREFILL]
+        own[OWN_DECODING] += 1.0
+        own[OWN_GENERATED] += 1.0
+        if generated == 0.0:
+            own[OWN_PREFILL] -= replica.outcomes[index, ASSUMED_PREFILL]
+            replica.outcomes[index, FIRST_TOKEN_S] = now
+        else:
+            _count_latency(replica, now - replica.outcomes[index, LAST_TOKEN_S], 1.0)
     to = int(rules[DECODE_AT]) + DECODE_FIELDS * int(row[DECODING])
     finish = row[STEP] + replica.requests[index, OUTPUT] - generated - 1.0
     row[to + D_INDEX] = index
@@ -577,7 +599,6 @@ def _end_prefill(replica, which, now):
     row[to + D_HELD] = held
     row[DECODING] += 1.0
     row[KV_SUM] += kv
-    row[GENERATED_SUM] += 1.0
     row[_phase(rules, kv - row[STEP])] += 1.0
     row[MIN_FINISH] = min(row[MIN_FINISH], finish)
     _forget_prefilling(row, rules, which)
@@ -590,10 +611,11 @@ def _complete_all(replica, now):
     while row[MIN_FINISH] <= row[STEP]:
         at = int(replica.rules[DECODE_AT])
         first = -1
-        index = math.inf
+        earliest = math.inf
         for which in range(int(row[DECODING])):
-            if row[at + D_FINISH] <= row[STEP] and row[at + D_INDEX] < index:
-                index = row[at + D_INDEX]
+            submitted = replica.outcomes[int(row[at + D_INDEX]), SUBMITTED]
+            if row[at + D_FINISH] <= row[STEP] and submitted < earliest:
+                earliest = submitted
                 first = which
             at += DECODE_FIELDS
         _complete(replica, first, now)
@@ -609,7 +631,8 @@ def _end_iteration(replica):
     if decoding > 0.0:
         row[STEP] += 1.0
         row[KV_SUM] += decoding
-        row[GENERATED_SUM] += decoding
+        if replica.real:
+            _routers_receive(replica, 1.0)
     which = 0
     while which < int(row[PREFILLING]):
         at = int(replica.rules[PREFILL_AT]) + PREFILL_FIELDS * which
@@ -626,13 +649,11 @@ def _end_iteration(replica):
 @compiled
 def _abandon(replica, index, generated, now):
     """A client has hung up on a request that has just been removed."""
-    replica.row[GENERATED_SUM] -= generated
     _leave(replica, index, now)
     if replica.real:
         replica.outcomes[index, GAVE_UP] = 1.0
-        replica.outcomes[index, GENERATED] = generated
-        # A request that was preempted had its first token before.
-        _router_lets_go(replica, index, generated > 0.0)
+        replica.outcomes[index, GENERATED] += generated
+        _router_lets_go(replica, index, generated)
 
 
 @compiled
@@ -654,34 +675,37 @@ def _next_to_give_up(replica, now):
     row = replica.row
     rules = replica.rules
     found = -1
+    earliest = math.inf
     kind = 0
     place = 0
     row[NEXT_GIVE_UP_S] = math.inf
-    for k in range(3):
+    size = int(rules[RING_SIZE])
+    for k in range(2 + int(rules[NUM_PRIORITIES])):
         if k == 0:
+            at = int(rules[DECODE_AT])
             count = int(row[DECODING])
         elif k == 1:
+            at = int(rules[PREFILL_AT])
             count = int(row[PREFILLING])
         else:
-            count = int(rules[NUM_PRIORITIES]) * int(rules[RING_SIZE])
+            at = _ring(rules, k - 2)
+            count = int(row[at + 1])
         for which in range(count):
             if k == 0:
-                index = int(row[int(rules[DECODE_AT]) + DECODE_FIELDS * which + D_INDEX])
+                index = int(row[at + DECODE_FIELDS * which + D_INDEX])
             elif k == 1:
-                index = int(row[int(rules[PREFILL_AT]) + PREFILL_FIELDS * which + P_INDEX])
+                index = int(row[at + PREFILL_FIELDS * which + P_INDEX])
             else:
-                at = _ring(rules, which // int(rules[RING_SIZE]))
-                ahead = which % int(rules[RING_SIZE])
-                if ahead >= row[at + 1]:
-                    continue
-                slot = (int(row[at]) + ahead) % int(rules[RING_SIZE])
+                slot = (int(row[at]) + which) % size
                 index = int(row[at + 2 + 2 * slot])
             give_up = replica.requests[index, GIVE_UP_S]
             row[NEXT_GIVE_UP_S] = min(row[NEXT_GIVE_UP_S], give_up)
-            if give_up <= now and (found < 0 or index < found):
+            submitted = replica.outcomes[index, SUBMITTED]
+            if give_up <= now and submitted < earliest:
+                earliest = submitted
                 found = index
-                kind = k
-                place = which
+                kind = min(k, 2)
+                place = which if k < 2 else (k - 2) * size + which
     return found, kind, place
 
 
@@ -728,7 +752,7 @@ def _remove_waiting(row, rules, place):
 
 
 @compiled
-def _preempt_one(replica):
+def _preempt_one(replica, now):
     """Send the least urgent running sequence, the last admitted of these, back to its queue."""
     row = replica.row
     rules = replica.rules
@@ -752,6 +776,8 @@ def _preempt_one(replica):
         at = int(rules[DECODE_AT]) + DECODE_FIELDS * victim
         index = int(row[at + D_INDEX])
         generated = _generated(replica, at)
+        if replica.real:
+            replica.outcomes[index, LAST_TOKEN_S] = now
         _remove_decoding(replica, victim)
         _update_min_finish(row, rules)
     else:
@@ -876,15 +902,17 @@ def _work(replica, iterations, prefill, decoding, kv, duration):
     """Book time and energy of iterations with these sums over them."""
     row = replica.row
     plant = replica.plant
-    row[ITERATIONS] += iterations
-    row[BUSY_S] += duration
-    row[PREFILL_TOKENS] += prefill
-    row[BUSY_J] += (
+    joules = (
         plant[ITERATION_J] * iterations
         + plant[PREFILL_TOKEN_J] * prefill
         + plant[SEQUENCE_J] * decoding
         + plant[KV_TOKEN_J] * kv
     )
+    row[ITERATIONS] += iterations
+    row[BUSY_S] += duration
+    row[BUSY_J] += joules
+    row[TAKES_S] = duration
+    row[TAKES_J] = joules
     if replica.real and decoding > 0.0:
         _count_latency(replica, duration / iterations, decoding)
 
@@ -934,7 +962,8 @@ def _skip_ahead(replica, now, until):
     _work(replica, steps, 0.0, steps * decoding, kv, duration)
     row[STEP] += steps
     row[KV_SUM] += steps * decoding
-    row[GENERATED_SUM] += steps * decoding
+    if replica.real:
+        _routers_receive(replica, steps)
     return now + duration
 
 
@@ -955,7 +984,7 @@ def _begin(replica, now, until):
         now = later
     preempted = False
     while _pages_for_decode(row, rules) > row[FREE] + row[EVICTABLE]:
-        _preempt_one(replica)
+        _preempt_one(replica, now)
         preempted = True
     _take_pages(replica, _pages_for_decode(row, rules), now)
     decoding = row[DECODING]
@@ -1044,7 +1073,7 @@ def _look_ahead(replica, scratch, index):
     scratch[LOOKED_FOR] = index
     while scratch[BUSY] and not _only_decodes(scratch, replica.rules):
         _end_iteration(ahead)
-        _begin(ahead, scratch[UNTIL_S], scratch[UNTIL_S])
+        _begin(ahead, scratch[UNTIL_S], math.inf)
     _finish_decoding(ahead)
     return scratch[FINISH_SUM_S], scratch[LOOKED_FINISH_S]
 
@@ -1119,34 +1148,32 @@ def _held(row):
 
 
 @compiled
-def _start_cold(row, rules, plant, blocks, now, warm_until):
-    """Empty a replica and bring it up."""
-    row[:] = 0.0
-    row[STATUS] = UP
+def _empty(row, plant, links, status, warm_until):
+    """Leave a replica without batch, queue and cache; its accounts stay."""
+    row[:EARNED] = 0.0
+    row[NUM_SCALARS:] = 0.0
+    row[STATUS] = status
     row[MIN_FINISH] = math.inf
     row[NEXT_GIVE_UP_S] = math.inf
     row[FREE] = plant[NUM_PAGES]
-    row[RECENT_RESPONSE_S] = math.nan
     row[WARM_UNTIL_S] = warm_until
-    row[UP_SINCE_S] = now
-    row[SCRAPED_S] = -math.inf
-    row[SCRAPED_STATUS] = UP
-    blocks[HOLDERS, :] = ABSENT
-    blocks[BEFORE, ANCHOR] = ANCHOR
-    blocks[AFTER, ANCHOR] = ANCHOR
+    links[HOLDERS, :] = ABSENT
+    links[BEFORE, ANCHOR] = ANCHOR
+    links[AFTER, ANCHOR] = ANCHOR
 
 
 @compiled
 def clear(fleet, copy):
     """Empty one copy, and find its first decision."""
-    first = fleet.requests[copy, 0, DISPATCH_S]
+    fleet.state[copy] = 0.0
     for server in range(fleet.plant.shape[1]):
-        _start_cold(
-            fleet.state[copy, server], fleet.rules, fleet.plant[copy, server],
-            fleet.links[copy, server], first, -math.inf,
-        )  # fmt: skip
+        row = fleet.state[copy, server]
+        _empty(row, fleet.plant[copy, server], fleet.links[copy, server], UP, -math.inf)
+        row[SCRAPED_S] = -math.inf
+        row[SCRAPED_STATUS] = UP
     fleet.block_s[copy] = -math.inf
     fleet.routers[copy] = 0.0
+    fleet.routers[copy, :, :, OWN_RESPONSE_S] = math.nan
     fleet.clock[copy] = 0.0
     fleet.latencies[copy] = 0.0
     outcomes = fleet.outcomes[copy]
@@ -1192,14 +1219,19 @@ def _book(replica, index, match_tokens, now):
 
 
 @compiled
+def _kv_used(row, plant):
+    """Share of the KV memory that requests hold."""
+    return 1.0 - (row[FREE] + row[EVICTABLE]) / plant[NUM_PAGES]
+
+
+@compiled
 def _scrape(replica, now):
     """Publish what the replica holds now."""
     row = replica.row
     row[SCRAPED_S] = now
     row[SCRAPED_WAITING] = row[WAITING]
     row[SCRAPED_RUNNING] = row[DECODING] + row[PREFILLING]
-    pages = replica.plant[NUM_PAGES]
-    row[SCRAPED_KV] = (pages - row[FREE] - row[EVICTABLE]) / pages
+    row[SCRAPED_KV] = _kv_used(row, replica.plant)
     row[SCRAPED_STATUS] = row[STATUS]
     for router in range(replica.own.shape[0]):
         replica.own[router, OWN_COUNT_AT_SCRAPE] = replica.own[router, OWN_COUNT]
@@ -1211,7 +1243,7 @@ def _catch_up(replica, now):
     row = replica.row
     interval = replica.plant[SCRAPE_INTERVAL_S]
     if interval > 0.0:
-        last = math.floor(now / interval) * interval
+        last = min(math.floor(now / interval) * interval, now)
         if last > row[SCRAPED_S]:
             _advance(replica, last)
             _scrape(replica, last)
@@ -1241,6 +1273,7 @@ def _evacuate(fleet, copy, server, now):
     replica = _replica(fleet, copy, server)
     row = replica.row
     rules = fleet.rules
+    before = int(fleet.clock[copy, RETRY_COUNT])
     for which in range(int(row[DECODING])):
         at = int(rules[DECODE_AT]) + DECODE_FIELDS * which
         _lose(fleet, copy, replica, int(row[at + D_INDEX]), _generated(replica, at), now)
@@ -1253,11 +1286,31 @@ def _evacuate(fleet, copy, server, now):
         for ahead in range(int(row[at + 1])):
             slot = at + 2 + 2 * ((int(row[at]) + ahead) % size)
             _lose(fleet, copy, replica, int(row[slot]), row[slot + 1], now)
+    _sort_retries(fleet, copy, before)
+
+
+@compiled
+def _sort_retries(fleet, copy, first):
+    """Sort what waits to be placed again, from place `first` on, by when it was submitted."""
+    ring = fleet.retries[copy]
+    outcomes = fleet.outcomes[copy]
+    head = int(fleet.clock[copy, RETRY_HEAD])
+    size = ring.shape[0]
+    for place in range(first + 1, int(fleet.clock[copy, RETRY_COUNT])):
+        index = ring[(head + place) % size]
+        at = place
+        while at > first:
+            before = ring[(head + at - 1) % size]
+            if outcomes[before, SUBMITTED] < outcomes[index, SUBMITTED]:
+                break
+            ring[(head + at) % size] = before
+            at -= 1
+        ring[(head + at) % size] = index
 
 
 @compiled
 def _lose(fleet, copy, replica, index, generated, now):
-    _router_lets_go(replica, index, generated > 0.0)
+    _router_lets_go(replica, index, generated)
     # What has been generated is lost: the response starts again from its first token.
     replica.outcomes[index, FIRST_TOKEN_S] = math.nan
     replica.outcomes[index, GENERATED] += generated
@@ -1278,48 +1331,32 @@ def _happen(fleet, copy):
     _catch_up(replica, now)
     status = event[EVENT_STATUS]
     if status == DOWN:
-        if row[STATUS] != DOWN:
-            row[UP_S] += now - row[UP_SINCE_S]
         _evacuate(fleet, copy, server, now)
-        _stop(row, now)
+        _stop(replica, now)
     elif status == DRAINING:
         row[STATUS] = DRAINING
     elif row[STATUS] == DOWN:
-        _join(fleet, copy, server, now)
+        _empty(row, replica.plant, replica.links, UP, now + replica.plant[WARM_UP_S])
     else:
         row[STATUS] = UP
 
 
 @compiled
-def _stop(row, now):
-    row[STATUS] = DOWN
+def _stop(replica, now):
+    """Take a replica down; routers learn of it, and of the loss of its cache, when they scrape."""
+    row = replica.row
     if row[BUSY]:
         # The iteration in progress was booked as a whole.
-        row[BUSY_S] -= row[UNTIL_S] - now
-    row[BUSY] = 0.0
-    row[DECODING] = 0.0
-    row[PREFILLING] = 0.0
-    row[WAITING] = 0.0
-    row[GENERATED_SUM] = 0.0
-    row[FINISH_SUM_S] = 0.0
-
-
-@compiled
-def _join(fleet, copy, server, now):
-    """Bring a replica up, empty and cold; what it has worked so far stays on its account."""
-    row = fleet.state[copy, server]
-    earned, iterations, busy_s = row[EARNED], row[ITERATIONS], row[BUSY_S]
-    busy_j, prefill, up_s = row[BUSY_J], row[PREFILL_TOKENS], row[UP_S]
-    scraped_s, scraped_status = row[SCRAPED_S], row[SCRAPED_STATUS]
-    plant = fleet.plant[copy, server]
-    links = fleet.links[copy, server]
-    # Routers learn of the loss with the next scrape.
-    _start_cold(row, fleet.rules, plant, links, now, now + plant[WARM_UP_S])
-    fleet.block_s[copy, server, CAME_S] = -math.inf
-    fleet.block_s[copy, server, WENT_S] = -math.inf
-    row[EARNED], row[ITERATIONS], row[BUSY_S] = earned, iterations, busy_s
-    row[BUSY_J], row[PREFILL_TOKENS], row[UP_S] = busy_j, prefill, up_s
-    row[SCRAPED_S], row[SCRAPED_STATUS] = scraped_s, scraped_status
+        undone_s = row[UNTIL_S] - now
+        row[BUSY_S] -= undone_s
+        row[BUSY_J] -= row[TAKES_J] * undone_s / row[TAKES_S]
+        if row[DECODING] > 0.0:
+            _count_latency(replica, row[TAKES_S], -row[DECODING])
+    for block in range(1, replica.links.shape[1]):
+        if replica.links[HOLDERS, block] != ABSENT:
+            replica.block_s[WENT_S, block] = now
+    replica.own[:, OWN_DECODING] = 0.0
+    _empty(row, replica.plant, replica.links, DOWN, -math.inf)
 
 
 @compiled
@@ -1410,13 +1447,11 @@ def _fill_row(replica, index, now, out):
     out[ob.NUM_RUNNING] = outstanding - waiting
     # Others' requests are taken to be like one's own.
     share = outstanding / own[OWN_COUNT] if own[OWN_COUNT] > 0.0 else 0.0
-    held = _held(row)
-    seen = row[GENERATED_SUM] * own[OWN_COUNT] / held if held > 0.0 else 0.0
-    left = max(own[OWN_OUTPUT] - seen, own[OWN_COUNT])
+    left = max(own[OWN_OUTPUT] - own[OWN_GENERATED], own[OWN_COUNT])
     out[ob.PREFILL_IN_FLIGHT] = max(own[OWN_PREFILL], 0.0) * share
     out[ob.OUTPUT_IN_FLIGHT] = left * share
     out[ob.TOKENS_IN_FLIGHT] = out[ob.PREFILL_IN_FLIGHT] + out[ob.OUTPUT_IN_FLIGHT]
-    out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
+    out[ob.MEAN_RESPONSE_S] = own[OWN_RESPONSE_S]
     out[ob.SPEED_RANK] = plant[RANK]
     out[ob.ITERATION_S] = plant[ITERATION_S]
     out[ob.PREFILL_TOKEN_S] = plant[PREFILL_TOKEN_S]
@@ -1463,11 +1498,17 @@ def _place(fleet, copy, server):
     now = clock[NOW_S]
     outcomes = fleet.outcomes[copy]
     waiting = 0.0
-    for other in range(fleet.plant.shape[1]):
+    kv = 0.0
+    num = fleet.plant.shape[1]
+    for other in range(num):
         waiting += fleet.state[copy, other, WAITING]
+        kv += _kv_used(fleet.state[copy, other], fleet.plant[copy, other])
     outcomes[index, WAITING_SEEN] = waiting
+    outcomes[index, KV_SEEN] = kv / num
     outcomes[index, SERVER] = server
     outcomes[index, ATTEMPTS] += 1.0
+    # A new attempt is a new submission.
+    outcomes[index, SUBMITTED] = clock[PLACED]
     clock[PLACED] += 1.0
     replica = _replica(fleet, copy, server)
     row = replica.row
@@ -1477,7 +1518,7 @@ def _place(fleet, copy, server):
         # Before it begins to run: a first token must not be missing from the books.
         _book(replica, index, match_tokens, now)
         if not _submit(replica, index, now):
-            _router_lets_go(replica, index, False)
+            _router_lets_go(replica, index, 0.0)
             return 0.0 if _give_back(fleet, copy, index, now) else rules[DROP]
     else:
         return 0.0 if _give_back(fleet, copy, index, now) else rules[DROP]

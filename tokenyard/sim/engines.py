@@ -38,17 +38,20 @@ class BatchingOutcomes(Outcomes):
     """Times that the request was placed."""
     preemptions: FloatArray
     hit_tokens: FloatArray
-    """Prompt tokens that the prefix cache had, over all admissions."""
+    """Tokens that the prefix cache had at admission, over all admissions."""
     prefilled_tokens: FloatArray
-    """Tokens that were computed before the first one was generated, over all admissions."""
+    """Tokens that were lacking in KV memory at admission, over all admissions."""
     wasted_tokens: FloatArray
     """Generated tokens that reached nobody: the client hung up, or the replica failed."""
+    kv_seen: FloatArray
+    """Mean over replicas of the share of KV memory that requests held when this one was placed."""
     gave_up: IntArray
     """1 where the client hung up."""
     latency_counts: FloatArray
-    """Inter-token latencies of the whole stream by bin, shape (batching.LATENCY_BINS,)."""
+    """Gaps between the tokens of a request, counted by bin over the whole stream, shape
+    (batching.LATENCY_BINS,)."""
     energy_j: float
-    """Of all replicas from the first arrival to the last completion, idling included."""
+    """Of all replicas that are up, from the first arrival to the last completion."""
 
     def missed(self, slo_response_s: float) -> BoolArray:
         """Which requests did not get all that their class is promised, shape (num_requests,)."""
@@ -344,20 +347,32 @@ class BatchingSim:
             hit_tokens=outcome[:, batching.HIT_TOKENS].copy(),
             prefilled_tokens=outcome[:, batching.PREFILLED_TOKENS].copy(),
             wasted_tokens=outcome[:, batching.GENERATED] - np.where(done, output, 0.0),
+            kv_seen=outcome[:, batching.KV_SEEN].copy(),
             gave_up=outcome[:, batching.GAVE_UP].astype(np.int64),
             latency_counts=self.arrays.latencies[copy].copy(),
             energy_j=self._energy_j(copy, finish_s),
         )
 
     def _energy_j(self, copy: int, finish_s: FloatArray) -> float:
-        state = self.arrays.state[copy]
-        first = self.arrays.requests[copy, 0, batching.ARRIVAL_S]
-        end = np.nanmax(finish_s, initial=first)
-        up = state[:, batching.STATUS] != batching.DOWN
-        since = np.where(up, np.maximum(end - state[:, batching.UP_SINCE_S], 0.0), 0.0)
-        up_s = state[:, batching.UP_S] + since
-        idle_j = up_s @ self.arrays.plant[copy, :, batching.IDLE_W]
-        return float(idle_j + state[:, batching.BUSY_J].sum())
+        arrays = self.arrays
+        first_s = float(arrays.requests[copy, 0, batching.ARRIVAL_S])
+        end_s = float(np.nanmax(finish_s, initial=first_s))
+        up_s = _up_s(arrays.events[copy], self.scenario.num_servers, first_s, end_s)
+        idle_j = up_s @ arrays.plant[copy, :, batching.IDLE_W]
+        return float(idle_j + arrays.state[copy, :, batching.BUSY_J].sum())
+
+
+def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -> FloatArray:
+    """Time that each replica was up or draining between two instants, shape (num_replicas,)."""
+    up_s = np.full(num_replicas, end_s - first_s)
+    is_up = np.ones(num_replicas, dtype=np.bool_)
+    for at_s, replica, status in events:
+        which, now_up = int(replica), status != batching.DOWN
+        if now_up != is_up[which]:
+            left_s = end_s - min(max(at_s, first_s), end_s)
+            up_s[which] += left_s if now_up else -left_s
+            is_up[which] = now_up
+    return up_s
 
 
 def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:

@@ -1,0 +1,102 @@
+"""Tiny fleets whose numbers can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from oracle.slow_engine import Change, Engine, Job
+
+from tokenyard.fleet import Fleet, ReplicaConfig
+from tokenyard.scenario import Arrivals, RewardWeights, Scenario
+from tokenyard.sim import batching
+from tokenyard.sim.batching_streams import BatchingStream
+from tokenyard.sim.engines import BatchingSim
+
+NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
+SECOND = Engine(
+    a=1.0, b=0.0, c=0.0, d=0.0, max_batch=4, token_budget=64, page_tokens=4, num_pages=64,
+    block_tokens=0, queue_limit=100,
+)  # fmt: skip
+"""Every iteration takes a second."""
+STATUS = {"fail": batching.DOWN, "drain": batching.DRAINING, "join": batching.UP}
+
+
+@dataclass(frozen=True)
+class Ask(Job):
+    """A request with what only a fleet knows of it."""
+
+    router: int = 0
+    traffic_class: int = 0
+    tenant: int = 0
+    predicted_output: float = 3.0
+    slo_s: tuple[float, float, float] = (1e9, 1e9, 1e9)
+    """On the response, the first token and the time per token."""
+
+
+def a_fleet(engines: list[Engine], reward: RewardWeights = NO_REWARD, **options) -> Scenario:
+    """Make a scenario of such engines; options are fields of `Fleet`."""
+    first = engines[0]
+    replica = {"gpu": "h100_sxm", "model": "llama3_8b", "max_batch": first.max_batch}
+    fleet = Fleet(
+        replicas=tuple(
+            ReplicaConfig(name=f"r{i}", token_budget=first.token_budget, **replica)
+            for i in range(len(engines))
+        ),
+        page_tokens=first.page_tokens,
+        prefix_block_tokens=first.block_tokens,
+        queue_limit=first.queue_limit,
+        **options,
+    )
+    return Scenario(
+        name="tiny", description="", fleet=fleet, arrivals=Arrivals(rate_per_s=1.0), reward=reward
+    )
+
+
+def a_sim(
+    scenario: Scenario,
+    engines: list[Engine],
+    num_requests: int,
+    num_copies: int = 1,
+    watts: float = 0.0,
+    iteration_j: float = 0.0,
+) -> BatchingSim:
+    """Make its simulator, with the engines' own numbers in place of the performance model's."""
+    sim = BatchingSim(scenario, num_copies, num_requests)
+    for which, engine in enumerate(engines):
+        row = sim._plant[which]
+        row[: batching.KV_TOKEN_S + 1] = engine.a, engine.b, engine.c, engine.d
+        row[batching.NUM_PAGES] = engine.num_pages
+        row[batching.WARM_UP_FACTOR] = engine.warm_up_factor
+        row[batching.IDLE_W] = watts
+        row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = iteration_j, 0.0, 0.0, 0.0
+    sim.arrays.plant[:] = sim._plant
+    return sim
+
+
+def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStream:
+    """Lay requests out as a stream, with what befalls the replicas."""
+    numbers = {block: 1 + i for i, block in enumerate({b for ask in asks for b in ask.chain})}
+    rows = np.zeros((len(asks), batching.NUM_REQUEST))
+    chains: list[int] = []
+    for row, ask in zip(rows, asks, strict=True):
+        row[[batching.DISPATCH_S, batching.ARRIVAL_S]] = ask.submit_s
+        row[batching.CONTEXT], row[batching.OUTPUT] = ask.context, ask.output
+        row[batching.PREDICTED_OUTPUT], row[batching.ROUTER] = ask.predicted_output, ask.router
+        row[batching.PRIORITY], row[batching.GIVE_UP_S] = ask.priority, ask.give_up_s
+        row[batching.CHAIN_AT], row[batching.CHAIN_LENGTH] = len(chains), len(ask.chain)
+        row[batching.SLO_RESPONSE_S : batching.SLO_TPOT_S + 1] = ask.slo_s
+        row[batching.CLASS], row[batching.TENANT] = ask.traffic_class, ask.tenant
+        chains += [numbers[block] for block in ask.chain]
+    events = np.array([(c.at_s, c.replica, STATUS[c.kind]) for c in changes], dtype=np.float64)
+    return BatchingStream(
+        rows, np.array(chains, dtype=np.int64), events.reshape(-1, batching.NUM_EVENT)
+    )
+
+
+def play(sim: BatchingSim, routes: list[list[int]]) -> None:
+    """Run to the end; `routes` has the replicas of each request's attempts in turn."""
+    left = [list(route) for route in routes]
+    while sim.current() >= 0:
+        sim.step(np.array([left[sim.current()].pop(0)]))
+    sim.drain()
