@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import gymnasium
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from tokenyard.fleet import Randomisation
 from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
@@ -45,6 +45,11 @@ class RoutingEnvConfig(BaseModel):
     @classmethod
     def _load_by_name(cls, value: object) -> object:
         return load_scenario(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _reward_has_only_terms_of_the_scenario(self) -> Self:
+        self.weights.refuse_unknown_to(is_fleet=self.scenario.fleet is not None)
+        return self
 
     @property
     def weights(self) -> RewardWeights:
@@ -103,31 +108,40 @@ def _spaces(
 
 
 class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
-    """Place one request after the other on a heterogeneous cluster.
+    """Place one request after the other on a heterogeneous cluster, or fleet of engines.
 
     Observation:
         float32, shape (16 + 6 N,), or (16 + 8 N,) with `expected_finish` (the default): 40
-        numbers for three servers. First the request: hour, day of week, day of month, ISO week,
-        total, context and generated tokens as the router knows them, mean and standard deviation
-        of the last 5, 10 and 20 requests, and the last request's three counts; robustly scaled
-        and squashed by sign(x) log(1 + |x|). Then per server log(1 + x) of requests waiting,
-        thousands of tokens in flight, seconds of recent mean response (-1: none yet), outstanding
-        over concurrency; utilisation of its slots; log(1 + thousands of tokens per second); and,
-        with `expected_finish`, log(1 + x) of the seconds until the request would start and
-        finish there. All within [-20, 20]; `sim.num_saturated` counts numbers that hit it.
+        numbers for three servers. A fleet adds 6 N: 72 numbers for four replicas. First the
+        request: hour, day of week, day of month, ISO week, total, context and generated tokens
+        as the router knows them, mean and standard deviation of the last 5, 10 and 20 requests,
+        and the last request's three counts; robustly scaled and squashed by sign(x) log(1 + |x|).
+        Then per server log(1 + x) of requests waiting, thousands of tokens in flight, seconds of
+        recent mean response (-1: none yet), outstanding over concurrency; utilisation of its
+        slots; log(1 + thousands of tokens per second); and, with `expected_finish`, log(1 + x) of
+        the seconds until the request would start (a fleet: until its first token could be
+        computed) and finish there. Then, of a fleet's replica, log(1 + x) of the seconds by which
+        the request would delay all others and of thousands of prompt and of output tokens in
+        flight; the share of KV memory in use; the share of the prompt believed to be cached; and
+        1 where the replica is believed to take requests, else 0. All within [-20, 20];
+        `sim.num_saturated` counts numbers that hit it.
 
     Action:
-        Index of the server.
+        Index of the server. A replica of a fleet that is down or full refuses the request, which
+        comes again `retry_delay_s` later: that was a step too.
 
     Reward:
-        Sum of weight x quantity over `RewardWeights`. With the scenario's default weights, 4000
+        Sum of weight x quantity over `RewardWeights`. The response terms are paid at the decision
+        by playing what the chosen replica holds to its end: for the seconds by which the request
+        lengthens the sum of all its response times. With the scenario's default weights, 4000
         tokens sent to an idle 5000 tokens/s server of an otherwise idle three-server cluster
         (concurrency 5) earn -0.01 * 0.8 (processing) - 0.1 * 0 (queue) + 0.1 * balance + 1, and
         the balance of loads (0.16, 0, 0) is 1 - 0.0754 / 0.0533 = -0.414: 0.951 in all.
 
     Episode end:
-        Truncated after `episode_requests` placements, never terminated: traffic goes on, and
-        the value of the last observation, which shows the next request, is bootstrapped.
+        Truncated after `episode_requests` placements, repeated ones included, never terminated:
+        traffic goes on, and the value of the last observation, which shows the next request, is
+        bootstrapped.
 
     Source:
         Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems",

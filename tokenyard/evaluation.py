@@ -83,7 +83,7 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
 
 def _summarise_engines(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
     """Measure what only replicas that batch have: tokens, memory, energy, classes, tenants."""
-    ttft_s, num = outcomes.first_token_s, len(outcomes.arrival_s)
+    ttft_s = outcomes.first_token_s
     tpot_s = metrics.tpot_s(outcomes.response_s, ttft_s, outcomes.output_tokens)
     done = ~np.isnan(outcomes.response_s)
     delivered, wasted = outcomes.output_tokens[done].sum(), outcomes.wasted_tokens.sum()
@@ -101,8 +101,8 @@ def _summarise_engines(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[s
         "preemptions_per_request": metrics.mean(outcomes.preemptions),
         "wasted_tokens_fraction": metrics.fraction(wasted, wasted + delivered),
         "energy_j_per_token": metrics.fraction(outcomes.energy_j, delivered),
-        "retried_fraction": metrics.fraction(np.count_nonzero(outcomes.attempts > 1), num),
-        "gave_up_fraction": metrics.fraction(np.count_nonzero(outcomes.gave_up), num),
+        "retried_fraction": float((outcomes.attempts > 1).mean()),
+        "gave_up_fraction": float(outcomes.gave_up.mean()),
         **_of_groups(scenario, outcomes),
     }
 

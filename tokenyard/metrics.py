@@ -177,8 +177,8 @@ def attained_fraction(missed: BoolArray, group: IntArray, which: int) -> float:
         group: Class or tenant of each, shape (num_requests,).
         which: The group.
     """
-    mine = group == which
-    return fraction(np.count_nonzero(mine & ~missed), np.count_nonzero(mine))
+    mine = missed[group == which]
+    return float((~mine).mean()) if len(mine) else math.nan
 
 
 def service_gaps_tokens_per_s(

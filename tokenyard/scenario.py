@@ -73,17 +73,19 @@ class RewardWeights(_Frozen):
     """Weights of every reward term; a term is `weight x quantity`, so penalties are negative.
 
     The first seven are the five terms and the SLO term of the paper (Abbaraju, section IV), at
-    its printed values. The others credit the response time at the decision.
+    its printed values. The others credit the response time at the decision. A fleet knows no
+    `processing`, `queue`, `overload` and `balance`, which must be 0 there.
     """
 
     processing: float = -0.01
-    """Per second of the request's processing time at the chosen server."""
+    """Per second of the request's processing time at the chosen server (servers only)."""
     queue: float = -0.1
-    """Per request waiting at the chosen server before the decision."""
+    """Per request waiting at the chosen server before the decision (servers only)."""
     overload: float = -10.0
-    """When the chosen server is at capacity."""
+    """When the chosen server is at capacity (servers only)."""
     balance: float = 0.1
-    """Per unit of the balance metric 1 - std(loads) / (mean(loads) + 1e-8), after placement."""
+    """Per unit of the balance metric 1 - std(loads) / (mean(loads) + 1e-8), after placement
+    (servers only)."""
     accept: float = 1.0
     """When the request is accepted."""
     complete: float = 0.0
@@ -104,12 +106,30 @@ class RewardWeights(_Frozen):
     """Per joule that the placement adds to what the chosen replica's work takes (fleets only)."""
     subtract_baseline: bool = False
     """Subtract what shortest expected delay would have earned on the same request of the same
-    stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264)."""
+    stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264); servers only."""
 
     @property
     def credits_response(self) -> bool:
         """Whether any term needs the response time at the moment of the decision."""
         return self.response != 0 or self.slo != 0 or self.tail != 0
+
+    def refuse_unknown_to(self, is_fleet: bool) -> None:
+        """Refuse terms that a fleet, or a cluster of servers, does not have.
+
+        Raises:
+            ValueError: Such a term has a weight; names all of them.
+        """
+        names = _SERVER_TERMS if is_fleet else _FLEET_TERMS
+        wrong = [name for name in names if getattr(self, name)]
+        if wrong:
+            where = "fleets" if is_fleet else "token-level servers"
+            raise ValueError(f"{where} know no reward terms {wrong}: set them to 0")
+
+
+_SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
+_FLEET_TERMS = ("energy",)
+_OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "overflow": "queue"}
+"""Fields of a scenario that say how servers work, and their defaults."""
 
 
 class Scenario(_Frozen):
@@ -149,6 +169,16 @@ class Scenario(_Frozen):
     def _one_of_servers_and_fleet(self) -> Self:
         if bool(self.servers) == (self.fleet is not None):
             raise ValueError("give exactly one of servers and fleet")
+        return self
+
+    @model_validator(mode="after")
+    def _says_nothing_of_what_it_has_not(self) -> Self:
+        self.reward.refuse_unknown_to(is_fleet=self.fleet is not None)
+        wrong = [name for name, default in _OF_SERVERS.items() if getattr(self, name) != default]
+        if self.fleet and wrong:
+            raise ValueError(f"{wrong} are of token-level servers; a fleet has its own queue_limit")
+        if self.sessions and not (self.fleet and self.fleet.prefix_block_tokens):
+            raise ValueError("sessions need a fleet with prefix_block_tokens above 0")
         return self
 
     @model_validator(mode="after")

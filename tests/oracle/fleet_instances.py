@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from oracle.slow_engine import Change, Engine, Job
@@ -34,14 +35,21 @@ class Ask(Job):
     """On the response, the first token and the time per token."""
 
 
+@cache
+def _config(which: int, max_batch: int, token_budget: int) -> ReplicaConfig:
+    """Fitting a performance model takes longer than a tiny run; its numbers are not used."""
+    return ReplicaConfig(
+        name=f"r{which}", gpu="h100_sxm", model="llama3_8b", max_batch=max_batch,
+        token_budget=token_budget,
+    )  # fmt: skip
+
+
 def a_fleet(engines: list[Engine], reward: RewardWeights = NO_REWARD, **options) -> Scenario:
     """Make a scenario of such engines; options are fields of `Fleet`."""
     first = engines[0]
-    replica = {"gpu": "h100_sxm", "model": "llama3_8b", "max_batch": first.max_batch}
     fleet = Fleet(
         replicas=tuple(
-            ReplicaConfig(name=f"r{i}", token_budget=first.token_budget, **replica)
-            for i in range(len(engines))
+            _config(which, first.max_batch, first.token_budget) for which in range(len(engines))
         ),
         page_tokens=first.page_tokens,
         prefix_block_tokens=first.block_tokens,

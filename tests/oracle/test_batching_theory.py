@@ -24,7 +24,7 @@ def one_replica(iteration: tuple[float, float, float, float]) -> BatchingSim:
         description="",
         fleet=Fleet(replicas=(config,), queue_limit=100_000),
         arrivals=Arrivals(rate_per_s=1.0),
-        reward=RewardWeights(balance=0),
+        reward=RewardWeights(processing=0, queue=0, overload=0, balance=0),
     )
     sim = BatchingSim(scenario, 1, NUM_REQUESTS)
     sim._plant[0, : batching.KV_TOKEN_S + 1] = iteration

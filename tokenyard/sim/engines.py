@@ -366,7 +366,8 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
     """Time that each replica was up or draining between two instants, shape (num_replicas,)."""
     up_s = np.full(num_replicas, end_s - first_s)
     is_up = np.ones(num_replicas, dtype=np.bool_)
-    for at_s, replica, status in events:
+    # Streams of fewer events than others are filled up with ones that never happen.
+    for at_s, replica, status in events[events[:, batching.EVENT_S] < np.inf]:
         which, now_up = int(replica), status != batching.DOWN
         if now_up != is_up[which]:
             left_s = end_s - min(max(at_s, first_s), end_s)
