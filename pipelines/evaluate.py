@@ -2,6 +2,7 @@
 
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
+python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
 """
 
@@ -41,7 +42,17 @@ from tokenyard.workload.readers import read_trace
 SUITES = {
     "paper": ("nominal", "high_load"),
     "routing": ("poisson_085", "bursty_serial", "conversation"),
+    "fleet": (
+        "azure_code_mixed_gpus",
+        "azure_code_mixed_gpus_085",
+        "conversation_mixed_gpus",
+        "multi_turn_prefix",
+        "two_classes_slo",
+        "churn",
+    ),
 }
+WIDTH = 170
+"""Columns of a table that is not printed to a terminal."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +61,7 @@ class Args:
 
     scenario: str | None = None
     """Name or YAML path."""
-    suite: Literal["paper", "routing"] | None = None
+    suite: Literal["paper", "routing", "fleet"] | None = None
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
@@ -143,8 +154,62 @@ def print_tables(console: Console, plan: Plan, rows: list[Row], baseline: str) -
     console.print(f"{num_streams} x {length} requests, {plan.streams.origin}")
     for note in plan.notes:
         console.print(note)
-    console.print(levels_table(rows, plan.scenario))
+    if plan.scenario.fleet is None:
+        console.print(levels_table(rows, plan.scenario))
+    else:
+        console.print(fleet_table(rows))
+        if any(key.startswith("attained_tenant_") for key in rows[0]) or (
+            len(plan.scenario.fleet.classes) > 1
+        ):
+            console.print(attainment_table(rows))
     console.print(differences_table(rows, baseline))
+
+
+def fleet_table(rows: list[Row]) -> Table:
+    """Lay out what matters of replicas that batch."""
+    table = _table(
+        "Means over streams ± 95 % interval; missed: not all that the class is promised",
+        ["mean s", "p99 s", "ttft s", "p99 ttft", "p99 tpot ms", "p99 itl ms", "good/s", "missed %",
+         "drop %", "retry %", "hit %", "kv %", "preempt", "waste %", "J/token"],
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(
+            str(row["policy"]),
+            _with_half_width(row, "mean_response_s", 1, ".2f"),
+            _with_half_width(row, "p99_response_s", 1, ".1f"),
+            f"{row['mean_ttft_s']:.2f}",
+            f"{row['p99_ttft_s']:.2f}",
+            f"{1000 * float(row['p99_tpot_s']):.0f}",
+            f"{1000 * float(row['p99_itl_s']):.0f}",
+            f"{row['goodput_per_s']:.2f}",
+            _with_half_width(row, "slo_violation_fraction", 100, ".1f"),
+            _percent(row, "dropped_fraction"),
+            _percent(row, "retried_fraction"),
+            _percent(row, "prefix_hit_fraction"),
+            _percent(row, "kv_used_fraction"),
+            f"{row['preemptions_per_request']:.2f}",
+            _percent(row, "wasted_tokens_fraction"),
+            f"{row['energy_j_per_token']:.2f}",
+        )
+    return table
+
+
+def attainment_table(rows: list[Row]) -> Table:
+    """Lay out how every class and tenant fared."""
+    keys = [key for key in rows[0] if key.startswith("attained_")]
+    gaps = [key for key in rows[0] if "service_gap" in key]
+    names = [key.removeprefix("attained_").removesuffix("_fraction") for key in keys]
+    titles = [f"{name.replace('_', ' ')} %" for name in names]
+    titles += ["gap tokens/s", "largest gap"][: len(gaps)]
+    table = _table("Requests that got all they were promised, by class and tenant", titles)
+    for row in rows:
+        cells = [_percent(row, key) for key in keys] + [f"{float(row[key]):.0f}" for key in gaps]
+        table.add_row(str(row["policy"]), *cells)
+    return table
+
+
+def _percent(row: Row, key: str) -> str:
+    return f"{100 * float(row[key]):.1f}"
 
 
 def levels_table(rows: list[Row], scenario: Scenario) -> Table:
@@ -190,7 +255,7 @@ def differences_table(rows: list[Row], baseline: str) -> Table:
     """Lay out the paired differences with their intervals."""
     table = _table(
         f"Paired differences to {baseline} [95 % interval]",
-        ["mean response %", "p99 response %", "late, points"],
+        ["mean response %", "p99 response %", "late or missed, points"],
     )
     for row in rows:
         if row["policy"] == baseline:
@@ -240,7 +305,7 @@ def main(args: Args) -> None:
         raise SystemExit(2) from None
     console = Console(highlight=False)
     if not console.is_terminal:
-        console.width = 160
+        console.width = WIDTH
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     draw = args.figures is not None or args.mlflow

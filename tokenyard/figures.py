@@ -17,7 +17,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tokenyard.evaluation import Row, Run
+from tokenyard.fleet import TrafficClass
+from tokenyard.metrics import tpot_s as tpot
 from tokenyard.scenario import Scenario
+from tokenyard.sim import batching
+from tokenyard.sim.engines import BatchingOutcomes
 from tokenyard.types import FloatArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -30,6 +34,8 @@ _WIDTH_INCHES = 7.0
 _DPI = 160
 _NUM_TIME_BINS = 60
 _NUM_FEATURED = 3
+_NUM_TAIL_POINTS = 400
+_LEAST_SHARE = 1e-3
 
 
 def learning_curves(
@@ -63,9 +69,10 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
     return _bars(rows, "reward", 1.0, "cumulative reward per stream", credit)
 
 
-def violations_per_policy(rows: Sequence[Row], slo_s: float, credit: str = "") -> Figure:
+def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
     """Draw the share of requests beyond the SLO per policy with its 95 % interval."""
-    label = f"requests later than {slo_s:g} s or dropped, % of those offered"
+    late = _late_words(scenario) + (" or dropped" if scenario.fleet is None else "")
+    label = f"requests {late}, % of those offered"
     return _bars(rows, "slo_violation_fraction", 100.0, label, credit)
 
 
@@ -94,6 +101,69 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
     )  # fmt: skip
     axes.invert_yaxis()
     return figure
+
+
+def token_latencies(
+    scenario: Scenario, runs: Mapping[str, Sequence[Run]], credit: str = ""
+) -> Figure:
+    """Draw the distributions of TTFT, TPOT and inter-token latency, all streams together.
+
+    A curve is the share of requests (of gaps between tokens) that took longer, so that the tail
+    can be read; level lines are what classes are promised.
+    """
+    assert scenario.fleet is not None
+    figure = _figure(3.4 + 0.16 * math.ceil(len(runs) / 4), credit)
+    panels = figure.subplots(1, 3, sharey=True)
+    titles = ("time to first token, s", "time per output token, s", "gap between tokens, s")
+    for axes, title in zip(panels, titles, strict=True):
+        _axes(axes, title, "")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+    for (name, some), colour, style in zip(runs.items(), _cycle(), _styles(), strict=False):
+        outcomes = [one.outcomes for one in some if isinstance(one.outcomes, BatchingOutcomes)]
+        for axes, (times_s, share) in zip(panels, _tails(outcomes), strict=True):
+            axes.plot(times_s, share, style, color=colour, linewidth=1.2, label=_words(name))
+    for axes, promise in zip(panels, ("ttft_s", "tpot_s"), strict=False):
+        _promises(axes, scenario.fleet.classes, promise)
+    panels[0].set_ylim(_LEAST_SHARE, 1.05)
+    for axes in panels:
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
+    panels[0].set_ylabel("longer than that", fontsize=9)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles[: len(runs)], labels[: len(runs)], loc="outside upper center", ncols=4,
+        frameon=False, fontsize=8,
+    )  # fmt: skip
+    return figure
+
+
+def memory_and_energy(rows: Sequence[Row], credit: str = "") -> Figure:
+    """Draw KV memory in use, prefix hits, preemptions, wasted tokens and energy per policy."""
+    panels = {
+        "kv_used_fraction": ("KV memory\nheld, %", 100.0),
+        "prefix_hit_fraction": ("prefix\nhits, %", 100.0),
+        "preemptions_per_request": ("preemptions per\n100 requests", 100.0),
+        "wasted_tokens_fraction": ("tokens\nwasted, %", 100.0),
+        "energy_j_per_token": ("joules per\noutput token", 1.0),
+    }
+    return _small_bars(rows, panels, credit)
+
+
+def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
+    """Draw the share of requests that got all they were promised, by class and by tenant."""
+    assert scenario.fleet is not None
+    panels = {
+        f"attained_{one.name}_fraction": (f"class\n{one.name}, %", 100.0)
+        for one in scenario.fleet.classes
+    }
+    if len(scenario.fleet.tenants) > 1:
+        for tenant in scenario.fleet.tenants:
+            key = f"attained_tenant_{tenant.name}_fraction"
+            panels[key] = (f"tenant\n{tenant.name}, %", 100.0)
+        panels["service_gap_tokens_per_s"] = ("service gap\ntokens/s", 1.0)
+    title = "requests that got all they were promised"
+    return _small_bars(rows, panels, credit, title)
 
 
 def load_trajectories(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
@@ -157,7 +227,7 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
         axes.invert_yaxis()
     panels[-1].set_xlabel("time of arrival, min", fontsize=9)
     bar = figure.colorbar(image, ax=panels.tolist(), pad=0.01)
-    bar.set_label(f"later than {scenario.slo_response_s:g} s, %", fontsize=9)
+    bar.set_label(f"{_late_words(scenario)}, %", fontsize=9)
     return figure
 
 
@@ -222,15 +292,22 @@ def draw_evaluation(
     streams = [run.outcomes for run in next(iter(runs.values()))]
     context = np.concatenate([stream.context_tokens for stream in streams])
     total = np.concatenate([stream.total_tokens for stream in streams])
-    return {
+    drawn = {
         "reward_per_policy": reward_per_policy(rows, credit),
         "response_boxes": response_boxes(runs, slo_s, credit),
         "load_trajectories": load_trajectories(scenario, some, credit),
         "response_per_request": response_per_request(some, slo_s, credit),
         "violation_heatmap": violation_heatmap(scenario, some, credit),
-        "violations_per_policy": violations_per_policy(rows, slo_s, credit),
+        "violations_per_policy": violations_per_policy(scenario, rows, credit),
         "token_histograms": token_histograms(context, total, credit),
         "request_counts": request_counts(streams[0].arrival_s, credit),
+    }
+    if scenario.fleet is None:
+        return drawn
+    return drawn | {
+        "token_latencies": token_latencies(scenario, runs, credit),
+        "memory_and_energy": memory_and_energy(rows, credit),
+        "attainment": attainment(scenario, rows, credit),
     }
 
 
@@ -288,6 +365,80 @@ def _bars(rows: Sequence[Row], key: str, factor: float, label: str, credit: str)
     return figure
 
 
+def _small_bars(
+    rows: Sequence[Row], panels: Mapping[str, tuple[str, float]], credit: str, title: str = ""
+) -> Figure:
+    """Draw one panel of bars per key, side by side; a panel is (label, factor)."""
+    figure = _figure(1.3 + 0.26 * len(rows), credit)
+    if title:
+        figure.suptitle(title, fontsize=9)
+    names = [_words(str(row["policy"])) for row in rows]
+    drawn = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (key, (label, factor)) in zip(drawn, panels.items(), strict=True):
+        values = np.array([factor * float(row[key]) for row in rows])
+        _axes(axes, "", "")
+        axes.set_title(label, fontsize=8.5)
+        axes.barh(names, values, color="#CFE3F1", edgecolor=ON_TIME, linewidth=0.8)
+        axes.grid(axis="y", visible=False)
+        # Room for the numbers behind the bars; a share of nothing has an axis nevertheless.
+        axes.set_xlim(0, 1.45 * (float(np.nanmax(values, initial=0.0)) or 1.0))
+        axes.xaxis.set_major_locator(MaxNLocator(3))
+        for name, value in zip(names, values, strict=True):
+            text = "none" if math.isnan(value) else _three_digits(value)
+            axes.annotate(
+                text, (np.nan_to_num(value), name), (3, 0), textcoords="offset points",
+                fontsize=7.5, va="center",
+            )  # fmt: skip
+    drawn[0].invert_yaxis()
+    return figure
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, FloatArray]]:
+    """TTFT, TPOT and inter-token latencies: times and the share that is longer, of each."""
+    ttft_s = np.concatenate([one.first_token_s for one in outcomes])
+    tpot_s = np.concatenate(
+        [tpot(one.response_s, one.first_token_s, one.output_tokens) for one in outcomes]
+    )
+    counts = np.sum([one.latency_counts for one in outcomes], axis=0)
+    edges_s = batching.LATENCY_BIN_START_S * np.exp(
+        np.arange(len(counts) + 1) / batching.LATENCY_BINS_PER_E
+    )
+    up_to = np.concatenate([[0.0], np.cumsum(counts)])
+    filled = np.flatnonzero(counts)
+    shown = slice(filled[0], filled[-1] + 1) if len(filled) else slice(0)
+    longer = 1.0 - up_to[shown] / max(up_to[-1], 1.0)
+    return [_tail(ttft_s), _tail(tpot_s), (edges_s[shown], longer)]
+
+
+def _tail(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Sorted times, thinned out where they are many, and the share that is longer than each."""
+    known = np.sort(times_s[~np.isnan(times_s)])
+    share = 1.0 - np.arange(len(known)) / max(len(known), 1)
+    # Even steps in the share's logarithm: no more points than can be told apart.
+    steps = np.geomspace(1.0, 1.0 / max(len(known), 1), _NUM_TAIL_POINTS)
+    which = np.unique(np.searchsorted(-share, -steps, side="left").clip(max=len(known) - 1))
+    return known[which], share[which]
+
+
+def _promises(axes: Axes, classes: Sequence[TrafficClass], promise: str) -> None:
+    """Mark what classes are promised; equal promises share a line."""
+    named: dict[float, list[str]] = {}
+    for one in classes:
+        value = getattr(one, promise)
+        if value is not None:
+            named.setdefault(value, []).append(one.name)
+    for value_s, names in named.items():
+        axes.axvline(value_s, color=LATE, linestyle="--", linewidth=1.0)
+        axes.annotate(
+            ", ".join(names), (value_s, 0.02), (-3, 0), xycoords=("data", "axes fraction"),
+            textcoords="offset points", color=LATE, fontsize=7, rotation=90, ha="right",
+        )  # fmt: skip
+
+
 def _featured(rows: Sequence[Row]) -> list[str]:
     order = sorted(rows, key=lambda row: float(row["mean_response_s"]))
     names = [rows[0], order[len(order) // 2], order[0]]
@@ -329,6 +480,12 @@ def _median_curve(repetitions: Sequence[Sequence[tuple[float, float]]]) -> Float
     return np.array([steps, np.median(values, axis=0) if steps else []])
 
 
+def _late_words(scenario: Scenario) -> str:
+    if scenario.fleet is not None:
+        return "that missed a promise of their class"
+    return f"later than {scenario.slo_response_s:g} s"
+
+
 def _server_labels(scenario: Scenario) -> list[str]:
     speeds = scenario.server_capacities_tokens_per_s
     named = zip(scenario.server_names, speeds, strict=True)
@@ -337,6 +494,10 @@ def _server_labels(scenario: Scenario) -> list[str]:
 
 def _cycle() -> Iterable[str]:
     return COLOURS * 9
+
+
+def _styles() -> Iterable[str]:
+    return [style for style in ("-", "--", ":", "-.") * 9 for _ in COLOURS]
 
 
 def _words(name: str) -> str:

@@ -291,7 +291,12 @@ def _search(
 
 
 def _require_serial(scenario: Scenario) -> None:
-    if scenario.fleet or scenario.discipline != "serial" or scenario.overflow != "queue":
+    if scenario.fleet:
+        raise ValueError(
+            f"scenario {scenario.name!r} has a fleet: bounds exist for serial servers that queue, "
+            "not for replicas that batch; leave mc_rollout and clairvoyant out"
+        )
+    if scenario.discipline != "serial" or scenario.overflow != "queue":
         raise ValueError(
             f"scenario {scenario.name!r} is {scenario.discipline} with overflow "
             f"{scenario.overflow!r}: bounds exist for serial servers that queue, whose state is "
