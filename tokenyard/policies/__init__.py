@@ -21,8 +21,14 @@ from tokenyard.policies.backlog import (
 )
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.policies.oblivious import Random, RoundRobin, WeightedRandom
+from tokenyard.policies.prefix import (
+    KvCost,
+    PrefixAffinity,
+    StickyUntilSaturated,
+    WeightedScorers,
+)
 from tokenyard.policies.size_interval import SizeIntervals
-from tokenyard.policies.tuned import TunedRules, load_tuned
+from tokenyard.policies.tuned import FleetRules, TunedRules, load_tuned
 from tokenyard.types import RoutingPolicy, Slo
 
 
@@ -40,12 +46,12 @@ class PolicyContext:
     """Parameters of the tuned rules; None: those that ship for the scenario, read when needed."""
 
     def tuned_rules(self) -> TunedRules:
-        """Return the tuned parameters.
+        """Return the tuned parameters, some of which name replicas by position.
 
         Raises:
             ValueError: There are none for the scenario, or they are for another number of replicas.
         """
-        rules = self.tuned or load_tuned(self.scenario_name)
+        rules = self._any_rules()
         if rules.num_replicas != self.num_replicas:
             raise ValueError(
                 f"the rules of scenario {rules.scenario!r} are tuned for {rules.num_replicas} "
@@ -53,18 +59,42 @@ class PolicyContext:
             )
         return rules
 
+    def fleet_rules(self) -> FleetRules:
+        """Return the tuned parameters of rules that suit any number of replicas.
+
+        Raises:
+            ValueError: There are none for the scenario.
+        """
+        return self._any_rules().fleet
+
+    def _any_rules(self) -> TunedRules:
+        return self.tuned or load_tuned(self.scenario_name)
+
 
 def _sed_reserve(context: PolicyContext) -> SedReserve:
     return SedReserve(context.tuned_rules().reserve_above_tokens)
 
 
 def _sed_dump(context: PolicyContext) -> SedDump:
-    return SedDump(context.slo, context.tuned_rules().dump_replica)
+    rules = context.tuned_rules()
+    return SedDump(context.slo, rules.dump_replica, rules.num_replicas)
 
 
 def _sita(context: PolicyContext) -> SizeIntervals:
     rules = context.tuned_rules()
     return SizeIntervals(rules.sita_cuts_tokens, rules.sita_replicas)
+
+
+def _tuned_marginal_delay(context: PolicyContext) -> MarginalDelay:
+    rules = context.fleet_rules()
+    return MarginalDelay(rules.wait_weight, rules.others_weight)
+
+
+def _weighted_scorers(context: PolicyContext) -> WeightedScorers:
+    rules = context.fleet_rules()
+    return WeightedScorers(
+        rules.scorer_queue_weight, rules.scorer_kv_weight, rules.scorer_prefix_weight
+    )
 
 
 BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
@@ -80,6 +110,13 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "sed_reserve": _sed_reserve,
     "sed_dump": _sed_dump,
     "sita": _sita,
+    "tuned_marginal_delay": _tuned_marginal_delay,
+    "prefix_affinity": lambda context: PrefixAffinity(context.fleet_rules().affinity_load_ratio),
+    "sticky_until_saturated": lambda context: StickyUntilSaturated(
+        context.fleet_rules().sticky_saturated_s
+    ),
+    "kv_cost": lambda context: KvCost(context.fleet_rules().kv_overlap_weight),
+    "weighted_scorers": _weighted_scorers,
 }
 """Name of every baseline to what makes a fresh one."""
 

@@ -38,7 +38,11 @@ class LeastLoaded(LeastCost):
 
 
 class PowerOfTwoChoices:
-    """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2)."""
+    """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2).
+
+    Ray Serve's default router is this rule: of two random replicas the one with fewer ongoing
+    requests, waiting or running.
+    """
 
     def __init__(self, rng: np.random.Generator) -> None:
         """Draw candidates from `rng`."""

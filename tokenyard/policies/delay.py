@@ -38,12 +38,21 @@ class MarginalDelay(LeastCost):
     alone, as SED does, fills up the fast replicas. Without batching it is SED.
     """
 
+    def __init__(self, wait_weight: float = 1.0, others_weight: float = 1.0) -> None:
+        """Count all delays alike, or the request's wait and that of others with tuned weights."""
+        self._wait_weight = wait_weight
+        self._others_weight = others_weight
+
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
         """Return the request's own time and what it delays others by at every replica, seconds."""
-        return [
-            sum(added_delays(request, s)) if s.engine is not None else finish_s(request, s)
-            for s in snapshots
-        ]
+        return [self._cost_s(request, s) for s in snapshots]
+
+    def _cost_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        if snapshot.engine is None:
+            return finish_s(request, snapshot)
+        first_s, decode_s, others_s = added_delays(request, snapshot)
+        own_s = first_s + decode_s + (self._wait_weight - 1.0) * snapshot.wait_s
+        return own_s + self._others_weight * others_s
 
 
 class SedReserve:
@@ -62,15 +71,20 @@ class SedReserve:
 
 
 class SedDump:
-    """SED that sends what is late anyway to one fixed replica, so that the others stay on time."""
+    """SED that sends what is late anyway to one fixed replica, so that the others stay on time.
 
-    def __init__(self, slo: Slo, replica: int) -> None:
-        """Give up on `replica` whenever no replica can meet `slo`."""
+    While a replica is down the others stand at other positions, and it is SED.
+    """
+
+    def __init__(self, slo: Slo, replica: int, num_replicas: int) -> None:
+        """Give up on `replica` of `num_replicas` whenever none of them can meet `slo`."""
         self._slo = slo
         self._replica = replica
+        self._num_replicas = num_replicas
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the first to be done; the given-up replica where even that would be late."""
         costs = [finish_s(request, s) for s in snapshots]
         best = cheapest(costs)
-        return best if costs[best] <= self._slo.response_s else self._replica
+        in_time = costs[best] <= self._slo.response_s
+        return best if in_time or len(costs) != self._num_replicas else self._replica

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from tokenyard.policies.delay import ShortestExpectedDelay
 from tokenyard.types import ReplicaSnapshot, Request
 
 
@@ -13,6 +14,8 @@ class SizeIntervals:
 
     Source: Harchol-Balter, Crovella and Murta 1999, "On Choosing a Task Assignment Policy for a
     Distributed Server System". Cuts and the order of the replicas are tuned, not derived.
+    While a replica is down, its interval has no server and the others stand at other positions:
+    requests then go where they are done first.
     """
 
     def __init__(self, cuts_tokens: Sequence[float], replicas: Sequence[int]) -> None:
@@ -24,7 +27,14 @@ class SizeIntervals:
         """
         self._cuts_tokens = tuple(cuts_tokens)
         self._replicas = tuple(replicas)
+        self._while_down = ShortestExpectedDelay()
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the replica whose interval holds the size of the request."""
-        return self._replicas[bisect_left(self._cuts_tokens, request.predicted_total_tokens)]
+        if len(snapshots) != len(self._replicas):
+            return self._while_down.route(request, snapshots)
+        return self.replica_of(request.predicted_total_tokens)
+
+    def replica_of(self, total_tokens: float) -> int:
+        """Return the replica that serves requests of this size while all are there."""
+        return self._replicas[bisect_left(self._cuts_tokens, total_tokens)]

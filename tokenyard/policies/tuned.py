@@ -8,10 +8,36 @@ from typing import Annotated, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class TunedRules(BaseModel):
-    """What the tuned rules of one scenario were found to do best with."""
-
+class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FleetRules(_Frozen):
+    """Parameters of the rules for replicas that batch; the defaults are those of their sources.
+
+    Without batching, none of them has an effect.
+    """
+
+    affinity_load_ratio: Annotated[float, Field(ge=1)] = 1.5
+    """Prefix affinity: how many times the least load is accepted for the longest prefix."""
+    sticky_saturated_s: Annotated[float, Field(gt=0)] = 18.0
+    """Sticky until saturated: most prefill in flight at a replica that is stuck to, seconds."""
+    kv_overlap_weight: Annotated[float, Field(ge=0)] = 1.0
+    """KV cost: weight of a prompt token to compute, relative to one in KV memory."""
+    scorer_queue_weight: Annotated[float, Field(ge=0)] = 2.0
+    """Weighted scorers: weight of a short queue."""
+    scorer_kv_weight: Annotated[float, Field(ge=0)] = 2.0
+    """Weighted scorers: weight of free KV memory."""
+    scorer_prefix_weight: Annotated[float, Field(ge=0)] = 3.0
+    """Weighted scorers: weight of a cached prefix."""
+    wait_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Tuned marginal delay: weight of the request's own wait."""
+    others_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Tuned marginal delay: weight of what the others are delayed by."""
+
+
+class TunedRules(_Frozen):
+    """What the tuned rules of one scenario were found to do best with."""
 
     scenario: str
     reserve_above_tokens: Annotated[float, Field(gt=0)]
@@ -22,6 +48,7 @@ class TunedRules(BaseModel):
     """SITA: upper ends of all size intervals but the last, increasing."""
     sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]
     """SITA: index of the replica of each interval; each replica once."""
+    fleet: FleetRules = FleetRules()
     scores: dict[str, float] = {}
     """Score of each rule on the training streams it was tuned on, with SED's beside them."""
     tuned_on: str = ""
