@@ -1,4 +1,4 @@
-"""Tune the hand rules that have parameters (SED-reserve, SED-dump, SITA) for a scenario.
+"""Tune the hand rules that have parameters for a scenario: on a fleet also those of public routers.
 
     python pipelines/tune_baselines.py --scenario poisson_085
 
@@ -20,7 +20,7 @@ import tokenyard
 from tokenyard.policies.tuned import TunedRules
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario, scenario_names
-from tokenyard.tuning import tune_rules
+from tokenyard.tuning import FLEET_GRIDS, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 
@@ -33,6 +33,8 @@ class Args:
     """Name or YAML path; all that ship when it is left out."""
     streams: int = 12
     """Training streams that every value of a parameter is tried on."""
+    requests: int | None = None
+    """Requests per stream; the scenario's own number when it is left out."""
     seed: int = 0
     """Of the training streams."""
     out: Path = TUNED
@@ -50,7 +52,10 @@ def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
         "sed_reserve": f"above {rules.reserve_above_tokens:.0f} tokens",
         "sed_dump": f"replica {rules.dump_replica}",
         "sita": f"cuts at {cuts} tokens, replicas {order}",
+        "marginal_delay": "none",
     }
+    for name, fields in FLEET_GRIDS.items():
+        parameters[name] = ", ".join(f"{field} {getattr(rules.fleet, field):g}" for field in fields)
     return [
         {
             "scenario": rules.scenario,
@@ -59,6 +64,7 @@ def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
             "score": rules.scores[name],
         }
         for name, text in parameters.items()
+        if name in rules.scores
     ]
 
 
@@ -66,7 +72,10 @@ def main(args: Args) -> None:
     rows = []
     args.out.mkdir(parents=True, exist_ok=True)
     for name in [args.scenario] if args.scenario else scenario_names():
-        rules = tune_rules(load_scenario(name), args.streams, args.seed)
+        scenario = load_scenario(name)
+        if args.requests:
+            scenario = scenario.model_copy(update={"requests_per_stream": args.requests})
+        rules = tune_rules(scenario, args.streams, args.seed)
         text = rules.model_dump_json(indent=2) + "\n"
         (args.out / f"{rules.scenario}.json").write_text(text, encoding="utf-8")
         rows += rows_of(rules)
