@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tokenyard.equivariant import BASELINES, Layout
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -69,11 +70,11 @@ class ArtifactMetadata(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "mlp"]
+    kind: Literal["linear", "marginal", "mlp", "equivariant"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.observation.linear_scores`); `marginal`: one of the delay that a request adds, for
     replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
-    observation."""
+    observation; `equivariant`: one that scores every replica alike (`tokenyard.equivariant`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
@@ -93,7 +94,11 @@ class ArtifactMetadata(BaseModel):
     """Needed by networks."""
     activation: Literal["relu", "tanh"] = "relu"
     residual_scale: Annotated[float, Field(ge=0)] = 0.0
-    """How much a second of expected response time lowers a network's preference."""
+    """How much a second of expected response time, or of its baseline's cost, lowers a network's
+    preference."""
+    baseline: str | None = None
+    """Rule that an `equivariant` network corrects, a key of `tokenyard.equivariant.BASELINES`; an
+    `mlp` corrects shortest expected delay."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}
@@ -104,6 +109,10 @@ class ArtifactMetadata(BaseModel):
         """The promise it was trained on."""
         return Slo(self.slo_response_s)
 
+    def to_json(self) -> str:
+        """The text that is stored and hashed; kinds without a baseline keep their hash."""
+        return self.model_dump_json(exclude={"baseline"} if self.baseline is None else None)
+
 
 @dataclass(frozen=True, eq=False)
 class PolicyArtifact:
@@ -113,6 +122,8 @@ class PolicyArtifact:
     same, shape (NUM_MARGINAL_WEIGHTS,). Arrays of an `mlp`:
     `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
     (outputs, inputs); the network's outputs are one preference per replica, higher is better.
+    An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
+    and layers from `Layout.num_inputs` numbers to the preference for one replica.
 
     Raises:
         ValueError: The arrays do not fit the metadata.
@@ -135,21 +146,48 @@ class PolicyArtifact:
 
     def _check_network(self) -> None:
         metadata = self.metadata
-        if metadata.num_replicas is None or metadata.scaling is None:
-            raise ValueError("a network needs num_replicas and scaling in its metadata")
+        if metadata.scaling is None:
+            raise ValueError("a network needs scaling in its metadata")
         if metadata.residual_scale and not metadata.expected_finish:
             raise ValueError("residual_scale needs expected_finish in the observation")
+        if metadata.kind == "equivariant":
+            self._check_equivariant()
+            return
+        if metadata.num_replicas is None:
+            raise ValueError("a network needs num_replicas in its metadata")
         inputs = observation_size(metadata.num_replicas, metadata.expected_finish)
         _check_shape(self.arrays, "mean", (inputs,))
         _check_shape(self.arrays, "std", (inputs,))
+        self._check_layers(inputs, metadata.num_replicas)
+
+    def _check_equivariant(self) -> None:
+        baseline, layout = self.metadata.baseline, self.layout
+        if baseline not in BASELINES:
+            raise ValueError(f"unknown baseline {baseline!r}; choose one of {sorted(BASELINES)}")
+        for kind, size in (("request", NUM_REQUEST_FEATURES), ("replica", layout.num_features)):
+            _check_shape(self.arrays, f"{kind}_mean", (size,))
+            _check_shape(self.arrays, f"{kind}_std", (size,))
+        self._check_layers(layout.num_inputs, 1)
+
+    def _check_layers(self, inputs: int, outputs: int) -> None:
         if not self.layers:
             raise ValueError("a network needs at least one layer: w0 and b0")
         for index, (weight, _) in enumerate(self.layers):
             _check_shape(self.arrays, f"w{index}", (len(weight), inputs))
             _check_shape(self.arrays, f"b{index}", (len(weight),))
             inputs = len(weight)
-        if inputs != metadata.num_replicas:
-            raise ValueError(f"{inputs} outputs for {metadata.num_replicas} replicas")
+        if inputs != outputs:
+            raise ValueError(f"{inputs} outputs where there must be {outputs}")
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What an `equivariant` network is shown of every replica."""
+        given = len(self.arrays.get("replica_mean", ()))
+        for batches in (False, True):
+            layout = Layout(self.metadata.expected_finish, batches)
+            if layout.num_features == given:
+                return layout
+        raise ValueError(f"array 'replica_mean' is missing, or has a strange length: {given}")
 
     @cached_property
     def layers(self) -> list[tuple[FloatArray, FloatArray]]:
@@ -163,7 +201,7 @@ class PolicyArtifact:
     @cached_property
     def sha256(self) -> str:
         """First 12 hex digits of a hash over all that the policy is."""
-        digest = hashlib.sha256(self.metadata.model_dump_json().encode())
+        digest = hashlib.sha256(self.metadata.to_json().encode())
         for name in sorted(self.arrays):
             digest.update(name.encode())
             digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
@@ -177,7 +215,7 @@ class PolicyArtifact:
         """
         if _METADATA in self.arrays:
             raise ValueError(f"no array may be called {_METADATA!r}")
-        text = np.array(self.metadata.model_dump_json())
+        text = np.array(self.metadata.to_json())
         # np.savez stamps the time into the file, which would give every save another hash.
         with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, array in [(_METADATA, text), *sorted(self.arrays.items())]:

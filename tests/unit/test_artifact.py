@@ -1,5 +1,6 @@
 import json
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from tokenyard import artifact as artifacts
 from tokenyard.artifact import ArtifactError, ArtifactMetadata, PolicyArtifact, resolve_champion
 from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
 from tokenyard.policies.learned import learned_policy
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 
 def a_linear_policy(weights=None, **changes):
@@ -35,6 +36,22 @@ def a_network(arrays=None, **changes):
     return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
 
 
+def an_equivariant_network(arrays=None, **changes):
+    ones = tuple([1.0] * NUM_REQUEST_FEATURES)
+    metadata = a_linear_policy().metadata.model_copy(
+        update={
+            "kind": "equivariant", "num_replicas": None, "baseline": "sed", "residual_scale": 1.0,
+            "scaling": artifacts.FeatureScaling(medians=ones, scales=ones),
+        } | changes
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    given = {"request_mean": np.zeros(16), "request_std": np.ones(16)}
+    given |= {"replica_mean": np.zeros(8), "replica_std": np.ones(8)}
+    given |= {"w0": rng.normal(size=(5, 32)), "b0": np.zeros(5)}
+    given |= {"w1": rng.normal(size=(1, 5)), "b1": np.zeros(1)}
+    return PolicyArtifact(metadata, given | (arrays or {}))
+
+
 def snapshots(*waits):
     return [
         ReplicaSnapshot(f"r{i}", 1000.0 * (i + 1), 1, 5, int(w > 0), 1, 1000.0, w)
@@ -45,7 +62,7 @@ def snapshots(*waits):
 A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
 
 
-@pytest.mark.parametrize("make", [a_linear_policy, a_network])
+@pytest.mark.parametrize("make", [a_linear_policy, a_network, an_equivariant_network])
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")
     loaded = PolicyArtifact.load(tmp_path / "p.npz")
@@ -106,8 +123,31 @@ def test_weights_that_are_not_finite_are_refused():
 def test_layers_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"'w0' has shape \(8, 39\)"):
         a_network({"w0": np.zeros((8, 39)), "b0": np.zeros(8)})
-    with pytest.raises(ValueError, match="8 outputs for 3 replicas"):
+    with pytest.raises(ValueError, match="8 outputs where there must be 3"):
         a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
+
+
+def test_an_equivariant_network_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"'w0' has shape \(5, 33\); it must be \(5, 32\)"):
+        an_equivariant_network({"w0": np.zeros((5, 33))})
+    with pytest.raises(ValueError, match="2 outputs where there must be 1"):
+        an_equivariant_network({"w1": np.zeros((2, 5)), "b1": np.zeros(2)})
+    with pytest.raises(ValueError, match="'replica_mean' is missing, or has a strange length: 7"):
+        an_equivariant_network({"replica_mean": np.zeros(7)})
+    with pytest.raises(ValueError, match=r"unknown baseline 'x'; choose one of \['marginal_delay"):
+        an_equivariant_network(baseline="x")
+
+
+def test_an_equivariant_network_of_slots_refuses_replicas_that_batch():
+    batching = replace(snapshots(0.0)[0], engine=EngineSnapshot(*[0.1] * 4, 512, 1e4, 0, 0, 0, 0))
+    for make in (an_equivariant_network, a_network):
+        with pytest.raises(ValueError, match="snapshots without `engine`"):
+            learned_policy(make()).route(A_REQUEST, [*snapshots(0.0, 0.0), batching])
+
+
+def test_a_kind_without_a_baseline_has_the_text_and_the_hash_that_it_always_had():
+    assert "baseline" not in a_linear_policy().metadata.to_json()
+    assert json.loads(an_equivariant_network().metadata.to_json())["baseline"] == "sed"
 
 
 def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from tokenyard.rl.recipes import build_config, ours, paper, recipe, scaled
+from envs.routing import RoutingEnvConfig
+from tokenyard.rl.recipes import build_config, fleet, ours, paper, recipe, scaled
 from tokenyard.scenario import RewardWeights
 
 
@@ -36,7 +37,7 @@ def test_scaling_a_reward_leaves_its_thresholds_alone():
 
 
 def test_wrong_names_are_refused_with_the_right_ones():
-    with pytest.raises(ValueError, match=r"unknown recipe 'theirs'; choose one of \['ours', "):
+    with pytest.raises(ValueError, match=r"unknown recipe 'theirs'; choose one of \['fleet', "):
         recipe("theirs")
     with pytest.raises(ValueError, match=r"unknown algorithm 'sac'; choose one of \['a2c', 'dqn'"):
         build_config("sac", ours(), "unused", {})
@@ -45,3 +46,18 @@ def test_wrong_names_are_refused_with_the_right_ones():
 def test_a_residual_without_finish_times_is_refused():
     with pytest.raises(ValueError, match=r"residual_scale 3\.0 needs expected_finish"):
         build_config("ppo", replace(ours(), expected_finish=False), "unused", {})
+
+
+def test_a_baseline_that_a_network_cannot_correct_is_refused():
+    with pytest.raises(ValueError, match=r"'flat' cannot correct 'marginal_delay'; .*\['sed'\]"):
+        build_config("ppo", replace(ours(), baseline="marginal_delay"), "unused", {})
+    with pytest.raises(ValueError, match=r"choose one of \['marginal_delay', 'sed'\]"):
+        build_config("ppo", replace(fleet(), baseline="round_robin"), "unused", {})
+
+
+def test_the_recipe_for_fleets_trains_on_fleets_that_differ():
+    told = build_config("ppo", fleet(), "unused", {"scenario": "churn"}).env_config
+    config = RoutingEnvConfig.model_validate(told)
+    assert config.randomisation.varies_fleet
+    assert config.num_steps == fleet().episode_requests
+    assert config.weights.credits_response

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from datetime import datetime
 
 import numpy as np
+import numpy.typing as npt
 
-from tokenyard.artifact import PolicyArtifact
+from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
+from tokenyard.equivariant import BASELINES, scorer_inputs
 from tokenyard.observation import (
     TOKENS_PER_S,
     WAIT_S,
@@ -65,11 +67,10 @@ class MarginalPolicy:
         """Return the cheapest replica and the cost of each, in units of the SLO.
 
         Raises:
-            ValueError: A snapshot has no `engine`: its replica does not batch continuously.
+            ValueError: A snapshot is not of a replica that batches continuously.
         """
         _check_count(self._metadata.num_replicas, snapshots)
-        if any(snapshot.engine is None for snapshot in snapshots):
-            raise ValueError("this policy needs snapshots with `engine`, of batching replicas")
+        _check_engines(True, snapshots)
         costs = np.empty(len(snapshots))
         best = marginal_scores(
             self._weights,
@@ -94,15 +95,12 @@ class NetworkPolicy:
             started_at: Calendar time of second 0, where training traffic had a calendar.
         """
         metadata = artifact.metadata
-        assert metadata.scaling is not None
         assert metadata.num_replicas is not None
         self._metadata = metadata
-        self._medians = np.array(metadata.scaling.medians)
-        self._scales = np.array(metadata.scaling.scales)
+        self._features = _RequestFeatures(metadata, started_at)
         self._mean = artifact.arrays["mean"]
         self._std = artifact.arrays["std"]
         self._layers = artifact.layers
-        self._tracker = FeatureTracker(started_at)
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
 
@@ -111,10 +109,15 @@ class NetworkPolicy:
         return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the preferred replica, and minus each one's preference as its cost."""
+        """Return the preferred replica, and minus each one's preference as its cost.
+
+        Raises:
+            ValueError: Other replicas than in training: more, fewer, or such as batch.
+        """
         _check_count(self._metadata.num_replicas, snapshots)
+        _check_engines(False, snapshots)
         columns = snapshot_columns(snapshots)
-        features = squash((self._tracker.push(request) - self._medians) / self._scales)
+        features = self._features.push(request)
         size_tokens = request.predicted_total_tokens
         encode(
             features, request.context_tokens, size_tokens, columns,
@@ -135,14 +138,100 @@ class NetworkPolicy:
         return result
 
 
-def learned_policy(
-    artifact: PolicyArtifact, started_at: datetime | None = None
-) -> LinearPolicy | MarginalPolicy | NetworkPolicy:
+class EquivariantPolicy:
+    """A trained network that scores every replica alike; it remembers the last requests' sizes."""
+
+    def __init__(self, artifact: PolicyArtifact, started_at: datetime | None = None) -> None:
+        """Take the network from an `equivariant` artifact.
+
+        Args:
+            artifact: The trained policy.
+            started_at: Calendar time of second 0, where training traffic had a calendar.
+        """
+        self._artifact = artifact
+        self._features = _RequestFeatures(artifact.metadata, started_at)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the preferred replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the preferred replica, and minus each one's preference as its cost.
+
+        Raises:
+            ValueError: No replica, or such as batch continuously where those in training did not,
+                or the other way round.
+        """
+        layout = self._artifact.layout
+        _check_count(None, snapshots)
+        _check_engines(layout.batches, snapshots)
+        size = observation_size(len(snapshots), layout.expected_finish, layout.batches)
+        observation = np.empty(size, dtype=np.float32)
+        encode(
+            self._features.push(request), request.context_tokens, request.predicted_total_tokens,
+            snapshot_columns(snapshots), layout.expected_finish, observation,
+        )  # fmt: skip
+        costs = -equivariant_preferences(self._artifact, observation)
+        return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
+
+
+def equivariant_preferences(
+    artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
+) -> FloatArray:
+    """Preferences of an `equivariant` network for one observation or many.
+
+    Args:
+        artifact: The policy.
+        observations: Shape (..., size), of any number of replicas.
+
+    Returns:
+        Shape (..., num_replicas), higher is better; minus infinity where not routable.
+    """
+    metadata, arrays = artifact.metadata, artifact.arrays
+    observed = artifact.layout.take_apart(observations, np)
+    normalised = observed._replace(
+        request=(observed.request - arrays["request_mean"]) / arrays["request_std"],
+        replicas=(observed.replicas - arrays["replica_mean"]) / arrays["replica_std"],
+    )
+    x = scorer_inputs(normalised, np)
+    *hidden, (last_weight, last_bias) = artifact.layers
+    for weight, bias in hidden:
+        x = x @ weight.T + bias
+        x = np.maximum(x, 0.0) if metadata.activation == "relu" else np.tanh(x)
+    preferences = (x @ last_weight.T + last_bias)[..., 0]
+    if metadata.residual_scale:
+        assert metadata.baseline is not None
+        costs_s = BASELINES[metadata.baseline](observed.replicas, np)
+        preferences = preferences - metadata.residual_scale * costs_s
+    result: FloatArray = np.where(observed.routable, preferences, -np.inf)
+    return result
+
+
+class _RequestFeatures:
+    """Scaled features of one request after the other, as training saw them."""
+
+    def __init__(self, metadata: ArtifactMetadata, started_at: datetime | None) -> None:
+        assert metadata.scaling is not None
+        self._medians = np.array(metadata.scaling.medians)
+        self._scales = np.array(metadata.scaling.scales)
+        self._tracker = FeatureTracker(started_at)
+
+    def push(self, request: Request) -> FloatArray:
+        """Return the features of `request`, shape (NUM_REQUEST_FEATURES,)."""
+        return squash((self._tracker.push(request) - self._medians) / self._scales)
+
+
+LearnedPolicy = LinearPolicy | MarginalPolicy | NetworkPolicy | EquivariantPolicy
+
+
+def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None) -> LearnedPolicy:
     """Make the policy of an artifact's kind, ready for one stream of requests."""
     if artifact.metadata.kind == "linear":
         return LinearPolicy(artifact)
     if artifact.metadata.kind == "marginal":
         return MarginalPolicy(artifact)
+    if artifact.metadata.kind == "equivariant":
+        return EquivariantPolicy(artifact, started_at)
     return NetworkPolicy(artifact, started_at)
 
 
@@ -153,3 +242,9 @@ def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -
         raise ValueError(
             f"{len(snapshots)} replicas offered to a policy that was trained on {trained_on}"
         )
+
+
+def _check_engines(batches: bool, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    if any((snapshot.engine is not None) != batches for snapshot in snapshots):
+        needed = "with" if batches else "without"
+        raise ValueError(f"this policy needs snapshots {needed} `engine`: it was trained on such")

@@ -13,13 +13,18 @@ from tokenyard.artifact import (
     LengthPredictor,
     PolicyArtifact,
 )
+from tokenyard.rl.equivariant import EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
 from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 
+Equivariant = EquivariantActorCritic | EquivariantQNetwork
+RouterModule = RouterActorCritic | RouterQNetwork | Equivariant
+"""A module that can be exported."""
+
 
 def export_network(
-    module: RouterActorCritic | RouterQNetwork,
+    module: RouterModule,
     source: StreamSource,
     trainer: str,
     expected_finish: bool,
@@ -39,10 +44,10 @@ def export_network(
     scenario = source.scenario
     lengths = source.model.lengths
     metadata = ArtifactMetadata(
-        kind="mlp",
+        kind="equivariant" if isinstance(module, Equivariant) else "mlp",
         scenario=scenario.name,
         trainer=trainer,
-        num_replicas=scenario.num_servers,
+        num_replicas=None if isinstance(module, Equivariant) else scenario.num_servers,
         expected_finish=expected_finish,
         slo_response_s=scenario.slo_response_s,
         mean_total_tokens=source.mean_total_tokens,
@@ -56,14 +61,19 @@ def export_network(
             scales=tuple(source.scaler.scale.tolist()),
         ),
         residual_scale=module.residual_scale,
+        baseline=module.baseline if isinstance(module, Equivariant) else None,
         metrics=metrics or {},
         lineage=lineage or {},
     )
     return PolicyArtifact(metadata, _arrays(module))
 
 
-def _arrays(module: RouterActorCritic | RouterQNetwork) -> dict[str, FloatArray]:
-    arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
+def _arrays(module: RouterModule) -> dict[str, FloatArray]:
+    if isinstance(module, Equivariant):
+        arrays = _moments(module.normaliser.request, "request_")
+        arrays |= _moments(module.normaliser.replica, "replica_")
+    else:
+        arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
     for index, layer in enumerate(module.policy_layers):
         arrays[f"w{index}"] = _float64(layer.weight)
         arrays[f"b{index}"] = _float64(layer.bias)
@@ -73,7 +83,14 @@ def _arrays(module: RouterActorCritic | RouterQNetwork) -> dict[str, FloatArray]
 def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:
     if not isinstance(normaliser, RunningNormaliser):
         return {"mean": np.zeros(size), "std": np.ones(size)}
-    return {"mean": _float64(normaliser.mean), "std": _float64(normaliser.std)}
+    return _moments(normaliser, "")
+
+
+def _moments(normaliser: RunningNormaliser, prefix: str) -> dict[str, FloatArray]:
+    return {
+        f"{prefix}mean": _float64(normaliser.mean),
+        f"{prefix}std": _float64(normaliser.std),
+    }
 
 
 def _float64(tensor: Tensor) -> FloatArray:

@@ -85,7 +85,7 @@ class UpdateNormaliser(ConnectorV2):
         """Update from the observations of `episodes`; the batch passes unchanged."""
         normaliser = rl_module[DEFAULT_MODULE_ID].unwrapped().normaliser
         seen = np.concatenate([episode.get_observations() for episode in episodes])
-        normaliser.update(torch.from_numpy(seen).to(normaliser.mean))
+        normaliser.update(torch.from_numpy(seen).to(next(normaliser.buffers())))
         return batch
 
 
@@ -116,7 +116,7 @@ class _RouterParts:
             # A residual without finish times in the observation is refused by build_config.
             assert size == observation_size(num_replicas, expected_finish=True)
             self.finish_columns = finish_columns(num_replicas)
-        _shrink_last_layer(output)
+        shrink_last_layer(output)
 
     def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
         return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
@@ -128,13 +128,15 @@ class _RouterParts:
         return preferences - self.residual_scale * finish_s
 
 
-def _linear_layers(network: nn.Module) -> list[nn.Linear]:
+def linear_layers(network: nn.Module) -> list[nn.Linear]:
+    """Linear layers of a network, first layer first."""
     return [layer for layer in network.modules() if isinstance(layer, nn.Linear)]
 
 
 @torch.no_grad()
-def _shrink_last_layer(network: nn.Module) -> None:
-    last = _linear_layers(network)[-1]
+def shrink_last_layer(network: nn.Module) -> None:
+    """Make a fresh network nearly silent."""
+    last = linear_layers(network)[-1]
     last.weight.mul_(OUTPUT_GAIN)
     last.bias.zero_()
 
@@ -150,7 +152,7 @@ class RouterActorCritic(_RouterParts, DefaultPPOTorchRLModule):
     @property
     def policy_layers(self) -> list[nn.Linear]:
         """Linear layers from observation to logits; ReLU stands between them."""
-        return [*_linear_layers(self.encoder.actor_encoder), *_linear_layers(self.pi)]
+        return [*linear_layers(self.encoder.actor_encoder), *linear_layers(self.pi)]
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return self._residual_output(super()._forward(self._normalised(batch), **kwargs), batch)
@@ -180,7 +182,7 @@ class RouterQNetwork(_RouterParts, DefaultDQNTorchRLModule):
     @property
     def policy_layers(self) -> list[nn.Linear]:
         """Linear layers from observation to Q-values; ReLU stands between them."""
-        return [*_linear_layers(self.encoder), *_linear_layers(self.af)]
+        return [*linear_layers(self.encoder), *linear_layers(self.af)]
 
     def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
         output = super()._qf_forward_helper(self._normalised(batch), encoder, head)

@@ -4,14 +4,15 @@
 Inference Systems", section V; what it leaves open is Stable-Baselines3's default, the library it
 names. `ours` is what was found to work: the response time credited at the decision, expected
 finish times in the observation, a normaliser, and the network as a correction of shortest
-expected delay.
+expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
+them alike, as a correction of least marginal delay, trained on fleets that differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -20,7 +21,10 @@ from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from tokenyard.equivariant import BASELINES
+from tokenyard.fleet import Randomisation
 from tokenyard.rl.a2c import A2CConfig
+from tokenyard.rl.equivariant import BASELINE, EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.rl.modules import (
     NORMALISE,
     RESIDUAL_SCALE,
@@ -55,8 +59,8 @@ class AlgorithmRecipe:
     """Settings for `AlgorithmConfig.training`."""
     reward: RewardWeights = PAPER_REWARD
     residual_scale: float = 0.0
-    """What a second of expected finish time lowers the output by; 0: no residual. For PPO and
-    A2C in logits, for DQN in units of the scaled reward."""
+    """What a second of the baseline's cost lowers the output by; 0: no residual. For PPO and A2C
+    in logits, for DQN in units of the scaled reward."""
     subtract_baseline: bool = False
     """Whether rewards are told relative to shortest expected delay's on the same stream
     (`RewardWeights.subtract_baseline`): the same optimum with less noise."""
@@ -78,6 +82,17 @@ class Recipe:
     num_envs: int
     """Copies of the environment that one env runner steps at once."""
     algorithms: Mapping[str, AlgorithmRecipe]
+    network: Literal["flat", "equivariant"] = "flat"
+    """`flat` reads the whole observation and is tied to number and order of the replicas."""
+    hidden: tuple[int, ...] = (128, 128)
+    """Widths of the networks' hidden layers."""
+    baseline: str = "sed"
+    """Rule that an equivariant network is a correction of (`tokenyard.equivariant.BASELINES`); a
+    flat one corrects shortest expected delay."""
+    episode_requests: int | None = None
+    """Requests of an episode; None: the scenario's."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """How one training stream and its fleet differ from the next."""
 
 
 def paper() -> Recipe:
@@ -142,7 +157,45 @@ def ours() -> Recipe:
     )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"paper": paper, "ours": ours}
+def fleet() -> Recipe:
+    """For replicas that batch continuously; hyper-parameters are little tuned.
+
+    A second here is one of response time that a request adds, its own and others': what comes of
+    a decision later than that is little, and the discount can be short.
+    """
+    ppo = {"lr": 5e-4, "gamma": 0.97, "lambda_": 0.9, "minibatch_size": 512, "num_epochs": 6}
+    a2c = {"lr": 5e-4, "gamma": 0.97, "lambda_": 0.9, "entropy_coeff": 0.0}
+    dqn = {
+        "lr": 1e-4,
+        "gamma": 0.9,
+        "train_batch_size_per_learner": 256,
+        "target_network_update_freq": 2_000,
+        "num_steps_sampled_before_learning_starts": 1_000,
+        "double_q": True,
+    }
+    return Recipe(
+        reward_scale=0.02,
+        expected_finish=True,
+        normalise=True,
+        num_envs=32,
+        algorithms={
+            "ppo": AlgorithmRecipe(64, ppo, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
+            "a2c": AlgorithmRecipe(16, a2c, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
+            "dqn": AlgorithmRecipe(
+                2, dqn, RESPONSE_REWARD, residual_scale=0.02, epsilon=(0.1, 0.02)
+            ),
+        },
+        network="equivariant",
+        hidden=(64, 64),
+        baseline="marginal_delay",
+        episode_requests=3_000,
+        randomisation=Randomisation(
+            load_factor=(0.7, 1.2), speed_factor=(0.8, 1.25), scrape_interval_s=(0.02, 0.2)
+        ),
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {"paper": paper, "ours": ours, "fleet": fleet}
 
 
 def recipe(name: str) -> Recipe:
@@ -174,24 +227,21 @@ def build_config(
         recipe: How it is trained.
         env: Name under which the environment is registered with RLlib. Its creator must return
             a vectorised environment where the configuration holds "num_envs".
-        env_config: What the environment is made from; `reward` and `expected_finish` are the
-            recipe's.
+        env_config: What the environment is made from; reward, expected finish times, length of
+            an episode and randomisation are the recipe's.
         seed: Seeds networks, exploration, replay and traffic.
         num_env_runners: Env-runner actors; 0 samples in the calling process.
         train_steps: Environment steps the training is planned for: schedules end with it.
         steps_per_iteration: Fewest environment steps between two results.
 
     Raises:
-        ValueError: Unknown algorithm, or a residual without finish times in the observation.
+        ValueError: Unknown algorithm or baseline, or a residual without finish times in the
+            observation.
     """
     if algorithm not in recipe.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {sorted(_BUILDERS)}")
     own = recipe.algorithms[algorithm]
-    if own.residual_scale and not recipe.expected_finish:
-        raise ValueError(
-            f"residual_scale {own.residual_scale} needs expected_finish, since finish times are "
-            "read back from the observation; set the one to 0 or the other to true"
-        )
+    _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, train_steps)
     if recipe.normalise:
@@ -204,6 +254,8 @@ def build_config(
                 **env_config,
                 "reward": _told_reward(recipe, own).model_dump(),
                 "expected_finish": recipe.expected_finish,
+                "episode_requests": recipe.episode_requests,
+                "randomisation": recipe.randomisation.model_dump(),
             },
         )
         .env_runners(
@@ -223,6 +275,20 @@ def build_config(
     )
 
 
+def _check_residual(recipe: Recipe, own: AlgorithmRecipe) -> None:
+    if own.residual_scale and not recipe.expected_finish:
+        raise ValueError(
+            f"residual_scale {own.residual_scale} needs expected_finish, since finish times are "
+            "read back from the observation; set the one to 0 or the other to true"
+        )
+    known = sorted(BASELINES) if recipe.network == "equivariant" else ["sed"]
+    if recipe.baseline not in known:
+        raise ValueError(
+            f"a network of kind {recipe.network!r} cannot correct {recipe.baseline!r}; "
+            f"choose one of {known}"
+        )
+
+
 def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     """The same reward in other units: every term times `factor`."""
     weights = {
@@ -238,16 +304,24 @@ def _update_normaliser(*_: Any) -> UpdateNormaliser:
 
 def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
     hidden = DefaultModelConfig(
-        fcnet_hiddens=[128, 128], fcnet_activation="relu", vf_share_layers=False
+        fcnet_hiddens=list(recipe.hidden), fcnet_activation="relu", vf_share_layers=False
     )
     extra = {
         NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
+        BASELINE: recipe.baseline,
     }
+    critic, q_network = _MODULES[recipe.network]
     return RLModuleSpec(
-        module_class=RouterQNetwork if algorithm == "dqn" else RouterActorCritic,
+        module_class=q_network if algorithm == "dqn" else critic,
         model_config={**asdict(hidden), **extra},
     )
+
+
+_MODULES: dict[str, tuple[type[Any], type[Any]]] = {
+    "flat": (RouterActorCritic, RouterQNetwork),
+    "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
+}
 
 
 def _told_reward(recipe: Recipe, own: AlgorithmRecipe) -> RewardWeights:

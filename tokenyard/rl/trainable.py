@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
 from tokenyard.artifact import PolicyArtifact
-from tokenyard.rl.policy_search import PolicySearch
+from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.recipes import Recipe, build_config, recipe
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
@@ -89,15 +89,18 @@ def make_training(config: TrialConfig, source: StreamSource) -> Training:
     """Build the learner that a configuration names.
 
     Raises:
-        ValueError: An RLlib trial without `register_env`.
+        ValueError: An RLlib trial without `register_env`, or a flat network for a fleet.
     """
     if config.algorithm == "policy_search":
-        search = PolicySearch(source.scenario, seed=config.seed)
+        like_the_others = SearchConfig(randomisation=recipe(config.recipe).randomisation)
+        search = PolicySearch(source.scenario, like_the_others, config.seed)
         return SearchTraining(search, config.generations_per_iteration)
     if config.register_env is None:
         raise ValueError(f"a {config.algorithm} trial needs register_env, such as envs.register")
-    config.register_env()
     adapted = config.adapted_recipe()
+    if source.scenario.fleet is not None and adapted.network == "flat":
+        raise ValueError(f"recipe {config.recipe!r} is not for a fleet; choose 'fleet'")
+    config.register_env()
     algorithm = build_config(
         config.algorithm,
         adapted,

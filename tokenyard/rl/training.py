@@ -18,8 +18,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from tokenyard.artifact import PolicyArtifact
-from tokenyard.rl.export import export_network
-from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork
+from tokenyard.rl.export import RouterModule, export_network
 from tokenyard.rl.policy_search import PolicySearch
 from tokenyard.rl.runner import REWARD_PER_REQUEST
 from tokenyard.sim.streams import StreamSource
@@ -138,12 +137,12 @@ class RllibTraining:
         return self._env_steps
 
     @property
-    def module(self) -> RouterActorCritic | RouterQNetwork:
+    def module(self) -> RouterModule:
         """The module that is being trained."""
         results = self._algorithm.learner_group.foreach_learner(
             lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped()
         )
-        module: RouterActorCritic | RouterQNetwork = next(iter(results)).get()
+        module: RouterModule = next(iter(results)).get()
         return module
 
     def step(self) -> dict[str, float]:

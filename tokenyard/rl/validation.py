@@ -11,6 +11,7 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.policies.learned import equivariant_preferences
 from tokenyard.rl.modules import finish_columns
 from tokenyard.sim.cluster import Observations, Outcomes
 from tokenyard.sim.simulator import Simulator, make_simulator
@@ -56,7 +57,7 @@ class Validation:
         )
         for copy, requests in enumerate(self._streams):
             sim.load(copy, requests)
-        if metadata.kind == "linear":
+        if metadata.kind in ("linear", "marginal"):
             sim.run_linear(artifact.arrays["weights"], metadata.mean_total_tokens)
         else:
             _run_network(sim, artifact)
@@ -64,9 +65,11 @@ class Validation:
 
 
 def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
+    equivariant = artifact.metadata.kind == "equivariant"
+    preferences = equivariant_preferences if equivariant else network_preferences
     observations = sim.observe()
     while sim.undecided():
-        actions = network_preferences(artifact, observations).argmax(axis=1)
+        actions = preferences(artifact, observations).argmax(axis=1)
         observations, _rewards = sim.step_and_observe(actions)
     sim.drain()
 
