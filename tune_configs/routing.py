@@ -30,6 +30,9 @@ POLICY_SEARCH = "policy_search"
 WEIGHTINGS = (PAPER, "response", "response_slo_tail")
 """The reward weightings of the default sweep."""
 
+FLEET = "azure_code_mixed_gpus"
+"""Scenario of the sweep over replicas that batch continuously."""
+
 _SHORT_ENV_STEPS = 20_000
 
 
@@ -68,22 +71,22 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "num_env_runners" in trial:
         config["num_env_runners"] = trial["num_env_runners"]
+    config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
         config["generations_per_iteration"] = generations // trial["iterations"]
     else:
-        config["recipe"] = trial["recipe"]
         config["reward"] = reward_weights(trial["reward_weights"], scenario)
         config["train_steps"] = trial["env_steps"]
         config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
     return config
 
 
-def _compile_kernels() -> None:
-    cluster = envs.LoadBalancingVectorEnv(2, scenario="poisson_085")
+def _compile_kernels(scenario: str = "poisson_085") -> None:
+    cluster = envs.LoadBalancingVectorEnv(2, scenario=scenario)
     cluster.reset(seed=0)
     cluster.step(np.zeros(2, dtype=np.int64))
-    PolicySearch(load_scenario("poisson_085"), SearchConfig(population=2, num_elites=1)).step()
+    PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
 
 
 def _trial(
@@ -196,6 +199,45 @@ def ours() -> Experiment:
         for seed in range(5)
     ]
     return replace(default(), trials=tuple(trials))
+
+
+def fleet() -> Experiment:
+    """Each algorithm on replicas that batch continuously, beside the rule that knows them best.
+
+    The networks route between any number of replicas; all trials see other loads, speeds and
+    scrape intervals than the scenario's, on which they are judged.
+    """
+    plans = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
+    learners = [
+        _trial(algorithm, "response", FLEET, env_steps, "fleet", iterations=10)
+        for algorithm, env_steps in plans
+    ]
+    return replace(
+        default(),
+        scenario=FLEET,
+        trials=({**_search_trial(), "scenario": FLEET, "recipe": "fleet"}, *learners),
+        baselines=(
+            "round_robin",
+            "least_connections",
+            "weighted_least_connections",
+            "sed",
+            "marginal_delay",
+        ),
+        baseline="marginal_delay",
+        warm_up=partial(_compile_kernels, FLEET),
+    )
+
+
+def fleet_smoke() -> Experiment:
+    """The smallest sweep over a fleet: a short PPO trial."""
+    trial = _trial("ppo", "response", FLEET, 4_000, "fleet", iterations=2)
+    return replace(
+        fleet(),
+        trials=(trial,),
+        baselines=("sed", "marginal_delay"),
+        promotion_streams=2,
+        evaluation_streams=2,
+    )
 
 
 def asha() -> Experiment:

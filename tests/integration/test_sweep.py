@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tune_configs import mlflow_log
+from tune_configs import mlflow_log, registry
 from tune_configs.sweep import open_sweep
 
 pytestmark = pytest.mark.integration
@@ -29,7 +29,8 @@ def sweep(storage, *arguments, step_s="0.01", start=subprocess.run, **options):
         for key, value in os.environ.items()
         if key not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")
     }
-    environment |= {"PYTHONPATH": str(Path(__file__).parent), "TOY_STEP_S": step_s}
+    path = os.pathsep.join(map(str, (Path(__file__).parent, REPOSITORY)))
+    environment |= {"PYTHONPATH": path, "TOY_STEP_S": step_s}
     command = [sys.executable, "pipelines/sweep.py", *arguments, "--storage", str(storage)]
     return start(command, cwd=REPOSITORY, env=environment, text=True, **options)
 
@@ -170,6 +171,28 @@ def test_a_sweep_that_cannot_be_opened_says_why(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=reason):
         open_sweep(reference, str(storage), name, resume=resume)
+
+
+def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(tmp_path):
+    result_file = tmp_path / "fleet.json"
+    done = sweep(
+        tmp_path, "routing:fleet_smoke", "--name", "fleet", "--json", str(result_file),
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(result_file.read_text())
+    (row,) = result["rows"]
+    assert row["algorithm"] == "ppo"
+    assert row["env_steps"] >= 4_000
+    rules = {rule["policy"]: rule for rule in result["baselines"]}
+    # A network that has hardly learned is still the rule that it corrects.
+    assert row["score"] > rules["sed"]["score"]
+    assert rules["marginal_delay"]["delta_mean_fraction"] == 0.0
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    version = registry.champion_version(client, result["registration"]["model"])
+    champion = registry.load_version(client, version)
+    assert (champion.metadata.kind, champion.metadata.num_replicas) == ("equivariant", None)
+    assert champion.metadata.baseline == "marginal_delay"
 
 
 def test_a_wrong_command_ends_with_one_sentence(tmp_path):

@@ -20,7 +20,7 @@ def test_the_search_improves_on_shortest_expected_delay():
         ),
         seed=0,
     )  # fmt: skip
-    costs = [search.step()["cost_over_sed"] for _ in range(15)]
+    costs = [search.step()["cost_over_baseline"] for _ in range(15)]
     assert costs[0] == pytest.approx(1.0)  # the search starts at shortest expected delay
     assert np.mean(costs[-3:]) < 0.95
 

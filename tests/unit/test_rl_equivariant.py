@@ -186,19 +186,21 @@ def test_permuting_replicas_permutes_preferences_and_leaves_the_value(algorithm,
 def test_one_network_decides_between_any_number_of_replicas(num_replicas):
     source, sim = a_run(MIXED)
     module = disturb(a_module("ppo", 4))
-    policy = learned_policy(export_network(module, source, "ppo", True))
-    *_, observation = driven_at_random(sim)
-    rows = observation[NUM_REQUEST_FEATURES:].reshape(4, -1)
+    artifact = export_network(module, source, "ppo", True)
     which = np.arange(num_replicas) % 4
-    request = observation[:NUM_REQUEST_FEATURES]
-    trained = preferences(module, np.concatenate([request, rows[which].ravel()]))[0]
-    _, sim = a_run(MIXED)
+    for _ in range(100):
+        sim.step(np.zeros(1, dtype=np.int64))
+    seen = sim.observe()[0]
+    rows = seen[NUM_REQUEST_FEATURES:].reshape(4, -1)[which]
+    shown = np.concatenate([seen[:NUM_REQUEST_FEATURES], rows.ravel()])
+    trained = preferences(module, shown)[0]
+    assert equivariant_preferences(artifact, shown) == pytest.approx(trained, rel=1e-3, abs=1e-3)
     snapshots = sim.snapshots()
-    scores = policy.decide(sim.request(), [snapshots[i] for i in which]).scores
-    assert len(scores) == len(trained) == num_replicas
-    # Replicas in the same state are worth the same.
-    np.testing.assert_allclose(trained[4:8], trained[: max(min(4, num_replicas - 4), 0)], rtol=1e-4)
-    assert scores[8:] == pytest.approx(scores[:1] if num_replicas == 9 else ())
+    decided = learned_policy(artifact).decide(sim.request(), [snapshots[i] for i in which])
+    for scores in (trained, np.array(decided.scores)):
+        assert len(scores) == num_replicas
+        # Replicas in the same state are worth the same.
+        assert scores == pytest.approx(scores[which], rel=1e-4)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -266,6 +268,22 @@ def update(learner, module, algorithm, observation_space, action_space):
         learner.update(episodes=[episode.to_numpy()])
     else:
         learner.update(episodes=[episode.to_numpy()], minibatch_size=256, num_epochs=1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_env_runner_gets_all_it_decides_with_and_no_critic(algorithm):
+    config = build_config(algorithm, fleet(), "unused", {})
+    observations, actions = spaces(4)
+    spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: (observations, actions)})
+    learners = disturb(spec.build())
+    spec.inference_only = True
+    runners = spec.build()
+    runners.set_state(learners.get_state(inference_only=True))
+    assert not any("critic" in name or "target" in name for name in runners.state_dict())
+    observation = with_flags(4, [1, 0, 1, 1])
+    np.testing.assert_array_equal(
+        preferences(runners, observation), preferences(learners, observation)
+    )
 
 
 def test_the_target_network_follows_the_scorer_when_it_is_told_to():

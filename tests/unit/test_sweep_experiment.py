@@ -64,6 +64,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
     "name",
     [
         "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "asha", "optuna",
+        "fleet", "fleet_smoke",
     ],
 )  # fmt: skip
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):

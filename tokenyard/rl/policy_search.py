@@ -28,7 +28,11 @@ from tokenyard.types import BoolArray, FloatArray
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search makes small, relative to shortest expected delay on the same streams."""
+    """What the search makes small, relative to zero weights on the same streams.
+
+    Those are the rule that the policy corrects: shortest expected delay, or least marginal delay
+    on a fleet.
+    """
 
     mean: float = 1.0
     """Per second of mean response."""
@@ -37,8 +41,8 @@ class Objective:
     violation: float = 2.0
     """Seconds that a share of 1 of late or dropped requests costs."""
     tail_guard: float = 0.0
-    """Cost of each unit by which the mean p99 over streams exceeds that of shortest expected
-    delay, as a fraction of it; 0 leaves the tail to `cvar99`."""
+    """Cost of each unit by which the mean p99 over streams exceeds that of the rule, as a fraction
+    of it; 0 leaves the tail to `cvar99`."""
 
     def stream_cost(self, response_s: FloatArray, missed: BoolArray) -> float:
         """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
@@ -92,7 +96,7 @@ class PolicySearch:
     def __init__(
         self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
     ) -> None:
-        """Start at shortest expected delay: all weights zero."""
+        """Start at the rule that the policy corrects: all weights zero."""
         self.scenario = scenario
         self.config = config or SearchConfig()
         self.seed = seed
@@ -117,7 +121,7 @@ class PolicySearch:
         return self.generation * (config.population + 1) * per_candidate
 
     def step(self) -> dict[str, float]:
-        """Run one generation and return its cost relative to shortest expected delay."""
+        """Run one generation and return its cost relative to the rule."""
         config = self.config
         self._load_fresh_streams()
         # A generation's candidates depend on its number, not on what was drawn before it.
@@ -135,8 +139,8 @@ class PolicySearch:
         self.mean = elites.mean(axis=0)
         self.std = elites.std(axis=0) + config.noise * fade
         return {
-            "cost_over_sed": float(costs[0]),
-            "best_cost_over_sed": float(costs.min()),
+            "cost_over_baseline": float(costs[0]),
+            "best_cost_over_baseline": float(costs.min()),
             "mean_std": float(self.std.mean()),
         }
 

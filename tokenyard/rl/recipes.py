@@ -158,16 +158,16 @@ def ours() -> Recipe:
 
 
 def fleet() -> Recipe:
-    """For replicas that batch continuously; hyper-parameters are little tuned.
+    """For replicas that batch continuously; hyper-parameters are little tuned (decision 0008).
 
-    A second here is one of response time that a request adds, its own and others': what comes of
-    a decision later than that is little, and the discount can be short.
+    The reward is what a request adds to the sum of all response times if nothing more comes, so
+    all that is left to learn lies in what comes after: a short discount makes the rule worse.
     """
-    ppo = {"lr": 5e-4, "gamma": 0.97, "lambda_": 0.9, "minibatch_size": 512, "num_epochs": 6}
-    a2c = {"lr": 5e-4, "gamma": 0.97, "lambda_": 0.9, "entropy_coeff": 0.0}
+    ppo = {"lr": 3e-4, "gamma": 0.99, "lambda_": 0.95, "minibatch_size": 512, "num_epochs": 6}
+    a2c = {"lr": 3e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
     dqn = {
         "lr": 1e-4,
-        "gamma": 0.9,
+        "gamma": 0.97,
         "train_batch_size_per_learner": 256,
         "target_network_update_freq": 2_000,
         "num_steps_sampled_before_learning_starts": 1_000,
