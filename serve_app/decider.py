@@ -94,13 +94,19 @@ class Decider:
             )
 
     def _check_engines(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        if not self.served.card.needs_engine:
+        needed = self.served.card.needs_engine
+        if needed is None:
             return
         for snapshot in snapshots:
-            if snapshot.engine is None:
+            if needed and snapshot.engine is None:
                 raise UnfitRequest(
                     f"policy {self.served.card.name!r} is for replicas that batch continuously: "
                     f"give `engine` in the snapshot of {snapshot.replica_id!r}"
+                )
+            if not needed and snapshot.engine is not None:
+                raise UnfitRequest(
+                    f"policy {self.served.card.name!r} was trained on replicas that do not batch: "
+                    f"leave `engine` out of the snapshot of {snapshot.replica_id!r}"
                 )
 
     def _ask(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> tuple[Decision, bool]:

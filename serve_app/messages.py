@@ -180,7 +180,7 @@ class PolicyCard(BaseModel):
 
     name: str
     kind: str
-    """`linear`, `marginal` or `mlp` for a trained policy, `baseline` for a rule."""
+    """`linear`, `marginal`, `mlp` or `equivariant` for a trained policy, `baseline` for a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str
@@ -190,8 +190,8 @@ class PolicyCard(BaseModel):
     """Where it was found."""
     num_replicas: int | None
     """Candidates it must be given; null: any number."""
-    needs_engine: bool = False
-    """Whether every snapshot must tell of its `engine`."""
+    needs_engine: bool | None = None
+    """Whether snapshots must tell of an `engine` (true) or must not (false); null: as you like."""
     output_length: str
     """Where a missing predicted_total_tokens comes from: `by_context` or `none`."""
     slo_response_s: float

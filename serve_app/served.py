@@ -100,7 +100,8 @@ def resolve_policy(
 def rehearse(served: ServedPolicy) -> None:
     """Decide once with a policy that is thrown away, so that compiled code is loaded and ready."""
     engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
-    idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=engine)
+    batches = engine if served.card.needs_engine else None
+    idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=batches)
     policy = served.make(np.random.default_rng(0))
     policy.route(Request(0.0, 1, 2.0), [idle] * (served.card.num_replicas or 1))
 
@@ -126,7 +127,7 @@ def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPol
         version=artifact.sha256,
         source=source,
         num_replicas=metadata.num_replicas,
-        needs_engine=metadata.kind == "marginal",
+        needs_engine=artifact.needs_engine,
         output_length="none" if metadata.predictor is None else "by_context",
         slo_response_s=metadata.slo_response_s,
         metrics=dict(metadata.metrics),

@@ -179,6 +179,13 @@ class PolicyArtifact:
         if inputs != outputs:
             raise ValueError(f"{inputs} outputs where there must be {outputs}")
 
+    @property
+    def needs_engine(self) -> bool | None:
+        """Whether it decides between replicas that batch continuously; None: between any."""
+        by_kind = {"linear": None, "marginal": True, "mlp": False}
+        kind = self.metadata.kind
+        return self.layout.batches if kind == "equivariant" else by_kind[kind]
+
     @cached_property
     def layout(self) -> Layout:
         """What an `equivariant` network is shown of every replica."""

@@ -117,6 +117,13 @@ def test_a_policy_for_engines_refuses_snapshots_that_tell_nothing_of_them():
     assert "give `engine` in the snapshot of 'slow'" in answer["detail"]
 
 
+def test_a_network_for_servers_refuses_snapshots_that_tell_of_an_engine():
+    some = [{**snapshot, "engine": an_engine()} for snapshot in three_snapshots()]
+    status, answer = route(a_body(some), a_trained_policy(network_artifact()))
+    assert status == 422
+    assert "leave `engine` out of the snapshot of 'slow'" in answer["detail"]
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
