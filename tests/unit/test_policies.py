@@ -4,9 +4,19 @@ import numpy as np
 import pytest
 
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.tuned import TunedRules, load_tuned
+from tokenyard.policies.tuned import FleetRules, TunedRules, load_tuned
 from tokenyard.scenario import load_scenario, scenario_names
 from tokenyard.types import Slo
+
+NAMES_A_REPLICA = ["sed_reserve", "sed_dump", "sita"]
+SUITS_ANY_NUMBER = [
+    "tuned_marginal_delay",
+    "prefix_affinity",
+    "sticky_until_saturated",
+    "kv_cost",
+    "weighted_scorers",
+]
+FLEETS = [name for name in scenario_names() if load_scenario(name).fleet]
 
 
 def context(scenario_name: str, num_replicas: int = 3) -> PolicyContext:
@@ -18,15 +28,21 @@ def test_an_unknown_policy_is_refused_with_those_there_are():
         make_policy("least_conections", context("nominal"))
 
 
-@pytest.mark.parametrize("name", ["sed_reserve", "sed_dump", "sita"])
+@pytest.mark.parametrize("name", NAMES_A_REPLICA + SUITS_ANY_NUMBER)
 def test_a_tuned_rule_without_its_parameters_names_the_command_that_makes_them(name):
     with pytest.raises(ValueError, match=r"tune_baselines.py --scenario my_own"):
         make_policy(name, context("my_own"))
 
 
-def test_rules_tuned_for_other_clusters_are_refused():
+@pytest.mark.parametrize("name", NAMES_A_REPLICA)
+def test_rules_tuned_for_other_clusters_are_refused(name):
     with pytest.raises(ValueError, match="tuned for 3 replicas, not for 4"):
-        make_policy("sita", context("nominal", num_replicas=4))
+        make_policy(name, context("nominal", num_replicas=4))
+
+
+@pytest.mark.parametrize("name", SUITS_ANY_NUMBER)
+def test_rules_that_name_no_replica_are_made_for_any_number(name):
+    make_policy(name, context("nominal", num_replicas=4))
 
 
 @pytest.mark.parametrize("scenario_name", scenario_names())
@@ -40,6 +56,19 @@ def test_every_baseline_can_be_made_for_every_scenario_that_ships(scenario_name)
 def test_a_rule_that_can_fall_back_to_sed_was_never_tuned_to_be_worse(scenario_name):
     scores = load_tuned(scenario_name).scores
     assert scores["sed_reserve"] >= scores["sed"]
+
+
+@pytest.mark.parametrize("scenario_name", FLEETS)
+def test_tuning_never_lost_to_the_values_it_began_with(scenario_name):
+    rules = load_tuned(scenario_name)
+    assert rules.scores["tuned_marginal_delay"] >= rules.scores["marginal_delay"]
+    assert rules.scores["tuned_marginal_delay"] >= rules.scores["sed"]
+
+
+@pytest.mark.parametrize("field", ["affinity_load_ratio", "sticky_saturated_s", "others_weight"])
+def test_parameters_of_fleet_rules_that_make_no_sense_are_refused(field):
+    with pytest.raises(ValueError, match=field):
+        FleetRules.model_validate({field: -1.0})
 
 
 @pytest.mark.parametrize(
