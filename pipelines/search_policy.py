@@ -24,9 +24,11 @@ from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.fleet import Randomisation
 from tokenyard.intervals import t_interval
+from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
-from tokenyard.scenario import load_scenario
+from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import (
     StreamSet,
@@ -57,7 +59,7 @@ class Args:
     scrape_range: tuple[float, float] | None = None
     """Range of a fleet's scrape interval, seconds."""
     p99_margin: float = 0.01
-    """How far p99 may exceed that of shortest expected delay, as a fraction: at the upper end of
+    """How far p99 may exceed that of the hand rule, as a fraction: at the upper end of
     its 95 % interval over validation streams, and on the recorded training part where found."""
     jobs: int = 2
     """Processes."""
@@ -87,7 +89,9 @@ class Found:
 def search(args: Args, objective: Objective, seed: int) -> Found:
     """Run one search to the end and judge it on the validation streams."""
     scenario = load_scenario(args.scenario)
+    start = hand_rule(scenario)
     config = SearchConfig(
+        start=start,
         objective=objective,
         streams_per_generation=args.streams,
         num_generations=args.generations,
@@ -102,35 +106,49 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
         policy.step()
     row: dict[str, float | int | str] = {"seed": seed, "env_steps": policy.env_steps}
     row |= {f"objective_{name}": value for name, value in asdict(objective).items()}
-    return Found(row | validate(args.scenario, policy.mean), policy.mean.tolist())
+    return Found(row | validate(args.scenario, policy.mean, start), policy.mean.tolist())
 
 
-def validate(scenario_name: str, weights: FloatArray) -> dict[str, float]:
-    """Compare weights with shortest expected delay on what no search was trained on.
+def hand_rule(scenario: Scenario) -> tuple[float, ...] | None:
+    """Weights of the strongest hand rule: shortest expected delay, or tuned marginal delay."""
+    if scenario.fleet is None:
+        return None
+    tuned = load_tuned(scenario.name).fleet
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS)
+    weights[MARGINAL_WAIT] = tuned.wait_weight - 1.0
+    weights[MARGINAL_OTHERS] = tuned.others_weight - 1.0
+    return tuple(weights.tolist())
+
+
+def validate(
+    scenario_name: str, weights: FloatArray, start: tuple[float, ...] | None
+) -> dict[str, float]:
+    """Compare weights with those of the hand rule on what no search was trained on.
 
     That is fresh synthetic streams and, where the file is found, the recorded requests that the
     traffic model was fitted to. The recorded test part is not touched.
     """
     source = StreamSource(load_scenario(scenario_name))
     streams = synthetic_streams(source, NUM_VALIDATION_STREAMS, seed=0, purpose="validation")
-    ours, sed = (measure(source, streams, w) for w in (weights, np.zeros(len(weights))))
+    rule = np.array(start or np.zeros(len(weights)))
+    ours, theirs = (measure(source, streams, w) for w in (weights, rule))
     score, mean_s, p99_s, violations = ours.mean(axis=0)
-    _, sed_mean_s, sed_p99_s, sed_violations = sed.mean(axis=0)
+    _, rule_mean_s, rule_p99_s, rule_violations = theirs.mean(axis=0)
     found = {
         "score": float(score),
         "mean_response_s": float(mean_s),
         "p99_response_s": float(p99_s),
         "slo_violation_fraction": float(violations),
-        "delta_mean_fraction": float(mean_s / sed_mean_s - 1),
-        "delta_p99_fraction": float(p99_s / sed_p99_s - 1),
-        "delta_p99_ci_high": float(t_interval(ours[:, 2] - sed[:, 2]).high / sed_p99_s),
-        "delta_slo_violation": float(violations - sed_violations),
+        "delta_mean_fraction": float(mean_s / rule_mean_s - 1),
+        "delta_p99_fraction": float(p99_s / rule_p99_s - 1),
+        "delta_p99_ci_high": float(t_interval(ours[:, 2] - theirs[:, 2]).high / rule_p99_s),
+        "delta_slo_violation": float(violations - rule_violations),
     }
     recorded = recorded_training_streams(source)
     if recorded is not None:
-        ours, sed = (measure(source, recorded, w) for w in (weights, np.zeros(len(weights))))
-        found["recorded_delta_mean_fraction"] = float(ours[0, 1] / sed[0, 1] - 1)
-        found["recorded_delta_p99_fraction"] = float(ours[0, 2] / sed[0, 2] - 1)
+        ours, theirs = (measure(source, recorded, w) for w in (weights, rule))
+        found["recorded_delta_mean_fraction"] = float(ours[0, 1] / theirs[0, 1] - 1)
+        found["recorded_delta_p99_fraction"] = float(ours[0, 2] / theirs[0, 2] - 1)
     return found
 
 
@@ -155,7 +173,7 @@ def measure(source: StreamSource, streams: StreamSet, weights: FloatArray) -> Fl
 
 
 def worst_p99(found: Found) -> float:
-    """How far p99 may exceed that of shortest expected delay, by all that validation shows."""
+    """How far p99 may exceed that of the hand rule, by all that validation shows."""
     recorded = float(found.row.get("recorded_delta_p99_fraction", -1.0))
     return max(float(found.row["delta_p99_ci_high"]), recorded)
 

@@ -56,6 +56,9 @@ NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
 NUM_MARGINAL_FEATURES = 9
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
+MARGINAL_WAIT = 1
+MARGINAL_OTHERS = 4
+"""Places of the weights, for all replicas alike, of the request's wait and of others' delays."""
 
 
 def observation_size(num_replicas: int, expected_finish: bool, batches: bool = False) -> int:

@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.policies.learned import learned_policy
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig, StreamCosts
 from tokenyard.scenario import Arrivals, Server, load_scenario
@@ -77,3 +80,12 @@ def test_the_search_learns_to_keep_requests_off_a_server_that_is_useless():
         search.step()
     search._costs(search.mean)
     assert (search._sim.outcomes().server == 1).mean() < 0.01
+
+
+def test_a_search_may_start_at_tuned_weights_and_is_compared_with_them():
+    scenario = load_scenario("poisson_085")
+    start = tuple(float(i) / 50 for i in range(NUM_SCORE_WEIGHTS))
+    search = PolicySearch(scenario, replace(SMALL, start=start), seed=0)
+    assert search.mean.tolist() == list(start)
+    # The first candidate is the centre, which here is what costs are relative to.
+    assert search.step()["cost_over_baseline"] == 1.0

@@ -79,6 +79,9 @@ class SearchConfig:
     num_elites: int = 8
     streams_per_generation: int = 6
     requests_per_stream: int = 5000
+    start: tuple[float, ...] | None = None
+    """Weights to start from and to compare costs with, such as a tuned rule's; None: all zero,
+    which is shortest expected delay, or least marginal delay on a fleet."""
     initial_std: float = 0.3
     """Spread of the first generation, in units of the SLO per feature."""
     noise: float = 0.05
@@ -96,7 +99,7 @@ class PolicySearch:
     def __init__(
         self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
     ) -> None:
-        """Start at the rule that the policy corrects: all weights zero."""
+        """Start at the rule that the policy corrects, or at `config.start`."""
         self.scenario = scenario
         self.config = config or SearchConfig()
         self.seed = seed
@@ -109,7 +112,8 @@ class PolicySearch:
             self.config.requests_per_stream,
             RewardWeights(balance=0.0),
         )
-        self.mean: FloatArray = np.zeros(self._sim.num_weights)
+        self._start: FloatArray = np.array(self.config.start or np.zeros(self._sim.num_weights))
+        self.mean: FloatArray = self._start.copy()
         self.std: FloatArray = np.full(self._sim.num_weights, self.config.initial_std)
 
     @property
@@ -128,7 +132,7 @@ class PolicySearch:
         rng = np.random.default_rng([self.seed, self.generation])
         candidates = rng.normal(self.mean, self.std, (config.population, len(self.mean)))
         candidates[0] = self.mean
-        baseline = self._costs(np.zeros(len(self.mean)))
+        baseline = self._costs(self._start)
         objective = config.objective
         costs = np.array(
             [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
