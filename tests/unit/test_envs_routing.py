@@ -7,9 +7,13 @@ from gymnasium.utils.env_checker import check_env
 from pydantic import ValidationError
 
 import envs
+from tokenyard.fleet import Churn
 from tokenyard.observation import observation_size
-from tokenyard.scenario import load_scenario, scenario_names
+from tokenyard.scenario import Scenario, load_scenario, scenario_names
+from tokenyard.sim import batching
 
+NOTHING = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
+FLEETS = [name for name in scenario_names() if load_scenario(name).fleet is not None]
 WORKING_REWARD = {"response": -1.0, "slo": -2.0, "accept": 0.0, "subtract_baseline": True}
 
 
@@ -59,6 +63,111 @@ def test_the_vector_twin_equals_single_environments_step_for_step(scenario, rewa
                 observation, reward_i, _, over[i], _ = env.step(actions[i])
             np.testing.assert_array_equal(observation, observations[i])
             assert (reward_i, over[i]) == (rewards[i], truncated[i])
+
+
+def restless(name: str):
+    """The scenario with replicas that come and go within an episode of a test."""
+    scenario = load_scenario(name)
+    churn = Churn(mean_up_s=4.0, mean_down_s=4.0, drained_share=0.5, drain_s=1.0, warm_up_s=1.0)
+    fleet = scenario.fleet.model_copy(update={"churn": churn, "max_retries": 3})
+    return scenario.model_copy(update={"fleet": fleet})
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_the_vector_twin_of_a_fleet_equals_single_ones_though_requests_come_again(name):
+    config = {"scenario": restless(name), "episode_requests": 60}
+    many = envs.LoadBalancingVectorEnv(3, config)
+    singles = [envs.LoadBalancingEnv(config) for _ in range(3)]
+    observations, _ = many.reset(seed=4)
+    first = [env.reset(seed=4 + i)[0] for i, env in enumerate(singles)]
+    np.testing.assert_array_equal(observations, np.stack(first))
+    rng = np.random.default_rng(0)
+    over, again = [False] * 3, 0
+    for _ in range(150):
+        actions = rng.integers(0, config["scenario"].num_servers, 3)
+        observations, rewards, _, truncated, _ = many.step(actions)
+        for i, env in enumerate(singles):
+            if over[i]:
+                observation, reward, over[i] = env.reset()[0], 0.0, False
+            else:
+                observation, reward, _, over[i], _ = env.step(actions[i])
+            assert observation.tobytes() == observations[i].tobytes()
+            assert (reward, over[i]) == (rewards[i], truncated[i])
+            # The last observation shows a request that waits, whatever became of the others.
+            assert env.sim.current() >= 0
+            again += int((env.sim.outcomes().attempts > 1).sum())
+    assert again > 0
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_equal_seeds_give_equal_episodes_though_another_environment_runs_between(name):
+    def episode(disturbed: bool) -> list[bytes]:
+        env = envs.LoadBalancingEnv(scenario=name, episode_requests=30)
+        other = envs.LoadBalancingEnv(scenario="churn", episode_requests=100)
+        other.reset(seed=9)
+        seen = [env.reset(seed=1)[0].tobytes()]
+        for step in range(30):
+            if disturbed:
+                other.step(np.int64(step % 5))
+            observation, reward, *_ = env.step(np.int64(step % 4))
+            seen.append(observation.tobytes() + np.float64(reward).tobytes())
+        return seen
+
+    assert episode(False) == episode(True)
+
+
+def test_placing_on_a_replica_that_is_down_is_a_refused_attempt_and_a_step():
+    env = envs.LoadBalancingEnv(scenario=restless("churn"), episode_requests=300)
+    env.reset(seed=0)
+    refused = 0
+    for _ in range(300):
+        index, state = env.sim.current(), env.sim.arrays.state[0]
+        down = np.flatnonzero(state[:, batching.STATUS] == batching.DOWN)
+        before = env.sim.outcomes().attempts[index]
+        truncated = env.step(np.int64(down[0] if len(down) else 0))[3]
+        assert env.sim.outcomes().attempts[index] == before + 1
+        refused += len(down) > 0
+        assert not state[state[:, batching.STATUS] == batching.DOWN, batching.WAITING].any()
+    assert refused > 50
+    assert truncated
+
+
+def test_observations_of_a_fleet_have_the_documented_length():
+    env = envs.LoadBalancingEnv(scenario="churn")
+    assert env.observation_space.shape == (16 + 14 * 5,)
+    short = envs.LoadBalancingEnv(scenario="churn", expected_finish=False)
+    assert short.observation_space.shape == (16 + 12 * 5,)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reward", "names"),
+    [
+        ("churn", {}, "processing.*queue.*overload.*balance"),
+        ("churn", NOTHING | {"balance": 0.1}, "balance"),
+        ("churn", NOTHING | {"subtract_baseline": True}, "subtract_baseline"),
+        ("nominal", {"energy": -0.01}, "energy"),
+    ],
+)
+def test_reward_terms_that_the_scenario_does_not_know_are_refused_by_name(scenario, reward, names):
+    with pytest.raises(ValidationError, match=f"know no reward terms .*{names}.* set them to 0"):
+        envs.RoutingEnvConfig(scenario=scenario, reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("churn", {"reward": {"accept": 1}}, "fleets know no reward terms"),
+        ("nominal", {"reward": {"energy": -1}}, "token-level servers know no reward terms"),
+        ("churn", {"discipline": "parallel_full"}, "'discipline'.* of token-level servers"),
+        ("churn", {"overflow": "drop", "queue_limit": 5}, "'queue_limit', 'overflow'"),
+        ("nominal", {"sessions": {}}, "sessions need a fleet with prefix_block_tokens"),
+        ("churn", {"sessions": {}}, "sessions need a fleet with prefix_block_tokens"),
+    ],
+)
+def test_a_scenario_that_says_what_it_has_not_is_refused(name, change, reason):
+    data = load_scenario(name).model_dump(exclude_unset=True) | change
+    with pytest.raises(ValidationError, match=reason):
+        Scenario.model_validate(data)
 
 
 def test_what_a_step_returned_is_not_changed_by_the_next_one():

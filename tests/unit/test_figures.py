@@ -43,6 +43,32 @@ def test_every_figure_of_the_paper_is_drawn_with_units_and_its_source(evaluated)
     assert "thousand tokens" in labels(all_figures["load_trajectories"])
 
 
+def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
+    scenario = load_scenario("two_classes_slo")
+    requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
+    runs = {
+        name: resolve_candidate(name, scenario).run(scenario, StreamSet(requests, "test"), 0)
+        for name in ("round_robin", "sed")
+    }
+    rows = compare(scenario, runs, "sed")
+    drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
+    assert {"token_latencies", "memory_and_energy", "attainment"} < set(drawn)
+    tokens = drawn["token_latencies"]
+    for word in ("first token, s", "output token, s", "between tokens, s"):
+        assert word in labels(tokens)
+    # Two policies, and the promises of two classes on the first token and of one after it.
+    assert [len(axes.lines) for axes in tokens.axes] == [4, 3, 2]
+    for axes in tokens.axes:
+        for line in axes.lines[:2]:
+            time_s, share = line.get_data()
+            assert (np.diff(time_s) >= 0).all()
+            assert (np.diff(share) <= 0).all()
+            assert share[0] == 1.0
+    titles = " ".join(axes.get_title() for axes in drawn["attainment"].axes)
+    for word in ("interactive", "batch", "large", "small", "service gap"):
+        assert word in titles
+
+
 def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
     folders = [tmp_path / "first", tmp_path / "again"]
     first, again = (

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tokenyard.scenario import load_scenario, scenario_names
 from tokenyard.workload.readers import find_trace
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +64,34 @@ def test_the_command_prints_tables_and_writes_rows_with_the_frozen_keys(tmp_path
         assert row["stream_count"] == 2
 
 
+def test_a_fleet_is_printed_with_what_matters_of_it_in_the_width_of_a_page(tmp_path, capsys):
+    short = load_scenario("two_classes_slo").model_copy(update={"requests_per_stream": 200})
+    path, out = tmp_path / "short.yaml", tmp_path / "rows.json"
+    path.write_text(yaml.safe_dump(short.model_dump(mode="json", exclude_unset=True)))
+    evaluate.main(
+        evaluate.Args(scenario=str(path), policies="round_robin,sed", streams=2, json=out)
+    )
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= 170
+    for title in ("p99 ttft", "good/s", "missed %", "hit %", "J/token", "interactive %", "small %"):
+        assert title in printed
+    token_level = tmp_path / "token.json"
+    evaluate.main(
+        evaluate.Args(scenario="poisson_085", policies="sed", streams=1, json=token_level)
+    )
+    rows = json.loads(out.read_text())["rows"]
+    of_servers = set(json.loads(token_level.read_text())["rows"][0])
+    # Rows of token-level servers have nothing that only fleets have, and fleets all that they have.
+    assert of_servers - set(rows[0]) == set()
+    assert not any("ttft" in key or "attained" in key for key in of_servers)
+    assert {"mean_ttft_s", "attained_batch_fraction", "service_gap_tokens_per_s"} < set(rows[0])
+
+
+def test_the_fleet_suite_names_every_fleet_that_ships():
+    fleets = {name for name in scenario_names() if load_scenario(name).fleet is not None}
+    assert set(evaluate.SUITES["fleet"]) == fleets
+
+
 def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsys):
     path = own_trace(tmp_path, 600)
     args = dict(scenario="poisson_085", policies="sed", streams=3, trace=path)
@@ -82,6 +112,11 @@ def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsy
         ({"scenario": "nominal", "policies": "sed,lru"}, "unknown policy 'lru'"),
         ({"scenario": "nominal", "streams": 0}, "--streams 0 must be at least 1"),
         ({"scenario": "poisson_085", "source": "held-out"}, "no recorded test part"),
+        (
+            {"scenario": "churn", "policies": "sed,mc_rollout"},
+            "has a fleet: bounds exist for serial",
+        ),
+        ({"scenario": "churn", "policies": "clairvoyant"}, "has a fleet: bounds exist for serial"),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, reason, capsys):
