@@ -5,6 +5,9 @@ python benchmarks/env_throughput.py
 The simulator itself, the environments over it, and Stable-Baselines3's DummyVecEnv over the same
 environment, measured in turn in one process. A repetition is one episode of random actions in
 every copy, with what it takes to start it: clearing the simulator, or drawing fresh traffic.
+Of a fleet, actions are random in proportion to capacity, and there are two rewards: what is paid
+when a request is accepted, and its response time, for which every decision looks ahead. Its
+`run_linear` rows have the rule of least marginal delay decide inside the kernel, unobserved.
 """
 
 from __future__ import annotations
@@ -23,9 +26,16 @@ from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
+from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.streams import StreamSource
+
+NOTHING = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
+FLEET_REWARDS = {
+    "accept": NOTHING.model_copy(update={"accept": 1.0}),
+    "response": NOTHING.model_copy(update={"response": -1.0}),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,9 @@ class Args:
     """Measure the throughput of the simulator and its environments."""
 
     scenario: str = "poisson_085"
-    """Name or YAML path."""
+    """Token-level servers: name or YAML path."""
+    fleet: str = "azure_code_mixed_gpus_085"
+    """Replicas that batch: name or YAML path."""
     episode_requests: int = 1000
     """Requests per episode."""
     repetitions: int = 7
@@ -52,6 +64,8 @@ class Contestant:
     implementation: str
     num_envs: int
     run_episode: Callable[[], None]
+    reward: str = ""
+    """Where a fleet is measured: what is paid, `accept` or `response`."""
 
 
 def simulator(args: Args, num_copies: int) -> Contestant:
@@ -99,6 +113,42 @@ def vectorised(args: Args, num_envs: int) -> Contestant:
     return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode)
 
 
+def kernel_rule(args: Args, reward: str, num_copies: int = 16) -> Contestant:
+    scenario = load_scenario(args.fleet)
+    source = StreamSource(scenario)
+    length = args.episode_requests
+    sim = BatchingSim(scenario, num_copies, length, FLEET_REWARDS[reward])
+    rng = np.random.default_rng(args.seed)
+    for copy in range(num_copies):
+        sim.load(copy, source.sample(length, rng))
+    weights, mean_total_tokens = np.zeros(sim.num_weights), source.mean_total_tokens
+
+    def run_episode() -> None:
+        sim.run_linear(weights, mean_total_tokens)
+
+    return Contestant("BatchingSim.run_linear", "tokenyard", num_copies, run_episode, reward)
+
+
+def fleet_env(args: Args, reward: str, num_envs: int) -> Contestant:
+    scenario = load_scenario(args.fleet)
+    env = LoadBalancingVectorEnv(
+        num_envs, scenario=scenario, reward=FLEET_REWARDS[reward],
+        episode_requests=args.episode_requests,
+    )  # fmt: skip
+    env.reset(seed=args.seed)
+    capacity = np.array(scenario.server_capacities_tokens_per_s)
+    rng = np.random.default_rng(args.seed)
+    shape = (args.episode_requests, num_envs)
+    actions = rng.choice(len(capacity), shape, p=capacity / capacity.sum())
+
+    def run_episode() -> None:
+        env.reset()
+        for action in actions:
+            env.step(action)
+
+    return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode, reward)
+
+
 def stable_baselines(args: Args, num_envs: int) -> Contestant:
     """Wrap the same environment in the peer's vector environment.
 
@@ -136,6 +186,8 @@ def contestants(args: Args) -> tuple[list[Contestant], list[str]]:
         *(simulator(args, num) for num in (1, 64, 256)),
         single(args),
         *(vectorised(args, num) for num in (8, 64, 256)),
+        *(kernel_rule(args, reward) for reward in FLEET_REWARDS),
+        *(fleet_env(args, reward, num) for reward in FLEET_REWARDS for num in (1, 64, 256)),
     ]
     try:
         return [*ours, stable_baselines(args, 8)], []
@@ -159,6 +211,8 @@ def measure(args: Args, some: list[Contestant]) -> list[dict[str, str | int | fl
             "env": contestant.env,
             "implementation": contestant.implementation,
             "num_envs": contestant.num_envs,
+            "scenario": args.fleet if contestant.reward else args.scenario,
+            "reward": contestant.reward or "scenario's",
             "env_steps_per_cpu_s": args.episode_requests * contestant.num_envs / float(median_s),
         }
         for contestant, median_s in zip(some, np.median(cpu_s, axis=0), strict=True)
@@ -174,6 +228,8 @@ def main(args: Args) -> None:
         cells = (f"{cell:,.0f}" if isinstance(cell, float) else str(cell) for cell in row.values())
         table.add_row(*cells)
     console = Console()
+    if not console.is_terminal:
+        console.width = 120
     console.print(table)
     for note in notes:
         console.print(note)

@@ -85,6 +85,11 @@ def test_a_fleet_is_printed_with_what_matters_of_it_in_the_width_of_a_page(tmp_p
     assert of_servers - set(rows[0]) == set()
     assert not any("ttft" in key or "attained" in key for key in of_servers)
     assert {"mean_ttft_s", "attained_batch_fraction", "service_gap_tokens_per_s"} < set(rows[0])
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    named = {
+        key for key in set(rows[0]) - of_servers if not key.startswith(("attained_", "share_"))
+    }
+    assert all(f"`{key}`" in page for key in named)
 
 
 def test_the_fleet_suite_names_every_fleet_that_ships():
