@@ -16,7 +16,7 @@ from tokenyard.observation import (
 )
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.backlog import WeightedLeastConnections
-from tokenyard.policies.delay import MarginalDelay, finish_s
+from tokenyard.policies.delay import MarginalDelay, SedDump, finish_s
 from tokenyard.policies.prefix import (
     KvCost,
     PrefixAffinity,
@@ -208,10 +208,17 @@ def test_a_policy_that_scores_takes_the_cheapest_candidate(name, request_, clust
 @given(request_=requests, cluster=clusters, num_down=st.integers(1, 4))
 def test_replicas_that_are_down_are_missed_by_nobody(name, request_, cluster, num_down):
     policy = make(name, len(cluster) + num_down)
-    chosen = policy.route(request_, cluster)
-    assert chosen in range(len(cluster))
-    if name in ("sed_dump", "sita"):
-        assert chosen == make("sed", len(cluster)).route(request_, cluster)
+    assert policy.route(request_, cluster) in range(len(cluster))
+
+
+@few
+@given(request_=requests, cluster=clusters, num_down=st.integers(1, 4), data=st.data())
+def test_rules_that_name_a_replica_are_sed_while_one_is_down(request_, cluster, num_down, data):
+    num_replicas = len(cluster) + num_down
+    dump = SedDump(SLO, data.draw(st.integers(0, num_replicas - 1)), num_replicas)
+    sed = make("sed", len(cluster)).route(request_, cluster)
+    assert dump.route(request_, cluster) == sed
+    assert make("sita", num_replicas).route(request_, cluster) == sed
 
 
 @few

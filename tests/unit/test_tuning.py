@@ -18,7 +18,7 @@ FLEET = {
             {"name": "a100", "gpu": "a100_80g_sxm", "model": "llama3_8b"},
         ],
         "prefix_block_tokens": 128,
-        "churn": {"mean_up_s": 20, "mean_down_s": 10},
+        "churn": {"mean_up_s": 4, "mean_down_s": 4},
     },
     "workload": "azure_conv",
     "arrivals": {"load": 0.8},
