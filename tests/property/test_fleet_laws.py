@@ -243,7 +243,6 @@ def truth(sim):
         "running": state[:, batching.DECODING] + state[:, batching.PREFILLING],
         "kv": 1.0 - spare / plant[:, batching.NUM_PAGES],
         "up": state[:, batching.STATUS] == batching.UP,
-        "cached": sim.arrays.links[0, :, batching.HOLDERS].copy() != batching.ABSENT,
     }
 
 
@@ -259,47 +258,56 @@ def own_outstanding(sim, router, placed):
     return count
 
 
+def truths(instance, actions):
+    """What a scrape publishes at each of its instants, with the help of a request to nowhere.
+
+    It is too large for any replica and is dropped, so that it does no more than stop the clock.
+    """
+    scenario, engine, asks, changes = instance
+    last_s = max(ask.submit_s for ask in asks)
+    largest = engine.num_pages * engine.page_tokens + 1
+    ticks = [Ask(SCRAPE_S * k, largest, 1) for k in range(int(last_s / SCRAPE_S) + 1)]
+    both = sorted([*ticks, *asks], key=lambda ask: (ask.submit_s, ask.context != largest))
+    sim = loaded((scenario, engine, both, changes))
+    left, found = list(actions), {}
+    while sim.current() >= 0:
+        is_tick = both[sim.current()].context == largest
+        if is_tick:
+            found[sim.now_s()] = truth(sim)
+        sim.step(np.array([0 if is_tick else left.pop(0)]))
+    return found
+
+
 @few
 @given(instance=fleets(num_routers=2, scrape_interval_s=SCRAPE_S), seed=seeds)
 def test_what_is_scraped_is_the_state_at_the_last_scrape_and_ones_own_books_are_of_now(
     instance, seed
 ):
     scenario, engine, asks, changes = instance
-    # A request to nowhere at every scrape, so that the truth of that instant can be looked at.
-    last_s = max([ask.submit_s for ask in asks] + [change.at_s for change in changes])
-    largest = engine.num_pages * engine.page_tokens + 1
-    ticks = [Ask(SCRAPE_S * k, largest, 1) for k in range(int(last_s) + 1)]
-    asks = sorted([*ticks, *asks], key=lambda ask: (ask.submit_s, ask.context != largest))
-    scenario = scenario.model_copy(
-        update={"fleet": scenario.fleet.model_copy(update={"max_retries": 0})}
-    )
-    sim = loaded((scenario, engine, asks, changes))
-    rng = np.random.default_rng(seed)
+    fleet = scenario.fleet.model_copy(update={"max_retries": 0})
+    instance = scenario.model_copy(update={"fleet": fleet}), engine, asks, changes
+    actions = np.random.default_rng(seed).integers(0, NUM, len(asks)).tolist()
+    published = truths(instance, actions)
+    sim = loaded(instance)
+    outcomes = sim.arrays.outcomes[0]
     placed: dict[int, int] = {}
-    scraped, scraped_s = truth(sim), sim.now_s()
     while sim.current() >= 0:
         index, now = sim.current(), sim.now_s()
-        if now - scraped_s >= SCRAPE_S:
-            assert asks[index].context == largest
-            scraped, scraped_s = truth(sim), now
-        assert now < scraped_s + SCRAPE_S
-        table = sim.arrays.tables[0]
+        scraped_s = SCRAPE_S * math.floor(now / SCRAPE_S)
+        scraped, table, state = published[scraped_s], sim.arrays.tables[0], sim.arrays.state[0]
         assert (table[:, ob.AGE_S] == now - scraped_s).all()
         assert table[:, ob.KV_USED_FRACTION].tolist() == scraped["kv"].tolist()
         assert (table[:, ob.ROUTABLE] == scraped["up"]).all()
         assert sim.offered() == (np.flatnonzero(scraped["up"]).tolist() or list(range(NUM)))
-        row = sim.arrays.state[0]
-        assert (row[:, batching.SCRAPED_WAITING] == scraped["waiting"]).all()
-        assert (row[:, batching.SCRAPED_RUNNING] == scraped["running"]).all()
+        assert (state[:, batching.SCRAPED_WAITING] == scraped["waiting"]).all()
+        assert (state[:, batching.SCRAPED_RUNNING] == scraped["running"]).all()
         router = asks[index].router
         own = own_outstanding(sim, router, placed)
         assert (sim.arrays.routers[0, router, :, batching.OWN_COUNT] == own).all()
         assert (table[:, ob.NUM_WAITING] + table[:, ob.NUM_RUNNING] >= own).all()
-        action = int(rng.integers(NUM))
-        sim.step(np.array([action]))
-        if sim.arrays.outcomes[0, index, batching.SERVER] >= 0:
-            placed[index] = action
-        for lost in [i for i in placed if sim.arrays.outcomes[0, i, batching.SERVER] < 0]:
+        sim.step(np.array([actions[index]]))
+        placed[index] = actions[index]
+        for lost in [i for i in placed if outcomes[i, batching.SERVER] < 0]:
             del placed[lost]
 
 
