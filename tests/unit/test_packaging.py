@@ -4,7 +4,7 @@ from importlib.metadata import packages_distributions
 import pytest
 
 from tokenyard.artifact import PolicyArtifact, resolve_champion
-from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_SCORE_WEIGHTS
 from tokenyard.scenario import load_scenario, scenario_names
 
 SHIPPED = resources.files("tokenyard") / "artifacts" / "routing"
@@ -27,9 +27,14 @@ def test_every_scenario_has_a_shipped_champion_of_its_own(name):
     assert source == f"shipped routing/{name}"
     assert isinstance(artifact, PolicyArtifact)
     assert artifact.metadata.scenario == name
-    assert artifact.metadata.num_replicas == load_scenario(name).num_servers
-    assert artifact.metadata.output_length == load_scenario(name).output_length
-    assert artifact.arrays["weights"].shape == (NUM_SCORE_WEIGHTS,)
+    scenario = load_scenario(name)
+    assert artifact.metadata.output_length == scenario.output_length
+    if scenario.fleet is None:
+        assert artifact.metadata.num_replicas == scenario.num_servers
+        assert artifact.arrays["weights"].shape == (NUM_SCORE_WEIGHTS,)
+    else:
+        assert artifact.metadata.num_replicas is None
+        assert artifact.arrays["weights"].shape == (NUM_MARGINAL_WEIGHTS,)
 
 
 def test_an_unknown_scenario_is_refused_with_the_closest_name():

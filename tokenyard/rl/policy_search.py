@@ -209,7 +209,8 @@ class PolicySearch:
             kind="linear" if scenario.fleet is None else "marginal",
             scenario=scenario.name,
             trainer="policy_search",
-            num_replicas=None if any_cluster else scenario.num_servers,
+            # Of a fleet, replicas that are down are not offered.
+            num_replicas=None if any_cluster or scenario.fleet else scenario.num_servers,
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,
