@@ -141,7 +141,7 @@ def mean_wait_growth(config, rate_per_s):
     fleet = Fleet(replicas=(config,))
     scenario = Scenario(
         name="capacity", description="", fleet=fleet, arrivals=Arrivals(rate_per_s=1.0),
-        reward=RewardWeights(balance=0),
+        reward=RewardWeights(processing=0, queue=0, overload=0, balance=0),
     )  # fmt: skip
     sim = BatchingSim(scenario, 1, num)
     stream = encoded(fleet, trace)

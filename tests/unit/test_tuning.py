@@ -25,6 +25,7 @@ FLEET = {
     "sessions": {"mean_turns": 4, "num_system_prompts": 2, "system_prompt_tokens": 512},
     "requests_per_stream": 60,
     "slo_response_s": 15.0,
+    "reward": {"processing": 0, "queue": 0, "overload": 0, "balance": 0, "response": -1},
 }
 
 

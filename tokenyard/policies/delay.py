@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from tokenyard.observation import batching_delays, snapshot_row
+from tokenyard.observation import WAIT_S, batching_delays, snapshot_row
 from tokenyard.policies.cost import LeastCost, cheapest
 from tokenyard.types import ReplicaSnapshot, Request, Slo
 
@@ -12,15 +13,29 @@ from tokenyard.types import ReplicaSnapshot, Request, Slo
 def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time until `request` would be done at a replica: its wait and its service, seconds."""
     if snapshot.engine is not None:
-        first_s, decode_s, _ = added_delays(request, snapshot)
-        return first_s + decode_s
+        delays = added_delays(request, snapshot)
+        return delays.first_token_s + delays.decode_s
     return snapshot.wait_s + request.predicted_total_tokens / snapshot.tokens_per_s
 
 
-def added_delays(request: Request, snapshot: ReplicaSnapshot) -> tuple[float, float, float]:
-    """Seconds to the first token, from there to the last, and that all others are delayed by."""
+class AddedDelays(NamedTuple):
+    """Delays that a request would meet and cause at a replica that batches, seconds."""
+
+    wait_s: float
+    """Until the replica could start on its prompt."""
+    first_token_s: float
+    """Until its first token, the wait included."""
+    decode_s: float
+    """From its first token to its last."""
+    others_s: float
+    """Sum of what all other requests are delayed by."""
+
+
+def added_delays(request: Request, snapshot: ReplicaSnapshot) -> AddedDelays:
+    """Estimate the delays of a request at a replica that batches (`batching_delays`)."""
+    row = snapshot_row(snapshot)
     output_tokens = request.predicted_total_tokens - request.context_tokens
-    return batching_delays(snapshot_row(snapshot), request.context_tokens, output_tokens)
+    return AddedDelays(row[WAIT_S], *batching_delays(row, request.context_tokens, output_tokens))
 
 
 class ShortestExpectedDelay(LeastCost):
@@ -50,9 +65,10 @@ class MarginalDelay(LeastCost):
     def _cost_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         if snapshot.engine is None:
             return finish_s(request, snapshot)
-        first_s, decode_s, others_s = added_delays(request, snapshot)
-        own_s = first_s + decode_s + (self._wait_weight - 1.0) * snapshot.wait_s
-        return own_s + self._others_weight * others_s
+        delays = added_delays(request, snapshot)
+        own_s = delays.first_token_s + delays.decode_s
+        own_s += (self._wait_weight - 1.0) * delays.wait_s
+        return own_s + self._others_weight * delays.others_s
 
 
 class SedReserve:
