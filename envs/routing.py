@@ -11,9 +11,10 @@ import numpy.typing as npt
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tokenyard.fleet import Randomisation
+from tokenyard.frozen import Frozen
 from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
 from tokenyard.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.sim import kernel
@@ -24,10 +25,8 @@ from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 
 
-class RoutingEnvConfig(BaseModel):
+class RoutingEnvConfig(Frozen):
     """What `LoadBalancingEnv` and its vectorised twin are made from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     scenario: Scenario
     """A scenario, or the name or YAML path of one."""

@@ -18,9 +18,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from tokenyard.equivariant import BASELINES, Layout
+from tokenyard.frozen import Frozen
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -38,10 +39,8 @@ class ArtifactError(ValueError):
     """A policy file that cannot be used; the text names the file and the reason."""
 
 
-class LengthPredictor(BaseModel):
+class LengthPredictor(Frozen):
     """Mean output length by context length, learned from the training traffic."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     bin_edges_tokens: tuple[float, ...]
     """Upper ends, inclusive, of all context bins but the last."""
@@ -55,19 +54,15 @@ class LengthPredictor(BaseModel):
         ]
 
 
-class FeatureScaling(BaseModel):
+class FeatureScaling(Frozen):
     """Medians and interquartile ranges of the request features, from training traffic."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     medians: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
     scales: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
 
 
-class ArtifactMetadata(BaseModel):
+class ArtifactMetadata(Frozen):
     """What a policy is, where it comes from, and how its inputs are made."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format_version: Literal[1] = 1
     kind: Literal["linear", "marginal", "mlp", "equivariant"]

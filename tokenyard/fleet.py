@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Self
 
-import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tokenyard.frozen import Frozen
 from tokenyard.perf.coefficients import batch_grid, fit_linear, linear_coefficients
 from tokenyard.perf.iteration import iteration_s
 from tokenyard.perf.models import Precision
@@ -19,11 +19,7 @@ from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.types import FloatArray
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ReplicaConfig(_Frozen):
+class ReplicaConfig(Frozen):
     """One replica: a model on one or more GPUs, and its engine's limits."""
 
     name: str
@@ -58,20 +54,14 @@ class ReplicaConfig(_Frozen):
     @cached_property
     def iteration(self) -> FloatArray:
         """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
-        fit = linear_coefficients(self.replica, self.max_batch)
-        return np.array(
-            [fit.base_s, fit.per_prefill_token_s, fit.per_sequence_s, fit.per_kv_token_s]
-        )
+        return linear_coefficients(self.replica, self.max_batch).values
 
     @cached_property
     def energy(self) -> FloatArray:
         """Joules above idling per iteration, prefill token, decoding sequence, KV token, (4,)."""
         batches = batch_grid(self.replica, self.max_batch)
         watts = power_w(self.replica, flop_utilisation(self.replica, *batches)) - self.idle_w
-        fit = fit_linear(batches, watts * iteration_s(self.replica, *batches))
-        return np.array(
-            [fit.base_s, fit.per_prefill_token_s, fit.per_sequence_s, fit.per_kv_token_s]
-        )
+        return fit_linear(batches, watts * iteration_s(self.replica, *batches)).values
 
     @property
     def idle_w(self) -> float:
@@ -93,7 +83,7 @@ class ReplicaConfig(_Frozen):
         return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
 
 
-class TrafficClass(_Frozen):
+class TrafficClass(Frozen):
     """Requests that are promised the same."""
 
     name: str
@@ -113,7 +103,7 @@ class TrafficClass(_Frozen):
     """Time after which every client hangs up; None: never."""
 
 
-class Tenant(_Frozen):
+class Tenant(Frozen):
     """Whose requests they are."""
 
     name: str
@@ -123,7 +113,7 @@ class Tenant(_Frozen):
     """Share of the service that it is entitled to, relative to the other tenants."""
 
 
-class Churn(_Frozen):
+class Churn(Frozen):
     """Replicas that fail and come back, and that are drained for maintenance."""
 
     mean_up_s: Annotated[float, Field(gt=0)]
@@ -140,7 +130,7 @@ class Churn(_Frozen):
     """How many times as long its iterations take meanwhile."""
 
 
-class Randomisation(_Frozen):
+class Randomisation(Frozen):
     """What differs from one training stream to the next, so that a policy suits more fleets.
 
     Domain randomisation, Tobin et al. 2017, arXiv:1703.06907.
@@ -166,7 +156,7 @@ class Randomisation(_Frozen):
         return self.speed_factor != (1.0, 1.0) or self.scrape_interval_s is not None
 
 
-class Fleet(_Frozen):
+class Fleet(Frozen):
     """Replicas that batch continuously, and what the router knows of them."""
 
     replicas: Annotated[tuple[ReplicaConfig, ...], Field(min_length=1)]

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from tokenyard.fleet import Fleet
+from tokenyard.frozen import Frozen
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.model import load_model
@@ -25,11 +26,7 @@ Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sha
 Visibility = Literal["oracle", "by_context", "none"]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Server(_Frozen):
+class Server(Frozen):
     """One replica of the token-level cluster."""
 
     name: str
@@ -39,7 +36,7 @@ class Server(_Frozen):
     """Waiting plus running requests from which on the server counts as at capacity."""
 
 
-class Arrivals(_Frozen):
+class Arrivals(Frozen):
     """When requests come. Exactly one of `rate_per_s` and `load` is given."""
 
     process: Literal["poisson", "mmpp"] = "poisson"
@@ -57,7 +54,7 @@ class Arrivals(_Frozen):
         return self
 
 
-class HeldOutTrace(_Frozen):
+class HeldOutTrace(Frozen):
     """The recorded requests that judge a policy, where the file is there."""
 
     name: Literal["azure_code", "azure_conv"]
@@ -69,7 +66,7 @@ class HeldOutTrace(_Frozen):
     """Compress the used part into this many seconds; None: scale the file to the load."""
 
 
-class RewardWeights(_Frozen):
+class RewardWeights(Frozen):
     """Weights of every reward term; a term is `weight x quantity`, so penalties are negative.
 
     The first seven are the five terms and the SLO term of the paper (Abbaraju, section IV), at
@@ -132,7 +129,7 @@ _OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "
 """Fields of a scenario that say how servers work, and their defaults."""
 
 
-class Scenario(_Frozen):
+class Scenario(Frozen):
     """A routing problem: who serves, what arrives, what the router knows, what is paid."""
 
     name: str

@@ -8,18 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
+from oracle.fleet_instances import NO_REWARD, Ask, a_fleet, a_sim, a_stream
 from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
 
-from tokenyard.fleet import Fleet, ReplicaConfig, TrafficClass
-from tokenyard.scenario import Arrivals, RewardWeights, Scenario
+from tokenyard.fleet import TrafficClass
+from tokenyard.scenario import RewardWeights
 from tokenyard.sim import batching
-from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.engines import BatchingSim
 
-LOOK_AHEAD = RewardWeights(
-    processing=0, queue=0, overload=0, balance=0, accept=0, drop=0, response=-1
-)
-STATUS = {"fail": batching.DOWN, "drain": batching.DRAINING, "join": batching.UP}
+ITERATION_J = 2.0
+LOOK_AHEAD = NO_REWARD.model_copy(update={"response": -1.0})
+ENERGY = NO_REWARD.model_copy(update={"energy": -1.0})
 
 
 def run_kernel(
@@ -27,60 +26,27 @@ def run_kernel(
     some: list[Job],
     routes: list[int],
     changes: tuple[Change, ...] = (),
+    reward: RewardWeights = NO_REWARD,
     max_retries: int = 0,
     retry_delay_s: float = 0.0,
 ) -> tuple[BatchingSim, float]:
-    """Run jobs through the kernel; returns the simulator and the sum of all rewards."""
-    first = given_engines[0]
-    replica = {"gpu": "h100_sxm", "model": "llama3_8b", "max_batch": first.max_batch}
-    fleet = Fleet(
-        replicas=tuple(
-            ReplicaConfig(name=f"r{i}", token_budget=first.token_budget, **replica)
-            for i in range(len(given_engines))
-        ),
-        page_tokens=first.page_tokens,
-        prefix_block_tokens=first.block_tokens,
-        queue_limit=max(first.queue_limit, 1),
-        classes=(TrafficClass(name="a"), TrafficClass(name="b", priority=4)),
-        max_retries=max_retries,
+    """Run jobs through the kernel; returns the simulator and the sum of all rewards.
+
+    Every attempt of a request goes to its replica in `routes`.
+    """
+    classes = (TrafficClass(name="a"), TrafficClass(name="b", priority=4))
+    scenario = a_fleet(
+        given_engines, reward, classes=classes, max_retries=max_retries,
         retry_delay_s=retry_delay_s,
-    )
-    scenario = Scenario(
-        name="oracle", description="", fleet=fleet, arrivals=Arrivals(rate_per_s=1.0),
-        reward=LOOK_AHEAD,
     )  # fmt: skip
-    sim = BatchingSim(scenario, 1, len(some))
-    for row, engine in zip(sim.arrays.plant[0], given_engines, strict=True):
-        row[: batching.KV_TOKEN_S + 1] = engine.a, engine.b, engine.c, engine.d
-        row[batching.NUM_PAGES] = engine.num_pages
-        row[batching.WARM_UP_FACTOR] = engine.warm_up_factor
-    sim.load(0, stream_of(some, changes))
-    for replica_state, engine in zip(sim.arrays.state[0], given_engines, strict=True):
-        replica_state[batching.WARM_UNTIL_S] = engine.warm_until_s
+    sim = a_sim(scenario, given_engines, len(some), iteration_j=ITERATION_J)
+    sim.load(0, a_stream([Ask(**vars(job)) for job in some], changes))
+    for state, engine in zip(sim.arrays.state[0], given_engines, strict=True):
+        state[batching.WARM_UNTIL_S] = engine.warm_until_s
     total = 0.0
     while sim.current() >= 0:
         total += float(sim.step(np.array([routes[sim.current()]]))[0])
     return sim, total + float(sim.drain()[0])
-
-
-def stream_of(some: list[Job], changes: tuple[Change, ...] = ()) -> BatchingStream:
-    numbers = {block: 1 + i for i, block in enumerate({b for job in some for b in job.chain})}
-    rows = np.zeros((len(some), batching.NUM_REQUEST))
-    chains: list[int] = []
-    for row, job in zip(rows, some, strict=True):
-        row[[batching.DISPATCH_S, batching.ARRIVAL_S]] = job.submit_s
-        row[batching.CONTEXT], row[batching.OUTPUT] = job.context, job.output
-        row[batching.PREDICTED_OUTPUT] = 3.0
-        row[batching.PRIORITY], row[batching.GIVE_UP_S] = job.priority, job.give_up_s
-        row[batching.CHAIN_AT], row[batching.CHAIN_LENGTH] = len(chains), len(job.chain)
-        row[batching.SLO_RESPONSE_S : batching.SLO_TPOT_S + 1] = 1e9
-        chains += [numbers[block] for block in job.chain]
-    events = [(c.at_s, c.replica, STATUS[c.kind]) for c in changes]
-    return BatchingStream(
-        rows,
-        np.array(chains, dtype=np.int64),
-        np.array(events, dtype=np.float64).reshape(-1, batching.NUM_EVENT),
-    )
 
 
 def same(a: float, b: float) -> bool:
@@ -115,8 +81,18 @@ def test_every_completion_agrees_with_the_slow_engine(engine, some):
 @given(engine=engines(), some=jobs(patient=True))
 def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
-    sim, rewards = run_kernel([engine], some, [0] * len(some))
+    sim, rewards = run_kernel([engine], some, [0] * len(some), reward=LOOK_AHEAD)
     assert -rewards == pytest.approx(np.nansum(sim.outcomes().response_s), rel=1e-9, abs=1e-6)
+
+
+@settings(max_examples=100)
+@given(engine=engines(), some=jobs(patient=True))
+def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
+    engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
+    sim, rewards = run_kernel([engine], some, [0] * len(some), reward=ENERGY)
+    state = sim.arrays.state[0, 0]
+    assert state[batching.BUSY_J] == pytest.approx(ITERATION_J * state[batching.ITERATIONS])
+    assert -rewards == pytest.approx(state[batching.BUSY_J])
 
 
 @settings(max_examples=100)
@@ -142,7 +118,9 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
     routes = routes[: len(some)]
     attempts = [(route,) * 3 for route in routes]
     fates, _ = simulate_cluster([engine, engine], some, attempts, 0.777, changes)
-    sim, _ = run_kernel([engine, engine], some, routes, tuple(changes), 2, 0.777)
+    sim, _ = run_kernel(
+        [engine, engine], some, routes, tuple(changes), max_retries=2, retry_delay_s=0.777
+    )
     for fate, found in zip(fates, sim.arrays.outcomes[0], strict=True):
         assert fate.refused == (found[batching.SERVER] < 0)
         assert same(fate.finish_s, found[batching.FINISH_S])

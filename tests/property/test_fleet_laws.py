@@ -265,7 +265,8 @@ def truths(instance, actions):
     """
     scenario, engine, asks, changes = instance
     last_s = max(ask.submit_s for ask in asks)
-    largest = engine.num_pages * engine.page_tokens + 1
+    # Larger than every drawn request too, some of which fit nowhere: it is known by its size.
+    largest = max([engine.num_pages * engine.page_tokens, *(ask.context for ask in asks)]) + 1
     ticks = [Ask(SCRAPE_S * k, largest, 1) for k in range(int(last_s / SCRAPE_S) + 1)]
     both = sorted([*ticks, *asks], key=lambda ask: (ask.submit_s, ask.context != largest))
     sim = loaded((scenario, engine, both, changes))
@@ -362,6 +363,24 @@ def test_a_router_does_not_see_what_another_has_just_sent_to_the_same_replica():
             sim.step(np.array([action]))
         views.append(view(sim))
     assert views[0] == views[1]
+
+
+def test_a_router_does_not_believe_that_a_refused_prompt_is_cached():
+    engine = dataclasses.replace(SECOND, block_tokens=4)
+    fleet = a_fleet([engine], max_retries=0)
+    # The first fits; the second has more pages than the replica owns, and is refused.
+    asks = [
+        Ask(0.0, 8, 2, chain=(1,)), Ask(1.0, 4096, 2, chain=(2,)),
+        Ask(2.0, 8, 2, chain=(2,)), Ask(3.0, 8, 2, chain=(1,)),
+    ]  # fmt: skip
+    sim = a_sim(fleet, [engine], len(asks))
+    sim.load(0, a_stream(asks))
+    matches = []
+    while sim.current() >= 0:
+        matches.append(float(sim.arrays.tables[0, 0, ob.MATCH_TOKENS]))
+        sim.step(np.array([0]))
+    assert sim.arrays.outcomes[0, 1, batching.SERVER] < 0
+    assert matches == [0.0, 0.0, 0.0, 4.0]
 
 
 def test_a_replica_that_fails_and_is_back_before_the_scrape_looks_as_it_did():

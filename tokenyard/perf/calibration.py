@@ -282,16 +282,7 @@ def fit_iterations(profile: IterationProfile) -> LinearCoefficients:
         f_scale=_OUTLIER_LOG_RATIO,
     )
     fitted = fit.x * unit
-    error = np.abs(fitted @ design / profile.time_s - 1)
-    base, per_prefill_token, per_sequence, per_kv_token = (float(value) for value in fitted)
-    return LinearCoefficients(
-        base_s=base,
-        per_prefill_token_s=per_prefill_token,
-        per_sequence_s=per_sequence,
-        per_kv_token_s=per_kv_token,
-        mean_error_fraction=float(error.mean()),
-        max_error_fraction=float(error.max()),
-    )
+    return LinearCoefficients.of(fitted, np.abs(fitted @ design / profile.time_s - 1))
 
 
 def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> float:

@@ -41,6 +41,26 @@ class LinearCoefficients:
     max_error_fraction: float
     """Largest relative error over the grid."""
 
+    @classmethod
+    def of(cls, values: FloatArray, errors: FloatArray) -> LinearCoefficients:
+        """Name the four fitted values, with the relative error of every batch."""
+        base, per_prefill_token, per_sequence, per_kv_token = values.tolist()
+        return cls(
+            base_s=base,
+            per_prefill_token_s=per_prefill_token,
+            per_sequence_s=per_sequence,
+            per_kv_token_s=per_kv_token,
+            mean_error_fraction=float(errors.mean()),
+            max_error_fraction=float(errors.max()),
+        )
+
+    @property
+    def values(self) -> FloatArray:
+        """The four numbers in their order, shape (4,)."""
+        return np.array(
+            [self.base_s, self.per_prefill_token_s, self.per_sequence_s, self.per_kv_token_s]
+        )
+
     def iteration_s(
         self, prefill_tokens: FloatArray, decoding_sequences: FloatArray, kv_tokens: FloatArray
     ) -> FloatArray:
@@ -105,13 +125,4 @@ def fit_linear(batches: FloatArray, time_s: FloatArray) -> LinearCoefficients:
     scale[scale == 0] = 1
     solution, _ = nnls(design / scale, np.ones_like(time_s))
     solution /= scale
-    error = np.abs(design @ solution - 1)
-    base, per_prefill_token, per_sequence, per_kv_token = (float(value) for value in solution)
-    return LinearCoefficients(
-        base_s=base,
-        per_prefill_token_s=per_prefill_token,
-        per_sequence_s=per_sequence,
-        per_kv_token_s=per_kv_token,
-        mean_error_fraction=float(error.mean()),
-        max_error_fraction=float(error.max()),
-    )
+    return LinearCoefficients.of(solution, np.abs(design @ solution - 1))

@@ -8,17 +8,13 @@ from importlib import resources
 from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tokenyard.frozen import Frozen
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1.5)]
 """Attained over nominal. A little above 1 is a nominal rate that is too low, and no error."""
-
-
-class Frozen(BaseModel):
-    """Base of all tables: values that never change and hold nothing unknown."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Gpu(Frozen):

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tokenyard.perf.hardware import Frozen, entry
+from tokenyard.frozen import Frozen
+from tokenyard.perf.hardware import entry
 
 Precision = Literal["fp16", "fp8"]
 """`fp16` stands for BF16 too; `fp8` stores weights and KV cache in one byte, embeddings in two."""

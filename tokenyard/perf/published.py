@@ -13,7 +13,8 @@ import csv
 import io
 from typing import Literal
 
-from tokenyard.perf.hardware import Calibration, Frozen, read_table
+from tokenyard.frozen import Frozen
+from tokenyard.perf.hardware import Calibration, read_table
 from tokenyard.perf.models import Precision
 from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import (

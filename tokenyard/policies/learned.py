@@ -28,7 +28,7 @@ class LinearPolicy:
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
     def __init__(self, artifact: PolicyArtifact) -> None:
-        """Take weights and units from a `linear` artifact."""
+        """Take weights and units from the artifact."""
         self._metadata = artifact.metadata
         self._weights = np.ascontiguousarray(artifact.arrays["weights"], dtype=np.float64)
 
@@ -51,17 +51,8 @@ class LinearPolicy:
         return Decision(best, tuple(costs.tolist()))
 
 
-class MarginalPolicy:
+class MarginalPolicy(LinearPolicy):
     """Least added delay plus a learned correction (`observation.marginal_scores`)."""
-
-    def __init__(self, artifact: PolicyArtifact) -> None:
-        """Take weights and units from a `marginal` artifact."""
-        self._metadata = artifact.metadata
-        self._weights = np.ascontiguousarray(artifact.arrays["weights"], dtype=np.float64)
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO.
@@ -221,7 +212,7 @@ class _RequestFeatures:
         return squash((self._tracker.push(request) - self._medians) / self._scales)
 
 
-LearnedPolicy = LinearPolicy | MarginalPolicy | NetworkPolicy | EquivariantPolicy
+LearnedPolicy = LinearPolicy | NetworkPolicy | EquivariantPolicy
 
 
 def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None) -> LearnedPolicy:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from importlib import resources
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tokenyard.frozen import Frozen
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class FleetRules(_Frozen):
+class FleetRules(Frozen):
     """Parameters of the rules for replicas that batch; the defaults are those of their sources.
 
     Without batching, none of them has an effect.
@@ -36,7 +34,7 @@ class FleetRules(_Frozen):
     """Tuned marginal delay: weight of what the others are delayed by."""
 
 
-class TunedRules(_Frozen):
+class TunedRules(Frozen):
     """What the tuned rules of one scenario were found to do best with."""
 
     scenario: str
@@ -49,7 +47,7 @@ class TunedRules(_Frozen):
     sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]
     """SITA: index of the replica of each interval; each replica once."""
     fleet: FleetRules = FleetRules()
-    scores: dict[str, float] = {}
+    scores: dict[str, float] = Field(default_factory=dict)
     """Score of each rule on the training streams it was tuned on, with SED's beside them."""
     tuned_on: str = ""
     """The training streams, in words."""

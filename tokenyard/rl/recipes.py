@@ -123,31 +123,33 @@ def paper() -> Recipe:
     )
 
 
+_PPO = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "minibatch_size": 512, "num_epochs": 6}
+_A2C = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
+_DQN = {
+    "lr": 1e-4,
+    "gamma": 0.97,
+    "train_batch_size_per_learner": 256,
+    "target_network_update_freq": 2_000,
+    "num_steps_sampled_before_learning_starts": 1_000,
+    "double_q": True,
+}
+
+
 def ours() -> Recipe:
     """What the reward at the decision and the finish times make possible."""
-    ppo = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "minibatch_size": 512, "num_epochs": 6}
-    a2c = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
-    dqn = {
-        "lr": 1e-4,
-        "gamma": 0.97,
-        "train_batch_size_per_learner": 256,
-        "target_network_update_freq": 2_000,
-        "num_steps_sampled_before_learning_starts": 1_000,
-        "double_q": True,
-    }
     return Recipe(
         reward_scale=0.1,
         expected_finish=True,
         normalise=True,
         num_envs=32,
         algorithms={
-            "ppo": AlgorithmRecipe(64, ppo, SCORE_REWARD, residual_scale=3.0, anneal=True),
-            "a2c": AlgorithmRecipe(16, a2c, SCORE_REWARD, residual_scale=3.0, anneal=True),
+            "ppo": AlgorithmRecipe(64, _PPO, SCORE_REWARD, residual_scale=3.0, anneal=True),
+            "a2c": AlgorithmRecipe(16, _A2C, SCORE_REWARD, residual_scale=3.0, anneal=True),
             # Steps and tails in the reward drown the small differences between actions, and
             # random actions at this load pile up backlogs that teach nothing about good ones.
             "dqn": AlgorithmRecipe(
                 2,
-                dqn,
+                _DQN,
                 RESPONSE_REWARD,
                 residual_scale=0.1,
                 subtract_baseline=True,
@@ -163,16 +165,7 @@ def fleet() -> Recipe:
     The reward is what a request adds to the sum of all response times if nothing more comes, so
     all that is left to learn lies in what comes after: a short discount makes the rule worse.
     """
-    ppo = {"lr": 3e-4, "gamma": 0.99, "lambda_": 0.95, "minibatch_size": 512, "num_epochs": 6}
-    a2c = {"lr": 3e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
-    dqn = {
-        "lr": 1e-4,
-        "gamma": 0.97,
-        "train_batch_size_per_learner": 256,
-        "target_network_update_freq": 2_000,
-        "num_steps_sampled_before_learning_starts": 1_000,
-        "double_q": True,
-    }
+    ppo, a2c = ({**settings, "lr": 3e-4} for settings in (_PPO, _A2C))
     return Recipe(
         reward_scale=0.02,
         expected_finish=True,
@@ -182,7 +175,7 @@ def fleet() -> Recipe:
             "ppo": AlgorithmRecipe(64, ppo, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
             "a2c": AlgorithmRecipe(16, a2c, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
             "dqn": AlgorithmRecipe(
-                2, dqn, RESPONSE_REWARD, residual_scale=0.02, epsilon=(0.1, 0.02)
+                2, _DQN, RESPONSE_REWARD, residual_scale=0.02, epsilon=(0.1, 0.02)
             ),
         },
         network="equivariant",

@@ -12,14 +12,14 @@ B blocks in all chains of a stream.
     events    (C, E, NUM_EVENT)   when replicas fail, drain and join, in order of time
     requests  (C, R, NUM_REQUEST) the streams
     chains    (C, B)              ids of the prefix blocks of all requests, one after the other
-    state     (C, S, width)       what a replica holds, see `_Row` below
-    blocks    (C, S, NUM_LINKS, I + 1)  prefix cache: holders, and the list of evictable blocks
+    state     (C, S, width)       what a replica holds, row by row as below
+    links     (C, S, NUM_LINKS, I + 1)  prefix cache: holders, and the list of evictable blocks
     block_s   (C, S, 2 + K, I + 1) when a block came, when it went, when each router last sent it
     routers   (C, K, S, NUM_OWN)  what each router knows of what it sent
     clock     (C, NUM_CLOCK)      where a copy stands
     retries   (C, R)              ring of requests to be placed again
     outcomes  (C, R, NUM_OUTCOME) what became of each request
-    tables    (C, S, NUM_COLUMNS) what the router may know (`tokenyard.observation`)
+    tables    (C, S, NUM_COLUMNS) what the router of the current request may know (`observation`)
 
 A row of `state`: scalars; pages needed next, by phase (page_tokens); sequences in prefill, in the
 order of admission (max_batch x PREFILL_FIELDS); sequences that decode (max_batch x DECODE_FIELDS);
@@ -143,7 +143,8 @@ SCRAPED_WAITING = 24
 SCRAPED_RUNNING = 25
 SCRAPED_KV = 26
 SCRAPED_STATUS = 27
-NUM_SCALARS = 28
+LOOKED_J = 28
+NUM_SCALARS = 29
 
 # a sequence in prefill
 P_INDEX = 0
@@ -213,7 +214,8 @@ GENERATED = 11
 LAST_TOKEN_S = 12
 SUBMITTED = 13
 KV_SEEN = 14
-NUM_OUTCOME = 15
+MET = 15
+NUM_OUTCOME = 16
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
@@ -566,7 +568,9 @@ def _complete(replica, which, now):
         response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
     )
     row[EARNED] += replica.rules[COMPLETE]
-    if not _met(requests, replica.outcomes, index):
+    if _met(requests, replica.outcomes, index):
+        replica.outcomes[index, MET] = 1.0
+    else:
         row[EARNED] += replica.rules[SLO_AT_COMPLETION]
 
 
@@ -791,9 +795,9 @@ def _preempt_one(replica, now):
 
 
 @compiled
-def _pages_for_decode(row, rules):
-    """Pages that the decoding sequences need for their next token."""
-    return row[_phase(rules, -row[STEP])]
+def _pages_for_decode(row, rules, step):
+    """Pages that the decoding sequences need for the token after so many steps."""
+    return row[_phase(rules, -step)]
 
 
 @compiled
@@ -882,13 +886,8 @@ def _pages_of_steps(row, rules, steps):
     whole = steps // page
     pages = whole * row[DECODING]
     for ahead in range(int(steps - whole * page)):
-        pages += _pages_for_decode_at(row, rules, row[STEP] + ahead)
+        pages += _pages_for_decode(row, rules, row[STEP] + ahead)
     return pages
-
-
-@compiled
-def _pages_for_decode_at(row, rules, step):
-    return row[_phase(rules, -step)]
 
 
 @compiled
@@ -949,11 +948,11 @@ def _skip_ahead(replica, now, until):
     if pages > spare:
         steps = 0.0
         pages = 0.0
-        ahead = _pages_for_decode(row, replica.rules)
+        ahead = _pages_for_decode(row, replica.rules, row[STEP])
         while pages + ahead <= spare:
             pages += ahead
             steps += 1.0
-            ahead = _pages_for_decode_at(row, replica.rules, row[STEP] + steps)
+            ahead = _pages_for_decode(row, replica.rules, row[STEP] + steps)
     if steps < 1.0:
         return now
     duration = _time_of(base, growth, steps)
@@ -983,10 +982,10 @@ def _begin(replica, now, until):
             break
         now = later
     preempted = False
-    while _pages_for_decode(row, rules) > row[FREE] + row[EVICTABLE]:
+    while _pages_for_decode(row, rules, row[STEP]) > row[FREE] + row[EVICTABLE]:
         _preempt_one(replica, now)
         preempted = True
-    _take_pages(replica, _pages_for_decode(row, rules), now)
+    _take_pages(replica, _pages_for_decode(row, rules, row[STEP]), now)
     decoding = row[DECODING]
     budget = plant[TOKEN_BUDGET] - decoding
     prefill = 0.0
@@ -1062,7 +1061,8 @@ def _look_ahead(replica, scratch, index):
     """Play what the replica holds to its end, as if nothing more came.
 
     Returns:
-        Sum of the times at which all requests leave, and that of request `index`, seconds.
+        Sum of the times at which all requests leave, and that of request `index`, seconds; and the
+        energy that the replica's work will have taken since the stream began, joules.
     """
     _copy_row(replica.row, replica.rules, scratch)
     ahead = _Replica(
@@ -1075,7 +1075,7 @@ def _look_ahead(replica, scratch, index):
         _end_iteration(ahead)
         _begin(ahead, scratch[UNTIL_S], math.inf)
     _finish_decoding(ahead)
-    return scratch[FINISH_SUM_S], scratch[LOOKED_FINISH_S]
+    return scratch[FINISH_SUM_S], scratch[LOOKED_FINISH_S], scratch[BUSY_J]
 
 
 @compiled
@@ -1143,11 +1143,6 @@ def _finish_decoding(replica):
 
 
 @compiled
-def _held(row):
-    return row[DECODING] + row[PREFILLING] + row[WAITING]
-
-
-@compiled
 def _empty(row, plant, links, status, warm_until):
     """Leave a replica without batch, queue and cache; its accounts stay."""
     row[:EARNED] = 0.0
@@ -1203,19 +1198,25 @@ def _submit(replica, index, now):
 
 
 @compiled
-def _book(replica, index, match_tokens, now):
-    """Note with the router of a request that it was sent here."""
+def _book(replica, index, match_tokens):
+    """Put a request on the books of its router."""
     requests = replica.requests
-    router = int(requests[index, ROUTER])
     assumed = requests[index, CONTEXT] - match_tokens
     replica.outcomes[index, ASSUMED_PREFILL] = assumed
-    own = replica.own[router]
+    own = replica.own[int(requests[index, ROUTER])]
     own[OWN_COUNT] += 1.0
     own[OWN_PREFILL] += assumed
     own[OWN_OUTPUT] += requests[index, PREDICTED_OUTPUT]
+
+
+@compiled
+def _note_sent_blocks(replica, index, now):
+    """Let the router of a request believe that its prefix will be cached here."""
+    requests = replica.requests
+    sent = SENT_S + int(requests[index, ROUTER])
     at = int(requests[index, CHAIN_AT])
     for block in replica.chains[at : at + int(requests[index, CHAIN_LENGTH])]:
-        replica.block_s[SENT_S + router, block] = now
+        replica.block_s[sent, block] = now
 
 
 @compiled
@@ -1356,6 +1357,7 @@ def _stop(replica, now):
         if replica.links[HOLDERS, block] != ABSENT:
             replica.block_s[WENT_S, block] = now
     replica.own[:, OWN_DECODING] = 0.0
+    row[LOOKED_J] = row[BUSY_J]
     _empty(row, replica.plant, replica.links, DOWN, -math.inf)
 
 
@@ -1512,26 +1514,23 @@ def _place(fleet, copy, server):
     clock[PLACED] += 1.0
     replica = _replica(fleet, copy, server)
     row = replica.row
-    match_tokens = _match_blocks(replica, index) * rules[BLOCK_TOKENS]
-    energy = row[BUSY_J]
-    if row[STATUS] == UP:
-        # Before it begins to run: a first token must not be missing from the books.
-        _book(replica, index, match_tokens, now)
-        if not _submit(replica, index, now):
-            _router_lets_go(replica, index, 0.0)
-            return 0.0 if _give_back(fleet, copy, index, now) else rules[DROP]
-    else:
+    # Before it is submitted: whoever has hung up leaves the books at once.
+    _book(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
+    if not _submit(replica, index, now):
+        _router_lets_go(replica, index, 0.0)
         return 0.0 if _give_back(fleet, copy, index, now) else rules[DROP]
+    _note_sent_blocks(replica, index, now)
     reward = rules[ACCEPT]
     if rules[LOOKS_AHEAD]:
-        finishes, finish = _look_ahead(replica, fleet.scratch, index)
+        finishes, finish, joules = _look_ahead(replica, fleet.scratch, index)
         added = finishes - row[FINISH_SUM_S] - now
         reward += _pay(
             rules, fleet.requests[copy], index, finish - fleet.requests[copy, index, ARRIVAL_S],
             added + now - fleet.requests[copy, index, ARRIVAL_S],
         )  # fmt: skip
-        reward += rules[ENERGY] * (fleet.scratch[BUSY_J] - energy)
+        reward += rules[ENERGY] * (joules - row[LOOKED_J])
         row[FINISH_SUM_S] = finishes
+        row[LOOKED_J] = joules
     return reward
 
 

@@ -70,12 +70,19 @@ def _plant(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
         if fleet.churn is not None:
             row[batching.WARM_UP_S] = fleet.churn.warm_up_s
             row[batching.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
-        row[batching.TOKENS_PER_S] = tokens_per_s
+        # Of one place in the batch, as of one slot of a server: the full speed is all of them.
+        row[batching.TOKENS_PER_S] = tokens_per_s / config.max_batch
         row[batching.IDLE_W] = config.idle_w
         row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = config.energy
         row[batching.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
-    plant[:, batching.RANK] = observation.speed_ranks(plant[:, batching.TOKENS_PER_S])
+    plant[:, batching.RANK] = _ranks(plant)
     return plant
+
+
+def _ranks(plant: FloatArray) -> FloatArray:
+    """Rank of every replica by its full speed, shape (num_replicas,)."""
+    full = plant[:, batching.TOKENS_PER_S] * plant[:, batching.MAX_BATCH]
+    return observation.speed_ranks(full)
 
 
 def _rules(
@@ -202,14 +209,14 @@ class BatchingSim:
             self.arrays = self.arrays._replace(**{name: longer})
 
     def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
-        """Draw other hardware and staleness for one copy, which is emptied."""
+        """Draw other hardware and staleness for one copy, which is emptied; until the next draw."""
         plant = self.arrays.plant[copy]
         plant[:] = self._plant
         low, high = np.log(randomisation.speed_factor)
         factors = np.exp(rng.uniform(low, high, len(plant)))
         plant[:, batching.ITERATION_S : batching.KV_TOKEN_S + 1] /= factors[:, None]
         plant[:, batching.TOKENS_PER_S] *= factors
-        plant[:, batching.RANK] = observation.speed_ranks(plant[:, batching.TOKENS_PER_S])
+        plant[:, batching.RANK] = _ranks(plant)
         if randomisation.scrape_interval_s is not None:
             plant[:, batching.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
         self.clear(copy)
@@ -323,12 +330,6 @@ class BatchingSim:
         response_s = finish_s - arrival_s
         first_s = outcome[:, batching.FIRST_TOKEN_S] - arrival_s
         output = requests[:, batching.OUTPUT].copy()
-        tpot_s = (response_s - first_s) / np.maximum(output - 1.0, 1.0)
-        met = (
-            (response_s <= requests[:, batching.SLO_RESPONSE_S])
-            & (first_s <= requests[:, batching.SLO_TTFT_S])
-            & (tpot_s <= requests[:, batching.SLO_TPOT_S])
-        )
         done = ~np.isnan(response_s)
         return BatchingOutcomes(
             arrival_s=arrival_s,
@@ -339,7 +340,7 @@ class BatchingSim:
             first_token_s=first_s,
             output_tokens=output,
             context_tokens=requests[:, batching.CONTEXT].copy(),
-            met=met.astype(np.int64),
+            met=outcome[:, batching.MET].astype(np.int64),
             traffic_class=requests[:, batching.CLASS].astype(np.int64),
             tenant=requests[:, batching.TENANT].astype(np.int64),
             attempts=outcome[:, batching.ATTEMPTS].copy(),

@@ -6,22 +6,21 @@ from datetime import UTC, datetime
 from typing import Annotated
 
 import numpy as np
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, Field
 
+from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray
 
 HOUR_S = 3600.0
 HOURS_PER_WEEK = 168
 
 
-class Diurnal(BaseModel):
+class Diurnal(Frozen):
     """How the arrival rate moves over the hours of a week, around an unchanged weekly mean.
 
     Within a day the rate follows a cosine; Saturday and Sunday are scaled by `weekend_factor`.
     The rate is constant within each hour.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     day_amplitude: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Height of the daily wave as a fraction of the day's mean rate."""

@@ -15,8 +15,9 @@ from importlib import resources
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.sampling import draw_lengths, draw_mmpp_arrivals
@@ -27,11 +28,7 @@ __all__ = ["Diurnal", "LengthTables", "Mmpp", "WorkloadModel", "load_model", "po
 _Row = tuple[float, ...]
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Mmpp(_Frozen):
+class Mmpp(Frozen):
     """Markov-modulated arrival process as a discrete chain of K states."""
 
     dt_s: Annotated[float, Field(gt=0)]
@@ -82,7 +79,7 @@ class Mmpp(_Frozen):
         )
 
 
-class LengthTables(_Frozen):
+class LengthTables(Frozen):
     """Quantiles of the context, and of the output given the context's bin.
 
     Between knots the quantile function is linear. The knots are denser in the upper tail, which
@@ -127,7 +124,7 @@ class LengthTables(_Frozen):
         return np.array(self.mean_generated_tokens)
 
 
-class WorkloadModel(_Frozen):
+class WorkloadModel(Frozen):
     """Everything the generator knows; as JSON, the parameter file."""
 
     name: str

@@ -10,8 +10,9 @@ from functools import lru_cache
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.model import WorkloadModel, load_model
 from tokenyard.workload.trace import Trace
@@ -19,10 +20,8 @@ from tokenyard.workload.trace import Trace
 _REQUESTS_FOR_MEANS = 20_000
 
 
-class Sessions(BaseModel):
+class Sessions(Frozen):
     """Conversations: each turn's prompt is all that was said before, and a new message."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mean_turns: Annotated[float, Field(ge=1)] = 4.0
     """Mean number of turns, geometrically distributed."""
