@@ -1,0 +1,1 @@
+"""Inference engines: one small interface, and what implements it."""

@@ -1,0 +1,139 @@
+"""What the server asks of an inference engine: tokens in, a stream of tokens out.
+
+An engine knows token ids alone; texts, chat templates and stop strings are its replica's business
+(`serve_app.engine_replica`). One engine is one replica: data parallelism is several of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal, Protocol
+
+from pydantic import Field
+
+from tokenyard.frozen import Frozen
+
+FinishReason = Literal["stop", "length", "abort"]
+"""`stop`: an end-of-sequence token; `length`: max_tokens; `abort`: the client left."""
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot do what it is asked; the text says why, in one sentence."""
+
+
+class EngineConfig(Frozen):
+    """What an engine runs, and on what."""
+
+    model: str
+    """Folder of a Hugging Face causal LM, a hub id, or `default` for the embedded model."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """Ranks that share every layer."""
+    pipeline_parallel: Annotated[int, Field(ge=1)] = 1
+    """Stages that the layers are divided into."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
+    """Share of a GPU's memory that weights and KV cache may take; without GPU, of `kv_bytes`."""
+    kv_bytes: Annotated[int, Field(gt=0)] | None = None
+    """KV memory of one rank without GPU, bytes; None: 256 MiB."""
+    max_batch: Annotated[int, Field(ge=1)] = 8
+    """Most sequences in the batch."""
+    token_budget: Annotated[int, Field(ge=1)] = 256
+    """Most tokens computed in one iteration."""
+    max_model_tokens: Annotated[int, Field(ge=2)] = 2048
+    """Longest prompt plus output."""
+    max_waiting: Annotated[int, Field(ge=0)] = 256
+    """Requests that may wait; one more is refused."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold a share of the weights."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    """0: always the likeliest token."""
+    top_p: float = 1.0
+    seed: int | None = None
+    """Equal seeds give equal tokens; None: drawn anew."""
+    ignore_eos: bool = False
+    """Go on to `max_tokens` whatever is drawn: what replays of a trace need."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one iteration added to a request."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    """Set in the last chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine tells of itself, in the simulator's units."""
+
+    num_waiting: int
+    """Requests queued and not yet started."""
+    num_running: int
+    """Requests in the batch."""
+    kv_used_fraction: float
+    """Share of the KV memory that requests hold."""
+    kv_capacity_tokens: float
+    """Tokens whose keys and values fit."""
+    num_preemptions: int
+    last_batch_s: float
+    """How long the last iteration took; NaN before the first."""
+    last_batch_size: int
+    """Sequences in it."""
+
+
+class Engine(Protocol):
+    """An inference engine. All coroutines run on the event loop of its replica."""
+
+    async def start(self) -> None:
+        """Load the weights and be ready.
+
+        Raises:
+            EngineError: The model cannot be found, or cannot be sharded like that.
+        """
+        ...
+
+    def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Chunk]:
+        """Generate; closing the iterator early aborts the request.
+
+        Raises:
+            EngineError: The queue is full, the prompt is too long, or the engine died meanwhile.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Tell the state as of now, without waiting."""
+        ...
+
+    async def check_health(self) -> None:
+        """Return if all ranks answer.
+
+        Raises:
+            EngineError: One does not.
+        """
+        ...
+
+    async def drain(self) -> None:
+        """Return once everything that was accepted has been answered."""
+        ...
+
+    async def stop(self) -> None:
+        """Free the ranks and their memory."""
+        ...
