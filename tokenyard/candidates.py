@@ -20,7 +20,7 @@ from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario
 from tokenyard.sim.bounds import BOUNDS
-from tokenyard.sim.run import Replay, Run, run_each, run_policy
+from tokenyard.sim.run import Run, run_each, run_policy
 from tokenyard.sim.streams import StreamSet, StreamSource
 from tokenyard.types import RoutingPolicy
 
@@ -125,7 +125,4 @@ def _run_trained(
 
 
 def _run_bound(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    found = [BOUNDS[name](scenario, stream, seed) for stream in streams.requests]
-    # Replayed as decisions, so that bounds are paid and measured like policies.
-    replays = [Replay(outcomes.server) for outcomes in found]
-    return run_each(scenario, streams, replays)
+    return run_each(scenario, streams, [BOUNDS[name](scenario, s, seed) for s in streams.requests])

@@ -18,6 +18,7 @@ from tokenyard.sim.engines import BatchingSim
 
 ITERATION_J = 2.0
 LOOK_AHEAD = NO_REWARD.model_copy(update={"response": -1.0})
+CLASSES = (TrafficClass(name="a"), TrafficClass(name="b", priority=4))
 ENERGY = NO_REWARD.model_copy(update={"energy": -1.0})
 
 
@@ -34,9 +35,8 @@ def run_kernel(
 
     Every attempt of a request goes to its replica in `routes`.
     """
-    classes = (TrafficClass(name="a"), TrafficClass(name="b", priority=4))
     scenario = a_fleet(
-        given_engines, reward, classes=classes, max_retries=max_retries,
+        given_engines, reward, classes=CLASSES, max_retries=max_retries,
         retry_delay_s=retry_delay_s,
     )  # fmt: skip
     sim = a_sim(scenario, given_engines, len(some), iteration_j=ITERATION_J)
@@ -125,3 +125,42 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
         assert fate.refused == (found[batching.SERVER] < 0)
         assert same(fate.finish_s, found[batching.FINISH_S])
         assert fate.preemptions == found[batching.PREEMPTIONS]
+
+
+@settings(max_examples=60)
+@given(
+    engine=engines(),
+    some=jobs(patient=True, max_size=8),
+    seed=st.integers(0, 2**32 - 1),
+    others_weight=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_looking_ahead_takes_the_replica_where_the_slow_engine_finds_least_delay(
+    engine, some, seed, others_weight
+):
+    engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0, warm_until_s=0.0)
+    slower = dataclasses.replace(engine, a=1.5 * engine.a, d=2.0 * engine.d)
+    both = [engine, slower]
+    sim = a_sim(a_fleet(both, classes=CLASSES, max_retries=0), both, len(some))
+    sim.load(0, a_stream([Ask(**vars(job)) for job in some]))
+    rng = np.random.default_rng(seed)
+    placed: list[list[Job]] = [[], []]
+
+    def finishes(which: int, held: list[Job]) -> np.ndarray:
+        return np.array([fate.finish_s for fate in simulate(both[which], held)[0]])
+
+    while sim.current() >= 0:
+        job = some[sim.current()]
+        costs = []
+        for which, held in enumerate(placed):
+            after = finishes(which, [*held, job])
+            delay = after[:-1].sum() - finishes(which, held).sum()
+            costs.append(after[-1] + others_weight * delay)
+        costs = [math.inf if math.isnan(cost) else cost for cost in costs]
+        chosen = sim.best_ahead(0, others_weight)
+        # Infinite where none takes it.
+        assert costs[chosen] == min(costs) or costs[chosen] < min(costs) + 1e-6
+        # Wherever it goes, the next must be looked at from there.
+        which = int(rng.integers(2))
+        if math.isfinite(costs[which]):
+            placed[which].append(job)
+        sim.step(np.array([which]))

@@ -10,7 +10,7 @@ from tokenyard.evaluation import compare, mean_summary, run_policy, summarise
 from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.cluster import Outcomes
-from tokenyard.sim.run import Replay, Run, run_each
+from tokenyard.sim.run import Run, repeating, run_each
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.types import FloatArray
 
@@ -75,7 +75,7 @@ def test_streams_do_not_disturb_each_other_and_may_differ_in_length():
 def test_replayed_decisions_earn_and_take_the_same():
     some = streams(400, 400)
     runs = run_policy(SCENARIO, some, baseline("power_of_two"), seed=3)
-    replayed = run_each(SCENARIO, some, [Replay(run.outcomes.server) for run in runs])
+    replayed = run_each(SCENARIO, some, [repeating(run.outcomes.server) for run in runs])
     for run, again in zip(runs, replayed, strict=True):
         for a, b in zip(numbers(run), numbers(again), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -165,6 +165,7 @@ def test_bounds_stand_beside_policies_in_the_same_rows():
         ("sedd", "nominal", r"unknown policy 'sedd'; give a policy file \(.npz\) or one of"),
         ("nowhere.npz", "nominal", "nowhere.npz does not exist"),
         ("mc_rollout", "high_load", "bounds exist for serial servers"),
+        ("ahead_marginal", "nominal", "'nominal' has no fleet"),
     ],
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(name, scenario, reason):

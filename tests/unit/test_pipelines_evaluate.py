@@ -119,9 +119,12 @@ def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsy
         ({"scenario": "poisson_085", "source": "held-out"}, "no recorded test part"),
         (
             {"scenario": "churn", "policies": "sed,mc_rollout"},
-            "has a fleet: bounds exist for serial",
+            "has a fleet: mc_rollout and clairvoyant are for serial",
         ),
-        ({"scenario": "churn", "policies": "clairvoyant"}, "has a fleet: bounds exist for serial"),
+        (
+            {"scenario": "churn", "policies": "clairvoyant"},
+            "has a fleet: mc_rollout and clairvoyant are for serial",
+        ),
     ],
 )
 def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, reason, capsys):

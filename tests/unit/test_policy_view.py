@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tokenyard.scenario import load_scenario, scenario_names
-from tokenyard.sim.run import run_each
+from tokenyard.sim.run import choosing, run_each
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
@@ -52,7 +52,7 @@ def test_a_policy_gets_values_and_can_reach_and_change_nothing_else(name):
     source = StreamSource(scenario)
     streams = StreamSet([source.sample(40, stream_rng(0, "evaluation"))], "test")
     spy = Spy()
-    run_each(scenario, streams, [spy])
+    run_each(scenario, streams, [choosing(spy)])
     assert spy.num_seen >= 40
 
 
@@ -68,5 +68,5 @@ def test_what_a_policy_saw_does_not_change_when_the_simulator_goes_on():
             said.append(repr(kept[-1]))
             return 0
 
-    run_each(scenario, streams, [Keeper()])
+    run_each(scenario, streams, [choosing(Keeper())])
     assert [repr(snapshots) for snapshots in kept] == said

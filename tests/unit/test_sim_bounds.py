@@ -66,7 +66,7 @@ def test_equal_seeds_give_equal_rollouts_and_others_differ():
     assert first.server.tolist() != other.server.tolist()
 
 
-@pytest.mark.parametrize("bound", sorted(BOUNDS))
+@pytest.mark.parametrize("bound", ["mc_rollout", "clairvoyant"])
 @pytest.mark.parametrize("rest", [{"discipline": "parallel_full"}, {"overflow": "drop"}])
 def test_servers_that_are_not_serial_queues_are_refused(bound, rest):
     with pytest.raises(ValueError, match="bounds exist for serial servers that queue"):

@@ -1064,18 +1064,30 @@ def _look_ahead(replica, scratch, index):
         Sum of the times at which all requests leave, and that of request `index`, seconds; and the
         energy that the replica's work will have taken since the stream began, joules.
     """
+    return _play_out(_copied(replica, scratch), index)
+
+
+@compiled
+def _copied(replica, scratch):
+    """A copy in `scratch` of what the replica holds, which can be run without a trace."""
     _copy_row(replica.row, replica.rules, scratch)
-    ahead = _Replica(
+    return _Replica(
         scratch, replica.plant, replica.rules, replica.requests, replica.chains, replica.links,
         replica.block_s, replica.own, replica.outcomes, replica.latencies, False,
     )  # fmt: skip
-    scratch[FINISH_SUM_S] = 0.0
-    scratch[LOOKED_FOR] = index
-    while scratch[BUSY] and not _only_decodes(scratch, replica.rules):
+
+
+@compiled
+def _play_out(ahead, index):
+    """Run a copy to its end; returns what `_look_ahead` does."""
+    row = ahead.row
+    row[FINISH_SUM_S] = 0.0
+    row[LOOKED_FOR] = index
+    while row[BUSY] and not _only_decodes(row, ahead.rules):
         _end_iteration(ahead)
-        _begin(ahead, scratch[UNTIL_S], math.inf)
+        _begin(ahead, row[UNTIL_S], math.inf)
     _finish_decoding(ahead)
-    return scratch[FINISH_SUM_S], scratch[LOOKED_FINISH_S], scratch[BUSY_J]
+    return row[FINISH_SUM_S], row[LOOKED_FINISH_S], row[BUSY_J]
 
 
 @compiled
@@ -1532,6 +1544,32 @@ def _place(fleet, copy, server):
         row[FINISH_SUM_S] = finishes
         row[LOOKED_J] = joules
     return reward
+
+
+@compiled
+def best_ahead(fleet, copy, others_weight):
+    """Replica where the current request does best, seen from the true state and true lengths.
+
+    Every replica is played to its end with and without the request, as if nothing more came. The
+    cost is when the request would leave plus `others_weight` times how much longer all others
+    would stay; the first of equals, and the first of all where none takes it.
+    """
+    index = int(fleet.clock[copy, CURRENT])
+    now = fleet.clock[copy, NOW_S]
+    best = 0
+    least = math.inf
+    for server in range(fleet.plant.shape[1]):
+        replica = _replica(fleet, copy, server)
+        before = _look_ahead(replica, fleet.scratch, -1)[0]
+        ahead = _copied(replica, fleet.scratch)
+        if not _submit(ahead, index, now):
+            continue
+        after, finish, _ = _play_out(ahead, index)
+        cost = finish + others_weight * (after - finish - before)
+        if cost < least:
+            least = cost
+            best = server
+    return best
 
 
 @compiled

@@ -1,5 +1,11 @@
 """What a router could reach that looks further than policies do: bounds from above.
 
+On a fleet, `ahead_own` and `ahead_marginal` know the true state of every replica and the true
+length of every request that has arrived, and play each replica to its end with and without the
+one to be placed, as if nothing more came. They take it where it finishes first, or where that and
+the delay of all others are least. That nothing more comes is wrong: who learns what does may do
+better, and then the bound shows just what is not to be had from better estimates alone.
+
 Two searches over serial servers, where the state of a server is just the time at which it gets
 free. Both know the true size of every request that has arrived, and need the simulator's view,
 so they are no policies; evaluation names them beside policies to show what is left to win.
@@ -17,7 +23,8 @@ Shapes: S servers, H arrivals in a horizon, K samples, B beam width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -26,6 +33,8 @@ from tokenyard.scenario import Scenario
 from tokenyard.sim import kernel
 from tokenyard.sim.batching_streams import token_rows
 from tokenyard.sim.cluster import Actions, ClusterSim, Outcomes
+from tokenyard.sim.engines import BatchingSim
+from tokenyard.sim.run import Chooser, repeating
 from tokenyard.sim.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray
 
@@ -293,8 +302,8 @@ def _search(
 def _require_serial(scenario: Scenario) -> None:
     if scenario.fleet:
         raise ValueError(
-            f"scenario {scenario.name!r} has a fleet: bounds exist for serial servers that queue, "
-            "not for replicas that batch; leave mc_rollout and clairvoyant out"
+            f"scenario {scenario.name!r} has a fleet: mc_rollout and clairvoyant are for serial "
+            "servers that queue; ahead_own and ahead_marginal for replicas that batch"
         )
     if scenario.discipline != "serial" or scenario.overflow != "queue":
         raise ValueError(
@@ -447,8 +456,30 @@ def _mean_cost_s(outcomes: Outcomes, scenario: Scenario, objective: Objective) -
     return float(np.mean(outcomes.response_s + _MISS_COST_S[objective] * misses))
 
 
-BOUNDS: dict[str, Callable[..., Outcomes]] = {
-    "mc_rollout": mc_rollout,
-    "clairvoyant": clairvoyant,
+def _ahead(others_weight: float, scenario: Scenario, requests: FloatArray, seed: int) -> Chooser:
+    if scenario.fleet is None:
+        raise ValueError(
+            f"scenario {scenario.name!r} has no fleet: ahead_own and ahead_marginal look into "
+            "replicas that batch; mc_rollout and clairvoyant are for serial servers"
+        )
+    # The simulator of a fleet is asked.
+    return lambda sim, copy: cast(BatchingSim, sim).best_ahead(copy, others_weight)
+
+
+def _serial(
+    search: Callable[..., Outcomes], scenario: Scenario, requests: FloatArray, seed: int
+) -> Chooser:
+    return repeating(search(scenario, requests, seed).server)
+
+
+BOUNDS: dict[str, Callable[[Scenario, Any, int], Chooser]] = {
+    "mc_rollout": partial(_serial, mc_rollout),
+    "clairvoyant": partial(_serial, clairvoyant),
+    "ahead_own": partial(_ahead, 0.0),
+    "ahead_marginal": partial(_ahead, 1.0),
 }
-"""Bounds by name; each is called with (scenario, requests, seed, objective)."""
+"""Bounds by name: what chooses in (scenario, stream, seed).
+
+Raises:
+    ValueError: The bound does not exist for the scenario's servers.
+"""

@@ -283,6 +283,14 @@ class BatchingSim:
         slo_s = self.scenario.slo_response_s
         batching.run_marginal(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
 
+    def best_ahead(self, copy: int, others_weight: float) -> int:
+        """Replica where the waiting request does best, seen from what no router knows.
+
+        The cost is the request's own finish plus `others_weight` times the delay of all others,
+        as if nothing more came.
+        """
+        return int(batching.best_ahead(self.arrays, copy, others_weight))
+
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
         return bool((self.arrays.clock[:, batching.CURRENT] >= 0).any())

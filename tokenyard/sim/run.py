@@ -10,9 +10,9 @@ import numpy as np
 from tokenyard.scenario import Scenario
 from tokenyard.sim.batching_streams import Stream
 from tokenyard.sim.cluster import Outcomes
-from tokenyard.sim.simulator import make_simulator
+from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet
-from tokenyard.types import FloatArray, IntArray, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.types import FloatArray, IntArray, RoutingPolicy
 
 PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
 """Makes a fresh policy for one stream; randomised rules draw from the generator."""
@@ -30,16 +30,23 @@ class Run:
     """Reward earned from each decision to the next, shape (num_requests,)."""
 
 
-class Replay:
-    """Repeats decisions that were made elsewhere, so that they are paid and measured alike."""
+Chooser = Callable[[Simulator, int], int]
+"""Names the server for the request that waits in one copy of a simulator."""
 
-    def __init__(self, servers: IntArray) -> None:
-        """Take the server of every request, shape (num_requests,)."""
-        self._servers = iter(servers)
 
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the next recorded decision."""
-        return int(next(self._servers))
+def choosing(policy: RoutingPolicy) -> Chooser:
+    """Choose as a policy does, which is shown no more than it may know."""
+
+    def choose(sim: Simulator, copy: int) -> int:
+        return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
+
+    return choose
+
+
+def repeating(servers: IntArray) -> Chooser:
+    """Repeat decisions made elsewhere, shape (num_requests,), so that they are paid alike."""
+    left = iter(servers.tolist())
+    return lambda sim, copy: next(left)
 
 
 def run_policy(
@@ -63,26 +70,26 @@ def run_policy(
         factory(np.random.default_rng([seed, _POLICY_RANDOMNESS, index]))
         for index in range(len(streams.requests))
     ]
-    return run_each(scenario, streams, policies)
+    return run_each(scenario, streams, [choosing(policy) for policy in policies])
 
 
 def run_each(
     scenario: Scenario,
     streams: StreamSet,
-    policies: Sequence[RoutingPolicy],
+    choosers: Sequence[Chooser],
 ) -> list[Run]:
-    """Let each policy decide on its own stream; streams of equal length are stepped together."""
+    """Let each decide on its own stream; streams of equal length are stepped together."""
     runs: dict[int, Run] = {}
     for length in {len(stream) for stream in streams.requests}:
         which = [i for i, stream in enumerate(streams.requests) if len(stream) == length]
         requests = [streams.requests[i] for i in which]
-        together = _run_together(scenario, requests, [policies[i] for i in which])
+        together = _run_together(scenario, requests, [choosers[i] for i in which])
         runs.update(zip(which, together, strict=True))
     return [runs[index] for index in range(len(streams.requests))]
 
 
 def _run_together(
-    scenario: Scenario, streams: Sequence[Stream], policies: Sequence[RoutingPolicy]
+    scenario: Scenario, streams: Sequence[Stream], choosers: Sequence[Chooser]
 ) -> list[Run]:
     num_copies, num_requests = len(streams), len(streams[0])
     sim = make_simulator(scenario, num_copies, num_requests)
@@ -95,8 +102,7 @@ def _run_together(
     while deciding:
         indices = [sim.current(copy) for copy in deciding]
         for copy in deciding:
-            chosen = policies[copy].route(sim.request(copy), sim.snapshots(copy))
-            actions[copy] = sim.offered(copy)[chosen]
+            actions[copy] = choosers[copy](sim, copy)
         rewards[deciding, indices] += sim.step(actions)[deciding]
         deciding = [copy for copy in deciding if sim.current(copy) >= 0]
     rewards[:, -1] += sim.drain()
