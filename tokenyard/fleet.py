@@ -5,9 +5,11 @@ docs/engine.md says what such a replica does with these numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Self
 
+import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from tokenyard.frozen import Frozen
@@ -19,17 +21,10 @@ from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.types import FloatArray
 
 
-class ReplicaConfig(Frozen):
-    """One replica: a model on one or more GPUs, and its engine's limits."""
+class _Replica(Frozen):
+    """Any replica: a name, and its engine's limits."""
 
     name: str
-    gpu: str
-    """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
-    model: str
-    """Name in the table of models (`tokenyard.perf.models`)."""
-    tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    """GPUs that share every layer."""
-    precision: Precision = "fp16"
     max_batch: Annotated[int, Field(ge=1)] = 64
     """Most sequences that run at once (vLLM: max_num_seqs)."""
     token_budget: Annotated[int, Field(ge=2)] = 512
@@ -42,7 +37,23 @@ class ReplicaConfig(Frozen):
                 f"token_budget {self.token_budget} must be above max_batch {self.max_batch}, "
                 "or a full batch would leave nothing for prompts"
             )
-        if self.replica.kv_capacity_tokens < 1:
+        return self
+
+
+class ReplicaConfig(_Replica):
+    """One replica of which the performance model knows all: a model on one or more GPUs."""
+
+    gpu: str
+    """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
+    model: str
+    """Name in the table of models (`tokenyard.perf.models`)."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    precision: Precision = "fp16"
+
+    @model_validator(mode="after")
+    def _weights_fit(self) -> Self:
+        if self.kv_capacity_tokens < 1:
             raise ValueError(f"{self.model} in {self.precision} does not fit on {self.gpu}")
         return self
 
@@ -50,6 +61,11 @@ class ReplicaConfig(Frozen):
     def replica(self) -> Replica:
         """What the performance model knows of it."""
         return make_replica(self.gpu, self.model, self.tensor_parallel, precision=self.precision)
+
+    @property
+    def kv_capacity_tokens(self) -> float:
+        """Tokens whose keys and values fit."""
+        return self.replica.kv_capacity_tokens
 
     @cached_property
     def iteration(self) -> FloatArray:
@@ -68,19 +84,68 @@ class ReplicaConfig(Frozen):
         """Power without work, watts."""
         return float(power_w(self.replica, 0.0, 0.0))
 
-    def requests_per_s(self, context_tokens: float, generated_tokens: float) -> float:
-        """Requests of these mean lengths that it completes in a second when it is never idle.
 
-        The batch is as large as `max_batch` and KV memory allow. A request then costs its
-        prompt, and its share of as many iterations as it has output tokens.
-        """
-        base, prefill, sequence, kv = self.iteration
-        held = context_tokens + generated_tokens / 2.0
-        batch = max(1.0, min(self.max_batch, self.replica.kv_capacity_tokens / held))
-        # With little to generate it is not the batch that limits but the token budget.
-        iterations = max(generated_tokens / batch, context_tokens / self.token_budget)
-        tokens = generated_tokens * (sequence + kv * held)
-        return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
+class MeasuredReplica(_Replica):
+    """One replica whose engine was measured (`pipelines/calibrate.py`); its power was not."""
+
+    iteration_s: Annotated[float, Field(gt=0, le=1e3)]
+    """Of every iteration, whatever is in it."""
+    prefill_token_s: Annotated[float, Field(ge=0, le=1e3)]
+    """Of every prompt token computed."""
+    sequence_s: Annotated[float, Field(ge=0, le=1e3)]
+    """Of every sequence that decodes."""
+    kv_token_s: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    """Of every token of KV read."""
+    kv_capacity_tokens: Annotated[float, Field(ge=1)]
+    """Tokens whose keys and values fit."""
+
+    @property
+    def iteration(self) -> FloatArray:
+        """The four times in their order, seconds, shape (4,)."""
+        return np.array([self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s])
+
+    @property
+    def energy(self) -> FloatArray:
+        """Nothing is known of it: zeros, shape (4,)."""
+        return np.zeros(4)
+
+    @property
+    def idle_w(self) -> float:
+        """Nothing is known of it: zero."""
+        return 0.0
+
+
+AnyReplica = ReplicaConfig | MeasuredReplica
+
+
+def requests_per_s(
+    iteration: Sequence[float] | FloatArray,
+    max_batch: int,
+    token_budget: int,
+    kv_capacity_tokens: float,
+    context_tokens: float,
+    generated_tokens: float,
+) -> float:
+    """Requests of these mean lengths that a replica completes in a second when it is never idle.
+
+    The batch is as large as `max_batch` and KV memory allow. A request then costs its
+    prompt, and its share of as many iterations as it has output tokens.
+
+    Args:
+        iteration: Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,).
+        max_batch: Most sequences that run at once.
+        token_budget: Most tokens computed in one iteration.
+        kv_capacity_tokens: Tokens whose keys and values fit.
+        context_tokens: Mean prompt length, tokens.
+        generated_tokens: Mean output length, tokens.
+    """
+    base, prefill, sequence, kv = iteration
+    held = context_tokens + generated_tokens / 2.0
+    batch = max(1.0, min(max_batch, kv_capacity_tokens / held))
+    # With little to generate it is not the batch that limits but the token budget.
+    iterations = max(generated_tokens / batch, context_tokens / token_budget)
+    tokens = generated_tokens * (sequence + kv * held)
+    return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
 
 
 class TrafficClass(Frozen):
@@ -159,7 +224,7 @@ class Randomisation(Frozen):
 class Fleet(Frozen):
     """Replicas that batch continuously, and what the router knows of them."""
 
-    replicas: Annotated[tuple[ReplicaConfig, ...], Field(min_length=1)]
+    replicas: Annotated[tuple[AnyReplica, ...], Field(min_length=1)]
     page_tokens: Annotated[int, Field(ge=1)] = 16
     """Tokens of one page of KV memory."""
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, model_validator
 
-from tokenyard.fleet import Fleet
+from tokenyard.fleet import Fleet, requests_per_s
 from tokenyard.frozen import Frozen
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
@@ -208,8 +208,12 @@ class Scenario(Frozen):
         """Tokens that each server can process in a second with all its slots at work."""
         if self.fleet:
             lengths = self.mean_lengths_tokens
-            per_s = (one.requests_per_s(*lengths) for one in self.fleet.replicas)
-            return tuple(rate * sum(lengths) for rate in per_s)
+            return tuple(
+                requests_per_s(
+                    one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
+                ) * sum(lengths)
+                for one in self.fleet.replicas
+            )  # fmt: skip
         if self.discipline == "parallel_full":
             return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
         return tuple(s.tokens_per_s for s in self.servers)

@@ -5,7 +5,15 @@ import itertools
 import numpy as np
 import pytest
 
-from tokenyard.fleet import Churn, Fleet, ReplicaConfig, Tenant, TrafficClass
+from tokenyard.fleet import (
+    Churn,
+    Fleet,
+    MeasuredReplica,
+    ReplicaConfig,
+    Tenant,
+    TrafficClass,
+    requests_per_s,
+)
 from tokenyard.scenario import Arrivals, RewardWeights, Scenario
 from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import encode_for_fleet, token_rows
@@ -122,6 +130,21 @@ def test_a_replica_that_cannot_be_is_refused_with_the_reason(wrong, says):
         ReplicaConfig(name="r", **wrong)
 
 
+def test_a_measured_replica_with_the_numbers_of_a_modelled_one_serves_as_that_does():
+    base, prefill, sequence, kv = REPLICA.iteration
+    measured = MeasuredReplica(
+        name="m", iteration_s=base, prefill_token_s=prefill, sequence_s=sequence, kv_token_s=kv,
+        kv_capacity_tokens=REPLICA.kv_capacity_tokens,
+    )  # fmt: skip
+    trace = a_trace(200)
+    responses = [
+        completed(Fleet(replicas=(replica,)), trace).response_s.tolist()
+        for replica in (REPLICA, measured)
+    ]
+    assert responses[0] == responses[1]
+    assert measured.energy.tolist() == [0.0] * 4
+
+
 def test_blocks_are_whole_pages():
     with pytest.raises(ValueError, match="multiple"):
         Fleet(replicas=(REPLICA,), prefix_block_tokens=100)
@@ -130,7 +153,8 @@ def test_blocks_are_whole_pages():
 def test_the_estimated_capacity_is_what_saturates_a_replica():
     """Offered a little less it keeps up, offered a little more its queue grows without end."""
     config = REPLICA.model_copy(update={"max_batch": 32})
-    per_s = config.requests_per_s(1000.0, 100.0)
+    memory = config.kv_capacity_tokens
+    per_s = requests_per_s(config.iteration, 32, config.token_budget, memory, 1000.0, 100.0)
     assert mean_wait_growth(config, 0.85 * per_s) < 0.1 < mean_wait_growth(config, 1.25 * per_s)
 
 
@@ -138,14 +162,17 @@ def mean_wait_growth(config, rate_per_s):
     """Response of the last tenth over that of the second, in a stream of equal requests."""
     num = 2000
     trace = Trace(np.arange(num) / rate_per_s, np.full(num, 1000), np.full(num, 100))
-    fleet = Fleet(replicas=(config,))
+    response_s = completed(Fleet(replicas=(config,)), trace).response_s
+    return response_s[-200:].mean() / response_s[200:400].mean() - 1.0
+
+
+def completed(fleet, trace):
+    """What becomes of the requests of a trace, each placed where it delays least."""
     scenario = Scenario(
-        name="capacity", description="", fleet=fleet, arrivals=Arrivals(rate_per_s=1.0),
+        name="one", description="", fleet=fleet, arrivals=Arrivals(rate_per_s=1.0),
         reward=RewardWeights(processing=0, queue=0, overload=0, balance=0),
     )  # fmt: skip
-    sim = BatchingSim(scenario, 1, num)
-    stream = encoded(fleet, trace)
-    sim.load(0, stream)
+    sim = BatchingSim(scenario, 1, trace.num_requests)
+    sim.load(0, encoded(fleet, trace))
     sim.run_linear(np.zeros(sim.num_weights), 1100.0)
-    response_s = sim.outcomes().response_s
-    return response_s[-200:].mean() / response_s[200:400].mean() - 1.0
+    return sim.outcomes()

@@ -65,7 +65,7 @@ def _plant(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
         row[batching.ITERATION_S : batching.KV_TOKEN_S + 1] = config.iteration
         row[batching.MAX_BATCH] = config.max_batch
         row[batching.TOKEN_BUDGET] = config.token_budget
-        row[batching.NUM_PAGES] = config.replica.kv_capacity_tokens // fleet.page_tokens
+        row[batching.NUM_PAGES] = config.kv_capacity_tokens // fleet.page_tokens
         row[batching.WARM_UP_FACTOR] = 1.0
         if fleet.churn is not None:
             row[batching.WARM_UP_S] = fleet.churn.warm_up_s
