@@ -44,6 +44,12 @@ class EngineConfig(Frozen):
     """Longest prompt plus output."""
     max_waiting: Annotated[int, Field(ge=0)] = 256
     """Requests that may wait; one more is refused."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What a rank reserves: one GPU or one CPU; `auto`: a GPU where the cluster has any."""
+    accelerator_type: str | None = None
+    """Ray's name of the GPU that ranks must get, such as `H100`; None: any."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """After so long without being ready the start is given up."""
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,528 @@
+"""An engine of several processes: Ray actors that share a Hugging Face model.
+
+`Gang` places the ranks, forms the process group and loads; `GangEngine` serves requests with it.
+Ranks are actors of their own, hidden from whoever routes: one engine is one replica. The engine's
+own process holds no weights and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from serve_app.engines.base import (
+    Chunk,
+    EngineConfig,
+    EngineError,
+    EngineStats,
+    FinishReason,
+    Sampling,
+)
+from serve_app.engines.messages import Limits, Member, Progress, Report
+from serve_app.engines.models import check_plan, find_model, read_shape
+
+_POLL_S = 1.0
+_PING_TIMEOUT_S = 10.0
+"""A rank that is alive answers from its own event loop, also while it computes."""
+
+
+def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """Return what the ranks reserve, one bundle each.
+
+    A deployment that brings its own placement group puts its own bundle before these.
+    """
+    if config.device == "gpu" or (config.device == "auto" and _cluster_has_gpus()):
+        bundle = {"GPU": 1.0}
+        if config.accelerator_type is not None:
+            bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
+    else:
+        bundle = {"CPU": 1.0}
+    return [dict(bundle) for _ in range(config.num_ranks)]
+
+
+def _cluster_has_gpus() -> bool:
+    return bool(ray.cluster_resources().get("GPU", 0) >= 1)
+
+
+class Rank:
+    """The actor of one rank; its methods return what `serve_app.engines.rank` does."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        """Be rank `rank`, not yet loaded."""
+        self._config = config
+        self._rank = rank
+        self._model: Any = None
+        self._manager: Any = None
+        self._outbox: Any = None
+
+    async def member(self) -> Member:
+        """Tell where this process is."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return Member(os.getpid(), node_id, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    async def open_store(self) -> tuple[str, int]:
+        """Open the store where ranks meet, and tell where."""
+        from serve_app.engines.rank import open_store
+
+        host = ray.util.get_node_ip_address()
+        self._store, port = open_store(host, self._config.num_ranks)
+        return host, port
+
+    async def load(self, meeting_place: tuple[str, int] | None) -> None:
+        """Join the others and load this rank's share.
+
+        Args:
+            meeting_place: Host and port of the store; None where there are no others.
+        """
+        self._model = await asyncio.to_thread(_in_a_sentence, self._load, meeting_place)
+
+    def _load(self, meeting_place: tuple[str, int] | None) -> Any:
+        from serve_app.engines import rank
+
+        if meeting_place is not None:
+            store = rank.meet(meeting_place, self._config.num_ranks)
+            rank.join_gang(self._rank, self._config.num_ranks, store)
+        return rank.load_share(self._config)
+
+    async def all_logits(self, token_ids: list[int]) -> list[list[float]]:
+        """Return logits of every position, computed by all ranks together, before `serve`."""
+        from serve_app.engines.rank import all_logits
+
+        return await asyncio.to_thread(all_logits, self._model, token_ids)
+
+    async def serve(self) -> Limits:
+        """Allocate the cache and begin to take requests."""
+        from serve_app.engines.rank import LockstepManager, Outbox
+
+        self._outbox = Outbox(asyncio.get_running_loop())
+
+        def begin() -> LockstepManager:
+            manager = LockstepManager(self._model, self._config, self._outbox)
+            manager.start()
+            return manager
+
+        self._manager = await asyncio.to_thread(_in_a_sentence, begin)
+        limits: Limits = self._manager.limits
+        return limits
+
+    async def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
+        """Take a request."""
+        self._manager.submit(request_id, token_ids, sampling)
+
+    async def cancel(self, request_id: str) -> None:
+        """Forget a request."""
+        self._manager.cancel_request(request_id)
+        self._outbox.forget(request_id)
+
+    async def poll(self, timeout_s: float) -> Report:
+        """Return what has happened since the last call, as soon as there is something."""
+        report: Report = await self._outbox.take(timeout_s)
+        return report
+
+    async def ping(self) -> None:
+        """Answer."""
+
+    async def live(self) -> None:
+        """Never return: whoever waits for this learns of the end of the process."""
+        await asyncio.Event().wait()
+
+
+def _in_a_sentence(function: Any, *args: Any) -> Any:
+    """Call; turn what goes wrong into an EngineError that can be sent and shown."""
+    try:
+        return function(*args)
+    except EngineError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise EngineError(f"{type(error).__name__}: {reason}") from error
+
+
+class Gang:
+    """Ranks that were placed and can load; `disband` frees whatever there is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Hold nothing yet."""
+        self.config = config
+        self.ranks: list[Any] = []
+        self._own_group: PlacementGroup | None = None
+
+    async def place(self) -> None:
+        """Start one actor per bundle, in the caller's placement group or one of our own.
+
+        Raises:
+            EngineError: The caller's placement group is too small.
+        """
+        group = ray.util.get_current_placement_group()
+        if group is None:
+            bundles = rank_bundles(self.config)
+            group = self._own_group = placement_group(bundles, strategy="PACK")
+            while not await asyncio.to_thread(group.wait, 1):
+                pass
+        bundles = group.bundle_specs
+        if len(bundles) < self.config.num_ranks:
+            raise EngineError(
+                f"the placement group has {len(bundles)} bundles for {self.config.num_ranks} "
+                "ranks: take rank_bundles() of the same configuration"
+            )
+        first = len(bundles) - self.config.num_ranks
+        self.ranks = [
+            _start_rank(self.config, number, group, first + number)
+            for number in range(self.config.num_ranks)
+        ]
+
+    async def members(self) -> list[Member]:
+        """Tell where the ranks are."""
+        return await self._all("member")
+
+    async def load(self) -> None:
+        """Form the process group and load every share.
+
+        Raises:
+            EngineError: A rank could not.
+        """
+        place = await self._one(0, "open_store") if self.config.num_ranks > 1 else None
+        await self._all("load", place)
+
+    async def all_logits(self, token_ids: Sequence[int]) -> list[list[list[float]]]:
+        """Return every rank's logits, shape (ranks, tokens, vocabulary); before `serve`."""
+        return await self._all("all_logits", list(token_ids))
+
+    async def serve(self) -> Limits:
+        """Allocate the cache and begin to take requests.
+
+        Raises:
+            EngineError: There is no memory for it.
+        """
+        limits: Limits = (await self._all("serve"))[0]
+        return limits
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        calls = [self._one(number, method, *args) for number in range(len(self.ranks))]
+        return await _together(calls)
+
+    async def _one(self, number: int, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self.ranks[number], method).remote(*args)
+        except (RayError, EngineError) as error:
+            where = f"rank {number} of {self.config.num_ranks}"
+            raise EngineError(f"{where}: {reason_of(error)}") from None
+
+    def disband(self) -> None:
+        """End the ranks, and give back what was reserved for them."""
+        for rank in self.ranks:
+            ray.kill(rank)
+        self.ranks = []
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
+            self._own_group = None
+
+
+def _start_rank(config: EngineConfig, number: int, group: PlacementGroup, bundle: int) -> Any:
+    has_gpu = group.bundle_specs[bundle].get("GPU", 0) >= 1
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    actor = ray.remote(Rank).options(
+        num_cpus=0 if has_gpu else 1,
+        num_gpus=1 if has_gpu else 0,
+        scheduling_strategy=strategy,
+        max_restarts=0,
+    )
+    return actor.remote(config, number)
+
+
+async def _together(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Wait for all, or for the first that fails: the others may wait for it in vain."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def reason_of(error: Exception) -> str:
+    """Say in one sentence what a Ray error says in many lines."""
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    if isinstance(error, EngineError):
+        return str(error)
+    if isinstance(error, RayError):
+        return "its process has died"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+class GangEngine:
+    """An engine over a `Gang`, through transformers' continuous batching."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Serve what `config` says, once started."""
+        self.config = config
+        self._gang = Gang(config)
+        self._streams: dict[str, _Stream] = {}
+        """Requests that are not answered yet, by the caller's id."""
+        self._by_key: dict[str, _Stream] = {}
+        """The same by the id that rank 0 knows, which is never used twice."""
+        self._keys = itertools.count()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._limits = Limits(0, frozenset())
+        self._max_request_tokens = 0
+        self._reported: EngineStats | None = None
+        self._failure: str | None = "the engine has not been started"
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Load the weights and be ready.
+
+        Raises:
+            EngineError: The model cannot be found or cannot be divided like that, a rank could not
+                load its share, or all of it took longer than `start_timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            raise EngineError(
+                f"the engine was not ready within {self.config.start_timeout_s:g} s; "
+                f"{self._needs()}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        folder = await asyncio.to_thread(find_model, self.config.model)
+        shape = await asyncio.to_thread(read_shape, folder)
+        check_plan(shape, self.config)
+        await self._gang.place()
+        await self._gang.load()
+        self._limits = await self._gang.serve()
+        self._max_request_tokens = min(
+            self.config.max_model_tokens, self._limits.kv_capacity_tokens, shape.max_positions
+        )
+        self._failure = None
+        watched = (self._watch(number) for number in range(self.config.num_ranks))
+        self._watchers = [asyncio.create_task(work) for work in (self._read(), *watched)]
+
+    def _needs(self) -> str:
+        kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
+        have = ray.cluster_resources().get(kind, 0)
+        return f"it needs {self.config.num_ranks} free {kind}s, and the cluster has {have:g} in all"
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Chunk]:
+        """Generate; closing the iterator early aborts the request.
+
+        Raises:
+            EngineError: The queue is full, the request is too long or makes no sense, or the
+                engine died meanwhile.
+        """
+        self._admit(request_id, token_ids, sampling)
+        stream = self._open(request_id, sampling)
+        try:
+            await self._call_driver("submit", stream.key, list(token_ids), sampling)
+            while (chunk := await stream.next()).finish_reason is None:
+                yield chunk
+            yield chunk
+        finally:
+            self._close(stream)
+
+    def _admit(self, request_id: str, token_ids: Sequence[int], sampling: Sampling) -> None:
+        if self._failure is not None:
+            raise EngineError(self._failure)
+        check_request(token_ids, sampling, self._max_request_tokens)
+        if request_id in self._streams:
+            raise EngineError(f"a request {request_id!r} is already being answered")
+        if len(self._streams) >= self._num_slots() + self.config.max_waiting:
+            raise EngineError(f"the queue is full: {self.config.max_waiting} requests wait")
+
+    def _num_slots(self) -> int:
+        """How many could be running: fewer than `max_batch` where the cache holds no more."""
+        reported = self._reported
+        if reported is not None and reported.num_waiting > 0 and reported.num_running > 0:
+            return min(reported.num_running, self.config.max_batch)
+        return self.config.max_batch
+
+    def _open(self, request_id: str, sampling: Sampling) -> _Stream:
+        key = f"{request_id}#{next(self._keys)}"
+        stream = _Stream(request_id, key, sampling.ignore_eos)
+        self._streams[request_id] = self._by_key[stream.key] = stream
+        self._idle.clear()
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        """Forget a stream, and on rank 0 the request where it is not at its end."""
+        if self._by_key.pop(stream.key, None) is None:
+            return
+        del self._streams[stream.request_id]
+        if not stream.ended and self._gang.ranks:
+            self._gang.ranks[0].cancel.remote(stream.key)
+        if not self._streams:
+            self._idle.set()
+
+    async def _call_driver(self, method: str, *args: Any) -> Any:
+        if not self._gang.ranks:
+            raise EngineError(self._failure or "the engine was stopped")
+        try:
+            return await getattr(self._gang.ranks[0], method).remote(*args)
+        except (RayError, EngineError) as error:
+            raise EngineError(self._failure or f"rank 0: {reason_of(error)}") from None
+
+    async def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._close(stream)
+            stream.put(Chunk((), "abort"))
+
+    def stats(self) -> EngineStats:
+        """Tell the state as of now, without waiting."""
+        reported = self._reported or EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
+        # Requests on their way to rank 0 wait, whether or not it has counted them.
+        num_waiting = max(0, len(self._streams) - reported.num_running)
+        return EngineStats(
+            num_waiting=num_waiting,
+            num_running=reported.num_running,
+            kv_used_fraction=reported.kv_used_fraction,
+            kv_capacity_tokens=self._limits.kv_capacity_tokens,
+            num_preemptions=reported.num_preemptions,
+            last_batch_s=reported.last_batch_s,
+            last_batch_size=reported.last_batch_size,
+        )
+
+    async def check_health(self) -> None:
+        """Return if all ranks answer.
+
+        Raises:
+            EngineError: One does not.
+        """
+        if self._failure is None:
+            try:
+                async with asyncio.timeout(_PING_TIMEOUT_S):
+                    await self._gang._all("ping")
+            except TimeoutError:
+                self._fail(f"a rank did not answer for {_PING_TIMEOUT_S:g} s")
+            except EngineError as error:
+                self._fail(str(error))
+        if self._failure is not None:
+            raise EngineError(self._failure)
+
+    async def drain(self) -> None:
+        """Return once everything that was accepted has been answered."""
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Free the ranks and their memory."""
+        self._fail("the engine was stopped")
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._watchers = []
+        self._gang.disband()
+
+    def members(self) -> Coroutine[Any, Any, list[Member]]:
+        """Tell where the ranks are."""
+        return self._gang.members()
+
+    async def _read(self) -> None:
+        """Hand on what rank 0 reports, for as long as it does."""
+        while True:
+            try:
+                report: Report = await self._gang.ranks[0].poll.remote(_POLL_S)
+            except (RayError, EngineError) as error:
+                self._fail(f"rank 0 of {self.config.num_ranks}: {reason_of(error)}")
+                return
+            if report.stats is not None:
+                self._reported = report.stats
+            for progress in report.progress:
+                self._hand_on(progress)
+
+    def _hand_on(self, progress: Progress) -> None:
+        stream = self._by_key.get(progress.request_id)
+        if stream is None:
+            return
+        if progress.error is not None:
+            stream.put(EngineError(progress.error))
+            return
+        reason: FinishReason | None = None
+        if progress.finished:
+            at_eos = progress.token_ids and progress.token_ids[-1] in self._limits.eos_token_ids
+            reason = "stop" if at_eos and not stream.ignore_eos else "length"
+        stream.put(Chunk(progress.token_ids, reason))
+
+    async def _watch(self, number: int) -> None:
+        try:
+            await self._gang.ranks[number].live.remote()
+        except RayError as error:
+            self._fail(f"rank {number} of {self.config.num_ranks}: {reason_of(error)}")
+
+    def _fail(self, reason: str) -> None:
+        """End everything that runs with one reason; the first one counts."""
+        if self._failure is None:
+            self._failure = reason
+            # The ranks that are left wait in a collective for the one that is gone.
+            for rank in self._gang.ranks:
+                with contextlib.suppress(RayError):
+                    ray.kill(rank)
+        for stream in self._streams.values():
+            stream.put(EngineError(self._failure))
+
+
+class _Stream:
+    """What is on its way to one caller."""
+
+    def __init__(self, request_id: str, key: str, ignore_eos: bool) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.ignore_eos = ignore_eos
+        self.ended = False
+        """Whether rank 0 is done with it."""
+        self._items: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+
+    def put(self, item: Chunk | EngineError) -> None:
+        self.ended = isinstance(item, EngineError) or item.finish_reason is not None
+        self._items.put_nowait(item)
+
+    async def next(self) -> Chunk:
+        item = await self._items.get()
+        if isinstance(item, EngineError):
+            raise item
+        return item
+
+
+def check_request(token_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+    """Check what is asked of an engine.
+
+    Args:
+        token_ids: Of the prompt.
+        sampling: Asked for.
+        max_tokens: That prompt and output may have together.
+
+    Raises:
+        EngineError: It is too long, or out of range.
+    """
+    if not token_ids:
+        raise EngineError("the prompt is empty")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
+    if len(token_ids) + sampling.max_tokens > max_tokens:
+        raise EngineError(
+            f"a prompt of {len(token_ids)} tokens and {sampling.max_tokens} to generate are more "
+            f"than the {max_tokens} that this engine can hold"
+        )
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise EngineError(f"temperature is {sampling.temperature}; it must be 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
