@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 def convert(gguf: Path, folder: Path) -> None:
     """Write the dequantised weights, the configuration and the tokenizer of `gguf` to `folder`."""
-    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Without a configuration that dequantises, the model could not be saved.
     model = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True)
+        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

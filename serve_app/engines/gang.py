@@ -122,7 +122,6 @@ class Rank:
     async def cancel(self, request_id: str) -> None:
         """Forget a request."""
         self._manager.cancel_request(request_id)
-        self._outbox.forget(request_id)
 
     async def poll(self, timeout_s: float) -> Report:
         """Return what has happened since the last call, as soon as there is something."""
@@ -264,10 +263,16 @@ def reason_of(error: Exception) -> str:
 class GangEngine:
     """An engine over a `Gang`, through transformers' continuous batching."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Serve what `config` says, once started."""
+    def __init__(self, config: EngineConfig, gang: Gang | None = None) -> None:
+        """Serve what `config` says, once started.
+
+        Args:
+            config: What to run, and on what.
+            gang: Ranks of the same configuration that have loaded already; None: ranks of its own.
+        """
         self.config = config
-        self._gang = Gang(config)
+        self._gang = gang or Gang(config)
+        self._doing = "looking for the model"
         self._streams: dict[str, _Stream] = {}
         """Requests that are not answered yet, by the caller's id."""
         self._by_key: dict[str, _Stream] = {}
@@ -275,7 +280,7 @@ class GangEngine:
         self._keys = itertools.count()
         self._watchers: list[asyncio.Task[None]] = []
         self._limits = Limits(0, frozenset())
-        self._max_request_tokens = 0
+        self._max_request_tokens = self._vocab_size = 0
         self._reported: EngineStats | None = None
         self._failure: str | None = "the engine has not been started"
         self._idle = asyncio.Event()
@@ -294,8 +299,8 @@ class GangEngine:
         except TimeoutError:
             await self.stop()
             raise EngineError(
-                f"the engine was not ready within {self.config.start_timeout_s:g} s; "
-                f"{self._needs()}"
+                f"the engine was not ready within {self.config.start_timeout_s:g} s: it was still "
+                f"{self._doing}"
             ) from None
         except BaseException:
             await self.stop()
@@ -305,12 +310,17 @@ class GangEngine:
         folder = await asyncio.to_thread(find_model, self.config.model)
         shape = await asyncio.to_thread(read_shape, folder)
         check_plan(shape, self.config)
-        await self._gang.place()
-        await self._gang.load()
+        if not self._gang.ranks:
+            self._doing = f"waiting for {self._needs()}"
+            await self._gang.place()
+            self._doing = "loading the weights"
+            await self._gang.load()
+        self._doing = "allocating the cache"
         self._limits = await self._gang.serve()
         self._max_request_tokens = min(
             self.config.max_model_tokens, self._limits.kv_capacity_tokens, shape.max_positions
         )
+        self._vocab_size = shape.vocab_size
         self._failure = None
         watched = (self._watch(number) for number in range(self.config.num_ranks))
         self._watchers = [asyncio.create_task(work) for work in (self._read(), *watched)]
@@ -318,7 +328,7 @@ class GangEngine:
     def _needs(self) -> str:
         kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
         have = ray.cluster_resources().get(kind, 0)
-        return f"it needs {self.config.num_ranks} free {kind}s, and the cluster has {have:g} in all"
+        return f"{self.config.num_ranks} free {kind}s (the cluster has {have:g} in all)"
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling
@@ -342,7 +352,7 @@ class GangEngine:
     def _admit(self, request_id: str, token_ids: Sequence[int], sampling: Sampling) -> None:
         if self._failure is not None:
             raise EngineError(self._failure)
-        check_request(token_ids, sampling, self._max_request_tokens)
+        check_request(token_ids, sampling, self._max_request_tokens, self._vocab_size)
         if request_id in self._streams:
             raise EngineError(f"a request {request_id!r} is already being answered")
         if len(self._streams) >= self._num_slots() + self.config.max_waiting:
@@ -432,9 +442,9 @@ class GangEngine:
         self._watchers = []
         self._gang.disband()
 
-    def members(self) -> Coroutine[Any, Any, list[Member]]:
+    async def members(self) -> list[Member]:
         """Tell where the ranks are."""
-        return self._gang.members()
+        return await self._gang.members()
 
     async def _read(self) -> None:
         """Hand on what rank 0 reports, for as long as it does."""
@@ -453,14 +463,15 @@ class GangEngine:
         stream = self._by_key.get(progress.request_id)
         if stream is None:
             return
-        if progress.error is not None:
-            stream.put(EngineError(progress.error))
+        if progress.token_id is None:
+            reason_line = (progress.error or "no reason given").splitlines()[0]
+            stream.put(EngineError(f"rank 0 could not go on: {reason_line}"))
             return
         reason: FinishReason | None = None
         if progress.finished:
-            at_eos = progress.token_ids and progress.token_ids[-1] in self._limits.eos_token_ids
+            at_eos = progress.token_id in self._limits.eos_token_ids
             reason = "stop" if at_eos and not stream.ignore_eos else "length"
-        stream.put(Chunk(progress.token_ids, reason))
+        stream.put(Chunk((progress.token_id,), reason))
 
     async def _watch(self, number: int) -> None:
         try:
@@ -502,19 +513,25 @@ class _Stream:
         return item
 
 
-def check_request(token_ids: Sequence[int], sampling: Sampling, max_tokens: int) -> None:
+def check_request(
+    token_ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int
+) -> None:
     """Check what is asked of an engine.
 
     Args:
         token_ids: Of the prompt.
         sampling: Asked for.
         max_tokens: That prompt and output may have together.
+        vocab_size: Token ids are below it.
 
     Raises:
         EngineError: It is too long, or out of range.
     """
     if not token_ids:
         raise EngineError("the prompt is empty")
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise EngineError(f"token {wrong} is not in the vocabulary of {vocab_size}")
     if sampling.max_tokens < 1:
         raise EngineError(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
     if len(token_ids) + sampling.max_tokens > max_tokens:

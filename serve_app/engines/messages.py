@@ -20,7 +20,8 @@ class Progress:
     """What an iteration did to one request."""
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_id: int | None
+    """None: it failed."""
     finished: bool
     error: str | None
 

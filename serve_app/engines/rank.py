@@ -8,6 +8,7 @@ the same tokens. Imported in the ranks' processes only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
 import os
@@ -17,8 +18,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.distributed import DistributedConfig, mixin, pipeline_parallel
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
@@ -37,7 +37,7 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.initialization import (
     update_cb_config_after_cache_creation,
 )
-from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.generation.logits_process import LogitsProcessorList
@@ -46,6 +46,9 @@ from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampl
 from serve_app.engines.messages import Limits, Progress, Report
 from serve_app.engines.models import find_model
 from serve_app.engines.sampling import GumbelDraws
+
+# torch marks what may be missing on some platforms as not exported.
+dist: Any = torch.distributed
 
 PAGE_TOKENS = 32
 """Tokens whose keys and values are allocated together."""
@@ -57,18 +60,18 @@ _GPU_WORKSPACE_FRACTION = 0.1
 """Of the GPU memory that is left beside the weights: for activations and logits."""
 
 
-def open_store(host: str, num_ranks: int) -> tuple[dist.TCPStore, int]:
+def open_store(host: str, num_ranks: int) -> tuple[Any, int]:
     """Open the store where ranks meet; returns it and its port, which the system chose."""
     store = dist.TCPStore(host, 0, num_ranks, is_master=True, wait_for_workers=False)
     return store, store.port
 
 
-def meet(place: tuple[str, int], num_ranks: int) -> dist.TCPStore:
+def meet(place: tuple[str, int], num_ranks: int) -> Any:
     """Go to the store that rank 0 opened."""
     return dist.TCPStore(*place, num_ranks, is_master=False)
 
 
-def join_gang(rank: int, num_ranks: int, store: dist.Store) -> None:
+def join_gang(rank: int, num_ranks: int, store: Any) -> None:
     """Become rank `rank`: NCCL between GPUs, gloo between CPUs.
 
     transformers takes the process group that it finds.
@@ -86,7 +89,7 @@ def join_gang(rank: int, num_ranks: int, store: dist.Store) -> None:
     )
 
 
-def load_share(config: EngineConfig) -> PreTrainedModel:
+def load_share(config: EngineConfig) -> Any:
     """Load this rank's share of the model."""
     if not torch.cuda.is_available():
         # More threads than cores only wait for each other at every layer.
@@ -104,7 +107,7 @@ def load_share(config: EngineConfig) -> PreTrainedModel:
         distributed_config=divided,
         device_map=None if divided or not torch.cuda.is_available() else "cuda",
     )
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def _repair_transformers() -> None:
@@ -132,22 +135,24 @@ def _repair_transformers() -> None:
 
     def bind_flat(signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = bind(signature, args, kwargs)
-        return bound | bound.pop("kwargs", {})
+        more = bound.pop("kwargs", {})
+        return {**bound, **more}
 
     shard_what_is_here.mended = True  # type: ignore[attr-defined]
     mixin.apply_tensor_parallelism = shard_what_is_here
     pipeline_parallel._bind_forward_kwargs = bind_flat
 
 
-def all_logits(model: PreTrainedModel, token_ids: list[int]) -> list[list[float]]:
+def all_logits(model: Any, token_ids: list[int]) -> list[list[float]]:
     """Return the logits of every position, shape (tokens, vocabulary); all ranks must call it."""
     with torch.no_grad():
         logits = model(torch.tensor([token_ids], device=model.device)).logits
-    return logits[0].float().cpu().tolist()  # type: ignore[no-any-return]
+    rows: list[list[float]] = logits[0].float().cpu().tolist()
+    return rows
 
 
 class Outbox(OutputRouter):
-    """Collects what an iteration produced, and hands it on as one report."""
+    """Collects what an iteration produced on rank 0, and hands it on as one report."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Be read on `loop`, and filled by the thread that generates."""
@@ -156,30 +161,26 @@ class Outbox(OutputRouter):
         self._filled = asyncio.Event()
         self._guard = threading.Lock()
         self._progress: list[Progress] = []
-        self._num_sent: dict[str, int] = {}
         self._stats: EngineStats | None = None
         self._death: str | None = None
 
-    def deliver(self, output: Any) -> None:
+    def deliver(self, output: GenerationOutput) -> None:
         """Take one output, as transformers calls it for requests that failed."""
         self.deliver_batch([output])
 
-    def deliver_batch(self, outputs: list[Any]) -> None:
-        """Take what an iteration generated, request by request, each with all its tokens."""
-        for output in outputs:
-            tokens = output.generated_tokens[self._num_sent.get(output.request_id, 0) :]
-            finished = output.is_finished() or output.error is not None
-            if finished:
-                self._num_sent.pop(output.request_id, None)
-            else:
-                self._num_sent[output.request_id] = len(output.generated_tokens)
-            progress = Progress(output.request_id, tuple(tokens), finished, output.error)
-            with self._guard:
-                self._progress.append(progress)
-
-    def forget(self, request_id: str) -> None:
-        """Drop what is remembered of a cancelled request."""
-        self._num_sent.pop(request_id, None)
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        """Take what an iteration generated: the last token of every request is new."""
+        progress = [
+            Progress(
+                output.request_id,
+                None if output.error else output.generated_tokens[-1],
+                output.is_finished(),
+                output.error,
+            )
+            for output in outputs
+        ]
+        with self._guard:
+            self._progress += progress
 
     def publish(self, stats: EngineStats) -> None:
         """Wake the reader, with the state as of now."""
@@ -194,17 +195,31 @@ class Outbox(OutputRouter):
         self._loop.call_soon_threadsafe(self._filled.set)
 
     async def take(self, timeout_s: float) -> Report:
-        """Return what has come since the last call, at the latest after `timeout_s`."""
-        try:
+        """Return what has come since the last call, at the latest after `timeout_s`.
+
+        Raises:
+            EngineError: Everything was taken, and nothing more will come.
+        """
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._filled.wait(), timeout_s)
-        except TimeoutError:
-            pass
         self._filled.clear()
         with self._guard:
             progress, self._progress = self._progress, []
         if self._death is not None and not progress:
             raise EngineError(self._death)
+        if self._death is not None:
+            self._filled.set()
         return Report(progress, self._stats)
+
+
+class _Nowhere(OutputRouter):
+    """Where the followers' outputs go: rank 0 has the same ones."""
+
+    def deliver(self, output: GenerationOutput) -> None:
+        pass
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        pass
 
 
 class LockstepHelper(DistributedHelper):
@@ -214,7 +229,7 @@ class LockstepHelper(DistributedHelper):
         """Open a group of all ranks that talks over gloo."""
         self.dist_on = dist.is_initialized()
         self.device_mesh = None
-        self.tp_plan = {}
+        self.tp_plan: dict[str, str] = {}
         self.global_rank = dist.get_rank() if self.dist_on else 0
         self.world_size = dist.get_world_size() if self.dist_on else 1
         self.tp_size = self.world_size
@@ -264,9 +279,7 @@ class _NeverWaits(threading.Event):
 class LockstepManager(ContinuousBatchingManager):
     """transformers' continuous batching, for any division into tensor ranks and stages."""
 
-    batch_processor: ContinuousBatchProcessor | None
-
-    def __init__(self, model: PreTrainedModel, config: EngineConfig, outbox: Outbox) -> None:
+    def __init__(self, model: Any, config: EngineConfig, outbox: Outbox) -> None:
         """Size the cache; all ranks must get here."""
         batching = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
@@ -281,16 +294,19 @@ class LockstepManager(ContinuousBatchingManager):
         )
         eos = model.generation_config.eos_token_id
         super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=eos), batching)
-        self.output_router = self._outbox = outbox
+        self._outbox = outbox
         self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList())
         self.logit_processor.logits_processor.append(GumbelDraws())
         self.logit_processor.tensors_required = 1
         self.logit_processor.do_processing = True
         self.logit_processor._retrieve_processors_kwargs()
         self.distributed_helper.destroy_cpu_comm_group()
-        self.distributed_helper = LockstepHelper()
+        self.distributed_helper: DistributedHelper = LockstepHelper()
         self.is_tp_driver = self.distributed_helper.is_tp_driver
-        if not self.is_tp_driver:
+        if self.is_tp_driver:
+            self.output_router = outbox
+        else:
+            self.output_router = _Nowhere()
             self._wake_up_loop = _NeverWaits()
         self._stage, self._first_layer = _stage_config(model, config)
         self._last_batch_s, self._last_batch_size = math.nan, 0
@@ -388,7 +404,7 @@ class LockstepManager(ContinuousBatchingManager):
     ) -> bool:
         num_batches = self.current_batch
         started_s = time.perf_counter()
-        going_on = super()._generation_loop_body(batch_processor, bootstrapping)
+        going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
         if self.current_batch > num_batches:
             self._last_batch_s = time.perf_counter() - started_s
             self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
@@ -409,7 +425,7 @@ class LockstepManager(ContinuousBatchingManager):
         )
 
 
-def _stage_config(model: PreTrainedModel, config: EngineConfig) -> tuple[Any, int]:
+def _stage_config(model: Any, config: EngineConfig) -> tuple[Any, int]:
     """Return the configuration of what this rank caches, and the number of its first layer."""
     stage = copy.deepcopy(model.config.get_text_config())
     heads = getattr(stage, "num_key_value_heads", None) or stage.num_attention_heads
