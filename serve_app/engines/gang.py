@@ -30,6 +30,7 @@ from serve_app.engines.base import (
 )
 from serve_app.engines.messages import Limits, Member, Progress, Report
 from serve_app.engines.models import check_plan, find_model, read_shape
+from serve_app.engines.requests import Admission, reason_line
 
 _POLL_S = 1.0
 _PING_TIMEOUT_S = 10.0
@@ -143,8 +144,7 @@ def _in_a_sentence(function: Any, *args: Any) -> Any:
     except EngineError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise EngineError(f"{type(error).__name__}: {reason}") from error
+        raise EngineError(reason_line(error)) from error
 
 
 class Gang:
@@ -253,11 +253,7 @@ def reason_of(error: Exception) -> str:
     """Say in one sentence what a Ray error says in many lines."""
     if isinstance(error, RayTaskError):
         error = error.cause
-    if isinstance(error, EngineError):
-        return str(error)
-    if isinstance(error, RayError):
-        return "its process has died"
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "its process has died" if isinstance(error, RayError) else reason_line(error)
 
 
 class GangEngine:
@@ -280,11 +276,8 @@ class GangEngine:
         self._keys = itertools.count()
         self._watchers: list[asyncio.Task[None]] = []
         self._limits = Limits(0, frozenset())
-        self._max_request_tokens = self._vocab_size = 0
         self._reported: EngineStats | None = None
-        self._failure: str | None = "the engine has not been started"
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._admission = Admission(config.max_batch, config.max_waiting)
 
     async def start(self) -> None:
         """Load the weights and be ready.
@@ -317,11 +310,10 @@ class GangEngine:
             await self._gang.load()
         self._doing = "allocating the cache"
         self._limits = await self._gang.serve()
-        self._max_request_tokens = min(
+        longest = min(
             self.config.max_model_tokens, self._limits.kv_capacity_tokens, shape.max_positions
         )
-        self._vocab_size = shape.vocab_size
-        self._failure = None
+        self._admission.open(longest, shape.vocab_size)
         watched = (self._watch(number) for number in range(self.config.num_ranks))
         self._watchers = [asyncio.create_task(work) for work in (self._read(), *watched)]
 
@@ -339,7 +331,8 @@ class GangEngine:
             EngineError: The queue is full, the request is too long or makes no sense, or the
                 engine died meanwhile.
         """
-        self._admit(request_id, token_ids, sampling)
+        num_running = self._num_running_if_full()
+        self._admission.check(request_id, token_ids, sampling, num_running)
         stream = self._open(request_id, sampling)
         try:
             await self._call_driver("submit", stream.key, list(token_ids), sampling)
@@ -349,27 +342,17 @@ class GangEngine:
         finally:
             self._close(stream)
 
-    def _admit(self, request_id: str, token_ids: Sequence[int], sampling: Sampling) -> None:
-        if self._failure is not None:
-            raise EngineError(self._failure)
-        check_request(token_ids, sampling, self._max_request_tokens, self._vocab_size)
-        if request_id in self._streams:
-            raise EngineError(f"a request {request_id!r} is already being answered")
-        if len(self._streams) >= self._num_slots() + self.config.max_waiting:
-            raise EngineError(f"the queue is full: {self.config.max_waiting} requests wait")
-
-    def _num_slots(self) -> int:
-        """How many could be running: fewer than `max_batch` where the cache holds no more."""
+    def _num_running_if_full(self) -> int | None:
+        """How many run, where others have to wait for them."""
         reported = self._reported
-        if reported is not None and reported.num_waiting > 0 and reported.num_running > 0:
-            return min(reported.num_running, self.config.max_batch)
-        return self.config.max_batch
+        waits = reported is not None and reported.num_waiting > 0 and reported.num_running > 0
+        return reported.num_running if reported is not None and waits else None
 
     def _open(self, request_id: str, sampling: Sampling) -> _Stream:
         key = f"{request_id}#{next(self._keys)}"
         stream = _Stream(request_id, key, sampling.ignore_eos)
         self._streams[request_id] = self._by_key[stream.key] = stream
-        self._idle.clear()
+        self._admission.enter(request_id)
         return stream
 
     def _close(self, stream: _Stream) -> None:
@@ -377,18 +360,18 @@ class GangEngine:
         if self._by_key.pop(stream.key, None) is None:
             return
         del self._streams[stream.request_id]
+        self._admission.leave(stream.request_id)
         if not stream.ended and self._gang.ranks:
             self._gang.ranks[0].cancel.remote(stream.key)
-        if not self._streams:
-            self._idle.set()
 
     async def _call_driver(self, method: str, *args: Any) -> Any:
         if not self._gang.ranks:
-            raise EngineError(self._failure or "the engine was stopped")
+            raise EngineError(self._admission.closed or "the engine was stopped")
         try:
             return await getattr(self._gang.ranks[0], method).remote(*args)
         except (RayError, EngineError) as error:
-            raise EngineError(self._failure or f"rank 0: {reason_of(error)}") from None
+            reason = self._admission.closed or f"rank 0: {reason_of(error)}"
+            raise EngineError(reason) from None
 
     async def abort(self, request_id: str) -> None:
         """Forget a request; unknown ones are ignored."""
@@ -418,7 +401,7 @@ class GangEngine:
         Raises:
             EngineError: One does not.
         """
-        if self._failure is None:
+        if self._admission.closed is None:
             try:
                 async with asyncio.timeout(_PING_TIMEOUT_S):
                     await self._gang._all("ping")
@@ -426,12 +409,12 @@ class GangEngine:
                 self._fail(f"a rank did not answer for {_PING_TIMEOUT_S:g} s")
             except EngineError as error:
                 self._fail(str(error))
-        if self._failure is not None:
-            raise EngineError(self._failure)
+        if self._admission.closed is not None:
+            raise EngineError(self._admission.closed)
 
     async def drain(self) -> None:
         """Return once everything that was accepted has been answered."""
-        await self._idle.wait()
+        await self._admission.emptied()
 
     async def stop(self) -> None:
         """Free the ranks and their memory."""
@@ -481,14 +464,14 @@ class GangEngine:
 
     def _fail(self, reason: str) -> None:
         """End everything that runs with one reason; the first one counts."""
-        if self._failure is None:
-            self._failure = reason
+        if self._admission.closed is None:
+            self._admission.close(reason)
             # The ranks that are left wait in a collective for the one that is gone.
             for rank in self._gang.ranks:
                 with contextlib.suppress(RayError):
                     ray.kill(rank)
         for stream in self._streams.values():
-            stream.put(EngineError(self._failure))
+            stream.put(EngineError(self._admission.closed or reason))
 
 
 class _Stream:
@@ -511,35 +494,3 @@ class _Stream:
         if isinstance(item, EngineError):
             raise item
         return item
-
-
-def check_request(
-    token_ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int
-) -> None:
-    """Check what is asked of an engine.
-
-    Args:
-        token_ids: Of the prompt.
-        sampling: Asked for.
-        max_tokens: That prompt and output may have together.
-        vocab_size: Token ids are below it.
-
-    Raises:
-        EngineError: It is too long, or out of range.
-    """
-    if not token_ids:
-        raise EngineError("the prompt is empty")
-    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise EngineError(f"token {wrong} is not in the vocabulary of {vocab_size}")
-    if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
-    if len(token_ids) + sampling.max_tokens > max_tokens:
-        raise EngineError(
-            f"a prompt of {len(token_ids)} tokens and {sampling.max_tokens} to generate are more "
-            f"than the {max_tokens} that this engine can hold"
-        )
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise EngineError(f"temperature is {sampling.temperature}; it must be 0 or more")
-    if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")

