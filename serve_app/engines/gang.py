@@ -60,6 +60,9 @@ class Rank:
 
     def __init__(self, config: EngineConfig, rank: int) -> None:
         """Be rank `rank`, not yet loaded."""
+        if not ray.get_gpu_ids():
+            # Ray hides no GPU from an actor that reserved none, and torch would take the first.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._config = config
         self._rank = rank
         self._model: Any = None
@@ -447,8 +450,8 @@ class GangEngine:
         if stream is None:
             return
         if progress.token_id is None:
-            reason_line = (progress.error or "no reason given").splitlines()[0]
-            stream.put(EngineError(f"rank 0 could not go on: {reason_line}"))
+            reason_text = (progress.error or "no reason given").splitlines()[0]
+            stream.put(EngineError(f"rank 0 could not go on: {reason_text}"))
             return
         reason: FinishReason | None = None
         if progress.finished:

