@@ -303,6 +303,7 @@ class GangEngine:
             raise
 
     async def _start(self) -> None:
+        self._reported = None
         folder = await asyncio.to_thread(find_model, self.config.model)
         shape = await asyncio.to_thread(read_shape, folder)
         check_plan(shape, self.config)
