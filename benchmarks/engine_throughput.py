@@ -2,8 +2,8 @@
 
 Both run the same prompts to the same lengths, turn by turn, each on one thread: the engine in its
 rank's process with everything between it and the caller, `generate` in this one with nothing.
-Ray gives its workers the lowest priority unless told otherwise (RAY_worker_niceness 15): on a busy
-machine that alone would decide, so here they run like everything else.
+Ray gives its workers a low priority unless told otherwise (RAY_worker_niceness, 15): on a busy
+machine that would decide, so here they run like everything else.
 """
 
 from __future__ import annotations

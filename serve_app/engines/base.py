@@ -35,7 +35,7 @@ class EngineConfig(Frozen):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights and KV cache may take; without GPU, of `kv_bytes`."""
     kv_bytes: Annotated[int, Field(gt=0)] | None = None
-    """KV memory of one rank without GPU, bytes; None: 256 MiB."""
+    """KV memory of one rank, bytes; None: what `memory_fraction` of a GPU leaves, else 256 MiB."""
     max_batch: Annotated[int, Field(ge=1)] = 8
     """Most sequences in the batch."""
     token_budget: Annotated[int, Field(ge=1)] = 256

@@ -160,6 +160,8 @@ class Outbox(OutputRouter):
         self._loop = loop
         self._filled = asyncio.Event()
         self._guard = threading.Lock()
+        self._fresh: list[Progress] = []
+        """Of the iteration that is not over: it goes out together with its stats."""
         self._progress: list[Progress] = []
         self._stats: EngineStats | None = None
         self._death: str | None = None
@@ -170,7 +172,7 @@ class Outbox(OutputRouter):
 
     def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
         """Take what an iteration generated: the last token of every request is new."""
-        progress = [
+        self._fresh += [
             Progress(
                 output.request_id,
                 None if output.error else output.generated_tokens[-1],
@@ -179,19 +181,22 @@ class Outbox(OutputRouter):
             )
             for output in outputs
         ]
-        with self._guard:
-            self._progress += progress
 
     def publish(self, stats: EngineStats) -> None:
         """Wake the reader, with the state as of now."""
-        if stats == self._stats and not self._progress:
+        if stats == self._stats and not self._fresh:
             return
-        self._stats = stats
-        self._loop.call_soon_threadsafe(self._filled.set)
+        self._put(stats, None)
 
     def die(self, reason: str) -> None:
         """Tell the reader that nothing more will come."""
-        self._death = reason
+        self._put(self._stats, reason)
+
+    def _put(self, stats: EngineStats | None, death: str | None) -> None:
+        with self._guard:
+            self._progress += self._fresh
+            self._stats, self._death = stats, death
+        self._fresh = []
         self._loop.call_soon_threadsafe(self._filled.set)
 
     async def take(self, timeout_s: float) -> Report:
@@ -205,11 +210,12 @@ class Outbox(OutputRouter):
         self._filled.clear()
         with self._guard:
             progress, self._progress = self._progress, []
-        if self._death is not None and not progress:
-            raise EngineError(self._death)
-        if self._death is not None:
+            stats, death = self._stats, self._death
+        if death is not None and not progress:
+            raise EngineError(death)
+        if death is not None:
             self._filled.set()
-        return Report(progress, self._stats)
+        return Report(progress, stats)
 
 
 class _Nowhere(OutputRouter):
