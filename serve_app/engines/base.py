@@ -35,7 +35,7 @@ class EngineConfig(Frozen):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of a GPU's memory that weights and KV cache may take; without GPU, of `kv_bytes`."""
     kv_bytes: Annotated[int, Field(gt=0)] | None = None
-    """KV memory of one rank without GPU, bytes; None: 256 MiB."""
+    """KV memory of one rank, bytes; None: what `memory_fraction` of a GPU leaves, else 256 MiB."""
     max_batch: Annotated[int, Field(ge=1)] = 8
     """Most sequences in the batch."""
     token_budget: Annotated[int, Field(ge=1)] = 256
@@ -44,6 +44,12 @@ class EngineConfig(Frozen):
     """Longest prompt plus output."""
     max_waiting: Annotated[int, Field(ge=0)] = 256
     """Requests that may wait; one more is refused."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What a rank reserves: one GPU or one CPU; `auto`: a GPU where the cluster has any."""
+    accelerator_type: str | None = None
+    """Ray's name of the GPU that ranks must get, such as `H100`; None: any."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """After so long without being ready the start is given up."""
 
     @property
     def num_ranks(self) -> int:

@@ -22,6 +22,10 @@ ROOT = Path(__file__).parents[2]
             ["decision_latency.py", "--num-replicas", "3", "8", "--decisions", "20"],
             {"policy", "num_replicas", "p50_us", "p99_us"},
         ),
+        (
+            ["engine_throughput.py", "--models", "tiny", "--repetitions", "1"],
+            {"model", "batch", "generate_tokens_per_s", "engine_tokens_per_s", "ratio"},
+        ),
     ],
 )
 def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, tmp_path):

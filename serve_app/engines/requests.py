@@ -1,0 +1,125 @@
+"""Which requests an engine accepts: what all engines check alike, before their own code runs."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from serve_app.engines.base import EngineError, Sampling
+
+
+class Admission:
+    """Counts the requests that are not answered yet, and refuses those too many or too long."""
+
+    def __init__(self, max_batch: int, max_waiting: int) -> None:
+        """Accept nothing before `open`."""
+        self._max_batch = max_batch
+        self._max_waiting = max_waiting
+        self._max_request_tokens = 0
+        self._vocab_size = 0
+        self._names: set[str] = set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.closed: str | None = "the engine has not been started"
+        """Why nothing is accepted; None: it is."""
+
+    def open(self, max_request_tokens: int, vocab_size: int) -> None:
+        """Accept requests.
+
+        Args:
+            max_request_tokens: That prompt and output may have together.
+            vocab_size: Token ids are below it.
+        """
+        self._max_request_tokens = max_request_tokens
+        self._vocab_size = vocab_size
+        self.closed = None
+
+    def close(self, reason: str) -> None:
+        """Accept no more; the first reason counts."""
+        self.closed = self.closed or reason
+
+    def check(
+        self, name: str, token_ids: Sequence[int], sampling: Sampling, num_running: int | None
+    ) -> None:
+        """Check one more request.
+
+        Args:
+            name: Of the request.
+            token_ids: Of its prompt.
+            sampling: Asked for.
+            num_running: How many are running where others wait for them to end: memory may hold
+                fewer than a full batch. None where nobody waits.
+
+        Raises:
+            EngineError: It cannot be accepted.
+        """
+        if self.closed is not None:
+            raise EngineError(self.closed)
+        check_request(token_ids, sampling, self._max_request_tokens, self._vocab_size)
+        if name in self._names:
+            raise EngineError(f"a request {name!r} is already being answered")
+        num_slots = min(self._max_batch, num_running or self._max_batch)
+        if len(self._names) >= num_slots + self._max_waiting:
+            raise EngineError(f"the queue is full: {self._max_waiting} requests wait")
+
+    def enter(self, name: str) -> None:
+        """Count a request that was checked."""
+        self._names.add(name)
+        self._empty.clear()
+
+    def leave(self, name: str) -> None:
+        """Count it no longer."""
+        self._names.discard(name)
+        if not self._names:
+            self._empty.set()
+
+    async def emptied(self) -> None:
+        """Return once none is left."""
+        await self._empty.wait()
+
+    def __len__(self) -> int:
+        """Return how many are not answered yet."""
+        return len(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether one of that name is not answered yet."""
+        return name in self._names
+
+
+def check_request(
+    token_ids: Sequence[int], sampling: Sampling, max_tokens: int, vocab_size: int
+) -> None:
+    """Check what is asked of an engine.
+
+    Args:
+        token_ids: Of the prompt.
+        sampling: Asked for.
+        max_tokens: That prompt and output may have together.
+        vocab_size: Token ids are below it.
+
+    Raises:
+        EngineError: It is too long, or out of range.
+    """
+    if not token_ids:
+        raise EngineError("the prompt is empty")
+    wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
+    if wrong is not None:
+        raise EngineError(f"token {wrong} is not in the vocabulary of {vocab_size}")
+    if sampling.max_tokens < 1:
+        raise EngineError(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
+    if len(token_ids) + sampling.max_tokens > max_tokens:
+        raise EngineError(
+            f"a prompt of {len(token_ids)} tokens and {sampling.max_tokens} to generate are more "
+            f"than the {max_tokens} that this engine can hold"
+        )
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise EngineError(f"temperature is {sampling.temperature}; it must be 0 or more")
+    if not 0 < sampling.top_p <= 1:
+        raise EngineError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
+
+
+def reason_line(error: BaseException) -> str:
+    """Say in one line what an exception says, with its type unless it is an EngineError."""
+    text = (str(error).strip() or "no reason given").splitlines()[0]
+    return text if isinstance(error, EngineError) else f"{type(error).__name__}: {text}"

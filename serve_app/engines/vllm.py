@@ -1,0 +1,234 @@
+"""The engine interface over vLLM's AsyncLLM, for GPUs.
+
+Written against the source of vLLM 0.29 and never run: neither with GPUs nor on CPUs. vLLM is
+imported when an engine starts; it is the extra `vllm`. It places its own workers: on one node as
+processes, on several as Ray actors in the placement group of the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, cast
+
+from serve_app.engines.base import (
+    Chunk,
+    EngineConfig,
+    EngineError,
+    EngineStats,
+    FinishReason,
+    Sampling,
+)
+from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
+from serve_app.engines.requests import Admission, reason_line
+
+
+class VllmEngine:
+    """An engine over vLLM."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Serve what `config` says, once started."""
+        self.config = config
+        self._llm: Any = None
+        self._admission = Admission(config.max_batch, config.max_waiting)
+        self._gauge = _Gauge()
+        self._kv_capacity_tokens = 0.0
+
+    async def start(self) -> None:
+        """Load the weights and be ready.
+
+        Raises:
+            EngineError: vLLM is missing, the model cannot be found or cannot be divided like that,
+                or vLLM could not load it in time.
+        """
+        folder = await asyncio.to_thread(find_model, self.config.model)
+        shape = read_shape(folder)
+        check_plan(shape, self.config)
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                self._llm = await asyncio.to_thread(_load, self.config, str(folder), self._gauge)
+        except ImportError:
+            raise EngineError("vLLM is not installed: pip install 'tokenyard[vllm]'") from None
+        except TimeoutError:
+            raise EngineError(
+                f"vLLM was not ready within {self.config.start_timeout_s:g} s"
+            ) from None
+        except Exception as error:
+            raise EngineError(f"vLLM could not start: {reason_line(error)}") from error
+        self._open(shape)
+
+    def _open(self, shape: ModelShape) -> None:
+        cache = self._llm.vllm_config.cache_config
+        self._kv_capacity_tokens = float(cache.num_gpu_blocks * cache.block_size)
+        longest = min(self.config.max_model_tokens, shape.max_positions, self._kv_capacity_tokens)
+        self._admission.open(int(longest), shape.vocab_size)
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Chunk]:
+        """Generate; closing the iterator early aborts the request.
+
+        Raises:
+            EngineError: The queue is full, the request is too long or makes no sense, or the
+                engine died meanwhile.
+        """
+        self._admission.check(request_id, token_ids, sampling, self._gauge.num_running_if_full)
+        self._admission.enter(request_id)
+        try:
+            prompt = {"prompt_token_ids": list(token_ids)}
+            outputs = self._llm.generate(prompt, _sampling_params(sampling), request_id)
+            async with aclosing(outputs):
+                async for output in outputs:
+                    step = output.outputs[0]
+                    yield Chunk(tuple(step.token_ids), _finish_reason(step.finish_reason))
+        except (EngineError, asyncio.CancelledError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM failed: {reason_line(error)}") from error
+        finally:
+            self._admission.leave(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        if request_id in self._admission:
+            await self._llm.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        """Tell the state as of now, without waiting."""
+        gauge = self._gauge
+        return EngineStats(
+            num_waiting=max(0, len(self._admission) - gauge.num_running),
+            num_running=gauge.num_running,
+            kv_used_fraction=gauge.kv_used_fraction,
+            kv_capacity_tokens=self._kv_capacity_tokens,
+            num_preemptions=gauge.num_preemptions,
+            last_batch_s=gauge.last_batch_s,
+            last_batch_size=gauge.last_batch_size,
+        )
+
+    async def check_health(self) -> None:
+        """Return if vLLM's processes live.
+
+        Raises:
+            EngineError: One does not.
+        """
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        try:
+            await self._llm.check_health()
+        except Exception as error:
+            raise EngineError(f"vLLM has died: {reason_line(error)}") from error
+
+    async def drain(self) -> None:
+        """Return once everything that was accepted has been answered."""
+        await self._admission.emptied()
+
+    async def stop(self) -> None:
+        """Free the processes and their memory."""
+        self._admission.close("the engine was stopped")
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+
+def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    arguments = AsyncEngineArgs(
+        model=folder,
+        dtype=config.dtype,
+        tensor_parallel_size=config.tensor_parallel,
+        pipeline_parallel_size=config.pipeline_parallel,
+        gpu_memory_utilization=config.memory_fraction,
+        kv_cache_memory_bytes=config.kv_bytes,
+        max_num_seqs=config.max_batch,
+        max_num_batched_tokens=config.token_budget,
+        max_model_len=config.max_model_tokens,
+        enable_chunked_prefill=True,
+        disable_log_stats=True,
+    )
+
+    class Recorder(StatLoggerBase):
+        """Passes on what vLLM counts."""
+
+        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+            pass
+
+        def record(
+            self,
+            scheduler_stats: Any,
+            iteration_stats: Any,
+            mm_cache_stats: Any = None,
+            engine_idx: int = 0,
+        ) -> None:
+            gauge.note(scheduler_stats, iteration_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return AsyncLLM.from_engine_args(arguments, stat_loggers=[Recorder])
+
+
+class _Gauge:
+    """The last that was heard of vLLM's scheduler."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.kv_used_fraction = 0.0
+        self.num_preemptions = 0
+        self.last_batch_s = math.nan
+        self.last_batch_size = 0
+        self._last_s = math.nan
+
+    @property
+    def num_running_if_full(self) -> int | None:
+        """How many run, where others have to wait for them."""
+        return self.num_running if self.num_waiting and self.num_running else None
+
+    def note(self, scheduler: Any, iteration: Any) -> None:
+        """Take the counts of one iteration; its time is the gap to the one before it."""
+        now_s = time.perf_counter()
+        if scheduler is not None:
+            was_idle = self.num_running == 0
+            self.num_running = scheduler.num_running_reqs
+            self.num_waiting = scheduler.num_waiting_reqs
+            self.kv_used_fraction = scheduler.kv_cache_usage
+            # The first one after a pause would count the pause.
+            if not was_idle:
+                self.last_batch_s = now_s - self._last_s
+            self._last_s = now_s
+        if iteration is not None:
+            self.num_preemptions += iteration.num_preempted_reqs
+            self.last_batch_size = iteration.num_generation_tokens
+
+
+def _sampling_params(sampling: Sampling) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        ignore_eos=sampling.ignore_eos,
+        output_kind=RequestOutputKind.DELTA,
+        detokenize=False,
+    )
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    """Name vLLM's reasons like ours.
+
+    Raises:
+        EngineError: It is one of those that stand for a failure.
+    """
+    if reason in (None, "stop", "length", "abort"):
+        return cast("FinishReason | None", reason)
+    raise EngineError(f"vLLM ended the request with {reason!r}")
