@@ -3,6 +3,9 @@
 python pipelines/calibrate.py                     the tables of docs/results/performance-model.md
 python pipelines/calibrate.py --write             also writes tokenyard/perf/tables/fitted.json
 python pipelines/calibrate.py --iterations FILE   four coefficients of your own engine instead
+python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
+    a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
+    them (evaluate.py --scenario mine.yaml), search a policy for them (search_policy.py)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -11,19 +14,25 @@ Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT l
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import requests
 import tyro
+import yaml
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import tokenyard.perf
+from tokenyard.fleet import MeasuredReplica
 from tokenyard.perf.calibration import (
     MEASURED_LINKS,
     collective_held_out_mape,
@@ -52,6 +61,7 @@ from tokenyard.perf.profiles import (
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
 from tokenyard.provenance import write_result
+from tokenyard.scenario import Scenario, load_scenario
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
 PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}
@@ -79,6 +89,14 @@ class Args:
 
     iterations: Path | None = None
     """CSV of measured iterations to fit instead of the published profiles."""
+    url: str | None = None
+    """Gateway whose replicas become a scenario, instead of any fit."""
+    token: str | None = None
+    """Its bearer token; by default TOKENYARD_TOKEN where that is set."""
+    scenario: str = "conversation_mixed_gpus"
+    """Name or YAML path: traffic, promises and reward of the new scenario."""
+    out: Path = Path("live.yaml")
+    """Where it is written."""
     write: bool = False
     """Write the fitted parameters into the package."""
     json: Path | None = None
@@ -252,9 +270,64 @@ def calibrate_iterations(path: Path, console: Console) -> list[Row]:
     return [row]
 
 
+def calibrate_live(args: Args, console: Console) -> list[Row]:
+    """Write the scenario of the replicas behind a gateway; return their speeds, a row each."""
+    try:
+        replicas = read_replicas(args.url or "", args.token or os.environ.get("TOKENYARD_TOKEN"))
+        base = load_scenario(args.scenario)
+        live = live_scenario(base, replicas, args.out.stem)
+        args.out.write_text(yaml.safe_dump(live, sort_keys=False))
+        capacity = load_scenario(str(args.out)).capacity_tokens_per_s
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    rows = [{"table": "replicas", **replica.model_dump()} for replica in replicas]
+    show(console, rows)
+    print(f"wrote {args.out}: {len(replicas)} replicas, {capacity:.0f} tokens/s in all")
+    return rows
+
+
+def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
+    """Ask a gateway for its replicas.
+
+    Raises:
+        OSError: It does not answer.
+        ValueError: It knows of none.
+    """
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    answer = requests.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
+    answer.raise_for_status()
+    known = sorted(answer.json()["replicas"], key=lambda one: (one["pool"], one["replica_id"]))
+    if not known:
+        raise ValueError(f"the gateway at {url} knows of no replica yet")
+    number: Counter[str] = Counter()
+    replicas = []
+    for one in known:
+        profile = {key: value for key, value in one["profile"].items() if key != "source"}
+        name = f"{one['pool']}-{number[one['pool']]}"
+        number[one["pool"]] += 1
+        replicas.append(MeasuredReplica(name=name, **profile))
+    return replicas
+
+
+def live_scenario(base: Scenario, replicas: Sequence[MeasuredReplica], name: str) -> dict[str, Any]:
+    """Return the fields of a scenario with the traffic of `base` and other replicas.
+
+    Raises:
+        ValueError: `base` has servers that do not batch.
+    """
+    if base.fleet is None:
+        raise ValueError(f"scenario {base.name!r} has no fleet; name one whose replicas batch")
+    fields = base.model_dump(mode="json", exclude_defaults=True, exclude={"held_out_trace"})
+    fleet = {**fields["fleet"], "replicas": [replica.model_dump() for replica in replicas]}
+    description = f"Replicas as they were measured, with the traffic of {base.name}."
+    return {**fields, "name": name, "description": description, "fleet": fleet}
+
+
 def main(args: Args) -> None:
     console = Console(highlight=False, width=220)
-    if args.iterations:
+    if args.url:
+        rows = calibrate_live(args, console)
+    elif args.iterations:
         rows = calibrate_iterations(args.iterations, console)
     else:
         rows = calibrate_published(args, console)
