@@ -35,6 +35,9 @@ class Choice:
     explored: bool
     fallback: bool
     decision_us: float
+    fallback_reason: str | None = None
+    """Why the policy did not decide, one of `serve_app.desk.REASONS`; None: it did, or a lone
+    `Decider` answered."""
 
 
 class Decider:

@@ -5,6 +5,7 @@ docs/engine.md says what such a replica does with these numbers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Self
 
@@ -71,16 +72,46 @@ class ReplicaConfig(Frozen):
     def requests_per_s(self, context_tokens: float, generated_tokens: float) -> float:
         """Requests of these mean lengths that it completes in a second when it is never idle.
 
-        The batch is as large as `max_batch` and KV memory allow. A request then costs its
-        prompt, and its share of as many iterations as it has output tokens.
+        See `requests_per_s`.
         """
-        base, prefill, sequence, kv = self.iteration
-        held = context_tokens + generated_tokens / 2.0
-        batch = max(1.0, min(self.max_batch, self.replica.kv_capacity_tokens / held))
-        # With little to generate it is not the batch that limits but the token budget.
-        iterations = max(generated_tokens / batch, context_tokens / self.token_budget)
-        tokens = generated_tokens * (sequence + kv * held)
-        return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
+        return requests_per_s(
+            self.iteration,
+            self.max_batch,
+            self.token_budget,
+            self.replica.kv_capacity_tokens,
+            context_tokens,
+            generated_tokens,
+        )
+
+
+def requests_per_s(
+    iteration: Sequence[float] | FloatArray,
+    max_batch: int,
+    token_budget: int,
+    kv_capacity_tokens: float,
+    context_tokens: float,
+    generated_tokens: float,
+) -> float:
+    """Requests of these mean lengths that a replica completes in a second when it is never idle.
+
+    The batch is as large as `max_batch` and KV memory allow. A request then costs its
+    prompt, and its share of as many iterations as it has output tokens.
+
+    Args:
+        iteration: Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,).
+        max_batch: Most sequences that run at once.
+        token_budget: Most tokens computed in one iteration.
+        kv_capacity_tokens: Tokens whose keys and values fit.
+        context_tokens: Mean prompt length, tokens.
+        generated_tokens: Mean output length, tokens.
+    """
+    base, prefill, sequence, kv = iteration
+    held = context_tokens + generated_tokens / 2.0
+    batch = max(1.0, min(max_batch, kv_capacity_tokens / held))
+    # With little to generate it is not the batch that limits but the token budget.
+    iterations = max(generated_tokens / batch, context_tokens / token_budget)
+    tokens = generated_tokens * (sequence + kv * held)
+    return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
 
 
 class TrafficClass(Frozen):

@@ -126,7 +126,9 @@ def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     columns = np.empty((len(snapshots), NUM_COLUMNS))
     for row, snapshot in zip(columns, snapshots, strict=True):
         row[:] = snapshot_row(snapshot)
-    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S])
+    # Places of a batch are not slots of a server: there the speed of all of them together counts.
+    places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
+    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
     return columns
 
 

@@ -1,0 +1,237 @@
+"""One replica of a pool: an engine, its tokenizer, and what Ray Serve asks of them."""
+
+# No `from __future__ import annotations` here: Serve reads the class's signatures.
+import asyncio
+import importlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from serve_app.engines.base import Engine, EngineError, Sampling
+from serve_app.pools import EngineProfile, Pool
+from serve_app.telemetry import HostMeter, Published
+from serve_app.texts import Detokenizer, HuggingFaceTokenizer, StopFinder, Tokenizer
+from serve_app.work import Delta, Work
+
+logger = logging.getLogger(__name__)
+
+ENGINES = {
+    "gang": "serve_app.engines.gang:GangEngine",
+    "vllm": "serve_app.engines.vllm:VllmEngine",
+}
+PUBLISH_EVERY_S = 0.05
+"""Time between two states that ride on answers."""
+_SHUTDOWN_S = 60.0
+
+
+class EngineReplica:
+    """Holds one engine, and streams texts out of it."""
+
+    async def __init__(self, pool: Pool) -> None:  # type: ignore[misc]
+        """Start the engine and learn how fast it is."""
+        self._pool = pool
+        self._engine = make_engine(pool)
+        await self._engine.start()
+        self._tokenizer: Tokenizer = load_tokenizer(pool.config.model)
+        self._profile = pool.profile or await measure(self._engine, pool)
+        self._meter = HostMeter()
+        self._published_s = 0.0
+        self._num_in_flight = 0
+        self._draining = False
+
+    async def generate(self, work: Work, replica_id: str) -> AsyncIterator[Delta]:
+        """Stream the answer to a request; leaving the stream early aborts it.
+
+        Args:
+            work: What to generate.
+            replica_id: Chosen by the caller; read by its router.
+        """
+        chunks = self._engine.generate(work.request_id, work.token_ids, work.sampling)
+        self._num_in_flight += 1
+        done = False
+        try:
+            async for delta in read_texts(chunks, self._tokenizer, work.stop):
+                done = delta.finish_reason is not None
+                yield Delta(
+                    delta.text, delta.num_tokens, delta.finish_reason, self._publish_maybe(done)
+                )
+        finally:
+            self._num_in_flight -= 1
+            if not done:
+                await self._engine.abort(work.request_id)
+
+    async def check_health(self) -> None:
+        """Raise where the engine is not well, so that Serve replaces the replica."""
+        await self._engine.check_health()
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Publish the state of the engine and the load of its machine."""
+        stats, published = self._engine.stats(), self._publish()
+        return {
+            "num_waiting": published.num_waiting,
+            "num_running": published.num_running,
+            "kv_used_fraction": published.kv_used_fraction,
+            "observed_at_s": published.observed_at_s,
+            "accepting": published.accepting,
+            "num_preemptions": stats.num_preemptions,
+            "last_batch_s": stats.last_batch_s,
+            "last_batch_size": stats.last_batch_size,
+            **self._meter.read(published.observed_at_s),
+        }
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Publish what never changes: the pool and the speed."""
+        return {"pool": self._pool.name, "profile": self._profile.model_dump()}
+
+    async def __del__(self) -> None:
+        """Answer what was accepted, then free the ranks; Serve awaits this."""
+        self._draining = True
+        await self._engine.drain()
+        await self._engine.stop()
+
+    def _publish_maybe(self, now: bool) -> Published | None:
+        time_s = time.time()
+        if not now and time_s - self._published_s < PUBLISH_EVERY_S:
+            return None
+        self._published_s = time_s
+        return self._publish()
+
+    def _publish(self) -> Published:
+        stats = self._engine.stats()
+        return Published(
+            num_waiting=stats.num_waiting,
+            num_running=stats.num_running,
+            kv_used_fraction=stats.kv_used_fraction,
+            observed_at_s=time.time(),
+            accepting=not self._draining,
+        )
+
+
+async def read_texts(
+    chunks: AsyncIterator[Any], tokenizer: Tokenizer, stop: tuple[str, ...]
+) -> AsyncGenerator[Delta, None]:
+    """Turn an engine's tokens into text, up to the first stop string.
+
+    Raises:
+        EngineError: The engine's stream ended without a reason.
+    """
+    texts, stops = Detokenizer(tokenizer), StopFinder(stop)
+    num_tokens = 0
+    async for chunk in chunks:
+        num_tokens += len(chunk.token_ids)
+        text = stops.push(texts.push(chunk.token_ids))
+        reason = chunk.finish_reason
+        if reason is not None and not stops.found:
+            text += stops.push(texts.finish())
+            text += stops.finish()
+        if stops.found:
+            reason = "stop"
+        yield Delta(text, num_tokens, reason)
+        if reason is not None:
+            return
+    raise EngineError("the engine's answer ended without a reason")
+
+
+def make_engine(pool: Pool) -> Engine:
+    """Make the engine that a pool names.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    module, separator, name = ENGINES.get(pool.engine, pool.engine).partition(":")
+    if not separator:
+        raise ValueError(
+            f"unknown engine {pool.engine!r}; choose one of {sorted(ENGINES)} or give module:Class"
+        )
+    try:
+        engine: Engine = getattr(importlib.import_module(module), name)(pool.config)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"engine {pool.engine!r} cannot be imported: {error}") from None
+    return engine
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """Load the tokenizer of a model, `default` among them."""
+    if model == "default":
+        models = importlib.import_module("serve_app.engines.models")
+        model = str(models.resolve_model(model))
+    return HuggingFaceTokenizer(model)
+
+
+async def measure(engine: Engine, pool: Pool) -> EngineProfile:
+    """Time an idle engine: prompts of two lengths, then one sequence and a full batch.
+
+    The time per token of KV memory is taken for part of the others, since what can be measured in
+    seconds does not tell it apart.
+    """
+    config = pool.config
+    long = max(2, min(config.token_budget, config.max_model_tokens // 2))
+    await _first_token_s(engine, 1, "warm-up")
+    short_s = min([await _first_token_s(engine, 1, f"short-{i}") for i in range(3)])
+    long_s = min([await _first_token_s(engine, long, f"long-{i}") for i in range(3)])
+    prefill_token_s = max(long_s - short_s, 0.0) / (long - 1)
+    single_s = await _iteration_s(engine, 1)
+    full_s = await _iteration_s(engine, config.max_batch)
+    per_sequence_s = max(full_s - single_s, 0.0) / max(config.max_batch - 1, 1)
+    return EngineProfile(
+        iteration_s=max(single_s - per_sequence_s, 1e-6),
+        prefill_token_s=prefill_token_s,
+        sequence_s=per_sequence_s,
+        max_batch=config.max_batch,
+        token_budget=config.token_budget,
+        kv_capacity_tokens=max(engine.stats().kv_capacity_tokens, 1.0),
+        source="measured",
+    )
+
+
+async def _first_token_s(engine: Engine, num_tokens: int, request_id: str) -> float:
+    started_s = time.perf_counter()
+    sampling = Sampling(max_tokens=1, ignore_eos=True)
+    async for _ in engine.generate(f"profile-{request_id}", [1] * num_tokens, sampling):
+        pass
+    return time.perf_counter() - started_s
+
+
+async def _iteration_s(engine: Engine, batch: int, tokens: int = 16) -> float:
+    """Mean time between tokens of a batch, seconds."""
+
+    async def one(index: int) -> float:
+        times_s = []
+        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
+        async for _ in engine.generate(f"profile-{batch}-{index}", [1], sampling):
+            times_s.append(time.perf_counter())
+        return (times_s[-1] - times_s[0]) / max(tokens - 1, 1)
+
+    found = await asyncio.gather(*(one(index) for index in range(batch)))
+    return sum(found) / len(found)
+
+
+def bind_pool(pool: Pool, routing_stats_period_s: float) -> Application:
+    """Make the deployment of a pool.
+
+    Raises:
+        ValueError: Its engine does not exist.
+    """
+    router = RequestRouterConfig(
+        request_router_class="serve_app.router:ChosenReplicaRouter",
+        request_routing_stats_period_s=routing_stats_period_s,
+    )
+    deployment = serve.deployment(
+        name=pool.name,
+        num_replicas=pool.replicas,
+        max_ongoing_requests=pool.max_ongoing_requests,
+        ray_actor_options={"num_cpus": pool.replica_cpus},
+        placement_group_bundles=pool.bundles,
+        request_router_config=router,
+        health_check_period_s=1.0,
+        health_check_timeout_s=10.0,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=_SHUTDOWN_S,
+    )
+    application: Application = deployment(EngineReplica).bind(pool)
+    return application
