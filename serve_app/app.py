@@ -18,7 +18,7 @@ from serve_app.backends import Backend, ExternalBackend, ServeBackend
 from serve_app.decider import Decider, check_exploration
 from serve_app.decision_log import DecisionLog
 from serve_app.desk import RAY_DEFAULT, PolicyDesk
-from serve_app.engine_replica import bind_pool, load_tokenizer
+from serve_app.engine_replica import bind_pool, engine_class, load_tokenizer
 from serve_app.gateway import Gateway
 from serve_app.openai_api import create_gateway_api
 from serve_app.outcome_log import OutcomeLog
@@ -175,16 +175,25 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     for name in (cluster.policy, cluster.baseline):
         if name != RAY_DEFAULT:
             resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True)
-    Access(options.token)
+    for pool in cluster.own_pools:
+        engine_class(pool)
+    Access(token_of(options))
     return cluster
+
+
+def token_of(options: GatewayOptions) -> str | None:
+    """Return the bearer token that callers need; None: none."""
+    return options.token or os.environ.get(TOKEN_VARIABLE) or None
 
 
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     """Make the application of a gateway and its pools."""
     log = options.decision_log
-    token = options.token or os.environ.get(TOKEN_VARIABLE) or None
     options = options.model_copy(
-        update={"decision_log": None if log is None else log.absolute(), "token": token}
+        update={
+            "decision_log": None if log is None else log.absolute(),
+            "token": token_of(options),
+        }
     )
     pools = {
         pool.name: bind_pool(pool, cluster.routing_stats_period_s) for pool in cluster.own_pools

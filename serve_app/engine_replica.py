@@ -5,14 +5,15 @@ import asyncio
 import importlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.engines.base import Engine, EngineError, Sampling
+from serve_app.engines.base import Engine, EngineConfig, EngineError, Sampling
 from serve_app.pools import EngineProfile, Pool
 from serve_app.telemetry import HostMeter, Published
 from serve_app.texts import Detokenizer, HuggingFaceTokenizer, StopFinder, Tokenizer
@@ -35,7 +36,7 @@ class EngineReplica:
     async def __init__(self, pool: Pool) -> None:  # type: ignore[misc]
         """Start the engine and learn how fast it is."""
         self._pool = pool
-        self._engine = make_engine(pool)
+        self._engine = engine_class(pool)(pool.config)
         await self._engine.start()
         self._tokenizer: Tokenizer = load_tokenizer(pool.config.model)
         self._profile = pool.profile or await measure(self._engine, pool)
@@ -137,8 +138,8 @@ async def read_texts(
     raise EngineError("the engine's answer ended without a reason")
 
 
-def make_engine(pool: Pool) -> Engine:
-    """Make the engine that a pool names.
+def engine_class(pool: Pool) -> Callable[[EngineConfig], Engine]:
+    """Find the engine that a pool names.
 
     Raises:
         ValueError: There is none of that name.
@@ -149,17 +150,16 @@ def make_engine(pool: Pool) -> Engine:
             f"unknown engine {pool.engine!r}; choose one of {sorted(ENGINES)} or give module:Class"
         )
     try:
-        engine: Engine = getattr(importlib.import_module(module), name)(pool.config)
+        found: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"engine {pool.engine!r} cannot be imported: {error}") from None
-    return engine
+    return found
 
 
 def load_tokenizer(model: str) -> Tokenizer:
-    """Load the tokenizer of a model, `default` among them."""
-    if model == "default":
-        models = importlib.import_module("serve_app.engines.models")
-        model = str(models.resolve_model(model))
+    """Load the tokenizer of a model: a folder, a hub id or `default`."""
+    if not Path(model).is_dir():
+        model = str(importlib.import_module("serve_app.engines.models").find_model(model))
     return HuggingFaceTokenizer(model)
 
 
