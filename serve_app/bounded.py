@@ -5,6 +5,7 @@ docs/decisions/0009-a-policy-that-hangs.md says why a thread, and what it costs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import threading
@@ -16,6 +17,10 @@ T = TypeVar("T")
 
 class TooSlow(RuntimeError):
     """The call did not return within its budget."""
+
+
+class _Abandoned(BaseException):
+    """Raised in a thread that nobody waits for any more; no policy catches it by accident."""
 
 
 class BoundedCaller:
@@ -66,13 +71,14 @@ class _Worker:
         """Let the thread end as soon as it runs Python again; one that sleeps is not in the way."""
         self.calls.put(None)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(SystemExit)
+            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_Abandoned)
         )
 
     def _run(self) -> None:
-        while (function := self.calls.get()) is not None:
-            try:
-                answer: tuple[object, BaseException | None] = function(), None
-            except Exception as error:
-                answer = None, error
-            self.answers.put(answer)
+        with contextlib.suppress(_Abandoned):
+            while (function := self.calls.get()) is not None:
+                try:
+                    answer: tuple[object, BaseException | None] = function(), None
+                except Exception as error:
+                    answer = None, error
+                self.answers.put(answer)

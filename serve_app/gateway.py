@@ -285,7 +285,8 @@ class Gateway:
         snapshots = self.collector.snapshots(replicas, work.token_ids)
         context = len(work.token_ids)
         total = min(self.desk.predicted_total_tokens(context), needed)
-        request = Request(arrival_s, context, max(total, context + 1.0))
+        # Always a float: compiled policies are compiled anew for other types.
+        request = Request(arrival_s, context, float(max(total, context + 1)))
         ids = [one.replica_id for one in replicas]
         if chosen in ids:
             us = (time.perf_counter_ns() - started_ns) / 1e3
