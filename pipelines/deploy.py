@@ -172,6 +172,8 @@ def _stop_on_signals() -> threading.Event:
 
 
 def _connect(local: bool, num_cpus: float) -> None:
+    # A small machine that loads a model meanwhile takes longer than Serve's five seconds.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
     ray.init(
         address="local" if local else None,

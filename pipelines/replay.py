@@ -291,9 +291,13 @@ def summarise(
         "output_tokens_per_s": sum(one.output_tokens for one in answers) / took_s,
         "goodput_per_s": metrics.goodput_per_s(arrival_s, missed),
         "slo_violation_fraction": metrics.slo_violation_fraction(missed),
-        "mean_prompt_tokens": metrics.mean(np.array([one.prompt_tokens or np.nan for one in answers])),
-        "mean_output_tokens": metrics.mean(np.array([one.output_tokens or np.nan for one in answers])),
-    }  # fmt: skip
+        "mean_prompt_tokens": _mean_tokens([one.prompt_tokens for one in answers]),
+        "mean_output_tokens": _mean_tokens([one.output_tokens for one in answers]),
+    }
+
+
+def _mean_tokens(counts: list[int]) -> float:
+    return metrics.mean(np.array([count or np.nan for count in counts]))
 
 
 _SUMS = ("requests", "completed", "failed")

@@ -17,6 +17,7 @@ from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, Field
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 
 from serve_app import problems
@@ -299,9 +300,13 @@ def _error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": param, "code": None}
 
 
+def _speaks_openai(request: Request) -> bool:
+    return get_route_path(request.scope).startswith(_OPENAI)
+
+
 def _problem(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
     """Say what is wrong, in the form that the route's clients expect."""
-    if not request.url.path.startswith(_OPENAI):
+    if not _speaks_openai(request):
         return JSONResponse({"detail": message}, status_code=status)
     kinds = {401: "authentication_error", 429: "rate_limit_error"}
     kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -319,7 +324,7 @@ def _install_problems(api: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        if request.url.path.startswith(_OPENAI):
+        if _speaks_openai(request):
             return _problem(request, problems.reason_of(error.errors()), 400)
         answer: Awaitable[Response] = handle_invalid(request, error)  # type: ignore[assignment]
         return await answer

@@ -2,8 +2,10 @@
 
 import asyncio
 import math
+import os
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from serve_app.engines.base import Chunk, EngineConfig, EngineError, EngineStats
 
@@ -38,6 +40,9 @@ class TinyEngine:
         self.num_aborted = 0
 
     async def start(self) -> None:
+        folder = os.environ.get("TINY_ENGINE_PIDS")
+        if folder is not None:
+            Path(folder, str(os.getpid())).touch()
         self._loop = asyncio.create_task(self._iterate())
 
     async def generate(self, request_id, token_ids, sampling):

@@ -151,8 +151,10 @@ def test_a_completion_is_answered_whole_and_streamed_with_its_usage():
 def test_a_chat_takes_parts_and_says_who_speaks():
     async def test(client, pools, gateway):
         parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
-        body = {"model": "m", "messages": [{"role": "user", "content": parts}], "seed": 3,
-                "temperature": 0.5, "top_p": 0.9, "stop": "x", "max_completion_tokens": 7}  # fmt: skip
+        body = {
+            "model": "m", "messages": [{"role": "user", "content": parts}], "seed": 3,
+            "temperature": 0.5, "top_p": 0.9, "stop": "x", "max_completion_tokens": 7,
+        }  # fmt: skip
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
         (work,) = pools["a"].works + pools["b"].works
@@ -373,7 +375,7 @@ def test_everything_that_is_counted_is_shown_by_pool():
         for name in ("ttft_seconds_bucket", "tpot_seconds_bucket", "response_seconds_bucket",
                      "in_flight", "waiting", "running", "kv_used_fraction", "replicas",
                      "signal_age_seconds"):  # fmt: skip
-            assert f'tokenyard_{name}{{' in text, name
+            assert f"tokenyard_{name}{{" in text, name
         assert "tokenyard_decision_seconds_count 1.0" in text
         assert 'quantity="cpu_used_fraction"' in text
 
