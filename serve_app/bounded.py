@@ -1,18 +1,25 @@
-"""Calls that may take too long: made in a thread of their own, waited for no longer than a budget.
+"""Calls that may take too long, and are given up after a budget.
 
-docs/decisions/0009-a-policy-that-hangs.md says why a thread, and what it costs.
+`WatchedCaller` calls in place, which costs next to nothing, and interrupts what runs Python.
+`BoundedCaller` calls in a thread of its own and stops waiting, whatever the call does.
+docs/decisions/0009-a-policy-that-hangs.md says when which of them is used, and what they cost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 T = TypeVar("T")
+
+_ENOUGH_LOOPS = 100_000
+"""Python looks for interruptions at every turn of a loop."""
 
 
 class TooSlow(RuntimeError):
@@ -21,6 +28,75 @@ class TooSlow(RuntimeError):
 
 class _Abandoned(BaseException):
     """Raised in a thread that nobody waits for any more; no policy catches it by accident."""
+
+
+class WatchedCaller:
+    """Makes calls in the caller's thread; a thread of its own interrupts those that take too long.
+
+    A call that runs Python is interrupted between one and two budgets after its start. One that
+    sleeps or is in compiled code is only found out when it comes back.
+    """
+
+    def __init__(self, budget_s: float) -> None:
+        """Interrupt after `budget_s`."""
+        self._budget_s = budget_s
+        self._lock = threading.Lock()
+        self._due_s = math.inf
+        self._ident = 0
+        self._fired = False
+        self._ends = threading.Event()
+        threading.Thread(target=self._watch, name="policy-watch", daemon=True).start()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what `function` does, or raise what it raises.
+
+        Raises:
+            TooSlow: It took longer than the budget.
+        """
+        result: T | None = None
+        error: Exception | None = None
+        started_s = time.monotonic()
+        try:
+            with self._lock:
+                self._fired, self._ident = False, threading.get_ident()
+                self._due_s = started_s + self._budget_s
+            try:
+                result = function()
+            except Exception as raised:
+                error = raised
+            with self._lock:
+                self._due_s = math.inf
+                fired = self._fired
+            if fired:
+                # The interruption is on its way to this thread, and is taken here at the latest.
+                for _ in range(_ENOUGH_LOOPS):
+                    pass
+        except _Abandoned:
+            with self._lock:
+                self._due_s = math.inf
+            fired = True
+        if fired or time.monotonic() - started_s > self._budget_s:
+            raise TooSlow(f"no answer within {1000 * self._budget_s:g} ms")
+        if error is not None:
+            raise error
+        return cast(T, result)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ends.set()
+
+    def _watch(self) -> None:
+        while not self._ends.wait(self._budget_s):
+            with self._lock:
+                if time.monotonic() >= self._due_s:
+                    self._due_s, self._fired = math.inf, True
+                    _interrupt(self._ident)
+
+
+def _interrupt(thread_ident: int) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread_ident), ctypes.py_object(_Abandoned)
+    )
 
 
 class BoundedCaller:
@@ -70,9 +146,7 @@ class _Worker:
     def abandon(self) -> None:
         """Let the thread end as soon as it runs Python again; one that sleeps is not in the way."""
         self.calls.put(None)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(self._thread.ident or 0), ctypes.py_object(_Abandoned)
-        )
+        _interrupt(self._thread.ident or 0)
 
     def _run(self) -> None:
         with contextlib.suppress(_Abandoned):

@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from serve_app.bounded import BoundedCaller, TooSlow
+from serve_app.bounded import BoundedCaller, TooSlow, WatchedCaller
 from serve_app.decider import Choice, Decider, UnfitRequest, check_exploration
 from serve_app.pools import Trust
 from serve_app.served import ServedPolicy, rehearse, resolve_policy
@@ -27,6 +27,8 @@ REASONS = ("error", "too_slow", "resting", "stale", "unfit", "missing")
 current, is not for these replicas, or was not found at the start."""
 _REHEARSAL_S = 30.0
 _NUM_TIMES = 1000
+_PROBATION = 100
+"""Decisions that a policy which was too slow makes in a thread before it is trusted again."""
 
 
 class PolicyDesk:
@@ -62,7 +64,9 @@ class PolicyDesk:
         self._rng = rng
         self._registry = registry
         self._clock_s = clock_s
-        self._caller = BoundedCaller(trust.budget_s)
+        self._trusted = WatchedCaller(trust.budget_s)
+        self._suspected = BoundedCaller(trust.budget_s)
+        self._probation = 0
         served = resolve_policy(baseline, scenario)
         rehearse(served)
         self._baseline = Decider(served, rng.spawn(1)[0])
@@ -121,7 +125,7 @@ class PolicyDesk:
             decider = Decider(served, self._rng.spawn(1)[0], explore_fraction)
         self.name, self.served, self.missing = policy, served, missing
         self.explore_fraction, self._decider = explore_fraction, decider
-        self._failures_in_a_row, self._rests_until_s = 0, -np.inf
+        self._failures_in_a_row, self._rests_until_s, self._probation = 0, -np.inf, 0
 
     def pick(self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy.
@@ -148,7 +152,8 @@ class PolicyDesk:
 
     def stop(self) -> None:
         """End the policy's thread."""
-        self._caller.stop()
+        self._trusted.stop()
+        self._suspected.stop()
 
     def _ask(
         self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool
@@ -162,12 +167,14 @@ class PolicyDesk:
             return None, "stale"
         if self.rests:
             return None, "resting"
+        caller = self._suspected if self._probation else self._trusted
         try:
-            choice = self._caller.call(partial(self._decider.decide, request, snapshots))
+            choice = caller.call(partial(self._decider.decide, request, snapshots))
         except UnfitRequest as error:
             logger.debug("%s", error)
             return None, "unfit"
         except TooSlow as error:
+            self._probation = _PROBATION
             self._rest(str(error))
             return None, "too_slow"
         if choice.fallback:
@@ -176,6 +183,7 @@ class PolicyDesk:
                 self._rest("it failed again and again")
             return None, "error"
         self._failures_in_a_row = 0
+        self._probation = max(self._probation - 1, 0)
         return choice, None
 
     def _rest(self, reason: str) -> None:

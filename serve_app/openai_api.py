@@ -77,6 +77,8 @@ class GatewayPolicyAnswer(PolicyAnswer):
     decision_p50_us: float | None
     """Of the last thousand decisions."""
     decision_p99_us: float | None
+    last_decisions_us: list[float]
+    """Times of the last thousand decisions at most, oldest first, microseconds."""
 
 
 class BadRequest(ValueError):
@@ -524,6 +526,7 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         fallbacks_by_reason=dict(desk.fallbacks),
         decision_p50_us=p50,
         decision_p99_us=p99,
+        last_decisions_us=times.tolist(),
     )
 
 

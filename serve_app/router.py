@@ -181,6 +181,8 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         self._desk.switch(policy, explore_fraction, may_be_missing=True)
         self._collector = Collector(found.mean_lengths_tokens)
         self._tokenizer = EstimatingTokenizer()
+        self._unsent: dict[str, PendingRequest] = {}
+        self._booked_at: dict[str, str] = {}
 
     async def choose_replicas(
         self,
@@ -201,6 +203,8 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         snapshots = self._collector.snapshots(offered, token_ids)
         total = self._desk.predicted_total_tokens(len(token_ids))
         choice = self._desk.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
+        # On the book at once: the next request may be placed before this one is on its way.
+        self._book(pending_request, offered[choice.index].replica_id, token_ids)
         order = list(range(len(offered)))
         if choice.scores is not None:
             order.sort(key=choice.scores.__getitem__)
@@ -210,20 +214,34 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
     ) -> None:
-        """Put the request on the book of its replica."""
-        tracked = self._collector.replicas.get(replica_id.unique_id)
-        if tracked is None:
-            return
-        token_ids = self._token_ids(pending_request)
-        output = max(self._desk.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
-        request_id = pending_request.metadata.internal_request_id
-        tracked.send(request_id, token_ids, tracked.match_tokens(token_ids), output, time.time())
+        """Put the request on the book of the replica that got it, which may be another's pick."""
+        self._book(pending_request, replica_id.unique_id, self._token_ids(pending_request))
+        self._unsent.pop(pending_request.metadata.internal_request_id, None)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Take the request off the book."""
-        tracked = self._collector.replicas.get(replica_id.unique_id)
+        self._unsent.pop(internal_request_id, None)
+        self._close(internal_request_id)
+
+    def _book(self, pending_request: PendingRequest, replica_id: str, token_ids: list[int]) -> None:
+        request_id = pending_request.metadata.internal_request_id
+        self._close(request_id)
+        for other_id, other in list(self._unsent.items()):
+            if other.future.cancelled():
+                del self._unsent[other_id]
+                self._close(other_id)
+        self._unsent[request_id] = pending_request
+        tracked = self._collector.replicas.get(replica_id)
+        if tracked is None:
+            return
+        output = max(self._desk.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
+        tracked.send(request_id, token_ids, tracked.match_tokens(token_ids), output, time.time())
+        self._booked_at[request_id] = replica_id
+
+    def _close(self, request_id: str) -> None:
+        tracked = self._collector.replicas.get(self._booked_at.pop(request_id, ""))
         if tracked is not None:
-            tracked.book.close(internal_request_id, time.time())
+            tracked.book.close(request_id, time.time())
 
     def _track(self, replica: RunningReplica, now_s: float) -> bool:
         profile = profile_of(replica) or self._profile

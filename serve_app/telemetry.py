@@ -219,9 +219,16 @@ class Tracked:
             waiting = max(outstanding - running, 0)
         else:
             waiting = max(outstanding - profile.max_batch, 0)
-        # Others' requests are taken to be like one's own.
-        share = outstanding / book.count if book.count else 0.0
-        prefill, output = book.prefill_tokens * share, book.output_tokens * share
+        if book.count:
+            # Others' requests are taken to be like one's own.
+            share = outstanding / book.count
+            prefill, output = book.prefill_tokens * share, book.output_tokens * share
+        else:
+            # All are others', which a lone router of the simulator never meets: mean ones, those
+            # that run half done.
+            prompt_tokens, output_tokens = mean_lengths_tokens
+            prefill = waiting * prompt_tokens
+            output = (outstanding + waiting) / 2 * output_tokens
         return ReplicaSnapshot(
             replica_id=self.replica_id,
             tokens_per_s=profile.slot_tokens_per_s(*mean_lengths_tokens),

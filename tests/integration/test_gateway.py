@@ -210,7 +210,7 @@ def test_too_many_at_once_are_told_when_to_come_back(url):
 
 
 def test_changes_are_refused_to_other_machines(url):
-    address = socket.gethostbyname(socket.gethostname())
+    address = ray.util.get_node_ip_address()
     if address.startswith("127."):
         pytest.skip("this machine has no other address")
     elsewhere = url.replace("127.0.0.1", address)
@@ -376,7 +376,7 @@ def test_a_fleet_that_runs_already_is_fronted_as_it_is_behind_a_token(cluster, f
 def test_any_deployment_can_name_the_policy_as_its_router(cluster):
     config = RequestRouterConfig(
         request_router_class="serve_app.router:PolicyRequestRouter",
-        request_router_kwargs={"policy": "champion", "profile": PROFILE},
+        request_router_kwargs={"policy": "marginal_delay", "profile": PROFILE},
     )
 
     @serve.deployment(

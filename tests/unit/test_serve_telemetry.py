@@ -146,6 +146,18 @@ def test_what_was_sent_after_a_state_was_published_is_added_to_it():
     assert replica.published.num_running == 1
 
 
+def test_a_queue_that_others_filled_is_a_wait_even_where_nothing_was_sent():
+    collector = Collector((100.0, 10.0))
+    idle = collector.add("idle", "pool", PROFILE, 0, 0.0)
+    busy = collector.add("busy", "pool", PROFILE, 0, 0.0)
+    busy.publish(Published(6, 4, 0.5, 1.0))
+    snapshots = collector.snapshots([idle, busy], [1])
+    assert snapshots[1].engine.prefill_in_flight_tokens == 600.0
+    assert snapshots[1].engine.output_in_flight_tokens == 80.0
+    waits_s = ob.snapshot_columns(snapshots)[:, ob.WAIT_S]
+    assert waits_s[0] == 0.0 < waits_s[1]
+
+
 def test_a_prefix_that_was_sent_is_believed_to_be_there_until_newer_ones_push_it_out():
     collector = Collector((100.0, 10.0))
     replica = collector.add("r", "pool", PROFILE, 10, 0.0)
