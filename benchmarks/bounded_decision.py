@@ -45,7 +45,7 @@ def main(args: Args) -> None:
         for i in range(args.num_replicas)
     ]
     request = Request(0.0, 500, 700.0)
-    caller, watched = BoundedCaller(1.0), WatchedCaller(0.02)
+    caller, watched = BoundedCaller(1.0), WatchedCaller(0.02, 5.0)
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
     process.start()

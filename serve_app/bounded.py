@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import queue
 import threading
 import time
@@ -33,16 +32,22 @@ class _Abandoned(BaseException):
 class WatchedCaller:
     """Makes calls in the caller's thread; a thread of its own interrupts those that take too long.
 
-    A call that runs Python is interrupted between one and two budgets after its start. One that
-    sleeps or is in compiled code is only found out when it comes back.
+    What counts is the time that the thread computes, which a busy machine does not lengthen; the
+    time that passes counts from `patience` budgets on. A call that runs Python is interrupted
+    within a budget after that. One that sleeps or is in compiled code is only found out when it
+    comes back.
     """
 
-    def __init__(self, budget_s: float) -> None:
-        """Interrupt after `budget_s`."""
+    def __init__(self, budget_s: float, patience: float) -> None:
+        """Interrupt after `budget_s` of computing, or `patience` times that of anything."""
         self._budget_s = budget_s
+        self._limit_s = patience * budget_s
         self._lock = threading.Lock()
-        self._due_s = math.inf
+        self._running = False
         self._ident = 0
+        self._clock = 0
+        self._cpu_started_s = 0.0
+        self._started_s = 0.0
         self._fired = False
         self._ends = threading.Event()
         threading.Thread(target=self._watch, name="policy-watch", daemon=True).start()
@@ -51,31 +56,34 @@ class WatchedCaller:
         """Return what `function` does, or raise what it raises.
 
         Raises:
-            TooSlow: It took longer than the budget.
+            TooSlow: It took longer than it may.
         """
         result: T | None = None
         error: Exception | None = None
-        started_s = time.monotonic()
+        ident = threading.get_ident()
+        if ident != self._ident:
+            self._ident, self._clock = ident, time.pthread_getcpuclockid(ident)
         try:
             with self._lock:
-                self._fired, self._ident = False, threading.get_ident()
-                self._due_s = started_s + self._budget_s
+                self._cpu_started_s, self._started_s = time.thread_time(), time.monotonic()
+                self._fired, self._running = False, True
             try:
                 result = function()
             except Exception as raised:
                 error = raised
             with self._lock:
-                self._due_s = math.inf
-                fired = self._fired
-            if fired:
+                self._running = False
+                late = self._fired
+            if late:
                 # The interruption is on its way to this thread, and is taken here at the latest.
                 for _ in range(_ENOUGH_LOOPS):
                     pass
+            late = late or self._is_late()
         except _Abandoned:
             with self._lock:
-                self._due_s = math.inf
-            fired = True
-        if fired or time.monotonic() - started_s > self._budget_s:
+                self._running = False
+            late = True
+        if late:
             raise TooSlow(f"no answer within {1000 * self._budget_s:g} ms")
         if error is not None:
             raise error
@@ -85,11 +93,16 @@ class WatchedCaller:
         """End the thread."""
         self._ends.set()
 
+    def _is_late(self) -> bool:
+        computed_s = time.clock_gettime(self._clock) - self._cpu_started_s
+        passed_s = time.monotonic() - self._started_s
+        return computed_s >= self._budget_s or passed_s >= self._limit_s
+
     def _watch(self) -> None:
         while not self._ends.wait(self._budget_s):
             with self._lock:
-                if time.monotonic() >= self._due_s:
-                    self._due_s, self._fired = math.inf, True
+                if self._running and self._is_late():
+                    self._running, self._fired = False, True
                     _interrupt(self._ident)
 
 

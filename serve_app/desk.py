@@ -27,6 +27,8 @@ REASONS = ("error", "too_slow", "resting", "stale", "unfit", "missing")
 current, is not for these replicas, or was not found at the start."""
 _REHEARSAL_S = 30.0
 _NUM_TIMES = 1000
+_PATIENCE = 5.0
+"""Budgets that may pass on a machine that is busy with other things."""
 _PROBATION = 100
 """Decisions that a policy which was too slow makes in a thread before it is trusted again."""
 
@@ -64,8 +66,8 @@ class PolicyDesk:
         self._rng = rng
         self._registry = registry
         self._clock_s = clock_s
-        self._trusted = WatchedCaller(trust.budget_s)
-        self._suspected = BoundedCaller(trust.budget_s)
+        self._trusted = WatchedCaller(trust.budget_s, _PATIENCE)
+        self._suspected = BoundedCaller(trust.budget_s * _PATIENCE)
         self._probation = 0
         served = resolve_policy(baseline, scenario)
         rehearse(served)

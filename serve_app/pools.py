@@ -141,7 +141,7 @@ class Trust(Frozen):
     """When the policy is not asked, and for how long."""
 
     budget_s: Annotated[float, Field(gt=0, le=1)] = 0.02
-    """Longest time that a request waits for the policy's choice."""
+    """Longest time that a choice may be computed; on a busy machine five times that may pass."""
     failures_to_open: Annotated[int, Field(ge=1)] = 3
     """Failures in a row after which the policy is left alone; one is enough if it was too slow."""
     cool_down_s: Annotated[float, Field(gt=0)] = 10.0
