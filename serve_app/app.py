@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
@@ -171,7 +171,12 @@ def find_cluster(options: GatewayOptions) -> Cluster:
         changes["policy"] = options.policy
     if options.explore_fraction is not None:
         changes["explore_fraction"] = options.explore_fraction
-    cluster = Cluster.model_validate(cluster.model_dump(mode="json") | changes)
+    try:
+        cluster = Cluster.model_validate(cluster.model_dump(mode="json") | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"cluster {options.cluster}: {field}: {first['msg']}") from None
     for name in (cluster.policy, cluster.baseline):
         if name != RAY_DEFAULT:
             resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True)
