@@ -23,7 +23,7 @@ from serve_app.live import ROUTERS
 from serve_app.pools import EngineProfile, ExternalPool, Pool, max_model_tokens
 from serve_app.router import profile_of, published_by
 from serve_app.telemetry import Collector, Published, parse_vllm
-from serve_app.work import Delta, ReplicaFailed, ReplicaFull, Work
+from serve_app.work import Delta, ReplicaFailed, ReplicaFull, ReplicaRefused, Work
 
 logger = logging.getLogger(__name__)
 
@@ -129,14 +129,17 @@ class ServeBackend:
                 yield delta
                 if done:
                     return
+        except RayTaskError as error:
+            # Raised in the replica; it is an instance of its cause's class, too.
+            cause = error.cause
+            failure: type[ReplicaFailed]
+            failure = ReplicaFull if isinstance(cause, ReplicaFull) else ReplicaFailed
+            if isinstance(cause, EngineError):
+                failure = ReplicaRefused
+            raise failure(f"replica {replica_id}: {cause}") from None
         except (ReplicaFailed, asyncio.CancelledError, GeneratorExit):
             raise
-        except RayTaskError as error:
-            cause = error.cause
-            if isinstance(cause, EngineError):
-                raise ReplicaFull(str(cause)) from None
-            raise ReplicaFailed(f"replica {replica_id} failed: {cause!r}") from None
-        except (EngineError, BackPressureError) as error:
+        except BackPressureError as error:
             raise ReplicaFull(str(error)) from None
         except (RayActorError, RayServeException) as error:
             first = str(error).strip().splitlines()[0]

@@ -17,7 +17,7 @@ from serve_app.engines.base import Engine, EngineConfig, EngineError, Sampling
 from serve_app.pools import EngineProfile, Pool
 from serve_app.telemetry import HostMeter, Published
 from serve_app.texts import Detokenizer, HuggingFaceTokenizer, StopFinder, Tokenizer
-from serve_app.work import Delta, Work
+from serve_app.work import Delta, ReplicaFull, Work
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,14 @@ class EngineReplica:
         Args:
             work: What to generate.
             replica_id: Chosen by the caller; read by its router.
+
+        Raises:
+            ReplicaFull: As many requests wait as may.
+            EngineError: The engine refuses the request, or failed.
         """
+        num_waiting = self._engine.stats().num_waiting
+        if num_waiting >= max(self._pool.config.max_waiting, 1):
+            raise ReplicaFull(f"{num_waiting} requests wait already")
         chunks = self._engine.generate(work.request_id, work.token_ids, work.sampling)
         self._num_in_flight += 1
         done = False

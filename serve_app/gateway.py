@@ -24,7 +24,7 @@ from serve_app.outcome_log import Outcome, OutcomeLog
 from serve_app.pools import Cluster, SloClass
 from serve_app.router import RayDefault
 from serve_app.telemetry import Collector, Tracked
-from serve_app.work import Delta, ReplicaFailed, ReplicaFull, Work
+from serve_app.work import Delta, ReplicaFailed, ReplicaFull, ReplicaRefused, Work
 from tokenyard.scenario import load_scenario
 from tokenyard.types import ReplicaSnapshot, Request
 
@@ -177,7 +177,7 @@ class Gateway:
                 return
             except ReplicaFailed as error:
                 failure = error
-                if not isinstance(error, ReplicaFull):
+                if not isinstance(error, ReplicaFull | ReplicaRefused):
                     self._suspect(replica_id)
                 logger.warning("request %s, attempt %d: %s", work.request_id, attempt, error)
                 if answer.num_tokens:

@@ -47,6 +47,7 @@ from serve_app.work import Delta, Work
 
 _LONG_TEXT = 4_000
 """Characters from which on a prompt is tokenised off the event loop."""
+_LARGEST_SEED = 2**63 - 1
 _ClassHeader = Annotated[str | None, Header(alias="x-service-tier", max_length=40)]
 _OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 
@@ -105,6 +106,11 @@ class Generator:
             token_ids = await self._encode(len(body.text), self._tokenizer.encode, body.text)
         else:
             token_ids = [one for one in body.prompt if isinstance(one, int)]
+            size = self._tokenizer.vocab_size
+            if size is not None and max(token_ids) >= size:
+                raise BadRequest(
+                    f"token {max(token_ids)} is not in the vocabulary of {size}", param="prompt"
+                )
         work = self._work("cmpl", body, token_ids, body.text, None)
         write = _CompletionWriter(work.request_id, body, len(work.token_ids))
         return await self._answer(work, body, class_header, write)
@@ -142,7 +148,8 @@ class Generator:
                 max_tokens=self._max_tokens(body, len(token_ids)),
                 temperature=1.0 if body.temperature is None else body.temperature,
                 top_p=1.0 if body.top_p is None else body.top_p,
-                seed=body.seed,
+                # Generators of random numbers take no negative ones.
+                seed=None if body.seed is None else body.seed & _LARGEST_SEED,
                 ignore_eos=body.ignore_eos,
             ),
             stop=body.stops,

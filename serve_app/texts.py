@@ -12,6 +12,11 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer(Protocol):
     """Texts to token ids and back."""
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it; None: not known."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         ...
@@ -43,6 +48,11 @@ class HuggingFaceTokenizer:
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"model {folder} has no tokenizer: {first}") from None
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it."""
+        return len(self._tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text)
@@ -69,6 +79,11 @@ class EstimatingTokenizer:
 
     For gateways before external pools only, whose endpoints tokenise themselves.
     """
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Not known."""
+        return None
 
     def encode(self, text: str) -> list[int]:
         """Return a number for every four characters, equal for equal characters."""

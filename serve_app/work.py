@@ -43,3 +43,7 @@ class ReplicaFailed(RuntimeError):
 
 class ReplicaFull(ReplicaFailed):
     """A replica that takes no more requests for now."""
+
+
+class ReplicaRefused(ReplicaFailed):
+    """A replica whose engine does not take this request, and is well otherwise."""

@@ -44,6 +44,8 @@ def a_cluster(pools=("a", "b"), **fields):
 class Letters:
     """A tokenizer whose tokens are characters."""
 
+    vocab_size = 1000
+
     def encode(self, text):
         return [ord(one) for one in text]
 
@@ -185,6 +187,7 @@ def test_a_chat_takes_parts_and_says_who_speaks():
         ({"service_tier": "gold"}, 400, "service_tier 'gold' is not known"),
         ({"stop": [""]}, 400, "stop"),
         ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [5, 1000]}, 400, "token 1000 is not in the vocabulary of 1000"),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence_in_openais_envelope(change, status, reason):
