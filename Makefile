@@ -10,12 +10,16 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: sweep test test-slow check serve mlflow bench install
+.PHONY: sweep test test-slow check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
 .venv/.core: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+.venv/.engines: pyproject.toml .venv/.core
+	$(BIN)/pip install --quiet --editable ".[engines]"
 	touch $@
 
 .venv/.dev: pyproject.toml .venv/.core
@@ -39,8 +43,12 @@ check: .venv/.dev ## Lint, format, types, layers.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-serve: .venv/.core ## Answer routing questions over HTTP with the champion.
+serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000.
 	$(BIN)/python pipelines/deploy.py
+
+demo: .venv/.core ## Two minutes of traffic against what `make serve` started, policy by policy.
+	$(BIN)/python pipelines/replay.py --rate 0.5 --length-scale 0.1 --duration-s 40 \
+		--compare champion,sed,ray_default --baseline ray_default
 
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(STORAGE))/mlflow.db

@@ -1,14 +1,16 @@
-"""Serve a routing policy over HTTP until Ctrl-C: `python pipelines/deploy.py`."""
+"""Serve a cluster, or a routing policy alone, until Ctrl-C: `python pipelines/deploy.py`."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -19,67 +21,132 @@ import tyro
 from ray import serve
 from ray.serve import Application
 
-from serve_app.app import APP_NAME, RoutingOptions, bind, find
+from serve_app.app import (
+    APP_NAME,
+    GatewayOptions,
+    RoutingOptions,
+    bind,
+    bind_gateway,
+    find,
+    find_cluster,
+    token_of,
+)
+from serve_app.desk import RAY_DEFAULT
 from serve_app.messages import PolicyCard
+from serve_app.outcome_log import OutcomeLog
+from serve_app.served import resolve_policy
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
+
+DECIDE_ONLY = "none"
 
 
 @dataclass(frozen=True)
 class Args:
-    """Serve a routing policy over HTTP."""
+    """Serve a cluster's model over HTTP, or a routing policy alone."""
 
-    policy: str = "champion"
-    """champion, a policy file (.npz) or a baseline's name."""
+    cluster: str = "local_cpu"
+    """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
+    policy: str | None = None
+    """champion, a policy file (.npz), a baseline's name or, with pools, ray_default; None: the
+    cluster's, or champion."""
     scenario: str = "poisson_085"
-    """Whose champion, tuned rules and length predictor are used."""
+    """Whose champion, tuned rules and length predictor are used without pools."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
     """Port to listen on."""
     fallback: Literal["sed"] | None = None
-    """What to serve where the trained policy is missing or broken; without it: refuse to start."""
+    """What to serve without pools where the trained policy is missing or broken; without it:
+    refuse to start. With pools the cluster's baseline stands in."""
     decision_log: Path | None = None
-    """File that gets one JSON line per decision."""
-    explore: float = 0.0
-    """Share of decisions drawn at random among the replicas that keep the SLO, at most 0.05."""
+    """File that gets one JSON line per decision; with pools, a folder for Parquet files."""
+    explore: float | None = None
+    """Share of decisions drawn at random among the replicas that keep the SLO, at most 0.05;
+    None: the cluster's, or 0."""
     registry: str | None = None
     """MLflow tracking URI whose registered champion is preferred to the shipped one; by default
     MLFLOW_TRACKING_URI where that is set."""
+    token: str | None = None
+    """Bearer token that callers of the pools need; by default TOKENYARD_TOKEN where that is set."""
     json: Path | None = None
     """File that gets a row about what is served, as soon as it is."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is about to be served, found and checked."""
+
+    bind: Callable[[], Application]
+    card: PolicyCard
+    num_cpus: float
+    """CPUs that its actors reserve."""
+    example: str
+    """A command that asks it, without `curl -s` and the URL."""
+
+
 def main(args: Args) -> None:
     """Start, tell how to ask, wait, and shut down cleanly."""
-    options = _options(args)
     local = "RAY_ADDRESS" not in os.environ
     try:
-        served = find(options)
+        plan = _plan_routing(args) if args.cluster == DECIDE_ONLY else _plan_gateway(args)
         if local:
             _check_port(args.host, args.port)
-            _check_log(args.decision_log)
-        _connect(local)
+        _connect(local, plan.num_cpus)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     stop = _stop_on_signals()
     try:
-        _start(bind(served, options), args)
-        _report(served.card, args)
+        _start(plan.bind(), args)
+        _report(plan, args)
         stop.wait()
     finally:
         _shut_down(local)
 
 
-def _options(args: Args) -> RoutingOptions:
-    return RoutingOptions(
-        policy=args.policy,
+def _plan_routing(args: Args) -> Plan:
+    options = RoutingOptions(
+        policy=args.policy or "champion",
         scenario=args.scenario,
         registry=args.registry or os.environ.get("MLFLOW_TRACKING_URI"),
         fallback_to_sed=args.fallback == "sed",
         decision_log=args.decision_log,
-        explore_fraction=args.explore,
+        explore_fraction=args.explore or 0.0,
     )
+    served = find(options)
+    _check_log(args.decision_log)
+    example = f"/v1/route -H 'content-type: application/json' -d '{_example(args.scenario)}'"
+    return Plan(lambda: bind(served, options), served.card, 1.0, example)
+
+
+def _plan_gateway(args: Args) -> Plan:
+    options = GatewayOptions(
+        cluster=args.cluster,
+        policy=args.policy,
+        explore_fraction=args.explore,
+        registry=args.registry or os.environ.get("MLFLOW_TRACKING_URI"),
+        decision_log=args.decision_log,
+        token=args.token,
+    )
+    cluster = find_cluster(options)
+    if args.decision_log is not None:
+        OutcomeLog(args.decision_log).close()
+    name = cluster.baseline if cluster.policy == RAY_DEFAULT else cluster.policy
+    card = resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True).card
+    card = card.model_copy(update={"name": cluster.policy})
+    body = {
+        "model": cluster.served_model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+    secret = ' -H "authorization: Bearer $TOKENYARD_TOKEN"' if token_of(options) else ""
+    example = f"/v1/chat/completions -H 'content-type: application/json'{secret} -d '{dumps(body)}'"
+    num_cpus = 1.0 + sum(
+        pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
+        for pool in cluster.own_pools
+    )
+    return Plan(lambda: bind_gateway(cluster, options), card, num_cpus, example)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -106,9 +173,15 @@ def _stop_on_signals() -> threading.Event:
     return stop
 
 
-def _connect(local: bool) -> None:
+def _connect(local: bool, num_cpus: float) -> None:
+    # A small machine that loads a model meanwhile takes longer than Serve's five seconds.
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # Ray gives its workers the lowest priority of all, which ranks beside other work feel.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
     ray.init(
         address="local" if local else None,
+        num_cpus=max(os.cpu_count() or 1, math.ceil(num_cpus)) if local else None,
         include_dashboard=False if local else None,
         logging_level=logging.WARNING,
     )
@@ -130,20 +203,19 @@ def _shut_down(local: bool) -> None:
     ray.shutdown()
 
 
-def _report(card: PolicyCard, args: Args) -> None:
+def _report(plan: Plan, args: Args) -> None:
     """Print the one line that says all, and write it as a row where that is wanted."""
-    url = f"http://{args.host}:{args.port}"
+    url, card = f"http://{args.host}:{args.port}", plan.card
     print(
         f"serving {card.name} ({card.source}, {card.version}) on {url}; ask with: "
-        f"curl -s {url}/v1/route -H 'content-type: application/json' "
-        f"-d '{_example(args.scenario)}'",
+        f"curl -s {url}{plan.example}",
         flush=True,
     )
     if args.json is not None:
         keys = {"name", "kind", "trainer", "scenario", "version", "source", "startup_fallback"}
-        write_result(
-            args.json, shlex.join(sys.argv), None, [{"url": url, **card.model_dump(include=keys)}]
-        )
+        command = shlex.join(one if one != args.token else "TOKEN" for one in sys.argv)
+        row = {"url": url, **card.model_dump(include=keys)}
+        write_result(args.json, command, None, [row])
 
 
 def _example(scenario: str) -> str:

@@ -1,18 +1,30 @@
-"""The Ray Serve application: one replica that holds the policy behind the HTTP API."""
+"""The Ray Serve applications: the gateway before its pools, and the policy alone behind HTTP."""
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
+from ray.serve.handle import DeploymentHandle
 
+from serve_app.access import Access
 from serve_app.api import RoutingService, create_api
+from serve_app.backends import Backend, ExternalBackend, ServeBackend
 from serve_app.decider import Decider, check_exploration
 from serve_app.decision_log import DecisionLog
+from serve_app.desk import RAY_DEFAULT, PolicyDesk
+from serve_app.engine_replica import bind_pool, engine_class, load_tokenizer
+from serve_app.gateway import Gateway
+from serve_app.openai_api import create_gateway_api
+from serve_app.outcome_log import OutcomeLog
+from serve_app.pools import Cluster, load_cluster
 from serve_app.served import ServedPolicy, rehearse, resolve_policy
+from serve_app.texts import EstimatingTokenizer, Tokenizer
 
 APP_NAME = "tokenyard-routing"
 
@@ -82,3 +94,130 @@ def build(options: RoutingOptions) -> Application:
         ValueError: As `find`.
     """
     return bind(find(options), options)
+
+
+TOKEN_VARIABLE = "TOKENYARD_TOKEN"
+"""Environment variable that holds the gateway's bearer token."""
+
+
+class GatewayOptions(BaseModel):
+    """What the gateway is told besides its cluster; also the `args` of a Serve config file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    cluster: str = "local_cpu"
+    """Name or YAML path of the cluster."""
+    policy: str | None = None
+    """In place of the cluster's policy."""
+    explore_fraction: float | None = None
+    """In place of the cluster's."""
+    registry: str | None = None
+    """MLflow tracking URI where champions are looked up; None: only shipped ones count."""
+    decision_log: Path | None = None
+    """Folder on the gateway's node that gets Parquet files."""
+    token: str | None = None
+    """Bearer token that callers need; None: that of the environment, or none."""
+
+
+class GatewayReplica:
+    """The gateway's one replica; Ray Serve asks it for the API once it is built."""
+
+    def __init__(
+        self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
+    ) -> None:
+        """Connect to the pools and make the policy."""
+        rng = np.random.default_rng()
+        registry = options.registry
+        desk = PolicyDesk(cluster.scenario, cluster.baseline, cluster.trust, rng, registry)
+        desk.switch(cluster.policy, cluster.explore_fraction, may_be_missing=True)
+        self._external = [ExternalBackend(pool) for pool in cluster.external_pools]
+        backends: dict[str, Backend] = {one.name: one for one in self._external}
+        for pool in cluster.own_pools:
+            backends[pool.name] = ServeBackend(pool, handles[pool.name])
+        log = None if options.decision_log is None else OutcomeLog(options.decision_log)
+        self._gateway = Gateway(cluster, desk, backends, log=log)
+        self._access = Access(options.token)
+        self._tokenizer: Tokenizer = EstimatingTokenizer()
+        if cluster.own_pools:
+            self._tokenizer = load_tokenizer(cluster.own_pools[0].config.model)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Return the HTTP API."""
+        return create_gateway_api(
+            self._gateway, self._tokenizer, self._access, self._start, self._stop
+        )
+
+    def _start(self) -> None:
+        for one in self._external:
+            one.start()
+
+    async def _stop(self) -> None:
+        for one in self._external:
+            await one.stop()
+        self._gateway.desk.stop()
+        if self._gateway.log is not None:
+            self._gateway.log.close()
+
+
+def find_cluster(options: GatewayOptions) -> Cluster:
+    """Read the cluster that `options` name, with what they put in place of its fields.
+
+    Raises:
+        ValueError: The cluster, its policy or its baseline is not known.
+    """
+    cluster = load_cluster(options.cluster)
+    changes: dict[str, Any] = {}
+    if options.policy is not None:
+        changes["policy"] = options.policy
+    if options.explore_fraction is not None:
+        changes["explore_fraction"] = options.explore_fraction
+    try:
+        cluster = Cluster.model_validate(cluster.model_dump(mode="json") | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"cluster {options.cluster}: {field}: {first['msg']}") from None
+    for name in (cluster.policy, cluster.baseline):
+        if name != RAY_DEFAULT:
+            resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True)
+    for pool in cluster.own_pools:
+        engine_class(pool)
+    Access(token_of(options))
+    return cluster
+
+
+def token_of(options: GatewayOptions) -> str | None:
+    """Return the bearer token that callers need; None: none."""
+    return options.token or os.environ.get(TOKEN_VARIABLE) or None
+
+
+def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
+    """Make the application of a gateway and its pools."""
+    log = options.decision_log
+    options = options.model_copy(
+        update={
+            "decision_log": None if log is None else log.absolute(),
+            "token": token_of(options),
+        }
+    )
+    pools = {
+        pool.name: bind_pool(pool, cluster.routing_stats_period_s) for pool in cluster.own_pools
+    }
+    # One replica: what it has sent is known only to itself, and decisions are made on that.
+    deploy = serve.deployment(
+        name="gateway",
+        num_replicas=1,
+        max_ongoing_requests=4 * cluster.limits.max_in_flight + 100,
+        ray_actor_options={"num_cpus": 0.1},
+    )
+    deployment: Deployment = deploy(serve.ingress()(GatewayReplica))
+    return deployment.bind(cluster, options, pools)
+
+
+def build_gateway(options: GatewayOptions) -> Application:
+    """Find and bind: what `serve run serve_app.app:build_gateway cluster=...` names.
+
+    Raises:
+        ValueError: As `find_cluster`.
+    """
+    return bind_gateway(find_cluster(options), options)

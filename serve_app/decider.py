@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,9 @@ class Choice:
     explored: bool
     fallback: bool
     decision_us: float
+    fallback_reason: str | None = None
+    """Why the policy did not decide, one of `serve_app.desk.REASONS`; None: it did, or a lone
+    `Decider` answered."""
 
 
 class Decider:
@@ -62,6 +65,8 @@ class Decider:
         self.num_explored = 0
         self._rng, policy_rng = rng.spawn(2)
         self._policy = served.make(policy_rng)
+        # Asked once: looking a protocol's methods up takes as long as a small decision.
+        self._decide = _decide_by(self._policy)
         self._sed = ShortestExpectedDelay()
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Choice:
@@ -123,7 +128,7 @@ class Decider:
             return self._sed.decide(request, snapshots), True
 
     def _checked_decision(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        decision = _decision(self._policy, request, snapshots)
+        decision = self._decide(request, snapshots)
         if not 0 <= decision.replica < len(snapshots):
             raise ValueError(f"chose replica {decision.replica} of {len(snapshots)}")
         if decision.scores is not None and not all(map(math.isfinite, decision.scores)):
@@ -167,9 +172,9 @@ def check_exploration(served: ServedPolicy, explore_fraction: float) -> None:
         )
 
 
-def _decision(
-    policy: RoutingPolicy, request: Request, snapshots: Sequence[ReplicaSnapshot]
-) -> Decision:
+def _decide_by(
+    policy: RoutingPolicy,
+) -> Callable[[Request, Sequence[ReplicaSnapshot]], Decision]:
     if isinstance(policy, ScoringPolicy):
-        return policy.decide(request, snapshots)
-    return Decision(policy.route(request, snapshots), None)
+        return policy.decide
+    return lambda request, snapshots: Decision(policy.route(request, snapshots), None)

@@ -17,6 +17,7 @@ from serve_app.messages import PolicyCard
 from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.policies.delay import finish_s
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
@@ -98,12 +99,15 @@ def resolve_policy(
 
 
 def rehearse(served: ServedPolicy) -> None:
-    """Decide once with a policy that is thrown away, so that compiled code is loaded and ready."""
+    """Decide with a policy that is thrown away, so that compiled code is loaded and ready."""
     engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
-    batches = engine if served.card.needs_engine else None
-    idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=batches)
-    policy = served.make(np.random.default_rng(0))
-    policy.route(Request(0.0, 1, 2.0), [idle] * (served.card.num_replicas or 1))
+    request = Request(0.0, 1, 2.0)
+    kinds = {True: (engine,), False: (None,), None: (engine, None)}
+    for kind in kinds[served.card.needs_engine]:
+        idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
+        policy = served.make(np.random.default_rng(0))
+        policy.route(request, [idle] * (served.card.num_replicas or 1))
+        finish_s(request, idle)  # Exploration asks it.
 
 
 def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPolicy:

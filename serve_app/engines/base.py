@@ -46,6 +46,8 @@ class EngineConfig(Frozen):
     """Requests that may wait; one more is refused."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What a rank reserves: one GPU or one CPU; `auto`: a GPU where the cluster has any."""
+    rank_cpus: Annotated[float, Field(gt=0)] = 1.0
+    """CPUs that a rank without GPU reserves; it computes with one thread."""
     accelerator_type: str | None = None
     """Ray's name of the GPU that ranks must get, such as `H100`; None: any."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0

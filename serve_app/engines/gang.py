@@ -47,7 +47,7 @@ def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
         if config.accelerator_type is not None:
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
     else:
-        bundle = {"CPU": 1.0}
+        bundle = {"CPU": config.rank_cpus}
     return [dict(bundle) for _ in range(config.num_ranks)]
 
 
@@ -231,11 +231,11 @@ class Gang:
 
 
 def _start_rank(config: EngineConfig, number: int, group: PlacementGroup, bundle: int) -> Any:
-    has_gpu = group.bundle_specs[bundle].get("GPU", 0) >= 1
+    reserved = group.bundle_specs[bundle]
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
     actor = ray.remote(Rank).options(
-        num_cpus=0 if has_gpu else 1,
-        num_gpus=1 if has_gpu else 0,
+        num_cpus=reserved.get("CPU", 0),
+        num_gpus=reserved.get("GPU", 0),
         scheduling_strategy=strategy,
         max_restarts=0,
     )

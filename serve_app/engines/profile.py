@@ -34,7 +34,7 @@ _QUIET_S = 5.0
 
 
 @dataclass(frozen=True)
-class EngineProfile:
+class Measurement:
     """What an engine can do, measured."""
 
     iterations: IterationProfile
@@ -55,7 +55,7 @@ async def profile_engine(
     vocab_size: int,
     budget_s: float = 30.0,
     seed: int = 0,
-) -> EngineProfile:
+) -> Measurement:
     """Measure a running engine that nobody else uses meanwhile.
 
     Args:
@@ -94,12 +94,12 @@ async def profile_engine(
 
 def _profile_of(
     rows: Sequence[Row], engine: Engine, config: EngineConfig, per_s: float
-) -> EngineProfile:
+) -> Measurement:
     table = np.array([row for row in rows if row[3] > 0], dtype=float)
     if len(table) == 0:
         raise EngineError("the engine tells no iteration times: there is nothing to fit")
     iterations = IterationProfile(table[:, :3].T.copy(), table[:, 3].copy())
-    return EngineProfile(
+    return Measurement(
         iterations=iterations,
         coefficients=fit_iterations(iterations),
         kv_capacity_tokens=engine.stats().kv_capacity_tokens,

@@ -97,7 +97,7 @@ def test_concurrent_callers_each_get_their_answer_and_their_line(server):
 
 
 def deploy(*args):
-    return [sys.executable, str(DEPLOY), *map(str, args)]
+    return [sys.executable, str(DEPLOY), "--cluster", "none", *map(str, args)]
 
 
 @contextmanager

@@ -1,0 +1,239 @@
+"""A cluster as data: pools of replicas, what is promised, and which policy decides.
+
+A pool is either ours, one Serve deployment of `serve_app.engine_replica`, or external: endpoints
+that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving.md has an example.
+"""
+
+from __future__ import annotations
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import Field, HttpUrl, ValidationError, model_validator
+
+from serve_app.engines.base import EngineConfig
+from tokenyard.fleet import requests_per_s
+from tokenyard.frozen import Frozen
+
+MAX_PROMPT_TOKENS = 1 << 20
+
+
+class EngineProfile(Frozen):
+    """How fast one replica is and how much it holds; units of `tokenyard.types.EngineSnapshot`.
+
+    An iteration takes `iteration_s + prefill_token_s x prompt tokens computed + sequence_s x
+    sequences decoding + kv_token_s x tokens of KV read`.
+    """
+
+    iteration_s: Annotated[float, Field(gt=0, le=1e3)]
+    prefill_token_s: Annotated[float, Field(ge=0, le=1e3)]
+    sequence_s: Annotated[float, Field(ge=0, le=1e3)]
+    kv_token_s: Annotated[float, Field(ge=0, le=1e3)] = 0.0
+    max_batch: Annotated[int, Field(ge=1)]
+    token_budget: Annotated[int, Field(ge=1)]
+    kv_capacity_tokens: Annotated[float, Field(ge=1)]
+    source: Literal["declared", "measured"] = "declared"
+
+    def slot_tokens_per_s(self, context_tokens: float, generated_tokens: float) -> float:
+        """Full speed over `max_batch`, for requests of these mean lengths, tokens per second."""
+        iteration = (self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s)
+        per_s = requests_per_s(
+            iteration, self.max_batch, self.token_budget, self.kv_capacity_tokens,
+            context_tokens, generated_tokens,
+        )  # fmt: skip
+        return per_s * (context_tokens + generated_tokens) / self.max_batch
+
+
+class Pool(Frozen):
+    """Equal replicas of one engine, deployed by us."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    kind: Literal["own"] = "own"
+    engine: str = "gang"
+    """`gang`, `vllm`, or `module:Class` of an engine of your own."""
+    config: EngineConfig
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_ongoing: Annotated[int, Field(ge=1)] | None = None
+    """Requests that one replica holds; None: its batch and its queue."""
+    replica_cpus: Annotated[float, Field(gt=0)] = 0.5
+    """CPUs of the replica's own process."""
+    prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of one block of the engine's prefix cache; 0: it has none."""
+    profile: EngineProfile | None = None
+    """Declared speed; None: measured when the replica starts."""
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests that one replica holds at most."""
+        return self.max_ongoing or self.config.max_batch + self.config.max_waiting
+
+
+class Endpoint(Frozen):
+    """One replica of an external pool."""
+
+    url: HttpUrl
+    """Where `/v1/completions` and `/metrics` are."""
+
+
+class ExternalPool(Frozen):
+    """Servers that run already: OpenAI's API, with vLLM's Prometheus metrics at `/metrics`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    kind: Literal["external"]
+    endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1)]
+    model: str
+    """Name by which the endpoints know the model."""
+    profile: EngineProfile
+    """Their speed, which nobody can measure from outside without loading them."""
+    max_ongoing: Annotated[int, Field(ge=1)] = 1024
+    max_model_tokens: Annotated[int, Field(ge=2)] = 8192
+    prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoints' bearer token."""
+
+
+AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
+
+
+class SloClass(Frozen):
+    """What requests of a class are promised; a request names its class by `service_tier`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=40)]
+    response_s: Annotated[float, Field(gt=0)]
+    ttft_s: Annotated[float, Field(gt=0)] | None = None
+    tpot_s: Annotated[float, Field(gt=0)] | None = None
+    admitted_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of `max_in_flight` that may be taken when a request of this class is let in: below 1
+    keeps room for the other classes."""
+
+
+class Limits(Frozen):
+    """What one request, and all of them together, may ask for."""
+
+    max_in_flight: Annotated[int, Field(ge=1)] = 256
+    """Requests accepted and not yet answered; one more gets 429 and a Retry-After."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 32_768
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 4_096
+    default_output_tokens: Annotated[int, Field(ge=1)] = 256
+    """`max_tokens` of a request that names none."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time from arrival to the last token."""
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Times that a request is placed again where a replica fails before its first token."""
+
+
+class Trust(Frozen):
+    """When the policy is not asked, and for how long."""
+
+    budget_s: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Longest time that a choice may be computed; on a busy machine five times that may pass."""
+    failures_to_open: Annotated[int, Field(ge=1)] = 3
+    """Failures in a row after which the policy is left alone; one is enough if it was too slow."""
+    cool_down_s: Annotated[float, Field(gt=0)] = 10.0
+    """Time for which it is left alone."""
+    stale_after_s: Annotated[float, Field(gt=0)] = 5.0
+    """Age from which on a replica's published state counts as unknown."""
+
+
+class Cluster(Frozen):
+    """Everything that the gateway serves, and how."""
+
+    name: str
+    description: str
+    served_model: Annotated[str, Field(min_length=1, max_length=200)]
+    """Name by which clients ask for the model."""
+    scenario: str = "conversation_mixed_gpus"
+    """Whose champion, tuned rules, mean lengths and length predictor are used."""
+    policy: str = "champion"
+    """`champion`, a policy file (.npz), a baseline's name, or `ray_default`."""
+    baseline: str = "marginal_delay"
+    """Decides where the policy cannot."""
+    explore_fraction: Annotated[float, Field(ge=0, le=0.05)] = 0.01
+    """Share of decisions drawn at random among the replicas that keep the SLO."""
+    classes: Annotated[tuple[SloClass, ...], Field(min_length=1)] = (
+        SloClass(name="default", response_s=30.0),
+    )
+    """The first is that of requests that name none."""
+    limits: Limits = Limits()
+    trust: Trust = Trust()
+    routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
+    """Time between two publications of a replica's state."""
+    pools: Annotated[tuple[AnyPool, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        for what, names in (
+            ("pool", [pool.name for pool in self.pools]),
+            ("class", [one.name for one in self.classes]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(f"{what} {min(twice)!r} appears more than once")
+        return self
+
+    @model_validator(mode="after")
+    def _serves_one_model(self) -> Self:
+        models = {pool.config.model for pool in self.own_pools}
+        if len(models) > 1:
+            raise ValueError(f"pools serve different models {sorted(models)}; give one to all")
+        return self
+
+    @property
+    def own_pools(self) -> tuple[Pool, ...]:
+        """Pools that we deploy."""
+        return tuple(pool for pool in self.pools if isinstance(pool, Pool))
+
+    @property
+    def external_pools(self) -> tuple[ExternalPool, ...]:
+        """Pools that run already."""
+        return tuple(pool for pool in self.pools if isinstance(pool, ExternalPool))
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest prompt plus output that any pool takes."""
+        return max(max_model_tokens(pool) for pool in self.pools)
+
+
+def max_model_tokens(pool: Pool | ExternalPool) -> int:
+    """Longest prompt plus output that a pool takes."""
+    return pool.config.max_model_tokens if isinstance(pool, Pool) else pool.max_model_tokens
+
+
+def cluster_names() -> list[str]:
+    """Names of the clusters that ship with the package, sorted."""
+    folder = resources.files("serve_app") / "clusters"
+    return sorted(
+        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
+    )
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a shipped cluster by name, or a YAML file by path.
+
+    Raises:
+        ValueError: Unknown name, no such file, or one that does not fit the model.
+    """
+    if name.endswith((".yaml", ".yml")):
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cluster file {name}: {error.strerror}") from None
+    else:
+        known = cluster_names()
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"unknown cluster {name!r}; choose one of {known}{hint}")
+        folder = resources.files("serve_app") / "clusters"
+        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    try:
+        return Cluster.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"cluster file {name}: {field or 'it'}: {first['msg']}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"cluster file {name} is no YAML: {error}") from None

@@ -1,0 +1,296 @@
+"""How a request gets to a replica through Ray Serve.
+
+Three routers: `ChosenReplicaRouter` sends to the replica that the gateway has chosen, `RayDefault`
+is Ray's own choice over the replicas of several deployments, and `PolicyRequestRouter` decides by
+policy within any one deployment that names it in its `request_router_config`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import (
+    FIFOMixin,
+    PendingRequest,
+    ReplicaResult,
+    RequestRouter,
+    RunningReplica,
+)
+
+from serve_app import live
+from serve_app.desk import PolicyDesk
+from serve_app.pools import EngineProfile, Trust
+from serve_app.telemetry import Collector, Published
+from serve_app.texts import EstimatingTokenizer, plain_chat
+from serve_app.work import ReplicaFailed, ReplicaFull
+from tokenyard.scenario import load_scenario
+from tokenyard.types import Request
+
+logger = logging.getLogger(__name__)
+
+
+class ChosenReplicaRouter(RequestRouter):
+    """Sends every request to the replica named by its keyword `replica_id`.
+
+    Serve's own procedure hands a replica that was found to the oldest request that waits, or tries
+    again until one is found. Here the choice is made before, so a replica that is gone or full is
+    an error at once, and the gateway chooses again. For the same reason
+    `_choose_replica_for_request` is replaced, which is where a request and its replica meet.
+
+    One instance lives in each process that has a handle to the pool; the gateway finds its own in
+    `serve_app.live`. Serve runs it in a thread of its own, which only replaces `live` and counts
+    `version`.
+    """
+
+    live: tuple[RunningReplica, ...] = ()
+    """Replicas that Serve knows of."""
+    version: int = 0
+    """Grows with every change of `live` or of what its replicas publish."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Let the gateway of this process find the router."""
+        live.ROUTERS[self.app_name, self._deployment_id.name] = self
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Take the replicas that Serve knows of."""
+        super().update_replicas(replicas)
+        self.live = tuple(replicas)
+        self.version += 1
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the chosen replica, if it is there."""
+        assert pending_request is not None
+        chosen = pending_request.kwargs["replica_id"]
+        return [[r for r in candidate_replicas if r.replica_id.unique_id == chosen]]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        ((*found,),) = await self.choose_replicas(self._replicas_list, pending_request)
+        chosen = pending_request.kwargs["replica_id"]
+        if not found:
+            raise ReplicaFailed(f"replica {chosen} is gone")
+        if is_retry:
+            raise ReplicaFull(f"replica {chosen} takes no more requests for now")
+        return found[0]
+
+
+class RayDefault:
+    """Ray Serve's power of two choices, its own code, over the replicas of all pools.
+
+    Serve runs it within one deployment. Here it is given the replicas of several, and is told what
+    a handle would tell it: what was sent, what came back, and how long queues are.
+    """
+
+    def __init__(self) -> None:
+        """Start without replicas; must be called on the event loop that asks."""
+        self._router = PowerOfTwoChoicesRequestRouter(
+            deployment_id=DeploymentID("all-pools", "tokenyard"),
+            handle_source=DeploymentHandleSource.REPLICA,
+            use_replica_queue_len_cache=True,
+            self_node_id=None,
+            prefer_local_node_routing=False,
+            prefer_local_az_routing=False,
+            self_availability_zone=None,
+        )
+
+    def update(self, replicas: Sequence[RunningReplica]) -> None:
+        """Take the replicas of all pools."""
+        known = self._router.curr_replicas
+        if {r.replica_id for r in replicas} != set(known):
+            self._router.update_replicas(list(replicas))
+
+    async def choose(self) -> str:
+        """Return the id of the replica that Ray would send the next request to."""
+        metadata = RequestMetadata(
+            request_id=uuid.uuid4().hex, internal_request_id=uuid.uuid4().hex
+        )
+        pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
+        replica = await self._router._choose_replica_for_request(pending)
+        self._router.on_send_request(replica.replica_id)
+        chosen: str = replica.replica_id.unique_id
+        return chosen
+
+    def finished(self, replica_id: str) -> None:
+        """Note that a request has left a replica."""
+        for known in self._router.curr_replicas:
+            if known.unique_id == replica_id:
+                self._router.decrement_queue_len_cache(known)
+                return
+
+    def died(self, replica_id: str) -> None:
+        """Note that a replica does not answer."""
+        for known in list(self._router.curr_replicas):
+            if known.unique_id == replica_id:
+                self._router.on_replica_actor_died(known)
+
+
+class PolicyRequestRouter(FIFOMixin, RequestRouter):
+    """Lets a policy choose among the replicas of one deployment, ours or any other.
+
+    Name it as `request_router_class="serve_app.router:PolicyRequestRouter"`; its
+    `request_router_kwargs` are those of `initialize_state`. Replicas that publish what
+    `EngineReplica` does are known by that; of others the router knows what it sent itself.
+
+    Serve makes one router per process that holds a handle, and each knows only its own requests.
+    """
+
+    def initialize_state(
+        self,
+        policy: str = "champion",
+        scenario: str = "conversation_mixed_gpus",
+        baseline: str = "marginal_delay",
+        explore_fraction: float = 0.0,
+        profile: Mapping[str, Any] | None = None,
+        trust: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Make the policy.
+
+        Args:
+            policy: As in `serve_app.pools.Cluster`, without `ray_default`.
+            scenario: Likewise.
+            baseline: Likewise.
+            explore_fraction: Likewise.
+            profile: Speed of replicas that publish none, fields of `EngineProfile`.
+            trust: Fields of `serve_app.pools.Trust`.
+
+        Raises:
+            ValueError: One of them is not what it should be.
+        """
+        found = load_scenario(scenario)
+        self._trust = Trust(**(trust or {}))
+        self._profile = None if profile is None else EngineProfile(**profile)
+        self._desk = PolicyDesk(scenario, baseline, self._trust, np.random.default_rng())
+        self._desk.switch(policy, explore_fraction, may_be_missing=True)
+        self._collector = Collector(found.mean_lengths_tokens)
+        self._tokenizer = EstimatingTokenizer()
+        self._unsent: dict[str, PendingRequest] = {}
+        self._booked_at: dict[str, str] = {}
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """Return the candidates one by one, from the cheapest to the dearest."""
+        if pending_request is None or len(candidate_replicas) < 2:
+            return [candidate_replicas]
+        now_s = time.time()
+        for replica in candidate_replicas:
+            if not self._track(replica, now_s):
+                return [candidate_replicas]  # Nothing is known of its speed: any will do.
+        by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
+        self._collector.keep("", by_id)
+        offered = self._collector.offered(now_s, self._trust.stale_after_s)
+        token_ids = self._token_ids(pending_request)
+        snapshots = self._collector.snapshots(offered, token_ids)
+        total = self._desk.predicted_total_tokens(len(token_ids))
+        choice = self._desk.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
+        # On the book at once: the next request may be placed before this one is on its way.
+        self._book(pending_request, offered[choice.index].replica_id, token_ids)
+        order = list(range(len(offered)))
+        if choice.scores is not None:
+            order.sort(key=choice.scores.__getitem__)
+        order.remove(choice.index)
+        return [[by_id[offered[i].replica_id]] for i in (choice.index, *order)]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+    ) -> None:
+        """Put the request on the book of the replica that got it, which may be another's pick."""
+        self._book(pending_request, replica_id.unique_id, self._token_ids(pending_request))
+        self._unsent.pop(pending_request.metadata.internal_request_id, None)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Take the request off the book."""
+        self._unsent.pop(internal_request_id, None)
+        self._close(internal_request_id)
+
+    def _book(self, pending_request: PendingRequest, replica_id: str, token_ids: list[int]) -> None:
+        request_id = pending_request.metadata.internal_request_id
+        self._close(request_id)
+        for other_id, other in list(self._unsent.items()):
+            if other.future.cancelled():
+                del self._unsent[other_id]
+                self._close(other_id)
+        self._unsent[request_id] = pending_request
+        tracked = self._collector.replicas.get(replica_id)
+        if tracked is None:
+            return
+        output = max(self._desk.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
+        tracked.send(request_id, token_ids, tracked.match_tokens(token_ids), output, time.time())
+        self._booked_at[request_id] = replica_id
+
+    def _close(self, request_id: str) -> None:
+        tracked = self._collector.replicas.get(self._booked_at.pop(request_id, ""))
+        if tracked is not None:
+            tracked.book.close(request_id, time.time())
+
+    def _track(self, replica: RunningReplica, now_s: float) -> bool:
+        profile = profile_of(replica) or self._profile
+        if profile is None:
+            return False
+        tracked = self._collector.add(replica.replica_id.unique_id, "", profile, 0, now_s)
+        published = published_by(replica)
+        if published is not None:
+            tracked.publish(published)
+        return True
+
+    def _token_ids(self, pending_request: PendingRequest) -> list[int]:
+        """Count the tokens of what looks like a prompt among the arguments."""
+        for value in (*pending_request.args, *pending_request.kwargs.values()):
+            fields = value if isinstance(value, Mapping) else _fields(value)
+            if isinstance(fields.get("token_ids"), list | tuple):
+                return list(fields["token_ids"])
+            if isinstance(fields.get("prompt"), str):
+                return self._tokenizer.encode(fields["prompt"]) or [0]
+            if isinstance(fields.get("messages"), list | tuple):
+                messages = [_fields(message) for message in fields["messages"]]
+                texts = [{"role": m.get("role", ""), "content": m.get("content")} for m in messages]
+                return self._tokenizer.encode(plain_chat(texts)) or [0]
+        return [0]
+
+
+def _fields(value: object) -> Mapping[str, Any]:
+    if isinstance(value, Mapping):
+        return value
+    if hasattr(value, "model_fields_set"):
+        return vars(value)
+    return asdict(value) if hasattr(value, "__dataclass_fields__") else {}  # type: ignore[call-overload]
+
+
+def profile_of(replica: RunningReplica) -> EngineProfile | None:
+    """Return the speed that a replica has published; None: it has not."""
+    profile = replica.replica_metadata.get("profile")
+    return None if profile is None else EngineProfile(**profile)
+
+
+def published_by(replica: RunningReplica) -> Published | None:
+    """Return the state that a replica has published; None: it has not."""
+    stats = replica.routing_stats
+    if not stats or "observed_at_s" not in stats:
+        return None
+    return Published(
+        num_waiting=int(stats["num_waiting"]),
+        num_running=int(stats["num_running"]),
+        kv_used_fraction=float(stats["kv_used_fraction"]),
+        observed_at_s=float(stats["observed_at_s"]),
+        accepting=bool(stats.get("accepting", True)),
+    )

@@ -1,0 +1,172 @@
+"""Texts and tokens: a tokenizer, and what a stream of tokens is as a stream of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+_REPLACEMENT = "\ufffd"
+"""What a tokenizer decodes bytes to that are no whole character yet."""
+
+
+class Tokenizer(Protocol):
+    """Texts to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it; None: not known."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, up to where the assistant's answer begins."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones left out."""
+        ...
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer in a model's folder."""
+
+    def __init__(self, folder: str) -> None:
+        """Load it.
+
+        Raises:
+            ValueError: The folder holds none.
+        """
+        # It takes seconds to import, and servers that only decide do without it.
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ValueError(f"model {folder} has no tokenizer: {first}") from None
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Token ids are below it."""
+        return len(self._tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text)
+        return ids
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation by the model's template, or a plain one where it has none."""
+        if self._tokenizer.chat_template is None:
+            return self.encode(plain_chat(messages))
+        text = self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones left out."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+class EstimatingTokenizer:
+    """Counts tokens where nobody knows them: four characters each.
+
+    For gateways before external pools only, whose endpoints tokenise themselves.
+    """
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Not known."""
+        return None
+
+    def encode(self, text: str) -> list[int]:
+        """Return a number for every four characters, equal for equal characters."""
+        return [hash(text[at : at + 4]) for at in range(0, len(text), 4)]
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Likewise, of all messages."""
+        return self.encode(plain_chat(messages))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Cannot be done."""
+        raise NotImplementedError("texts of external pools come decoded")
+
+
+def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:
+    """Write a conversation down for a model without a template of its own."""
+    lines = [f"{message['role']}: {message['content']}" for message in messages]
+    return "\n".join([*lines, "assistant:"])
+
+
+class Detokenizer:
+    """Turns tokens that come one after the other into text that never has to be taken back.
+
+    A character may take several tokens, and how a token reads may depend on the one before it: so
+    a few tokens of context are decoded again each time, and an unfinished character is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Start with nothing."""
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._context = 0
+        self._read = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Return the text that some tokens add; it may be empty."""
+        self._ids.extend(token_ids)
+        return self._take(hold=True)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._take(hold=False)
+
+    def _take(self, hold: bool) -> str:
+        known = self._tokenizer.decode(self._ids[self._context : self._read])
+        text = self._tokenizer.decode(self._ids[self._context :])
+        if len(text) <= len(known) or (hold and text.endswith(_REPLACEMENT)):
+            return ""
+        self._context, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+
+class StopFinder:
+    """Cuts a stream of text at the first of some strings, even where it spans several pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Look for `stops`, none of them empty."""
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Return what is certainly before any stop string."""
+        self._held += text
+        starts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if starts:
+            self.found = True
+            return self._release(min(starts))
+        return self._release(len(self._held) - self._num_suspect())
+
+    def finish(self) -> str:
+        """Return what was held back for a stop string that did not come."""
+        return "" if self.found else self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _num_suspect(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for count in range(min(longest, len(self._held)), 0, -1):
+            tail = self._held[-count:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return count
+        return 0
