@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
-from serve_app.engines.base import Engine, EngineConfig, EngineError, Sampling
+from serve_app.engines.base import Engine, EngineConfig, EngineError
 from serve_app.engines.gang import rank_bundles
 from serve_app.engines.models import find_model
 from serve_app.pools import Pool
