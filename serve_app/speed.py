@@ -22,7 +22,7 @@ from serve_app.engines.gang import rank_bundles
 from serve_app.engines.profile import Measurement, profile_engine
 from serve_app.pools import EngineProfile, Pool
 
-_BUDGET_S = 20.0
+_BUDGET_S = 10.0
 _NAMESPACE = b"tokenyard-speed"
 
 
