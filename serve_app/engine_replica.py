@@ -1,6 +1,7 @@
 """One replica of a pool: an engine, its tokenizer, and what Ray Serve asks of them."""
 
 # No `from __future__ import annotations` here: Serve reads the class's signatures.
+import asyncio
 import importlib
 import logging
 import time
@@ -30,8 +31,6 @@ ENGINES = {
 PUBLISH_EVERY_S = 0.05
 """Time between two states that ride on answers."""
 _SHUTDOWN_S = 60.0
-_SMALLEST_VOCABULARY = 32
-"""Every model has that many tokens; for engines whose tokenizer does not tell."""
 
 
 class EngineReplica:
@@ -41,9 +40,10 @@ class EngineReplica:
         """Start the engine and learn how fast it is."""
         self._pool = pool
         self._engine = engine_class(pool)(pool.config)
-        self._tokenizer: Tokenizer = load_tokenizer(pool.config.model)
-        vocab_size = self._tokenizer.vocab_size or _SMALLEST_VOCABULARY
-        self._profile = await start_and_measure(self._engine, pool, vocab_size)
+        # Both take seconds, in different processes.
+        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, pool.config.model))
+        self._profile = await start_and_measure(self._engine, pool, loading)
+        self._tokenizer: Tokenizer = await loading
         self._meter = HostMeter()
         self._published_s = 0.0
         self._num_in_flight = 0

@@ -12,7 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 from ray.experimental import internal_kv
@@ -21,18 +21,23 @@ from serve_app.engines.base import Engine
 from serve_app.engines.gang import rank_bundles
 from serve_app.engines.profile import Measurement, profile_engine
 from serve_app.pools import EngineProfile, Pool
+from serve_app.texts import Tokenizer
 
 _BUDGET_S = 10.0
 _NAMESPACE = b"tokenyard-speed"
+_SMALLEST_VOCABULARY = 32
+"""Every model has that many tokens; for engines whose tokenizer does not tell."""
 
 
-async def start_and_measure(engine: Engine, pool: Pool, vocab_size: int) -> EngineProfile:
+async def start_and_measure(
+    engine: Engine, pool: Pool, tokenizer: Awaitable[Tokenizer]
+) -> EngineProfile:
     """Start an engine and learn how fast it is.
 
     Args:
         engine: Not yet started.
         pool: It belongs to.
-        vocab_size: Prompts of the measurement are drawn from that many token ids.
+        tokenizer: On its way; tells from how many token ids the measurement may draw.
 
     Raises:
         EngineError: It cannot start, or cannot be measured.
@@ -44,6 +49,7 @@ async def start_and_measure(engine: Engine, pool: Pool, vocab_size: int) -> Engi
     shares_cores = "GPU" not in rank_bundles(pool.config)[0]
     async with _alone_on_this_machine() if shares_cores else contextlib.nullcontext():
         await engine.start()
+        vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
         measured = await profile_engine(engine, pool.config, vocab_size, _BUDGET_S)
     profile = _profile(measured, pool)
     internal_kv._internal_kv_put(_key(pool), profile.model_dump_json(), namespace=_NAMESPACE)
