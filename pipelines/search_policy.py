@@ -24,7 +24,12 @@ from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.fleet import Randomisation
 from tokenyard.intervals import t_interval
-from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.observation import (
+    MARGINAL_OTHERS,
+    MARGINAL_WAIT,
+    NUM_MARGINAL_WEIGHTS,
+    NUM_SCORE_WEIGHTS,
+)
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
@@ -114,18 +119,15 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
 def stand_still(scenario_name: str) -> Found:
     """The hand rule itself: no champion is worse on validation than where it began."""
     start = hand_rule(load_scenario(scenario_name))
-    weights = list(start or ())
-    if not weights:
-        weights = [0.0] * PolicySearch(load_scenario(scenario_name)).mean.size
     row: dict[str, float | int | str] = {"seed": 0, "env_steps": 0}
     row |= {f"objective_{name}": 0.0 for name in asdict(OBJECTIVES[0])}
-    return Found(row | validate(scenario_name, np.array(weights), start), weights)
+    return Found(row | validate(scenario_name, np.array(start), start), list(start))
 
 
-def hand_rule(scenario: Scenario) -> tuple[float, ...] | None:
+def hand_rule(scenario: Scenario) -> tuple[float, ...]:
     """Weights of the strongest hand rule: shortest expected delay, or tuned marginal delay."""
     if scenario.fleet is None:
-        return None
+        return (0.0,) * NUM_SCORE_WEIGHTS
     tuned = load_tuned(scenario.name).fleet
     weights = np.zeros(NUM_MARGINAL_WEIGHTS)
     weights[MARGINAL_WAIT] = tuned.wait_weight - 1.0
@@ -133,9 +135,7 @@ def hand_rule(scenario: Scenario) -> tuple[float, ...] | None:
     return tuple(weights.tolist())
 
 
-def validate(
-    scenario_name: str, weights: FloatArray, start: tuple[float, ...] | None
-) -> dict[str, float]:
+def validate(scenario_name: str, weights: FloatArray, start: tuple[float, ...]) -> dict[str, float]:
     """Compare weights with those of the hand rule on what no search was trained on.
 
     That is fresh synthetic streams and, where the file is found, the recorded requests that the
@@ -143,7 +143,7 @@ def validate(
     """
     source = StreamSource(load_scenario(scenario_name))
     streams = synthetic_streams(source, NUM_VALIDATION_STREAMS, seed=0, purpose="validation")
-    rule = np.array(start or np.zeros(len(weights)))
+    rule = np.array(start)
     ours, theirs = (measure(source, streams, w) for w in (weights, rule))
     score, mean_s, p99_s, violations = ours.mean(axis=0)
     _, rule_mean_s, rule_p99_s, rule_violations = theirs.mean(axis=0)

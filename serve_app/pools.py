@@ -6,42 +6,30 @@ that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving
 
 from __future__ import annotations
 
-import difflib
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
 from pydantic import Field, HttpUrl, ValidationError, model_validator
 
 from serve_app.engines.base import EngineConfig
-from tokenyard.fleet import requests_per_s
+from tokenyard.fleet import EngineSpeed, requests_per_s
 from tokenyard.frozen import Frozen
+from tokenyard.named import read_named, shipped_names
 
 MAX_PROMPT_TOKENS = 1 << 20
 
 
-class EngineProfile(Frozen):
-    """How fast one replica is and how much it holds; units of `tokenyard.types.EngineSnapshot`.
+class EngineProfile(EngineSpeed):
+    """How fast one replica is and how much it holds, with its engine's limits."""
 
-    An iteration takes `iteration_s + prefill_token_s x prompt tokens computed + sequence_s x
-    sequences decoding + kv_token_s x tokens of KV read`.
-    """
-
-    iteration_s: Annotated[float, Field(gt=0, le=1e3)]
-    prefill_token_s: Annotated[float, Field(ge=0, le=1e3)]
-    sequence_s: Annotated[float, Field(ge=0, le=1e3)]
-    kv_token_s: Annotated[float, Field(ge=0, le=1e3)] = 0.0
     max_batch: Annotated[int, Field(ge=1)]
     token_budget: Annotated[int, Field(ge=1)]
-    kv_capacity_tokens: Annotated[float, Field(ge=1)]
     source: Literal["declared", "measured"] = "declared"
 
     def slot_tokens_per_s(self, context_tokens: float, generated_tokens: float) -> float:
         """Full speed over `max_batch`, for requests of these mean lengths, tokens per second."""
-        iteration = (self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s)
         per_s = requests_per_s(
-            iteration, self.max_batch, self.token_budget, self.kv_capacity_tokens,
+            self.iteration, self.max_batch, self.token_budget, self.kv_capacity_tokens,
             context_tokens, generated_tokens,
         )  # fmt: skip
         return per_s * (context_tokens + generated_tokens) / self.max_batch
@@ -204,10 +192,7 @@ def max_model_tokens(pool: Pool | ExternalPool) -> int:
 
 def cluster_names() -> list[str]:
     """Names of the clusters that ship with the package, sorted."""
-    folder = resources.files("serve_app") / "clusters"
-    return sorted(
-        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
-    )
+    return shipped_names("serve_app", "clusters")
 
 
 def load_cluster(name: str) -> Cluster:
@@ -216,19 +201,10 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         ValueError: Unknown name, no such file, or one that does not fit the model.
     """
-    if name.endswith((".yaml", ".yml")):
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cluster file {name}: {error.strerror}") from None
-    else:
-        known = cluster_names()
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown cluster {name!r}; choose one of {known}{hint}")
-        folder = resources.files("serve_app") / "clusters"
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    try:
+        text = read_named(name, "cluster", "serve_app", "clusters")
+    except OSError as error:
+        raise ValueError(f"cluster file {name}: {error.strerror}") from None
     try:
         return Cluster.model_validate(yaml.safe_load(text))
     except ValidationError as error:

@@ -165,9 +165,17 @@ class Tracked:
     """One replica: what it is, what it published, and what was sent to it."""
 
     def __init__(
-        self, replica_id: str, pool: str, profile: EngineProfile, block_tokens: int, now_s: float
+        self,
+        replica_id: str,
+        pool: str,
+        profile: EngineProfile,
+        block_tokens: int,
+        now_s: float,
+        mean_lengths_tokens: tuple[float, float],
     ) -> None:
         """Believe that the replica is idle until it says otherwise."""
+        self._mean_lengths_tokens = mean_lengths_tokens
+        self._tokens_per_s = profile.slot_tokens_per_s(*mean_lengths_tokens)
         self.replica_id = replica_id
         self.pool = pool
         self.profile = profile
@@ -201,14 +209,11 @@ class Tracked:
         self.book.send(request_id, lack, predicted_output_tokens, now_s)
         self._sent.send(self._blocks(token_ids))
 
-    def snapshot(
-        self, match_tokens: int, mean_lengths_tokens: tuple[float, float]
-    ) -> ReplicaSnapshot:
+    def snapshot(self, match_tokens: int) -> ReplicaSnapshot:
         """What a policy may know.
 
         Args:
             match_tokens: Of the request to be placed.
-            mean_lengths_tokens: Mean prompt and output of a request, tokens.
         """
         profile, book = self.profile, self.book
         # What was sent and what came back since the state was published is known at once.
@@ -226,12 +231,12 @@ class Tracked:
         else:
             # All are others', which a lone router of the simulator never meets: mean ones, those
             # that run half done.
-            prompt_tokens, output_tokens = mean_lengths_tokens
+            prompt_tokens, output_tokens = self._mean_lengths_tokens
             prefill = waiting * prompt_tokens
             output = (outstanding + waiting) / 2 * output_tokens
         return ReplicaSnapshot(
             replica_id=self.replica_id,
-            tokens_per_s=profile.slot_tokens_per_s(*mean_lengths_tokens),
+            tokens_per_s=self._tokens_per_s,
             num_slots=profile.max_batch,
             max_concurrency=profile.max_batch,
             num_waiting=waiting,
@@ -274,7 +279,9 @@ class Collector:
     ) -> Tracked:
         """Track a replica; one that is known keeps its book."""
         if replica_id not in self.replicas:
-            tracked = Tracked(replica_id, pool, profile, block_tokens, now_s)
+            tracked = Tracked(
+                replica_id, pool, profile, block_tokens, now_s, self._mean_lengths_tokens
+            )
             self.replicas[replica_id] = tracked
         return self.replicas[replica_id]
 
@@ -296,9 +303,7 @@ class Collector:
         self, replicas: Sequence[Tracked], token_ids: Sequence[int]
     ) -> list[ReplicaSnapshot]:
         """What a policy may know of some replicas when a prompt is to be placed."""
-        return [
-            one.snapshot(one.match_tokens(token_ids), self._mean_lengths_tokens) for one in replicas
-        ]
+        return [one.snapshot(one.match_tokens(token_ids)) for one in replicas]
 
 
 _VLLM_WAITING = "vllm:num_requests_waiting"

@@ -85,8 +85,12 @@ class ReplicaConfig(_Replica):
         return float(power_w(self.replica, 0.0, 0.0))
 
 
-class MeasuredReplica(_Replica):
-    """One replica whose engine was measured (`pipelines/calibrate.py`); its power was not."""
+class EngineSpeed(Frozen):
+    """How long a measured engine's iterations take, and how much it holds.
+
+    An iteration takes `iteration_s + prefill_token_s x prompt tokens computed + sequence_s x
+    sequences decoding + kv_token_s x tokens of KV read`.
+    """
 
     iteration_s: Annotated[float, Field(gt=0, le=1e3)]
     """Of every iteration, whatever is in it."""
@@ -103,6 +107,10 @@ class MeasuredReplica(_Replica):
     def iteration(self) -> FloatArray:
         """The four times in their order, seconds, shape (4,)."""
         return np.array([self.iteration_s, self.prefill_token_s, self.sequence_s, self.kv_token_s])
+
+
+class MeasuredReplica(_Replica, EngineSpeed):
+    """One replica whose engine was measured (`pipelines/calibrate.py`); its power was not."""
 
     @property
     def energy(self) -> FloatArray:

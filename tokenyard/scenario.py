@@ -6,10 +6,7 @@ resolved by `load_scenario`; a path to a YAML file of your own works in its plac
 
 from __future__ import annotations
 
-import difflib
 from functools import cached_property
-from importlib import resources
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
@@ -17,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tokenyard.fleet import Fleet, requests_per_s
 from tokenyard.frozen import Frozen
+from tokenyard.named import read_named, shipped_names
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.model import load_model
@@ -241,10 +239,7 @@ class Scenario(Frozen):
 
 def scenario_names() -> list[str]:
     """Names of the scenarios that ship with the package, sorted."""
-    folder = resources.files("tokenyard") / "scenarios"
-    return sorted(
-        f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")
-    )
+    return shipped_names("tokenyard", "scenarios")
 
 
 def load_scenario(name: str) -> Scenario:
@@ -253,14 +248,5 @@ def load_scenario(name: str) -> Scenario:
     Raises:
         ValueError: Unknown name (with the closest ones), or a file that does not fit the model.
     """
-    if name.endswith((".yaml", ".yml")):
-        text = Path(name).read_text(encoding="utf-8")
-    else:
-        known = scenario_names()
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"unknown scenario {name!r}; choose one of {known}{hint}")
-        folder = resources.files("tokenyard") / "scenarios"
-        text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
+    text = read_named(name, "scenario", "tokenyard", "scenarios")
     return Scenario.model_validate(yaml.safe_load(text))
