@@ -127,8 +127,8 @@ def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     for row, snapshot in zip(columns, snapshots, strict=True):
         row[:] = snapshot_row(snapshot)
     # Places of a batch are not slots of a server: there the speed of all of them together counts.
-    places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
-    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
+    speeds = [s.tokens_per_s if s.engine is None else s.full_tokens_per_s for s in snapshots]
+    columns[:, SPEED_RANK] = speed_ranks(np.array(speeds))
     return columns
 
 
