@@ -43,6 +43,7 @@ from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.generation.logits_process import LogitsProcessorList
 
+from serve_app.engines import attention
 from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampling
 from serve_app.engines.messages import Limits, Progress, Report
 from serve_app.engines.models import find_model
@@ -328,6 +329,15 @@ class LockstepManager(ContinuousBatchingManager):
             kv_capacity_tokens=self.num_blocks * PAGE_TOKENS,
             eos_token_ids=frozenset(eos_ids),
         )
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Attend sequence by sequence on CPUs, where the original computes all with all."""
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if model.device.type == "cpu" and kinds == {"full_attention"}:
+            model.set_attn_implementation(attention.NAME)
+        else:
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
         """Queue a request; on rank 0 alone."""
