@@ -103,6 +103,8 @@ class EngineStats:
     """How long the last iteration took; NaN before the first."""
     last_batch_size: int
     """Sequences in it."""
+    accepting: bool = True
+    """Whether it takes requests: not while what died is being replaced."""
 
 
 class Engine(Protocol):
@@ -135,10 +137,10 @@ class Engine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Return if all ranks answer.
+        """Return if all ranks answer, or are being replaced by the engine itself.
 
         Raises:
-            EngineError: One does not.
+            EngineError: Another replica has to take its place.
         """
         ...
 
