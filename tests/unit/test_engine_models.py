@@ -165,7 +165,7 @@ def test_a_rehearsal_model_has_the_tokenizer_of_the_other_and_next_to_no_weights
     from serve_app.engines.rehearsal_model import TOKENIZER_FILES, make_rehearsal_model
 
     like = tmp_path / "like"
-    a_model(like, model_type="llama")
+    a_model(like, model_type="llama", hidden_size=576)
     for name in TOKENIZER_FILES:
         (like / name).write_text(name)
     make_rehearsal_model(like, tmp_path / "made")
