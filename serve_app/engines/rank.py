@@ -319,9 +319,9 @@ class LockstepManager(ContinuousBatchingManager):
             self._wake_up_loop = _NeverWaits()
         self._stage, self._first_layer = _stage_config(model, config)
         self._last_batch_s, self._last_batch_size = math.nan, 0
-        # The others wait for rank 0 anyway.
-        paced = config.rehearses is not None and self.is_tp_driver
-        self._pace = Pace(config.rehearses.iteration) if paced else None
+        self._pace = None
+        if config.rehearses is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
+            self._pace = Pace(config.rehearses.iteration)
         self.num_blocks = self._agreed_blocks(config)
         self.continuous_batching_config.num_blocks = self.num_blocks
         eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
