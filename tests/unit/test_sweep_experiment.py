@@ -93,8 +93,8 @@ def test_a_trial_stops_at_its_own_budget():
 def test_a_sweep_whose_trials_do_not_fit_the_cluster_is_refused_before_it_starts():
     experiment = replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 64},))
     with pytest.raises(ValueError, match="needs 64 CPU, the cluster has 2"):
-        check_resources(experiment, 0, {"CPU": 2.0})
-    check_resources(experiment, 0, {"CPU": 64.0})
+        check_resources(experiment, 0, [{"CPU": 2.0}])
+    check_resources(experiment, 0, [{"CPU": 64.0}])
 
 
 def test_an_ablation_removes_its_term_and_nothing_else():
