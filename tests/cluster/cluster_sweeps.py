@@ -12,7 +12,7 @@ def two_trials() -> Experiment:
     return replace(smoke(), trials=tuple(trials))
 
 
-def six_trials() -> Experiment:
+def four_trials() -> Experiment:
     """Enough seeds and checkpoints that a host can die while some are done and some are not."""
-    trials = [_trial("ppo", "response", env_steps=40_000, iterations=10, seed=s) for s in range(6)]
+    trials = [_trial("ppo", "response", env_steps=20_000, iterations=5, seed=s) for s in range(4)]
     return replace(smoke(), trials=tuple(trials))

@@ -1,8 +1,9 @@
 """Hosts on one machine: network, process and mount namespaces, each with an sshd of its own.
 
 A host sees its own processes, its own `/root`, `/tmp` and `/dev/shm`, and one network card on a
-switch that nothing outside is connected to. The process namespace matters most: `ray stop`, which
-`ray up` runs on every host, kills every Ray process that it can see.
+switch that nothing outside is connected to; `/root/shared` is the same folder on all. The process
+namespace matters most: `ray stop`, which `ray up` runs on every host, kills every Ray process that
+it can see.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ mount -t tmpfs tmpfs /dev/shm
 mkdir /run/sshd
 cp {folder}/host_key {folder}/sshd_config /run/sshd
 {borrow}
+mkdir -p {folder}/root/shared
+mount --bind {shared} {folder}/root/shared
 mount --rbind {folder}/root /root
 mount --rbind {folder}/tmp /tmp
 exec {sshd} -D -f /run/sshd/sshd_config -E /run/sshd/log
@@ -68,6 +71,7 @@ class Host:
     environment: dict[str, str] = field(default_factory=dict)
     """What an administrator has put into this host's login shell."""
     _process: subprocess.Popen[bytes] | None = None
+    _services: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -104,8 +108,9 @@ class Host:
     def start(self) -> None:
         """Switch it on; it takes connections soon after."""
         inner = _INIT.format(
-            name=self.name, folder=self.folder, sshd=_SSHD, borrow=self._borrowed()
-        )
+            name=self.name, folder=self.folder, sshd=_SSHD, borrow=self._borrowed(),
+            shared=self.folder.parent / "shared",
+        )  # fmt: skip
         unshare = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"]
         command = ["ip", "netns", "exec", self.namespace, *unshare, "--kill-child"]
         self._process = subprocess.Popen(
@@ -129,6 +134,9 @@ class Host:
             self._process.kill()
             self._process.wait()
         self._process = None
+        for service in self._services:
+            service.wait()
+        self._services = []
 
     @property
     def is_on(self) -> bool:
@@ -155,6 +163,15 @@ class Host:
             f"{done.stderr[-4000:]}"
         )
         return done
+
+    def run_service(self, text: str) -> None:
+        """Run a command line on this host for as long as the host runs."""
+        quiet = subprocess.DEVNULL
+        self._services.append(
+            subprocess.Popen(
+                self.command(f"exec {text}"), stdout=quiet, stderr=quiet, env=_clean_environment()
+            )
+        )
 
     def processes(self) -> list[str]:
         """Command lines of all that runs on this host besides its sshd and this question."""
@@ -189,6 +206,7 @@ def lan(names: list[str], folder: Path) -> Iterator[dict[str, Host]]:
         name: Host(name, number, folder / name, prefix) for number, name in enumerate(names, 1)
     }
     try:
+        (folder / "shared").mkdir()
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", switch, "link", "set", "br0", "up")
