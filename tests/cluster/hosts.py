@@ -119,8 +119,8 @@ class Host:
         _run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
         # Without a default route Ray takes 127.0.0.1 for the address of its node.
         _run("ip", "-n", self.namespace, "route", "replace", "default", "via", f"{NETWORK}.254")
-        deadline = time.monotonic() + 20
-        while self.sh("ss -ltn | grep -q :22", check=False).returncode:
+        deadline = time.monotonic() + 60
+        while not self._listens():
             assert time.monotonic() < deadline, f"no sshd on {self.name}"
             time.sleep(0.1)
 
@@ -156,6 +156,7 @@ class Host:
         """Run a command line on this host."""
         done = subprocess.run(
             self.command(text), capture_output=True, text=True, timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
             env=_clean_environment(),
         )  # fmt: skip
         assert not check or done.returncode == 0, (
@@ -163,6 +164,11 @@ class Host:
             f"{done.stderr[-4000:]}"
         )
         return done
+
+    def _listens(self) -> bool:
+        """Whether its sshd does, seen from outside: the host may not be ready to be entered."""
+        ask = ["ip", "netns", "exec", self.namespace, "ss", "-ltnH", "sport = :22"]
+        return bool(subprocess.run(ask, capture_output=True, check=True).stdout.strip())
 
     def run_service(self, text: str) -> None:
         """Run a command line on this host for as long as the host runs."""
