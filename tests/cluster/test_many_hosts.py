@@ -24,10 +24,6 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 
 pytestmark = pytest.mark.cluster
 
-REASON = why_not()
-if REASON is not None:
-    pytest.skip(f"no cluster of namespaces: {REASON}", allow_module_level=True)
-
 BUCKET = "s3://sweeps/runs"
 DASHBOARD = "http://10.77.0.2:8265"
 MLFLOW = "http://10.77.0.2:5000"
@@ -97,6 +93,9 @@ def wait_until(condition, timeout_s: float, what: str, every_s: float = 3.0) -> 
 
 @pytest.fixture(scope="module")
 def lab(request):
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(f"no hosts can be made here: {reason}")
     # Not under /tmp, which every host has of its own.
     folder = REPOSITORY / ".cache" / f"hosts-{os.getpid()}"
     folder.mkdir(parents=True)

@@ -12,6 +12,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import GatewayOptions
+from serve_app.engine_replica import bind_pool
 from serve_app.pools import Cluster, load_cluster
 
 REPOSITORY = Path(__file__).parents[2]
@@ -271,6 +272,18 @@ def test_serve_files_name_an_application_and_pools_that_can_be_read():
     assert {pool.node_labels["pool"] for pool in cluster.own_pools} <= groups
     two_hosts = load_cluster(str(REPOSITORY / "clusters/two_hosts.yaml"))
     assert [pool.node_labels for pool in two_hosts.own_pools] == [{"host": "w1"}, {"host": "w2"}]
+
+
+def test_a_pool_and_all_its_ranks_are_bound_to_the_nodes_that_it_names():
+    two_hosts = load_cluster(str(REPOSITORY / "clusters/two_hosts.yaml"))
+    pool = two_hosts.own_pools[1]
+    config = pool.config.model_copy(update={"device": "cpu", "pipeline_parallel": 2})
+    for labels in ({"host": "w2"}, {}):
+        changed = pool.model_copy(update={"config": config, "node_labels": labels})
+        replica = bind_pool(changed, 0.25)._bound_deployment._replica_config
+        assert len(replica.placement_group_bundles) == 3
+        expected = [labels] * 3 if labels else None
+        assert replica.placement_group_bundle_label_selector == expected
 
 
 def test_the_image_copies_files_that_exist_and_installs_the_pinned_torch():

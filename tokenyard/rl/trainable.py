@@ -73,6 +73,12 @@ class TrialConfig(BaseModel):
     validation_seed: Annotated[int, Field(ge=0)] = 0
     """Equal for all trials that are compared."""
 
+    @property
+    def sha256(self) -> str:
+        """Twelve digits that tell what is learned, wherever it runs."""
+        text = self.model_dump_json(exclude=_NOT_LEARNING)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
     def adapted_recipe(self) -> Recipe:
         """The recipe with what this trial changes.
 
@@ -173,9 +179,8 @@ class RouterTrainable(tune.Trainable):
 
     def _lineage(self) -> dict[str, str]:
         config = self.trial_config
-        text = config.model_dump_json(exclude=_NOT_LEARNING)
         return {
-            "trial_sha256": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "trial_sha256": config.sha256,
             "recipe": config.recipe,
             "seed": str(config.seed),
             "env_steps": str(self.training.env_steps),
