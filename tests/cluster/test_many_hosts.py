@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -48,6 +49,12 @@ class Lab:
         done = self.hosts["laptop"].sh(text, timeout_s, check)
         return done.stdout + done.stderr
 
+    def on_laptop(self, script: str, timeout_s: float = 200) -> Any:
+        """Run Python there; what it prints last is JSON."""
+        text = f"cd tokenyard && python - <<'END'\n{script}\nEND"
+        said = self.hosts["laptop"].sh(text, timeout_s).stdout
+        return json.loads(said.strip().splitlines()[-1])
+
     def start_on_laptop(self, command: str) -> subprocess.Popen[str]:
         text = f"cd tokenyard && export RAY_AUTH_MODE=token && {command}"
         return subprocess.Popen(
@@ -58,16 +65,20 @@ class Lab:
     def head(self, script: str, timeout_s: float = 200) -> str:
         """Run Python on the head with the cluster joined."""
         program = f"import ray; ray.init(address='auto', logging_level='ERROR')\n{script}"
-        text = f"cd tokenyard && python - <<'END' 2>/dev/null\n{program}\nEND"
+        text = f"cd tokenyard && python - <<'END'\n{program}\nEND"
         return self.hosts["head"].sh(text, timeout_s).stdout.strip().splitlines()[-1]
 
     def nodes(self) -> dict[str, str]:
-        """Hosts that are in the cluster, by node id."""
+        """Hosts that are in the cluster, by node id; none where the head cannot be asked yet."""
         script = (
             "import json; print(json.dumps({n['NodeID']: n['Labels']['host'] "
             "for n in ray.nodes() if n['Alive']}))"
         )
-        return json.loads(self.head(script))
+        try:
+            return json.loads(self.head(script))
+        except AssertionError as error:
+            print(f"\n{str(error)[-500:]}", flush=True)
+            return {}
 
     def actors(self, class_name: str) -> list[dict[str, str]]:
         """Every actor of a class, also those that are dead."""
@@ -225,9 +236,8 @@ def test_a_sweep_of_two_trials_runs_on_both_workers(lab):
 
 
 def test_the_sweep_is_in_mlflow_and_its_checkpoints_are_in_the_bucket_for_everybody(lab):
-    found = json.loads(
-        lab.laptop(f"""python - <<'END'
-import json, os
+    found = lab.on_laptop(f"""
+import json
 from mlflow import MlflowClient
 from pyarrow import fs
 from tune_configs import registry
@@ -242,9 +252,7 @@ print(json.dumps({{
     "runs": [[run.info.status, "tokenyard.trial_id" in run.data.tags] for run in runs],
     "champion": champion.metadata.trainer,
     "checkpoints": sum(info.base_name == "artifact.npz" for info in files),
-}}))
-END""").splitlines()[-1]
-    )
+}}))""")
     assert sorted(found["runs"]) == [["FINISHED", False], ["FINISHED", True], ["FINISHED", True]]
     assert found["champion"] == "ppo"
     assert found["checkpoints"] >= 2
@@ -252,17 +260,14 @@ END""").splitlines()[-1]
 
 def finished_trials(lab, name):
     """Trials of a sweep that are done, by their runs in MLflow."""
-    return json.loads(
-        lab.laptop(f"""python - <<'END'
+    return lab.on_laptop(f"""
 import json
 from mlflow import MlflowClient
 client = MlflowClient("{MLFLOW}")
 experiment = client.get_experiment_by_name("tokenyard-routing")
 runs = client.search_runs([experiment.experiment_id], "tags.sweep = '{name}'")
 print(json.dumps([run.data.tags["tokenyard.trial_id"] for run in runs
-                  if run.info.status == "FINISHED"]))
-END""").splitlines()[-1]
-    )
+                  if run.info.status == "FINISHED"]))""")
 
 
 def test_a_worker_that_dies_in_mid_sweep_costs_no_finished_trial(lab):
