@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,11 @@ from pathlib import Path
 
 NETWORK = "10.77.0"
 REPOSITORY = Path(__file__).parents[2]
+CLEAN_ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+}
+"""What a login on another machine would have: nothing of the environment of the tests."""
 _SSHD = "/usr/sbin/sshd"
 _INIT = """
 set -e
@@ -51,7 +57,7 @@ def why_not() -> str | None:
     """Say what is missing for hosts like these; None: nothing."""
     if os.geteuid() != 0:
         return "namespaces with an sshd need root"
-    for tool in ("ip", "unshare", "nsenter", "ssh", "rsync", _SSHD):
+    for tool in ("ip", "unshare", "nsenter", "setpriv", "ssh", "rsync", _SSHD):
         if shutil.which(tool) is None:
             return f"{tool} is not installed (Debian: openssh-server rsync iproute2 util-linux)"
     probe = "mount -t tmpfs tmpfs /run && ip link add tokenyard0 type veth peer name tokenyard1"
@@ -112,9 +118,11 @@ class Host:
             shared=self.folder.parent / "shared",
         )  # fmt: skip
         unshare = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--mount-proc"]
-        command = ["ip", "netns", "exec", self.namespace, *unshare, "--kill-child"]
+        # The host ends with this process, however that ends.
+        leash = ["setpriv", "--pdeathsig", "KILL"]
+        command = ["ip", "netns", "exec", self.namespace, *leash, *unshare, "--kill-child"]
         self._process = subprocess.Popen(
-            [*command, "bash", "-c", inner], stdin=subprocess.DEVNULL, env=_clean_environment()
+            [*command, "bash", "-c", inner], stdin=subprocess.DEVNULL, env=CLEAN_ENVIRONMENT
         )
         _run("ip", "-n", self.namespace, "link", "set", "eth0", "up")
         # Without a default route Ray takes 127.0.0.1 for the address of its node.
@@ -157,7 +165,7 @@ class Host:
         done = subprocess.run(
             self.command(text), capture_output=True, text=True, timeout=timeout_s,
             stdin=subprocess.DEVNULL,
-            env=_clean_environment(),
+            env=CLEAN_ENVIRONMENT,
         )  # fmt: skip
         assert not check or done.returncode == 0, (
             f"{self.name}: {text}: exit {done.returncode}\n{done.stdout[-4000:]}\n"
@@ -175,7 +183,7 @@ class Host:
         quiet = subprocess.DEVNULL
         self._services.append(
             subprocess.Popen(
-                self.command(f"exec {text}"), stdout=quiet, stderr=quiet, env=_clean_environment()
+                self.command(f"exec {text}"), stdout=quiet, stderr=quiet, env=CLEAN_ENVIRONMENT
             )
         )
 
@@ -206,6 +214,7 @@ class Host:
 @contextlib.contextmanager
 def lan(names: list[str], folder: Path) -> Iterator[dict[str, Host]]:
     """Hosts of these names on one switch; all that they are and run ends with the block."""
+    _sweep_up()
     prefix = f"ty{os.getpid()}-"
     switch = f"{prefix}switch"
     hosts = {
@@ -226,6 +235,14 @@ def lan(names: list[str], folder: Path) -> Iterator[dict[str, Host]]:
                     host.kill()
             _run("ip", "netns", "del", host.namespace, check=False)
         _run("ip", "netns", "del", switch, check=False)
+
+
+def _sweep_up() -> None:
+    """Delete networks that a test left which was killed."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    for found in re.findall(r"(?m)^ty(\d+)-(\w+)", listed.stdout):
+        if not Path(f"/proc/{found[0]}").exists():
+            _run("ip", "netns", "del", f"ty{found[0]}-{found[1]}", check=False)
 
 
 def _connect(host: Host, switch: str) -> None:
@@ -251,11 +268,6 @@ def _lay_environment(folder: Path) -> None:
             text = (scripts / name).read_text().split("\n", 1)[1]
             (folder / "bin" / name).write_text(f"#!/root/tokenyard/.venv/bin/python\n{text}")
             (folder / "bin" / name).chmod(0o755)
-
-
-def _clean_environment() -> dict[str, str]:
-    """What a login on another machine would have: nothing of the environment of the tests."""
-    return {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 
 
 def _run(*command: str, check: bool = True) -> None:
