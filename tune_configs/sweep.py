@@ -14,7 +14,7 @@ import ray
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from ray.tune import ResultGrid
+from ray.tune import ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard.evaluation import Row
@@ -26,7 +26,7 @@ from tune_configs.judge import Comparison, RoutingJudge, trained
 from tune_configs.registry import Registration
 from tune_configs.results import FinishedTrial
 from tune_configs.storage import open_storage
-from tune_configs.tuner import await_resources, new_tuner, resumed_tuner, start_ray
+from tune_configs.tuner import await_resources, fit, new_tuner, resumed_tuner, start_ray
 
 _COMPARABLE = 10
 """Ratio of environment steps up to which learning curves share an axis."""
@@ -147,14 +147,19 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
     joined = start_ray(num_cpus=os.cpu_count() or 1)
     try:
         await_resources(sweep.experiment, sweep.seed, _JOINING_S if joined else 0.0)
+
+        def resumed() -> Tuner:
+            return resumed_tuner(sweep.experiment, sweep.path)
+
         if resume:
-            return resumed_tuner(sweep.experiment, sweep.path).fit()
+            return fit(resumed(), resumed)
         log = mlflow_log.TrialLog(
             sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name}
         )
         # Tune reads a trial's last result back from its own JSON lines.
         callbacks = [log, JsonLoggerCallback()]
-        return new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks).fit()
+        tuner = new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks)
+        return fit(tuner, resumed)
     finally:
         ray.shutdown()
 

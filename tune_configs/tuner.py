@@ -5,13 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import tune
 from ray.autoscaler.sdk import request_resources
-from ray.tune import Callback, CheckpointConfig, CLIReporter, FailureConfig, RunConfig, TuneConfig
+from ray.exceptions import RayActorError
+from ray.tune import (
+    Callback,
+    CheckpointConfig,
+    CLIReporter,
+    FailureConfig,
+    ResultGrid,
+    RunConfig,
+    TuneConfig,
+)
 from ray.tune.execution.placement_groups import PlacementGroupFactory
 from ray.tune.experiment import Trial
 
@@ -23,6 +32,7 @@ logger = logging.getLogger(__name__)
 _OBJECT_STORE_BYTES = 512 * 2**20
 """Enough for weights and batches of a few megabytes; Ray's default is a third of the memory."""
 _LOOK_EVERY_S = 1.0
+_MOST_RERUNS = 3
 
 
 def start_ray(num_cpus: int) -> bool:
@@ -186,6 +196,26 @@ def _progress() -> CLIReporter:
         },
         max_report_frequency=30,
     )
+
+
+def fit(tuner: tune.Tuner, resumed: Callable[[], tune.Tuner]) -> ResultGrid:
+    """Run all trials; those that went with their node in a bad moment, again.
+
+    A trial whose node dies while its actor is being turned to it, or is restoring a checkpoint,
+    fails for good, whatever `max_failures` says: Tune recovers from RUNNING alone
+    (ray 2.60, tune/execution/tune_controller.py:1354).
+
+    Args:
+        tuner: Runs them.
+        resumed: Makes a tuner that goes on with those that failed.
+    """
+    results = tuner.fit()
+    for _ in range(_MOST_RERUNS):
+        if not any(isinstance(error, RayActorError) for error in results.errors):
+            break
+        logger.warning("trials went with their node and are started again")
+        results = resumed().fit()
+    return results
 
 
 def resumed_tuner(experiment: Experiment, path: str) -> tune.Tuner:

@@ -145,6 +145,8 @@ def _install(hosts: dict[str, Host], folder: Path) -> None:
     _edit_three_lines(laptop / "tokenyard/cluster.yaml", hosts)
     a_tiny_llama(folder / "shared/llama", vocab_size=300, max_position_embeddings=2048)
     save_tiny_tokenizer(folder / "shared/llama")
+    # `make install`, which README.md begins with.
+    hosts["laptop"].sh("cd tokenyard && python -m pip install --quiet --editable .", 200)
     hosts["store"].run_service("tokenyard/.venv/bin/moto_server -H 0.0.0.0 -p 9000")
 
 

@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from integration.toy_sweeps import tiny, toy_trial
 from ray import tune
+from ray.exceptions import ActorDiedError
 
 from tokenyard.rl.trainable import TrialConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, stop_at_budget
 from tune_configs.rewards import ABLATIONS, reward_names, reward_weights
-from tune_configs.tuner import check_resources, trial_label
+from tune_configs.tuner import check_resources, fit, trial_label
 
 
 @given(seed=st.integers(0, 1000), num_samples=st.integers(1, 4))
@@ -163,3 +164,23 @@ def test_where_a_trial_runs_does_not_change_what_it_is():
     assert there.cpus_per_actor == 2.0
     assert there.placement == "SPREAD"
     assert here.sha256 == there.sha256
+
+
+class Fitted:
+    """Stands in for a tuner, and for its results."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def fit(self):
+        return self
+
+
+def test_trials_that_went_with_their_node_are_started_again_and_others_are_not():
+    last = Fitted()
+    rounds = iter([Fitted(ActorDiedError(), ValueError()), last])
+    assert fit(Fitted(ActorDiedError()), lambda: next(rounds)) is last
+    own_fault = Fitted(ValueError())
+    assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
+    hopeless = Fitted(ActorDiedError())
+    assert fit(hopeless, lambda: hopeless) is hopeless
