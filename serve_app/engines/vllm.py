@@ -150,6 +150,8 @@ def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
         max_num_batched_tokens=config.token_budget,
         max_model_len=config.max_model_tokens,
         enable_chunked_prefill=True,
+        # Without GPU graphs to capture, compilation takes minutes and gains little.
+        enforce_eager=config.device == "cpu",
         disable_log_stats=True,
     )
 
