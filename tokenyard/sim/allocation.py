@@ -1,0 +1,306 @@
+"""Many copies of a pool that serves one demand each, stepped by one compiled call.
+
+What a plan does in a slot is `tokenyard.allocation.dynamics`; here are the clock, what is seen and
+what is allowed. A plan that is infeasible (-1), or that budget or hysteresis forbid, is refused:
+the pool keeps its plan, and the refusal is counted.
+
+Arrays of N copies, T slots and F columns of a stream:
+- `streams`, shape (N, T, F): demand, then what is known before the slot (`stream_rows`).
+- `numbers`, shape (N, NUM_NUMBERS), `counts`, shape (N, NUM_COUNTS): state of each copy.
+- `outs`, shape (N, NUM_OUT): what happened in the last slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.allocation.demand import DemandStream
+from tokenyard.allocation.dynamics import (
+    BACKLOG,
+    BATCH,
+    GPUS,
+    IN_TIME_PER_S,
+    LATENCY_LIMIT_S,
+    LOAD,
+    MEAN_LATENCY_S,
+    MEMORY_SHARE,
+    MISSED,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    PAUSED_S,
+    SLOT_S,
+    Model,
+    make_model,
+    run_slot,
+)
+from tokenyard.allocation.forecast import Forecaster
+from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.scenario import AllocationScenario, Objective
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray, IntArray
+
+PLAN, SLOT, LAST, SINCE, LEFT, REFUSED, SATURATED = range(7)
+NUM_COUNTS = 7
+PERIOD, BUDGET, HYSTERESIS = range(3)
+"""Rules: slots of a budget's period, changes in it (-1: any number), slots a plan is kept."""
+DEMAND, KNOWN = 0, 1
+"""First columns of a stream: demand of the slot; what is known before it starts there."""
+HORIZONS_SHOWN = (0, 1, 2, 5, 11, 23)
+"""Slots ahead whose forecasts are in the observation."""
+NUM_RECENT_SHOWN = 6
+NUM_KNOWN = 2 + NUM_RECENT_SHOWN + len(HORIZONS_SHOWN)
+NUM_STATE_FEATURES = 13
+OBSERVATION_LIMIT = 5.0
+_FOREVER = 1_000_000
+
+Observations = npt.NDArray[np.float32]
+
+
+def observation_size(table: PlanTable) -> int:
+    """Numbers in an observation: state, what is known of demand, shape of the plan."""
+    return NUM_STATE_FEATURES + NUM_KNOWN + int(table.shape_mask.sum())
+
+
+@compiled
+def may_switch(counts, rules):
+    """Whether budget and hysteresis allow another plan."""
+    return counts[SINCE] >= rules[HYSTERESIS] and counts[LEFT] != 0
+
+
+@compiled
+def step_one(model, stream, rules, counts, numbers, action, out):
+    """Let one copy live through its next slot; return the reward."""
+    old = counts[PLAN]
+    new = action
+    if new < 0 or (new != old and not may_switch(counts, rules)):
+        counts[REFUSED] += 1
+        new = old
+    reward = run_slot(model, old, new, stream[counts[SLOT], DEMAND], numbers[0], out)
+    numbers[0] = out[BACKLOG]
+    counts[SINCE] += 1
+    if new != old:
+        counts[SINCE] = 1
+        if rules[BUDGET] >= 0:
+            counts[LEFT] -= 1
+    counts[PLAN] = new
+    counts[SLOT] += 1
+    if rules[BUDGET] >= 0 and counts[SLOT] % rules[PERIOD] == 0:
+        counts[LEFT] = rules[BUDGET]
+    return reward
+
+
+@compiled
+def observe_one(model, stream, rules, counts, out, shape_of, scale_per_s, row):
+    """Write what one copy shows before its next slot into `row`."""
+    plan = counts[PLAN]
+    row[0] = out[LOAD]
+    row[1] = model.plans[plan, MEMORY_SHARE]
+    row[2] = out[BATCH]
+    row[3] = out[MEAN_LATENCY_S] / model.constants[LATENCY_LIMIT_S]
+    row[4] = out[NETWORK]
+    row[5] = np.log1p(out[BACKLOG])
+    row[6] = out[PAUSED_S] / model.constants[SLOT_S]
+    row[7] = min(counts[SINCE], 72) / 72.0
+    row[8] = 1.0
+    if rules[BUDGET] > 0:
+        row[8] = counts[LEFT] / rules[BUDGET]
+    row[9] = 1.0 if may_switch(counts, rules) else 0.0
+    row[10] = model.plans[plan, IN_TIME_PER_S] / scale_per_s
+    row[11] = model.plans[plan, GPUS] / 8.0
+    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[MISSED] / out[OFFERED]
+    for i in range(NUM_KNOWN):
+        row[NUM_STATE_FEATURES + i] = stream[counts[SLOT], KNOWN + i]
+    for i in range(NUM_STATE_FEATURES + NUM_KNOWN, len(row)):
+        row[i] = 0.0
+    row[NUM_STATE_FEATURES + NUM_KNOWN + shape_of[plan]] = 1.0
+    for i in range(NUM_STATE_FEATURES + NUM_KNOWN):
+        if row[i] > OBSERVATION_LIMIT:
+            row[i] = OBSERVATION_LIMIT
+            counts[SATURATED] += 1
+
+
+@compiled
+def step_all(model, streams, rules, counts, numbers, actions, outs, rewards):
+    """Step every copy that has slots left; the others earn 0 and stay."""
+    for i in range(len(actions)):
+        rewards[i] = 0.0
+        if counts[i, SLOT] < counts[i, LAST]:
+            rewards[i] = step_one(
+                model, streams[i], rules, counts[i], numbers[i], actions[i], outs[i]
+            )
+
+
+@compiled
+def observe_all(model, streams, rules, counts, outs, shape_of, scale_per_s, rows):
+    """Write the observation of every copy."""
+    for i in range(len(rows)):
+        observe_one(model, streams[i], rules, counts[i], outs[i], shape_of, scale_per_s, rows[i])
+
+
+def stream_rows(
+    stream: DemandStream, forecaster: Forecaster, scale_per_s: float, slots_per_day: int
+) -> FloatArray:
+    """Return demand and what is known before each slot, shape (slots + 1, 1 + NUM_KNOWN).
+
+    Known are sine and cosine of the time of day, the demand of the last slots (latest first) and
+    forecasts, both over `scale_per_s`. The last row shows what comes after the stream.
+    """
+    n = len(stream.per_s)
+    # A last slot of unknown demand, so that the state after the stream can be shown.
+    longer = DemandStream(
+        np.append(stream.per_s, stream.per_s[-1]), stream.first, stream.start_slot
+    )
+    rows = np.zeros((n + 1, 1 + NUM_KNOWN))
+    rows[:n, DEMAND] = stream.per_s
+    angle = 2 * np.pi * (stream.start_slot + np.arange(n + 1)) / slots_per_day
+    rows[:, KNOWN], rows[:, KNOWN + 1] = np.sin(angle), np.cos(angle)
+    for lag in range(NUM_RECENT_SHOWN):
+        rows[:, KNOWN + 2 + lag] = stream.per_s[np.maximum(np.arange(n + 1) - 1 - lag, 0)]
+    forecasts = forecaster.forecast_all(longer)[:, HORIZONS_SHOWN]
+    rows[:, KNOWN + 2 + NUM_RECENT_SHOWN :] = forecasts
+    rows[:, KNOWN + 2 :] /= scale_per_s
+    return rows
+
+
+@dataclass(frozen=True, eq=False)
+class AllocationOutcomes:
+    """What happened slot by slot; arrays of shape (slots,), or (slots, NUM_OUT)."""
+
+    plans: IntArray
+    outs: FloatArray
+    num_refused: int
+    """Actions that were refused."""
+
+    def column(self, which: int) -> FloatArray:
+        """One column of `tokenyard.allocation.dynamics`, shape (slots,)."""
+        values: FloatArray = self.outs[:, which]
+        return values
+
+
+class AllocationSim:
+    """N independent copies of one pool."""
+
+    def __init__(
+        self,
+        scenario: AllocationScenario,
+        num_copies: int,
+        num_slots: int,
+        forecaster: Forecaster,
+        objective: Objective | None = None,
+    ) -> None:
+        """Make empty copies.
+
+        Args:
+            scenario: Pool, plans, rules.
+            num_copies: N.
+            num_slots: Longest stream that is loaded, its history not counted.
+            forecaster: Whose forecasts observations show.
+            objective: What is rewarded, in place of the scenario's.
+        """
+        self.scenario = scenario
+        self.table = plan_table(scenario)
+        self.model: Model = make_model(scenario, objective)
+        self.forecaster = forecaster
+        self.rules = np.array(
+            [
+                scenario.switch_budget.period_slots if scenario.switch_budget else 1,
+                scenario.switch_budget.switches if scenario.switch_budget else -1,
+                scenario.hysteresis_slots,
+            ],
+            np.int64,
+        )
+        self.scale_per_s = self.table.pool_in_time_per_s
+        self.shapes = shape_of(self.table)
+        self._streams = np.zeros((num_copies, num_slots + 1, 1 + NUM_KNOWN))
+        self.counts = np.zeros((num_copies, NUM_COUNTS), np.int64)
+        self.numbers = np.zeros((num_copies, 1))
+        self.outs = np.zeros((num_copies, NUM_OUT))
+        self._rewards = np.zeros(num_copies)
+        self._rows = np.zeros((num_copies, observation_size(self.table)), np.float32)
+
+    @property
+    def num_refused(self) -> int:
+        """Actions refused so far, over all copies."""
+        return int(self.counts[:, REFUSED].sum())
+
+    @property
+    def num_saturated(self) -> int:
+        """Numbers of observations set to the limit so far."""
+        return int(self.counts[:, SATURATED].sum())
+
+    def plan(self, copy: int) -> int:
+        """Plan in force in a copy."""
+        return int(self.counts[copy, PLAN])
+
+    def may_switch(self, copy: int) -> bool:
+        """Whether budget and hysteresis allow a copy another plan in the next slot."""
+        return bool(may_switch(self.counts[copy], self.rules))
+
+    def load(self, copy: int, stream: DemandStream, plan: int | None = None) -> None:
+        """Start a copy on a stream.
+
+        Args:
+            copy: Which.
+            stream: Its demand.
+            plan: Plan in force at the start; None: the cheapest that is enough for the first slot
+                known, or else the largest.
+        """
+        slots_per_day = self.scenario.slots_per_day
+        rows = stream_rows(stream, self.forecaster, self.scale_per_s, slots_per_day)
+        shown = rows[stream.first :]
+        self._streams[copy, : len(shown)] = shown
+        counts = self.counts[copy]
+        counts[PLAN] = self.sufficient_plan(stream) if plan is None else plan
+        counts[SLOT], counts[LAST] = 0, stream.num_slots
+        counts[SINCE] = _FOREVER
+        counts[LEFT] = self.rules[BUDGET]
+        self.numbers[copy] = 0.0
+        self.outs[copy] = 0.0
+
+    def sufficient_plan(self, stream: DemandStream) -> int:
+        """The cheapest plan for the demand before the first slot, with a fifth to spare."""
+        before = stream.per_s[max(stream.first - 1, 0)] * 1.2
+        enough = self.table.in_time_per_s >= before
+        if not enough.any():
+            return int(self.table.in_time_per_s.argmax())
+        return int(np.where(enough, self.table.usd_per_hour, np.inf).argmin())
+
+    def observe(self) -> Observations:
+        """Return what every copy shows, shape (N, size); the array is reused."""
+        observe_all(
+            self.model, self._streams, self.rules, self.counts, self.outs, self.shapes,
+            self.scale_per_s, self._rows,
+        )  # fmt: skip
+        return self._rows
+
+    def step(self, actions: IntArray) -> FloatArray:
+        """Give every copy a plan for its next slot (-1: none of the feasible ones).
+
+        Raises:
+            ValueError: An action is no plan.
+        """
+        actions = np.asarray(actions, np.int64)
+        if actions.max() >= self.table.num_plans or actions.min() < -1:
+            raise ValueError(f"actions {actions} must be plans below {self.table.num_plans}, or -1")
+        step_all(
+            self.model, self._streams, self.rules, self.counts, self.numbers, actions, self.outs,
+            self._rewards,
+        )  # fmt: skip
+        return self._rewards
+
+    def ended(self) -> npt.NDArray[np.bool_]:
+        """Whether the stream of a copy is over, shape (N,)."""
+        return np.asarray(self.counts[:, SLOT] >= self.counts[:, LAST])
+
+
+def shape_of(table: PlanTable) -> IntArray:
+    """Number the feasible shapes (parallelism and GPUs) and return that of every plan."""
+    numbers: dict[tuple[str, int], int] = {}
+    return np.array(
+        [numbers.setdefault((p.parallelism, p.num_gpus), len(numbers)) for p in table.plans],
+        np.int64,
+    )
