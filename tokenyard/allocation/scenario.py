@@ -142,7 +142,8 @@ class AllocationScenario(Frozen):
     """Limits on the sequences that a replica decodes at once; more than one makes the limit a
     part of the action."""
     missed_usd: Annotated[float, Field(ge=0)] = 0.002
-    """What a request costs that is dropped or late, dollars."""
+    """What a request costs that is dropped or late, dollars. Shipped scenarios take 3.5 times the
+    price of a request with the whole pool at work: a miss must cost more than serving does."""
     objective: Objective | None = None
     """What is rewarded; None: minus dollars, missed requests at `missed_usd`."""
     switch_budget: SwitchBudget | None = None

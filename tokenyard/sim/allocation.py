@@ -232,6 +232,11 @@ class AllocationSim:
         """Numbers of observations set to the limit so far."""
         return int(self.counts[:, SATURATED].sum())
 
+    def stream(self, copy: int) -> FloatArray:
+        """Rows of a copy's stream (`stream_rows`)."""
+        rows: FloatArray = self._streams[copy]
+        return rows
+
     def plan(self, copy: int) -> int:
         """Plan in force in a copy."""
         return int(self.counts[copy, PLAN])
@@ -253,9 +258,13 @@ class AllocationSim:
         rows = stream_rows(stream, self.forecaster, self.scale_per_s, slots_per_day)
         shown = rows[stream.first :]
         self._streams[copy, : len(shown)] = shown
+        self.counts[copy, LAST] = stream.num_slots
+        self.restart(copy, self.sufficient_plan(stream) if plan is None else plan)
+
+    def restart(self, copy: int, plan: int) -> None:
+        """Go back to the start of a copy's stream."""
         counts = self.counts[copy]
-        counts[PLAN] = self.sufficient_plan(stream) if plan is None else plan
-        counts[SLOT], counts[LAST] = 0, stream.num_slots
+        counts[PLAN], counts[SLOT] = plan, 0
         counts[SINCE] = _FOREVER
         counts[LEFT] = self.rules[BUDGET]
         self.numbers[copy] = 0.0
@@ -263,11 +272,11 @@ class AllocationSim:
 
     def sufficient_plan(self, stream: DemandStream) -> int:
         """The cheapest plan for the demand before the first slot, with a fifth to spare."""
-        before = stream.per_s[max(stream.first - 1, 0)] * 1.2
-        enough = self.table.in_time_per_s >= before
-        if not enough.any():
-            return int(self.table.in_time_per_s.argmax())
-        return int(np.where(enough, self.table.usd_per_hour, np.inf).argmin())
+        table, before = self.table, stream.per_s[max(stream.first - 1, 0)] * 1.2
+        enough = [i for i in table.best_memory if table.in_time_per_s[i] >= before]
+        if not enough:
+            return max(table.best_memory, key=lambda i: float(table.in_time_per_s[i]))
+        return min(enough, key=lambda i: float(table.usd_per_hour[i]))
 
     def observe(self) -> Observations:
         """Return what every copy shows, shape (N, size); the array is reused."""
