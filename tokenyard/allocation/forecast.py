@@ -71,9 +71,13 @@ class Forecaster(Frozen):
         factor: FloatArray = np.exp(norm.ppf(share) * np.array(self.spread))
         return median_per_s * factor
 
+    @functools.cached_property
+    def _day(self) -> FloatArray:
+        day = np.arange(self.slots_per_day) / self.slots_per_day
+        return np.asarray(harmonics(day) @ np.array(self.profile))
+
     def _profile_at(self, slots: IntArray) -> FloatArray:
-        values: FloatArray = harmonics(slots / self.slots_per_day) @ np.array(self.profile)
-        return values
+        return np.asarray(self._day[slots % self.slots_per_day])
 
     def _predict(self, inputs: FloatArray, slots: IntArray) -> FloatArray:
         deviation = np.einsum("thk,hk->th", inputs, np.array(self.weights))

@@ -159,14 +159,23 @@ class PlanTable:
 
     @functools.cached_property
     def best_memory(self) -> tuple[int, ...]:
-        """One plan per shape: the smallest memory and batch limit of its best in-time capacity."""
-        by_shape: dict[tuple[str, int], int] = {}
-        for i, plan in enumerate(self.plans):
-            key = (plan.parallelism, plan.num_gpus)
-            best = by_shape.setdefault(key, i)
-            if self.in_time_per_s[i] > 1.005 * self.in_time_per_s[best]:
-                by_shape[key] = i
-        return tuple(by_shape.values())
+        """One plan per shape: the least memory and batch limit of its best in-time capacity.
+
+        Chosen once for all plans with replicas of one size, so that they can grow into each other.
+        """
+        chosen: dict[int, tuple[float, int]] = {}
+        most: dict[int, tuple[int, float]] = {}
+        for plan, in_time in zip(self.plans, self.in_time_per_s.tolist(), strict=True):
+            size = plan.tensor_parallel
+            gpus, best = most.get(size, (0, 0.0))
+            if plan.num_gpus > gpus or (plan.num_gpus == gpus and in_time > 1.005 * best):
+                most[size] = plan.num_gpus, in_time
+                chosen[size] = plan.memory_fraction, plan.max_batch
+        return tuple(
+            i
+            for i, plan in enumerate(self.plans)
+            if (plan.memory_fraction, plan.max_batch) == chosen[plan.tensor_parallel]
+        )
 
     def find(self, plan: Plan) -> int:
         """Index of an equal plan.
@@ -174,10 +183,13 @@ class PlanTable:
         Raises:
             ValueError: It is not feasible, or not one of the steps of memory and batch limit.
         """
-        try:
-            return self.plans.index(plan)
-        except ValueError:
-            raise ValueError(f"{plan} is not a feasible plan of this pool") from None
+        if plan not in self._numbers:
+            raise ValueError(f"{plan} is not a feasible plan of this pool")
+        return self._numbers[plan]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Plan, int]:
+        return {plan: i for i, plan in enumerate(self.plans)}
 
 
 @functools.cache

@@ -257,9 +257,11 @@ class Myopic:
 
 def candidate_index(table: PlanTable, planner: PlannerModel, plan: Plan) -> int:
     """Candidate of the same shape as a plan."""
-    shape = (plan.parallelism, plan.num_gpus)
-    plans = [table.plans[i] for i in planner.candidates.tolist()]
-    return [(one.parallelism, one.num_gpus) for one in plans].index(shape)
+    for i, candidate in enumerate(planner.candidates.tolist()):
+        one = table.plans[candidate]
+        if one.num_gpus == plan.num_gpus and one.parallelism == plan.parallelism:
+            return i
+    raise ValueError(f"{plan} has the shape of no plan of this pool")
 
 
 class ForecastPlanner:
