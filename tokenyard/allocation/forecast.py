@@ -1,9 +1,9 @@
 """What demand is expected in the slots to come: a seasonal regression, and how far it may be off.
 
-The logarithm of demand is a daily profile plus a deviation. The deviation of a slot to come is
-predicted linearly from the latest deviations and from those around its time of day on the two days
-before, one regression per horizon; its residuals give the spread. What history does not reach
-counts as on the profile.
+The logarithm of demand is a profile of the day and the hour plus a deviation. The deviation of a
+slot to come is predicted linearly from the latest deviations and from those around its time of day
+on the two days before, one regression per horizon; its residuals give the spread. What history does
+not reach counts as on the profile.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray, IntArray
 
-NUM_RECENT = 6
-"""Latest slots that a forecast looks at."""
+NUM_RECENT = 24
+"""Latest slots that a forecast looks at: fewer do not tell noise from change."""
 NUM_HORIZONS = 24
 """Slots ahead that are forecast: with 5 minutes, two hours."""
 _AROUND = 2
@@ -37,7 +37,7 @@ class Forecaster(Frozen):
 
     slots_per_day: Annotated[int, Field(ge=1)]
     profile: tuple[float, ...]
-    """Of the logarithm of requests per second: mean, cosines and sines of the day's harmonics."""
+    """Weights of `tokenyard.allocation.demand.harmonics` in the logarithm of requests per second."""
     weights: tuple[tuple[float, ...], ...]
     """Per horizon: weights of the latest deviations (latest first), of yesterday, of the day
     before, and a constant."""
