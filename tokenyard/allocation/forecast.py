@@ -37,7 +37,7 @@ class Forecaster(Frozen):
 
     slots_per_day: Annotated[int, Field(ge=1)]
     profile: tuple[float, ...]
-    """Weights of `tokenyard.allocation.demand.harmonics` in the logarithm of requests per second."""
+    """Weights of `tokenyard.allocation.demand.harmonics` in the logarithm of demand."""
     weights: tuple[tuple[float, ...], ...]
     """Per horizon: weights of the latest deviations (latest first), of yesterday, of the day
     before, and a constant."""
