@@ -24,15 +24,11 @@ from tokenyard.allocation.dynamics import (
     USD,
 )
 from tokenyard.allocation.forecast import scenario_forecaster
+from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import PARALLELISM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.frozen import Frozen
-from tokenyard.sim.allocation import (
-    OBSERVATION_LIMIT,
-    AllocationSim,
-    Observations,
-    observation_size,
-)
+from tokenyard.sim.allocation import AllocationSim, Observations
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {
