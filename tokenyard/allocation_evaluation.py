@@ -236,3 +236,31 @@ def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
             day = one.outs[start : start + each]
             days.append(1 - day[:, MISSED].sum() / day[:, OFFERED].sum())
     return float(min(days)) if days else np.nan
+
+
+class AllocationValidation:
+    """What a policy in training is worth: its cost on the training part under noise of its own."""
+
+    def __init__(self, scenario: AllocationScenario) -> None:
+        """Draw the streams; equal scenarios give equal streams in every trial."""
+        self._scenario = scenario
+        self._streams = validation_streams(scenario)
+
+    def __call__(self, artifact: AllocationArtifact) -> dict[str, float]:
+        """Return `score`, minus the cost with missed requests, and what it is made of."""
+        policy = learned_allocation(artifact)
+        runs = [run_allocation(self._scenario, stream, policy) for stream in self._streams]
+        row = _row(self._scenario, "", runs, daily_cost(self._scenario, runs))
+        kept = ("cost_per_hour", "slo_attainment", "switches", "refused")
+        return {"score": -float(row["cost_with_penalty"]), **{key: float(row[key]) for key in kept}}
+
+
+NUM_VALIDATION_STREAMS = 2
+
+
+def validation_streams(
+    scenario: AllocationScenario, count: int = NUM_VALIDATION_STREAMS, seed: int = 0
+) -> list[DemandStream]:
+    """The training part under noise that no learner trains on."""
+    source = demand_source(scenario)
+    return [source.train(1_000 + 100 * seed + i) for i in range(count)]

@@ -95,6 +95,24 @@ def step_all(model, streams, rules, counts, numbers, actions, outs, rewards):
 
 
 @compiled
+def free_reward(model, demand, out):
+    """Highest reward of a slot over all plans, were each in force already and nothing waiting."""
+    best = -np.inf
+    for plan in range(len(model.plans)):
+        best = max(best, run_slot(model, plan, plan, demand, 0.0, out))
+    return best
+
+
+@compiled
+def bound_all(model, streams, counts, stepped, out, bounds):
+    """Best reward of the slot that each copy just stepped, were changes free; 0 for the others."""
+    for i in range(len(bounds)):
+        bounds[i] = 0.0
+        if stepped[i]:
+            bounds[i] = free_reward(model, streams[i, counts[i, SLOT] - 1, DEMAND], out)
+
+
+@compiled
 def observe_all(model, streams, rules, counts, outs, shape_of, scale_per_s, rows):
     """Write the observation of every copy."""
     for i in range(len(rows)):
@@ -181,6 +199,9 @@ class AllocationSim:
         self.numbers = np.zeros((num_copies, 1))
         self.outs = np.zeros((num_copies, NUM_OUT))
         self._rewards = np.zeros(num_copies)
+        self._bounds = np.zeros(num_copies)
+        self._stepped = np.zeros(num_copies, np.bool_)
+        self._out = np.zeros(NUM_OUT)
         self._rows = np.zeros((num_copies, observation_size(self.table)), np.float32)
 
     @property
@@ -256,11 +277,20 @@ class AllocationSim:
         actions = np.asarray(actions, np.int64)
         if actions.max() >= self.table.num_plans or actions.min() < -1:
             raise ValueError(f"actions {actions} must be plans below {self.table.num_plans}, or -1")
+        self._stepped = ~self.ended()
         step_all(
             self.model, self._streams, self.rules, self.counts, self.numbers, actions, self.outs,
             self._rewards,
         )  # fmt: skip
         return self._rewards
+
+    def bounds(self) -> FloatArray:
+        """Best reward of the last slot of every copy that took the last step, else 0; shape (N,).
+
+        As if changes were free and nothing waited: it depends on demand alone.
+        """
+        bound_all(self.model, self._streams, self.counts, self._stepped, self._out, self._bounds)
+        return self._bounds
 
     def ended(self) -> npt.NDArray[np.bool_]:
         """Whether the stream of a copy is over, shape (N,)."""
