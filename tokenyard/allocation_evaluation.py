@@ -50,6 +50,7 @@ Runner = Callable[[AllocationScenario, DemandStream, int], AllocationOutcomes]
 BOUNDS = ("best_static_hindsight", "clairvoyant", "free_switching")
 """They know the demand to come, and are no policies."""
 TRAINED = ("value_iteration", "champion")
+NUM_VALIDATION_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def resolve_allocation_candidate(
         return AllocationCandidate(name, "baseline", _baseline(name))
     if name == "value_iteration":
         return AllocationCandidate(
-            name, "optimum of the Markov load", _fixed(value_iteration_policy(scenario))
+            name, "optimum of the Markov load", fixed(value_iteration_policy(scenario))
         )
     if name in BOUNDS:
         return AllocationCandidate(name, "bound, no policy", _bound(name))
@@ -100,7 +101,7 @@ def _trained(
             f"of {scenario.name!r}"
         )
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
-    return AllocationCandidate(name, words, _fixed(learned_allocation(artifact)))
+    return AllocationCandidate(name, words, fixed(learned_allocation(artifact)))
 
 
 def _baseline(name: str) -> Runner:
@@ -111,7 +112,8 @@ def _baseline(name: str) -> Runner:
     return run
 
 
-def _fixed(policy: AllocationPolicy) -> Runner:
+def fixed(policy: AllocationPolicy) -> Runner:
+    """What runs one policy object over streams."""
     return lambda scenario, stream, seed: run_allocation(scenario, stream, policy)
 
 
@@ -253,9 +255,6 @@ class AllocationValidation:
         row = _row(self._scenario, "", runs, daily_cost(self._scenario, runs))
         kept = ("cost_per_hour", "slo_attainment", "switches", "refused")
         return {"score": -float(row["cost_with_penalty"]), **{key: float(row[key]) for key in kept}}
-
-
-NUM_VALIDATION_STREAMS = 2
 
 
 def validation_streams(
