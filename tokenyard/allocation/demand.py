@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -35,8 +35,8 @@ _PARAMETERS = "demand_generator.json"
 _MOST_OF_TRACE = 1.2
 """Generated values above this multiple of the trace's highest are cut there."""
 
-Purpose = Literal["training", "validation", "evaluation"]
-_STREAM: dict[Purpose, int] = {"training": 0, "validation": 1, "evaluation": 2}
+_TRAINING, _EVALUATION = 0, 2
+"""Parts of the seeds of noise, so that no seed of one gives the noise of another."""
 
 
 class DemandGenerator(Frozen):
@@ -196,11 +196,6 @@ class DemandSource:
         return f"requests of {self._demand.source}: training on the first two thirds"
 
     @property
-    def has_trace(self) -> bool:
-        """Whether tests are on recorded demand."""
-        return self._trace is not None
-
-    @property
     def slots_per_day(self) -> int:
         """Slots of a day."""
         return self._slots_per_day
@@ -213,7 +208,7 @@ class DemandSource:
 
     def train(self, seed: int = 0, num_days: int = TRAIN_DAYS) -> DemandStream:
         """Demand of the training part with fresh noise."""
-        rng = np.random.default_rng([seed, _STREAM["training"]])
+        rng = np.random.default_rng([seed, _TRAINING])
         if self._trace is not None:
             return DemandStream(self._scaled(self._trace[: self._split()], rng), 0, 0)
         return DemandStream(self._scaled(self._generated(num_days, rng), rng), 0, 0)
@@ -223,7 +218,7 @@ class DemandSource:
 
         Seeds differ in the noise; of the generator in everything.
         """
-        rng = np.random.default_rng([seed, _STREAM["evaluation"]])
+        rng = np.random.default_rng([seed, _EVALUATION])
         history = HISTORY_DAYS * self._slots_per_day
         if self._trace is None:
             values = self._generated(HISTORY_DAYS + num_days, rng)

@@ -113,7 +113,7 @@ class StreamRunner:
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
-        self.before = self._last(1)
+        self.before = self.highest(1)
         self._sim.load(0, stream)
         self._start = self._sim.plan(0)
         self._outs = np.zeros((stream.num_slots, NUM_OUT))
@@ -124,7 +124,7 @@ class StreamRunner:
         """The simulator it runs in."""
         return self._sim
 
-    def _last(self, window: int) -> FloatArray:
+    def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
         demand, first = self.stream.per_s, self.stream.first
         lags = [
@@ -175,10 +175,6 @@ class StreamRunner:
             self._plans,
         )  # fmt: skip
         return self._outcomes()
-
-    def highest(self, window: int) -> FloatArray:
-        """Highest demand of the last slots before each, shape (slots,)."""
-        return self._last(window)
 
     def _restart(self) -> AllocationSim:
         self._sim.counts[0, REFUSED] = 0
