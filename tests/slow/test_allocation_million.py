@@ -1,4 +1,4 @@
-"""A million slots: nothing infeasible, no budget exceeded, by a learned policy and by a blind one."""
+"""A million slots: nothing infeasible, no budget exceeded, by what was learned and blindly."""
 
 import numpy as np
 import pytest

@@ -12,7 +12,7 @@ from tokenyard.allocation.demand import (
     read_vm_cpu,
     shipped_generator,
 )
-from tokenyard.allocation.forecast import scenario_forecaster
+from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
 from tokenyard.allocation.scenario import load_allocation
 
 
@@ -54,3 +54,9 @@ def test_forecasts_err_by_less_than_the_last_slot_and_the_profile_do():
     ours = np.log(forecasts[stream.first :, 0]) - log[stream.first :]
     last = log[stream.first - 1 : -1] - log[stream.first :]
     assert ours.std() < 0.9 * last.std()
+
+
+def test_a_forecaster_of_another_design_is_refused():
+    forecaster = scenario_forecaster(load_allocation("a100x8_13b")).model_dump()
+    with pytest.raises(ValueError, match="fit it anew"):
+        Forecaster.model_validate({**forecaster, "profile": forecaster["profile"][:13]})

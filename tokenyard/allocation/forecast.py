@@ -9,13 +9,13 @@ not reach counts as on the profile.
 from __future__ import annotations
 
 import functools
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from scipy.stats import norm
 
-from tokenyard.allocation.demand import DemandStream, demand_source, harmonics
+from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray, IntArray
@@ -43,6 +43,17 @@ class Forecaster(Frozen):
     before, and a constant."""
     spread: tuple[float, ...]
     """Per horizon: standard deviation of the logarithm of demand over forecast."""
+
+    @model_validator(mode="after")
+    def _is_of_this_design(self) -> Self:
+        shape = (len(self.profile), len(self.weights), {len(row) for row in self.weights})
+        wanted = (1 + 2 * len(CYCLES_PER_DAY), NUM_HORIZONS, {NUM_RECENT + 3})
+        if shape != wanted or len(self.spread) != NUM_HORIZONS:
+            raise ValueError(
+                f"profile, horizons and inputs number {shape}, this version's forecaster has "
+                f"{wanted}: fit it anew"
+            )
+        return self
 
     def forecast(self, demand_per_s: FloatArray, end_slot: int) -> FloatArray:
         """Return the median demand of the next slots, shape (NUM_HORIZONS,).
