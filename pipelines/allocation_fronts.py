@@ -192,7 +192,7 @@ def draw_front(points: Rows, scenario: AllocationScenario) -> Figure:
         best = front(found)
         axes.plot(-found[:, 1], found[:, 0], "o", color=colour, markersize=3, alpha=0.6)
         axes.step(
-            -best[:, 1], best[:, 0], where="post", color=colour, label=f"{family}: front"
+            -best[:, 1], best[:, 0], where="pre", color=colour, label=f"{family}: front"
         )  # fmt: skip
     axes.set(xlabel="dollars per hour", ylabel="share of requests served as promised")
     axes.set_title(scenario.name, fontsize=9)

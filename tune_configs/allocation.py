@@ -101,20 +101,23 @@ def _compile_kernels(scenario: str = SCENARIO) -> None:
 
 
 def default() -> Experiment:
-    """Every learner once: tables, gradients with and without cloning, and policy search."""
+    """Every learner once: tables, gradients with and without cloning, and policy search.
+
+    Budgets are what each needs to show where it is going within a few minutes of one core.
+    """
     return Experiment(
         problem="allocation",
         scenario=SCENARIO,
         trainable=AllocationTrial,
         trials=(
-            _trial("dqn", 40_000, iterations=4),
-            _trial("cloned_ppo", 200_000, iterations=8),
-            _trial("ppo", 200_000, iterations=8),
-            _trial("cloned_a2c", 200_000, iterations=8),
-            _trial("a2c", 200_000, iterations=8),
+            _trial("cloned_ppo", 200_000, iterations=5),
+            _trial("dqn", 20_000, iterations=2),
+            _trial("cloned_a2c", 100_000, iterations=3),
+            _trial("ppo", 100_000, iterations=3),
+            _trial("a2c", 100_000, iterations=3),
             _search_trial(AllocationSearchConfig.num_generations),
-            _trial("q_learning", 20_000_000, iterations=4),
-            _trial("sarsa", 20_000_000, iterations=4),
+            _trial("q_learning", 20_000_000, iterations=2),
+            _trial("sarsa", 20_000_000, iterations=2),
         ),
         baselines=RULES,
         baseline="autoscaler_tuned",
