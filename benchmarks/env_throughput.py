@@ -155,8 +155,10 @@ def fleet_env(args: Args, reward: str, num_envs: int) -> Contestant:
 
 
 def allocation_env(args: Args, action: str, num_envs: int) -> Contestant:
+    # One slot more than is stepped: an episode that ends draws the next one's demand.
+    slots = args.episode_requests + 1
     env = ParallelismVectorEnv(
-        num_envs, scenario=args.allocation, action=action, episode_slots=args.episode_requests
+        num_envs, scenario=args.allocation, action=action, episode_slots=slots
     )
     env.action_space.seed(args.seed)
     env.reset(seed=args.seed)
