@@ -8,6 +8,7 @@ every copy, with what it takes to start it: clearing the simulator, or drawing f
 Of a fleet, actions are random in proportion to capacity, and there are two rewards: what is paid
 when a request is accepted, and its response time, for which every decision looks ahead. Its
 `run_linear` rows have the rule of least marginal delay decide inside the kernel, unobserved.
+Of allocation, plans are drawn at random.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from envs import LoadBalancingEnv, LoadBalancingVectorEnv
+from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
 from tokenyard.provenance import write_result
 from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.cluster import ClusterSim
@@ -46,8 +47,10 @@ class Args:
     """Token-level servers: name or YAML path."""
     fleet: str = "azure_code_mixed_gpus_085"
     """Replicas that batch: name or YAML path."""
+    allocation: str = "a100x8_13b"
+    """Pool whose parallelism plan is chosen: name or YAML path."""
     episode_requests: int = 1000
-    """Requests per episode."""
+    """Requests, of allocation slots, per episode."""
     repetitions: int = 7
     """Episodes measured of each; their median counts."""
     seed: int = 0
@@ -66,6 +69,8 @@ class Contestant:
     run_episode: Callable[[], None]
     reward: str = ""
     """Where a fleet is measured: what is paid, `accept` or `response`."""
+    scenario: str = ""
+    """In place of the one of its kind."""
 
 
 def simulator(args: Args, num_copies: int) -> Contestant:
@@ -149,6 +154,27 @@ def fleet_env(args: Args, reward: str, num_envs: int) -> Contestant:
     return Contestant("LoadBalancingVectorEnv", "tokenyard", num_envs, run_episode, reward)
 
 
+def allocation_env(args: Args, action: str, num_envs: int) -> Contestant:
+    # One slot more than is stepped: an episode that ends draws the next one's demand.
+    slots = args.episode_requests + 1
+    env = ParallelismVectorEnv(
+        num_envs, scenario=args.allocation, action=action, episode_slots=slots
+    )
+    env.action_space.seed(args.seed)
+    env.reset(seed=args.seed)
+    actions = [env.action_space.sample() for _ in range(50)]
+
+    def run_episode() -> None:
+        # Demand and forecasts are drawn once: with them, starting costs as much as stepping.
+        for copy in range(num_envs):
+            env.sim.restart(copy, 0)
+        for step in range(args.episode_requests):
+            env.step(actions[step % len(actions)])
+
+    name = f"ParallelismVectorEnv, {action}"
+    return Contestant(name, "tokenyard", num_envs, run_episode, scenario=args.allocation)
+
+
 def stable_baselines(args: Args, num_envs: int) -> Contestant:
     """Wrap the same environment in the peer's vector environment.
 
@@ -188,6 +214,7 @@ def contestants(args: Args) -> tuple[list[Contestant], list[str]]:
         *(vectorised(args, num) for num in (8, 64, 256)),
         *(kernel_rule(args, reward) for reward in FLEET_REWARDS),
         *(fleet_env(args, reward, num) for reward in FLEET_REWARDS for num in (1, 64, 256)),
+        *(allocation_env(args, action, num) for action in ("hybrid", "grid") for num in (64, 256)),
     ]
     try:
         return [*ours, stable_baselines(args, 8)], []
@@ -211,7 +238,7 @@ def measure(args: Args, some: list[Contestant]) -> list[dict[str, str | int | fl
             "env": contestant.env,
             "implementation": contestant.implementation,
             "num_envs": contestant.num_envs,
-            "scenario": args.fleet if contestant.reward else args.scenario,
+            "scenario": contestant.scenario or (args.fleet if contestant.reward else args.scenario),
             "reward": contestant.reward or "scenario's",
             "env_steps_per_cpu_s": args.episode_requests * contestant.num_envs / float(median_s),
         }

@@ -6,15 +6,25 @@ from typing import Any
 
 import gymnasium
 
+from envs.allocation import ParallelismEnv, ParallelismEnvConfig, ParallelismVectorEnv
+from envs.allocation_literal import LiteralEnvConfig, LiteralParallelismEnv
 from envs.routing import LoadBalancingEnv, LoadBalancingVectorEnv, RoutingEnvConfig
 
 __all__ = [
     "LOAD_BALANCING_ENV",
     "LOAD_BALANCING_ID",
+    "PARALLELISM_ENV",
+    "PARALLELISM_ID",
+    "LiteralEnvConfig",
+    "LiteralParallelismEnv",
     "LoadBalancingEnv",
     "LoadBalancingVectorEnv",
+    "ParallelismEnv",
+    "ParallelismEnvConfig",
+    "ParallelismVectorEnv",
     "RoutingEnvConfig",
     "make_load_balancing",
+    "make_parallelism",
     "register",
 ]
 
@@ -23,6 +33,11 @@ LOAD_BALANCING_ID = "tokenyard/LoadBalancing-v0"
 LOAD_BALANCING_ENV = "LoadBalancingEnv"
 """Name under which RLlib knows it."""
 
+PARALLELISM_ID = "tokenyard/Parallelism-v0"
+"""Name of the allocation environment in Gymnasium."""
+PARALLELISM_ENV = "ParallelismEnv"
+"""Its name in RLlib."""
+
 
 def make_load_balancing(config: dict[str, Any]) -> LoadBalancingEnv | LoadBalancingVectorEnv:
     """Make what RLlib asks for: many copies where the config counts them, else a single one."""
@@ -30,6 +45,27 @@ def make_load_balancing(config: dict[str, Any]) -> LoadBalancingEnv | LoadBalanc
         rest = {key: value for key, value in config.items() if key != "num_envs"}
         return LoadBalancingVectorEnv(config["num_envs"], rest)
     return LoadBalancingEnv(dict(config))
+
+
+def make_parallelism(
+    config: dict[str, Any],
+) -> ParallelismEnv | ParallelismVectorEnv | LiteralParallelismEnv:
+    """Make an allocation environment: `variant` is `physical` (the default) or `literal`.
+
+    Of the physical one, many copies where the config counts them.
+
+    Raises:
+        ValueError: Another variant.
+    """
+    rest = {key: value for key, value in config.items() if key not in ("num_envs", "variant")}
+    variant = config.get("variant", "physical")
+    if variant == "literal":
+        return LiteralParallelismEnv(rest)
+    if variant != "physical":
+        raise ValueError(f"unknown variant {variant!r}; choose physical or literal")
+    if "num_envs" in config:
+        return ParallelismVectorEnv(config["num_envs"], rest)
+    return ParallelismEnv(rest)
 
 
 def register() -> None:
@@ -43,8 +79,14 @@ def register() -> None:
             entry_point="envs.routing:LoadBalancingEnv",
             vector_entry_point="envs.routing:LoadBalancingVectorEnv",
         )
+        gymnasium.register(
+            PARALLELISM_ID,
+            entry_point="envs.allocation:ParallelismEnv",
+            vector_entry_point="envs.allocation:ParallelismVectorEnv",
+        )
     try:
         from ray import tune
     except ImportError:
         return
     tune.register_env(LOAD_BALANCING_ENV, make_load_balancing)
+    tune.register_env(PARALLELISM_ENV, make_parallelism)

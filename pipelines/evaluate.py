@@ -1,9 +1,10 @@
-"""Evaluate routing policies on a scenario: the tables of docs/metrics.md, and figures.
+"""Evaluate routing or allocation policies: the tables of docs/metrics.md, and figures.
 
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
 python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
+python pipelines/evaluate.py --suite allocation
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import math
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import allocation_report
 import tyro
 from matplotlib.figure import Figure
 from rich import box
@@ -61,16 +64,19 @@ class Args:
 
     scenario: str | None = None
     """Name or YAML path."""
-    suite: Literal["paper", "routing", "fleet"] | None = None
+    suite: Literal["paper", "routing", "fleet", "allocation"] | None = None
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
-    policies: str = ",".join([*BASELINES, "champion"])
-    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas."""
-    baseline: str = "sed"
-    """Policy that differences are taken to; it is run even when it is not named."""
-    streams: int = 30
-    """Independent synthetic streams, or windows of the trace."""
+    policies: str | None = None
+    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
+    every baseline and the champion, of allocation the bounds too."""
+    baseline: str | None = None
+    """Policy that differences are taken to; it is run even when it is not named. By default sed,
+    of allocation autoscaler_tuned."""
+    streams: int | None = None
+    """Independent synthetic streams, or windows of the trace (30 by default); of allocation draws
+    of the test part's noise (5)."""
     seed: int = 2026
     """Of the streams and of the policies' own randomness."""
     source: Literal["synthetic", "held-out"] | None = None
@@ -297,7 +303,59 @@ def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> No
     print(f"logged to {client.tracking_uri}, run {run.info.run_id}", file=sys.stderr)
 
 
+def with_defaults(args: Args, policies: Iterable[str], baseline: str, streams: int) -> Args:
+    """Fill in what was left open."""
+    return replace(
+        args,
+        policies=",".join(policies) if args.policies is None else args.policies,
+        baseline=args.baseline or baseline,
+        streams=streams if args.streams is None else args.streams,
+    )
+
+
+def main_allocation(args: Args) -> None:
+    if args.trace or args.source or args.native_time or args.figures:
+        print("evaluate: --trace, --source, --native-time and --figures are for routing; the demand"
+              " of an allocation scenario is in its file", file=sys.stderr)  # fmt: skip
+        raise SystemExit(2)
+    assert args.policies is not None
+    assert args.baseline is not None
+    assert args.streams is not None
+    names = allocation_report.SUITE if args.suite else (str(args.scenario),)
+    wanted = [name.strip() for name in args.policies.split(",") if name.strip()]
+    uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
+    try:
+        if args.streams < 1:
+            raise ValueError(f"--streams {args.streams} must be at least 1")
+        policies = list(dict.fromkeys([*wanted, args.baseline]))
+        registry = mlflow_lookup(uri) if uri else None
+        prepared = allocation_report.prepare(list(names), policies, registry)
+    except ValueError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    rows: list[Row] = []
+    for scenario, candidates in prepared:
+        rows += allocation_report.evaluate(
+            scenario, candidates, args.baseline, args.streams, args.seed, console
+        )
+        if args.json:
+            # A suite takes minutes: what is done is kept.
+            write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+    if args.mlflow:
+        log_to_mlflow(args, rows, {})
+
+
 def main(args: Args) -> None:
+    if allocation_report.is_allocation(args.scenario, args.suite):
+        own = allocation_report
+        main_allocation(
+            with_defaults(args, own.DEFAULT_POLICIES, own.DEFAULT_BASELINE, own.DEFAULT_STREAMS)
+        )
+        return
+    args = with_defaults(args, [*BASELINES, "champion"], "sed", 30)
     try:
         plans = plan_all(args)
     except ValueError as error:

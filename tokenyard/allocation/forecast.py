@@ -1,0 +1,162 @@
+"""What demand is expected in the slots to come: a seasonal regression, and how far it may be off.
+
+The logarithm of demand is a profile of the day and the hour plus a deviation. The deviation of a
+slot to come is predicted linearly from the latest deviations and from those around its time of day
+on the two days before, one regression per horizon; its residuals give the spread. What history does
+not reach counts as on the profile.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+from scipy.stats import norm
+
+from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.frozen import Frozen
+from tokenyard.types import FloatArray, IntArray
+
+NUM_RECENT = 24
+"""Latest slots that a forecast looks at: fewer do not tell noise from change."""
+NUM_HORIZONS = 24
+"""Slots ahead that are forecast: with 5 minutes, two hours."""
+_AROUND = 2
+"""Slots before and after the same time of an earlier day that are averaged."""
+_SMALLEST_PER_S = 1e-6
+_NUM_DRAWS = 3
+"""Draws of the noise over the training part that a scenario's forecaster is fitted to."""
+_RIDGE = 1.0
+
+
+class Forecaster(Frozen):
+    """Medians and spreads of the demand of the coming slots."""
+
+    slots_per_day: Annotated[int, Field(ge=1)]
+    profile: tuple[float, ...]
+    """Weights of `tokenyard.allocation.demand.harmonics` in the logarithm of demand."""
+    weights: tuple[tuple[float, ...], ...]
+    """Per horizon: weights of the latest deviations (latest first), of yesterday, of the day
+    before, and a constant."""
+    spread: tuple[float, ...]
+    """Per horizon: standard deviation of the logarithm of demand over forecast."""
+
+    @model_validator(mode="after")
+    def _is_of_this_design(self) -> Self:
+        shape = (len(self.profile), len(self.weights), {len(row) for row in self.weights})
+        wanted = (1 + 2 * len(CYCLES_PER_DAY), NUM_HORIZONS, {NUM_RECENT + 3})
+        if shape != wanted or len(self.spread) != NUM_HORIZONS:
+            raise ValueError(
+                f"profile, horizons and inputs number {shape}, this version's forecaster has "
+                f"{wanted}: fit it anew"
+            )
+        return self
+
+    def forecast(self, demand_per_s: FloatArray, end_slot: int) -> FloatArray:
+        """Return the median demand of the next slots, shape (NUM_HORIZONS,).
+
+        Args:
+            demand_per_s: Demand of past slots, the latest last, shape (n,).
+            end_slot: Slot of the day that comes next.
+        """
+        slots = end_slot - len(demand_per_s) + np.arange(len(demand_per_s))
+        deviation = _log(demand_per_s) - self._profile_at(slots)
+        inputs = _inputs(deviation, np.array([len(deviation)]), self.slots_per_day)
+        return np.asarray(self._predict(inputs, np.array([end_slot]))[0])
+
+    def forecast_all(self, stream: DemandStream) -> FloatArray:
+        """Return what `forecast` says before every slot of a stream, shape (slots, NUM_HORIZONS).
+
+        Slot t is forecast from those before it.
+        """
+        slots = stream.start_slot + np.arange(len(stream.per_s))
+        deviation = _log(stream.per_s) - self._profile_at(slots)
+        inputs = _inputs(deviation, np.arange(len(deviation)), self.slots_per_day)
+        return self._predict(inputs, slots)
+
+    def quantile(self, median_per_s: FloatArray, share: float) -> FloatArray:
+        """Quantile of demand around forecasts, shape (..., NUM_HORIZONS)."""
+        factor: FloatArray = np.exp(norm.ppf(share) * np.array(self.spread))
+        return median_per_s * factor
+
+    @functools.cached_property
+    def _day(self) -> FloatArray:
+        day = np.arange(self.slots_per_day) / self.slots_per_day
+        return np.asarray(harmonics(day) @ np.array(self.profile))
+
+    def _profile_at(self, slots: IntArray) -> FloatArray:
+        return np.asarray(self._day[slots % self.slots_per_day])
+
+    def _predict(self, inputs: FloatArray, slots: IntArray) -> FloatArray:
+        deviation = np.einsum("thk,hk->th", inputs, np.array(self.weights))
+        ahead = slots[:, None] + np.arange(NUM_HORIZONS)
+        profile = self._profile_at(ahead.ravel()).reshape(ahead.shape)
+        return np.asarray(np.exp(profile + deviation))
+
+
+def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaster:
+    """Fit all horizons by ridge regression on training streams.
+
+    Args:
+        streams: Such as the training part with several draws of noise.
+        slots_per_day: Slots of a day.
+    """
+    designs, logs = [], []
+    for stream in streams:
+        slots = stream.start_slot + np.arange(len(stream.per_s))
+        designs.append(harmonics(slots / slots_per_day))
+        logs.append(_log(stream.per_s))
+    profile = np.linalg.lstsq(np.vstack(designs), np.concatenate(logs), rcond=None)[0]
+    deviations = [log - design @ profile for log, design in zip(logs, designs, strict=True)]
+    inputs = [_inputs(d, np.arange(len(d)), slots_per_day) for d in deviations]
+    weights, spread = [], []
+    for h in range(NUM_HORIZONS):
+        x = np.vstack([one[: len(one) - h, h] for one in inputs])
+        y = np.concatenate([d[h:] for d in deviations])
+        fitted = np.linalg.solve(x.T @ x + _RIDGE * np.eye(x.shape[1]), x.T @ y)
+        weights.append(tuple(fitted.tolist()))
+        spread.append(float((y - x @ fitted).std()))
+    return Forecaster(
+        slots_per_day=slots_per_day,
+        profile=tuple(profile.tolist()),
+        weights=tuple(weights),
+        spread=tuple(spread),
+    )
+
+
+def _log(demand_per_s: FloatArray) -> FloatArray:
+    return np.asarray(np.log(np.maximum(demand_per_s, _SMALLEST_PER_S)))
+
+
+def _inputs(deviation: FloatArray, at: IntArray, slots_per_day: int) -> FloatArray:
+    """Inputs of all horizons for forecasts made before the slots `at`.
+
+    Returns:
+        Shape (len(at), NUM_HORIZONS, NUM_RECENT + 3).
+    """
+    # Two days and a bit of zeros before the first value stand for what is not known.
+    pad = 2 * slots_per_day + _AROUND
+    known = np.concatenate([np.zeros(pad), deviation])
+    summed = np.concatenate([[0.0], np.cumsum(known)])
+    here = at + pad
+    inputs = np.ones((len(at), NUM_HORIZONS, NUM_RECENT + 3))
+    for lag in range(NUM_RECENT):
+        inputs[:, :, lag] = known[here - 1 - lag][:, None]
+    for day in (1, 2):
+        centre = here[:, None] + np.arange(NUM_HORIZONS) - day * slots_per_day
+        low = np.maximum(centre - _AROUND, 0)
+        high = np.minimum(centre + _AROUND + 1, here[:, None])
+        count = np.maximum(high - low, 1)
+        inputs[:, :, NUM_RECENT + day - 1] = (summed[high] - summed[np.minimum(low, high)]) / count
+    return inputs
+
+
+@functools.cache
+def scenario_forecaster(scenario: AllocationScenario) -> Forecaster:
+    """Fit the forecaster to the training part of a scenario; equal scenarios share one."""
+    source = demand_source(scenario)
+    streams = [source.train(seed) for seed in range(_NUM_DRAWS)]
+    return fit_forecaster(streams, scenario.slots_per_day)

@@ -1,0 +1,150 @@
+"""Receding-horizon planning on forecasts: expected costs of slots, and the cheapest way through.
+
+Before a slot its demand is lognormal around a forecast. `slot_costs` holds the expected cost of
+every change of plan under every forecast and spread, so that a plan that would just do on average
+is charged for the times when it does not. `best_next` then looks for the cheapest sequence of plans
+over the horizon by dynamic programming and returns its first step. Backlogs are left out.
+
+Twelve parameters correct what forecasts and model get wrong (`NUM_PARAMETERS`); all zero is the
+planner as it is. `tokenyard.rl.allocation_search` finds them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenyard.allocation.dynamics import NUM_OUT, make_model, run_slot
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.scenario import AllocationScenario, Objective
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray, IntArray
+
+SPREADS: FloatArray = np.array([0.0, 0.08, 0.16, 0.24, 0.32, 0.48])
+"""Standard deviations of the logarithm of demand for which costs are worked out."""
+NUM_LEVELS = 80
+LOWEST_LEVEL, HIGHEST_LEVEL = 0.01, 2.5
+"""Medians of demand on the grid, over the pool's best; even in the logarithm."""
+BIAS, SPREAD, LAST, LAST_DECAY, COSINE, SINE, SWITCH, STAY, DISCOUNT, HIGH, LOW, SKEW = range(12)
+NUM_PARAMETERS = 12
+HORIZON = 12
+"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
+"""In order: added to the logarithm of forecasts; logarithm of the factor on spreads; share of the
+last slot's surprise that is kept; how fast it fades; a daily wave in the bias; what every change
+costs on top, and the first one more, both over the price of the whole pool for a slot; discount of
+a later slot, as a share; further bias at high and at low demand; further spread per horizon."""
+_STEP = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
+_QUADRATURE = 15
+
+
+class PlannerModel(NamedTuple):
+    """What planning needs of one scenario; S candidate plans, K spreads, L levels."""
+
+    costs: FloatArray
+    """Expected cost of a slot from the plan of the row to that of the column, minus the reward,
+    shape (K, L, S, S)."""
+    candidates: IntArray
+    """Plans among all of the table, shape (S,)."""
+    pool_per_s: float
+    pool_usd: float
+    """Price of the whole pool for a slot, or 1 where dollars are not in the objective."""
+
+
+def make_planner(scenario: AllocationScenario, objective: Objective | None = None) -> PlannerModel:
+    """Work out expected costs for one plan per shape.
+
+    Args:
+        scenario: Whose plans, dynamics and prices.
+        objective: What costs are the negative of, in place of the scenario's reward.
+    """
+    table = plan_table(scenario)
+    candidates = np.array(table.best_memory, np.int64)
+    model = make_model(scenario, objective)
+    # Certain costs on a finer and wider grid, over which the expectation is taken.
+    fine = LOWEST_LEVEL * np.exp(_STEP / 2 * np.arange(-60, 2 * NUM_LEVELS + 60))
+    size = len(candidates)
+    certain = np.zeros((len(fine), size, size))
+    _certain_costs(model, candidates, fine * table.pool_in_time_per_s, certain, np.zeros(NUM_OUT))
+    nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
+    weights = weights / weights.sum()
+    costs = np.zeros((len(SPREADS), NUM_LEVELS, size, size))
+    for k, spread in enumerate(SPREADS):
+        for node, weight in zip(nodes, weights, strict=True):
+            at = 60 + 2 * np.arange(NUM_LEVELS) + node * spread / (_STEP / 2)
+            low = np.clip(at.astype(int), 0, len(fine) - 2)
+            share = np.clip(at - low, 0.0, 1.0)[:, None, None]
+            costs[k] += weight * ((1 - share) * certain[low] + share * certain[low + 1])
+    usd = float(table.usd_per_hour.max()) * scenario.slot_s / 3600
+    weight_usd = (objective or scenario.reward).usd
+    return PlannerModel(
+        costs, candidates, table.pool_in_time_per_s, usd * weight_usd if weight_usd else 1.0
+    )
+
+
+@compiled
+def _certain_costs(model, candidates, demands, costs, out):
+    for level in range(len(demands)):
+        for i in range(len(candidates)):
+            for j in range(len(candidates)):
+                reward = run_slot(model, candidates[i], candidates[j], demands[level], 0.0, out)
+                costs[level, i, j] = -reward
+
+
+@compiled
+def best_next(planner, forecast, spread, last_surprise, cosine, sine, theta, current, values):
+    """Return the candidate to be in force in the next slot.
+
+    Args:
+        planner: A `PlannerModel`.
+        forecast: Median demand of the coming slots, shape (H,).
+        spread: Their spread, shape (H,).
+        last_surprise: Logarithm of the last slot's demand over the forecast for the next.
+        cosine: Of the time of day.
+        sine: Of the time of day.
+        theta: Parameters, shape (NUM_PARAMETERS,).
+        current: Candidate in force.
+        values: Scratch, shape (2, S).
+    """
+    costs = planner.costs
+    size = costs.shape[2]
+    horizon = len(forecast)
+    values[:] = 0.0
+    change = planner.pool_usd * theta[SWITCH]
+    daily = theta[BIAS] + theta[COSINE] * cosine + theta[SINE] * sine
+    factor = np.exp(theta[SPREAD])
+    keep = 1.0 - min(max(theta[DISCOUNT], 0.0), 1.0)
+    best = current
+    for h in range(horizon - 1, -1, -1):
+        log = np.log(max(forecast[h], 1e-9) / planner.pool_per_s)
+        log += daily + theta[LAST] * last_surprise * np.exp(-max(theta[LAST_DECAY], 0.0) * h)
+        # Relative to a third of what the pool can serve.
+        log += theta[HIGH] * max(log + 1.1, 0.0) - theta[LOW] * max(-1.1 - log, 0.0)
+        at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
+        level = int(at)
+        a = at - level
+        width = spread[h] * factor * np.exp(theta[SKEW] * h / horizon)
+        k = 0
+        while k < len(SPREADS) - 2 and SPREADS[k + 1] < width:
+            k += 1
+        b = min(max((width - SPREADS[k]) / (SPREADS[k + 1] - SPREADS[k]), 0.0), 1.0)
+        one, two = costs[k, level], costs[k, level + 1]
+        three, four = costs[k + 1, level], costs[k + 1, level + 1]
+        w1, w2, w3, w4 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
+        first = 0 if h > 0 else current
+        last = size if h > 0 else current + 1
+        extra = change if h > 0 else change + planner.pool_usd * theta[STAY]
+        for i in range(first, last):
+            least = np.inf
+            for j in range(size):
+                cost = w1 * one[i, j] + w2 * two[i, j] + w3 * three[i, j] + w4 * four[i, j]
+                cost += keep * values[0, j]
+                if i != j:
+                    cost += extra
+                if cost < least:
+                    least = cost
+                    best = j
+            values[1, i] = least
+        for i in range(size):
+            values[0, i] = values[1, i]
+    return best

@@ -1,0 +1,338 @@
+"""The plans of a pool, and what the performance model says of each at every load.
+
+A plan spreads requests over its replicas in proportion to their speed, so all of them run at the
+same utilisation, and its steady state is a curve over that one number. Batching is continuous: with
+B sequences running, an iteration takes T(B) and requests leave at B / (output x T(B)); the B that
+keeps up with the arrivals is the fixed point.
+
+Source of the formulas: `tokenyard.perf`; waiting: Sakasegawa 1977, as in Hopp and Spearman,
+"Factory Physics", section 8.6, with exponential services; the probability of having to wait and the
+exponential wait beyond it are what its mean factors into.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy.special import ndtr
+
+from tokenyard.perf.hardware import load_gpu
+from tokenyard.perf.iteration import iteration_parts
+from tokenyard.perf.models import load_llm
+from tokenyard.perf.power import flop_utilisation, power_w
+from tokenyard.perf.replica import Replica
+from tokenyard.perf.serving import prefill_s
+from tokenyard.types import BoolArray, FloatArray, IntArray, Parallelism, Plan
+
+if TYPE_CHECKING:
+    from tokenyard.allocation.scenario import AllocationScenario
+
+PARALLELISM: tuple[Parallelism, ...] = ("data", "model", "hybrid_tp2", "hybrid_tp4")
+"""In the order of the action's first part."""
+UTILISATION: FloatArray = 1.0 - (1.0 - np.linspace(0.0, 1.0, 65)) ** 1.5
+"""Points of the curves: share of the highest rate of requests, denser where queues form."""
+ATTAINMENT_TARGET = 0.99
+"""Share of requests that must get what they are promised."""
+TPOT_VARIATION = 0.1
+"""Standard deviation of a request's time per token over the mean of its batch; assumed."""
+ATTAINED, LATENCY_S, TTFT_S, TPOT_S, POWER_W, BATCH_SHARE, NETWORK_SHARE = range(7)
+NUM_CURVES = 7
+"""Columns of `PlanTable.curves`."""
+
+
+@dataclass(frozen=True)
+class _Curves:
+    """One replica's steady state over `UTILISATION`; arrays of shape (points,)."""
+
+    capacity_per_s: float
+    wait_probability: FloatArray
+    mean_wait_s: FloatArray
+    """Of those that wait."""
+    ttft_s: FloatArray
+    """Without the wait."""
+    tpot_s: FloatArray
+    power_w: FloatArray
+    batch_share: FloatArray
+    network_share: FloatArray
+
+
+def replicas_of(scenario: AllocationScenario, plan: Plan) -> list[Replica] | None:
+    """Return the replicas of a plan; None where the pool cannot have it or memory is too small."""
+    t, n = plan.tensor_parallel, plan.num_gpus
+    is_a_split = plan.parallelism in ("data", "model") or n > t
+    if n % t or not is_a_split or (plan.parallelism == "model" and n == 1):
+        return None
+    replicas: list[Replica] = []
+    for group in scenario.pool:
+        for _ in range(min(group.count // t, n // t - len(replicas))):
+            try:
+                one = _replica(group.gpu, scenario.llm, t, scenario.precision, plan.memory_fraction)
+            except ValueError:
+                return None  # Heads not divisible, or a collective that was never measured.
+            replicas.append(one)
+    longest = scenario.context_tokens + scenario.generated_tokens
+    fit = all(one.kv_capacity_tokens >= longest for one in replicas)
+    return replicas if fit and len(replicas) == n // t else None
+
+
+@functools.cache
+def _replica(gpu: str, llm: str, t: int, precision: str, memory_fraction: float) -> Replica:
+    assert precision in ("fp16", "fp8")
+    return Replica(
+        gpu=load_gpu(gpu),
+        llm=load_llm(llm),
+        tensor_parallel=t,
+        precision="fp8" if precision == "fp8" else "fp16",
+        memory_fraction=memory_fraction,
+    )
+
+
+def shapes(scenario: AllocationScenario) -> list[tuple[Parallelism, int]]:
+    """Every kind of parallelism with every number of GPUs, feasible or not."""
+    return list(itertools.product(PARALLELISM, range(1, scenario.num_gpus + 1)))
+
+
+def feasible_plans(scenario: AllocationScenario) -> list[Plan]:
+    """Every plan that the pool can have, by shape, memory and batch limit."""
+    return [plan for plan, _ in _feasible(scenario)]
+
+
+def _feasible(scenario: AllocationScenario) -> Iterator[tuple[Plan, list[Replica]]]:
+    for (parallelism, num_gpus), memory, batch in itertools.product(
+        shapes(scenario), scenario.memory_fractions, scenario.max_batches
+    ):
+        plan = Plan(parallelism, num_gpus, memory, batch)
+        replicas = replicas_of(scenario, plan)
+        if replicas is not None:
+            yield plan, replicas
+
+
+@dataclass(frozen=True, eq=False)
+class PlanTable:
+    """Everything that dynamics and policies need to know of the plans of a scenario.
+
+    P plans, U points of utilisation. Nothing here knows what demand will come.
+    """
+
+    plans: tuple[Plan, ...]
+    capacity_per_s: FloatArray
+    """Most requests per second that each plan can serve at all, shape (P,)."""
+    in_time_per_s: FloatArray
+    """Most requests per second of which 99 % get what they are promised, shape (P,)."""
+    usd_per_hour: FloatArray
+    """Price of the GPUs, shape (P,)."""
+    memory_share: FloatArray
+    """Share of the pool's memory that may be filled, shape (P,)."""
+    idle_w: FloatArray
+    """Power of the GPUs without work, watts, shape (P,)."""
+    curves: FloatArray
+    """Steady state, shape (P, U, NUM_CURVES)."""
+    during: IntArray
+    """What serves while the plan of the row becomes that of the column, shape (P, P): a plan, or
+    -1 for none. A change of the number of equal replicas leaves those that stay at work; any other
+    change stops all."""
+    index: IntArray
+    """Plan by kind of parallelism, GPUs - 1, memory step and batch limit; memory too small for the
+    plan counts as the smallest that is enough; -1: infeasible."""
+    pool_w: float
+    """Thermal design power of the whole pool."""
+
+    @property
+    def num_plans(self) -> int:
+        """P."""
+        return len(self.plans)
+
+    @property
+    def pool_in_time_per_s(self) -> float:
+        """The most that any plan can serve as promised, requests per second."""
+        return float(self.in_time_per_s.max())
+
+    @property
+    def shape_mask(self) -> BoolArray:
+        """Whether a kind of parallelism is feasible on so many GPUs, shape (4, GPUs)."""
+        return np.asarray((self.index >= 0).any(axis=(2, 3)))
+
+    @functools.cached_property
+    def best_memory(self) -> tuple[int, ...]:
+        """One plan per shape: the least memory and batch limit of its best in-time capacity.
+
+        Chosen once for all plans with replicas of one size, so that they can grow into each other.
+        """
+        chosen: dict[int, tuple[float, int]] = {}
+        most: dict[int, tuple[int, float]] = {}
+        for plan, in_time in zip(self.plans, self.in_time_per_s.tolist(), strict=True):
+            size = plan.tensor_parallel
+            gpus, best = most.get(size, (0, 0.0))
+            if plan.num_gpus > gpus or (plan.num_gpus == gpus and in_time > 1.005 * best):
+                most[size] = plan.num_gpus, in_time
+                chosen[size] = plan.memory_fraction, plan.max_batch
+        return tuple(
+            i
+            for i, plan in enumerate(self.plans)
+            if (plan.memory_fraction, plan.max_batch) == chosen[plan.tensor_parallel]
+        )
+
+    def find(self, plan: Plan) -> int:
+        """Index of an equal plan.
+
+        Raises:
+            ValueError: It is not feasible, or not one of the steps of memory and batch limit.
+        """
+        if plan not in self._numbers:
+            raise ValueError(f"{plan} is not a feasible plan of this pool")
+        return self._numbers[plan]
+
+    @functools.cached_property
+    def _numbers(self) -> dict[Plan, int]:
+        return {plan: i for i, plan in enumerate(self.plans)}
+
+
+@functools.cache
+def plan_table(scenario: AllocationScenario) -> PlanTable:
+    """Work out all plans of a scenario; equal scenarios share one table.
+
+    Raises:
+        ValueError: No plan keeps the promises even without load.
+    """
+    plans, rows = [], []
+    for plan, replicas in _feasible(scenario):
+        plans.append(plan)
+        rows.append(_plan_row(scenario, plan, replicas))
+    curves = np.stack([row.curves for row in rows])
+    table = PlanTable(
+        plans=tuple(plans),
+        capacity_per_s=np.array([row.capacity_per_s for row in rows]),
+        in_time_per_s=np.array([_in_time(row) for row in rows]),
+        usd_per_hour=np.array([row.usd_per_hour for row in rows]),
+        memory_share=np.array([row.memory_share for row in rows]),
+        idle_w=np.array([row.idle_w for row in rows]),
+        curves=curves,
+        during=_during(plans),
+        index=_index(scenario, plans),
+        pool_w=sum(group.count * load_gpu(group.gpu).tdp_w for group in scenario.pool),
+    )
+    if table.pool_in_time_per_s <= 0:
+        raise ValueError(
+            f"no plan of scenario {scenario.name!r} keeps promise {scenario.promise} even without "
+            "load; loosen ttft_s or tpot_s"
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class _Row:
+    capacity_per_s: float
+    usd_per_hour: float
+    memory_share: float
+    idle_w: float
+    curves: FloatArray
+
+
+def _plan_row(scenario: AllocationScenario, plan: Plan, replicas: list[Replica]) -> _Row:
+    kinds: dict[str, list[Replica]] = {}
+    for one in replicas:
+        kinds.setdefault(one.gpu.name, []).append(one)
+    parts = [(len(same), _replica_curves(scenario, plan, same[0])) for same in kinds.values()]
+    capacity = sum(count * part.capacity_per_s for count, part in parts)
+    curves = np.zeros((len(UTILISATION), NUM_CURVES))
+    for count, part in parts:
+        share = count * part.capacity_per_s / capacity
+        curves[:, ATTAINED] += share * _attained(scenario, part)
+        ttft_s = part.ttft_s + part.wait_probability * part.mean_wait_s
+        curves[:, TTFT_S] += share * ttft_s
+        curves[:, TPOT_S] += share * part.tpot_s
+        curves[:, LATENCY_S] += share * (ttft_s + (scenario.generated_tokens - 1) * part.tpot_s)
+        curves[:, POWER_W] += count * part.power_w
+        curves[:, BATCH_SHARE] += share * part.batch_share
+        curves[:, NETWORK_SHARE] += share * part.network_share
+    filled = sum(one.num_gpus * one.gpu.memory_gb * plan.memory_fraction for one in replicas)
+    held = sum(group.count * load_gpu(group.gpu).memory_gb for group in scenario.pool)
+    return _Row(
+        capacity_per_s=capacity,
+        usd_per_hour=sum(one.usd_per_hour for one in replicas),
+        memory_share=filled / held,
+        idle_w=sum(one.num_gpus * one.gpu.idle_w for one in replicas),
+        curves=curves,
+    )
+
+
+def _replica_curves(scenario: AllocationScenario, plan: Plan, replica: Replica) -> _Curves:
+    context, generated = scenario.context_tokens, scenario.generated_tokens
+    most = max(1, replica.max_sequences(context, generated, plan.max_batch))
+    # Below one sequence an iteration is that of one, and the replica idles in between.
+    grid = np.unique(np.concatenate([np.linspace(0, 1, 5), np.linspace(1, most, 4 * most)]))
+    running = np.maximum(grid, 1.0)
+    batch = running / generated * context, running, running * (context + generated / 2)
+    parts = iteration_parts(replica, *batch, context / 2)
+    iteration_s = parts.total_s
+    rate = np.maximum.accumulate(grid / (generated * iteration_s))
+    capacity = float(rate[-1])
+
+    def at(values: FloatArray) -> FloatArray:
+        return np.interp(UTILISATION * capacity, rate, values)
+
+    busy = np.minimum(grid, 1.0)
+    tpot_s = at(iteration_s)
+    # The limit is never reached: a queue at full load has no steady state.
+    idle_share = np.maximum(1.0 - UTILISATION, 1e-3)
+    return _Curves(
+        capacity_per_s=capacity,
+        wait_probability=UTILISATION ** (np.sqrt(2.0 * (most + 1)) - 1),
+        mean_wait_s=generated * tpot_s / (most * idle_share),
+        ttft_s=float(prefill_s(replica, context)) + tpot_s / 2,
+        tpot_s=tpot_s,
+        power_w=at(power_w(replica, flop_utilisation(replica, *batch), busy)),
+        batch_share=at(grid / most),
+        network_share=at(busy * parts.all_reduce_s / iteration_s),
+    )
+
+
+def _attained(scenario: AllocationScenario, part: _Curves) -> FloatArray:
+    """Share of requests with both TTFT and TPOT as promised, in steady state."""
+    slack_s = scenario.promise.ttft_s - part.ttft_s
+    late = part.wait_probability * np.exp(-np.maximum(slack_s, 0.0) / part.mean_wait_s)
+    first = np.where(slack_s > 0, 1.0 - late, 0.0)
+    first[-1] = 0.0  # At full load the queue grows without end.
+    tokens = ndtr((scenario.promise.tpot_s / part.tpot_s - 1.0) / TPOT_VARIATION)
+    return np.asarray(first * tokens)
+
+
+def _in_time(row: _Row) -> float:
+    """Most requests per second at which the target is met, and below which it always is."""
+    short = row.curves[:, ATTAINED] < ATTAINMENT_TARGET
+    first = int(short.argmax())
+    if not short.any() or first == 0:
+        return 0.0 if first == 0 and short.any() else row.capacity_per_s
+    high, low = row.curves[first - 1, ATTAINED], row.curves[first, ATTAINED]
+    part = (high - ATTAINMENT_TARGET) / max(high - low, 1e-12)
+    step = UTILISATION[first] - UTILISATION[first - 1]
+    return float((UTILISATION[first - 1] + part * step) * row.capacity_per_s)
+
+
+def _during(plans: list[Plan]) -> IntArray:
+    during = np.full((len(plans), len(plans)), -1, np.int64)
+    for i, old in enumerate(plans):
+        for j, new in enumerate(plans):
+            replicas = [(p.tensor_parallel, p.memory_fraction, p.max_batch) for p in (old, new)]
+            if replicas[0] == replicas[1]:
+                during[i, j] = i if old.num_gpus <= new.num_gpus else j
+    return during
+
+
+def _index(scenario: AllocationScenario, plans: list[Plan]) -> IntArray:
+    memories, batches = scenario.memory_fractions, scenario.max_batches
+    shape = (len(PARALLELISM), scenario.num_gpus, len(memories), len(batches))
+    index = np.full(shape, -1, np.int64)
+    for i, plan in enumerate(plans):
+        kind = PARALLELISM.index(plan.parallelism)
+        memory, batch = memories.index(plan.memory_fraction), batches.index(plan.max_batch)
+        index[kind, plan.num_gpus - 1, memory, batch] = i
+    for memory in range(len(memories) - 2, -1, -1):
+        missing = index[:, :, memory] < 0
+        index[:, :, memory][missing] = index[:, :, memory + 1][missing]
+    return index
