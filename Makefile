@@ -10,7 +10,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: sweep test test-slow check serve demo mlflow bench install
+.PHONY: sweep test test-slow test-cluster check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
 .venv/.core: pyproject.toml
@@ -36,6 +36,9 @@ test: .venv/.dev ## Everything but what is marked slow.
 
 test-slow: .venv/.dev ## What takes longer than a coffee.
 	$(BIN)/pytest -m slow
+
+test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
+	$(BIN)/pytest -m cluster -rs tests/cluster
 
 check: .venv/.dev ## Lint, format, types, layers.
 	$(BIN)/ruff check .

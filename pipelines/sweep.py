@@ -35,6 +35,8 @@ from rich.table import Table  # noqa: E402
 
 from tokenyard.evaluation import Row  # noqa: E402
 from tokenyard.provenance import write_result  # noqa: E402
+from tokenyard.rl.trainable import Placement  # noqa: E402
+from tune_configs.experiment import RESOURCES, Experiment  # noqa: E402
 from tune_configs.registry import Registration  # noqa: E402
 from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
@@ -65,6 +67,16 @@ class Args:
     mlflow.db in that folder, unless MLFLOW_TRACKING_URI names another."""
     resume: bool = False
     """Go on with the sweep of that --name; what it finished is kept."""
+    env_runners: int | None = None
+    """Env-runner actors per trial, in place of the experiment's."""
+    cpus_per_actor: float | None = None
+    """CPUs that a trial's own process and each of its env runners reserve; by default half."""
+    placement: Placement | None = None
+    """Where a trial's actors go: on as few nodes as possible (PACK, the default), or on many."""
+    concurrent: int | None = None
+    """Most trials at once, in place of the experiment's."""
+    max_failures: int | None = None
+    """How often a trial is started again from its checkpoint; -1 where nodes come and go."""
     json: Path | None = None
     """File for the results."""
 
@@ -76,8 +88,9 @@ def main(args: Args) -> None:
     command = " ".join(["python", *sys.argv])
     try:
         sweep = open_sweep(
-            args.experiment, args.storage, name, args.seed, args.num_samples, args.resume
-        )
+            args.experiment, args.storage, name, args.seed, args.num_samples, args.resume,
+            lambda experiment: fitted(experiment, args),
+        )  # fmt: skip
         print(
             f"sweep {name}; to go on after an interruption: --resume --name {name}", file=sys.stderr
         )
@@ -111,6 +124,12 @@ def main(args: Args) -> None:
         )
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
     sys.exit(1 if results.errors else 0)
+
+
+def fitted(experiment: Experiment, args: Args) -> Experiment:
+    values = (args.env_runners, args.cpus_per_actor, args.placement)
+    reserved = {k: v for k, v in zip(RESOURCES, values, strict=True) if v is not None}
+    return experiment.fitted(reserved, args.concurrent, args.max_failures)
 
 
 def print_report(

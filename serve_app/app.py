@@ -219,7 +219,10 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         name="gateway",
         num_replicas=1,
         max_ongoing_requests=4 * cluster.limits.max_in_flight + 100,
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={
+            "num_cpus": cluster.gateway.cpus,
+            "label_selector": dict(cluster.gateway.node_labels),
+        },
     )
     deployment: Deployment = deploy(serve.ingress()(GatewayReplica))
     return deployment.bind(cluster, options, pools)

@@ -174,6 +174,11 @@ def load_tokenizer(model: str) -> Tokenizer:
     return HuggingFaceTokenizer(model)
 
 
+def _placed(pool: Pool, num_bundles: int) -> dict[str, Any]:
+    labels = dict(pool.node_labels)
+    return {"placement_group_bundle_label_selector": [labels] * num_bundles} if labels else {}
+
+
 def bind_pool(pool: Pool, routing_stats_period_s: float) -> Application:
     """Make the deployment of a pool.
 
@@ -184,12 +189,14 @@ def bind_pool(pool: Pool, routing_stats_period_s: float) -> Application:
         request_router_class="serve_app.router:ChosenReplicaRouter",
         request_routing_stats_period_s=routing_stats_period_s,
     )
+    bundles = [{"CPU": pool.replica_cpus}, *rank_bundles(pool.config)]
     deployment = serve.deployment(
         name=pool.name,
         num_replicas=pool.replicas,
         max_ongoing_requests=pool.max_ongoing_requests,
         ray_actor_options={"num_cpus": pool.replica_cpus},
-        placement_group_bundles=[{"CPU": pool.replica_cpus}, *rank_bundles(pool.config)],
+        placement_group_bundles=bundles,
+        **_placed(pool, len(bundles)),
         request_router_config=router,
         health_check_period_s=1.0,
         health_check_timeout_s=10.0,

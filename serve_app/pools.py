@@ -6,6 +6,7 @@ that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 import yaml
@@ -48,6 +49,9 @@ class Pool(Frozen):
     """Requests that one replica holds; None: its batch and its queue."""
     replica_cpus: Annotated[float, Field(gt=0)] = 0.5
     """CPUs of the replica's own process."""
+    node_labels: Mapping[str, str] = {}
+    """Ray labels of the nodes that replicas may be on, such as `ray.io/accelerator-type: H100`, or
+    those of `ray start --labels`; empty: any node."""
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     """Tokens of one block of the engine's prefix cache; 0: it has none."""
     profile: EngineProfile | None = None
@@ -126,6 +130,15 @@ class Trust(Frozen):
     """Age from which on a replica's published state counts as unknown."""
 
 
+class Placement(Frozen):
+    """Where the gateway's process goes."""
+
+    cpus: Annotated[float, Field(ge=0)] = 0.1
+    """CPUs that it reserves; 0 lets it onto a head node that offers none."""
+    node_labels: Mapping[str, str] = {}
+    """Ray labels of the nodes that it may be on."""
+
+
 class Cluster(Frozen):
     """Everything that the gateway serves, and how."""
 
@@ -147,6 +160,7 @@ class Cluster(Frozen):
     """The first is that of requests that name none."""
     limits: Limits = Limits()
     trust: Trust = Trust()
+    gateway: Placement = Placement()
     routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
     """Time between two publications of a replica's state."""
     pools: Annotated[tuple[AnyPool, ...], Field(min_length=1)]

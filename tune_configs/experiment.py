@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,9 @@ ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
 SCORE = "score"
 """Result key that trials are ranked on, higher is better, whatever rewards they train on."""
+
+RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
+"""Keys of a trial that say what it reserves, and where; absent ones are the trainable's."""
 
 TrialConfig = Mapping[str, Any]
 """What tells one trial from another, in plain JSON values; `env_steps` is its budget."""
@@ -75,6 +78,31 @@ class Experiment:
         keys = {frozenset(trial) for trial in self.trials}
         if len(keys) > 1:
             raise ValueError(f"all trials need the same keys; got {sorted(map(sorted, keys))}")
+
+    def fitted(
+        self,
+        reserved: Mapping[str, Any],
+        max_concurrent_trials: int | None = None,
+        max_failures: int | None = None,
+    ) -> Experiment:
+        """The same experiment on another cluster.
+
+        Args:
+            reserved: Values for some of `RESOURCES`, set for every trial.
+            max_concurrent_trials: In place of the experiment's; None: that one.
+            max_failures: In place of the experiment's; None: that one. -1: no limit.
+        """
+        unknown = set(reserved) - set(RESOURCES)
+        assert not unknown, f"not resources: {sorted(unknown)}"
+        # A designed trial overwrites all of the space, so both need every key.
+        space = {**self.space, **reserved} if self.space else self.space
+        return replace(
+            self,
+            trials=tuple({**trial, **reserved} for trial in self.trials),
+            space=space,
+            max_concurrent_trials=max_concurrent_trials or self.max_concurrent_trials,
+            max_failures=self.max_failures if max_failures is None else max_failures,
+        )
 
     def designed_trials(self, seed: int) -> list[dict[str, Any]]:
         """The trials of `trials`, seeds counted from `seed` on, repeated where there is no space.

@@ -17,9 +17,9 @@ from ray.tune.search import Searcher
 
 import envs
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.trainable import RouterTrainable
+from tokenyard.rl.trainable import RouterTrainable, trial_bundles
 from tokenyard.scenario import load_scenario
-from tune_configs.experiment import SCORE, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
 from tune_configs.judge import VALIDATION_SEED, VALIDATION_STREAMS
 from tune_configs.rewards import ABLATIONS, PAPER, reward_weights
 from tune_configs.schedulers import AshaPerAlgorithm
@@ -49,13 +49,12 @@ class RoutingTrial(RouterTrainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """Half a CPU for the trial and half for each env runner, one bundle each.
+        """What the trial and its env runners reserve, one bundle each.
 
         Policy search has no env runner and is counted as if it had one: it keeps a core busy by
         itself, and only between equal requests does Tune turn an actor to the next trial.
         """
-        num_env_runners = config.get("num_env_runners", 1)
-        return tune.PlacementGroupFactory([{"CPU": 0.5}] * (1 + num_env_runners))
+        return trial_bundles(config, 1 + config.get("num_env_runners", 1))
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,8 +68,7 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "validation_streams": VALIDATION_STREAMS,
         "validation_seed": VALIDATION_SEED,
     }
-    if "num_env_runners" in trial:
-        config["num_env_runners"] = trial["num_env_runners"]
+    config |= {key: trial[key] for key in RESOURCES if key in trial}
     config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)

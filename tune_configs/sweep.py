@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,14 @@ from tune_configs.experiment import SCORE, Experiment, load_experiment
 from tune_configs.judge import Comparison, RoutingJudge, trained
 from tune_configs.registry import Registration
 from tune_configs.results import FinishedTrial
-from tune_configs.tuner import check_resources, new_tuner, resumed_tuner, start_ray
+from tune_configs.storage import open_storage
+from tune_configs.tuner import await_resources, new_tuner, resumed_tuner, start_ray
 
 _COMPARABLE = 10
 """Ratio of environment steps up to which learning curves share an axis."""
 Curve = list[tuple[float, float]]
+_JOINING_S = 600.0
+"""Time in which machines of a cloud are rented, installed, and join."""
 REFERENCE_TAG = "tokenyard.experiment"
 
 
@@ -81,16 +84,20 @@ def open_sweep(
     seed: int = 0,
     num_samples: int | None = None,
     resume: bool = False,
+    fit: Callable[[Experiment], Experiment] = lambda experiment: experiment,
 ) -> Sweep:
     """Check what was asked for, and find or create the sweep's parent run in MLflow.
+
+    `fit` adapts the experiment to the cluster; a sweep that is resumed keeps how it was begun.
 
     Raises:
         ValueError: It cannot be carried out; nothing has been started.
     """
-    experiment = load_experiment(reference)
+    experiment = fit(load_experiment(reference))
     if num_samples is not None:
         experiment = replace(experiment, num_samples=num_samples)
     storage, store = _locate(storage)
+    open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
     mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem}", store)
     found = mlflow_log.find_sweep_run(client, mlflow_id, f"{storage}/{name}")
@@ -137,9 +144,9 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
     """
     if sweep.experiment.warm_up is not None:
         sweep.experiment.warm_up()
-    start_ray(num_cpus=os.cpu_count() or 1)
+    joined = start_ray(num_cpus=os.cpu_count() or 1)
     try:
-        check_resources(sweep.experiment, sweep.seed, ray.cluster_resources())
+        await_resources(sweep.experiment, sweep.seed, _JOINING_S if joined else 0.0)
         if resume:
             return resumed_tuner(sweep.experiment, sweep.path).fit()
         log = mlflow_log.TrialLog(

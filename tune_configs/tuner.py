@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import tune
+from ray.autoscaler.sdk import request_resources
 from ray.tune import Callback, CheckpointConfig, CLIReporter, FailureConfig, RunConfig, TuneConfig
+from ray.tune.execution.placement_groups import PlacementGroupFactory
 from ray.tune.experiment import Trial
 
 from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, stop_at_budget
+from tune_configs.storage import open_storage
+
+logger = logging.getLogger(__name__)
 
 _OBJECT_STORE_BYTES = 512 * 2**20
 """Enough for weights and batches of a few megabytes; Ray's default is a third of the memory."""
+_LOOK_EVERY_S = 1.0
 
 
-def start_ray(num_cpus: int) -> None:
-    """Join the cluster that RAY_ADDRESS names, else start a local one with so many CPUs."""
+def start_ray(num_cpus: int) -> bool:
+    """Join the cluster that RAY_ADDRESS names, else start a local one with so many CPUs.
+
+    Returns:
+        Whether a cluster was joined.
+    """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
     if "RAY_ADDRESS" in os.environ:
         ray.init(address=os.environ["RAY_ADDRESS"], **quiet)
-        return
+        return True
     # "local" even where another Ray runs on this machine: that one belongs to somebody else.
     ray.init(
         address="local",
@@ -31,29 +43,90 @@ def start_ray(num_cpus: int) -> None:
         object_store_memory=_OBJECT_STORE_BYTES,
         **quiet,
     )
+    return False
 
 
-def check_resources(experiment: Experiment, seed: int, available: Mapping[str, float]) -> None:
+def await_resources(experiment: Experiment, seed: int, timeout_s: float) -> None:
+    """Wait until every trial fits the cluster that was joined.
+
+    Workers may still be starting, and an autoscaler that is asked adds some.
+
+    Raises:
+        ValueError: A trial asks for more than there is after `timeout_s`.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    asked = False
+    while True:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        try:
+            check_resources(experiment, seed, nodes)
+        except ValueError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            if not asked:
+                logger.warning("waiting up to %g s: %s", timeout_s, error)
+                request_resources(bundles=_largest_request(experiment, seed))
+                asked = True
+            time.sleep(_LOOK_EVERY_S)
+        else:
+            if asked:
+                # What trials hold from now on is demand enough.
+                request_resources(bundles=[])
+            return
+
+
+def check_resources(
+    experiment: Experiment, seed: int, nodes: Sequence[Mapping[str, float]]
+) -> None:
     """Refuse a sweep whose trials could never start: Tune would wait for ever.
 
     Args:
         experiment: The sweep.
         seed: Its seed.
-        available: The cluster's resources, as `ray.cluster_resources()` gives them.
+        nodes: Resources of each node of the cluster.
 
     Raises:
-        ValueError: A trial asks for more of a resource than there is.
+        ValueError: A trial asks for more of a resource than there is, in all or on any one node.
     """
+    for trial, request in _requests(experiment, seed):
+        label = f"trial {trial_label(trial)}"
+        for resource, amount in request.required_resources.items():
+            total = sum(node.get(resource, 0.0) for node in nodes)
+            if amount > total:
+                raise ValueError(
+                    f"{label} needs {amount:g} {resource}, the cluster has {total:g}: use fewer "
+                    "env runners or a larger cluster"
+                )
+        needed = len(request.bundles) if request.strategy == "STRICT_SPREAD" else 1
+        bundles = (
+            [request.required_resources] if request.strategy == "STRICT_PACK" else request.bundles
+        )
+        for bundle in bundles:
+            fitting = sum(
+                all(node.get(resource, 0.0) >= amount for resource, amount in bundle.items())
+                for node in nodes
+            )
+            if fitting < needed:
+                raise ValueError(
+                    f"{label} needs {bundle} on each of {needed} nodes, the cluster has {fitting} "
+                    "such nodes: reserve less per actor, or place trials otherwise"
+                )
+
+
+def _requests(
+    experiment: Experiment, seed: int
+) -> Iterator[tuple[dict[str, Any], PlacementGroupFactory]]:
     for trial in experiment.designed_trials(seed) or [dict(experiment.space)]:
         request = experiment.trainable.default_resource_request(trial)
-        if request is None:
-            continue
-        for resource, amount in request.required_resources.items():
-            if amount > available.get(resource, 0.0):
-                raise ValueError(
-                    f"trial {trial_label(trial)} needs {amount:g} {resource}, the cluster has "
-                    f"{available.get(resource, 0.0):g}: use fewer env runners or a larger cluster"
-                )
+        if request is not None:
+            yield trial, request
+
+
+def _largest_request(experiment: Experiment, seed: int) -> list[dict[str, float]]:
+    """Bundles of the trial that reserves most, for as many trials as run at once."""
+    requests: list[list[dict[str, float]]]
+    requests = [request.bundles for _, request in _requests(experiment, seed)]
+    return max(requests, key=len) * experiment.max_concurrent_trials
 
 
 def trial_label(config: Mapping[str, Any]) -> str:
@@ -66,6 +139,7 @@ def new_tuner(
     experiment: Experiment, seed: int, storage: str, name: str, callbacks: list[Callback]
 ) -> tune.Tuner:
     """Prepare a fresh sweep in the folder `name` under `storage`."""
+    filesystem, folder = open_storage(storage)
     return tune.Tuner(
         experiment.trainable,
         param_space=experiment.param_space(seed),
@@ -81,7 +155,8 @@ def new_tuner(
         ),
         run_config=RunConfig(
             name=name,
-            storage_path=storage,
+            storage_path=folder,
+            storage_filesystem=filesystem,
             stop=stop_at_budget,
             callbacks=callbacks,
             failure_config=FailureConfig(max_failures=experiment.max_failures),
@@ -119,10 +194,15 @@ def resumed_tuner(experiment: Experiment, path: str) -> tune.Tuner:
     Raises:
         ValueError: There is no sweep.
     """
-    if not tune.Tuner.can_restore(path):
+    filesystem, folder = open_storage(path)
+    if not tune.Tuner.can_restore(folder, storage_filesystem=filesystem):
         raise ValueError(f"no sweep to resume in {path}")
     return tune.Tuner.restore(
-        path, experiment.trainable, resume_unfinished=True, restart_errored=True
+        folder,
+        experiment.trainable,
+        storage_filesystem=filesystem,
+        resume_unfinished=True,
+        restart_errored=True,
     )
 
 

@@ -23,14 +23,14 @@ NUM_TRIALS = 4
 BUDGET = 30_000
 
 
-def sweep(storage, *arguments, step_s="0.01", start=subprocess.run, **options):
+def sweep(storage, *arguments, step_s="0.01", start=subprocess.run, variables=None, **options):
     environment = {
         key: value
         for key, value in os.environ.items()
         if key not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")
     }
     path = os.pathsep.join(map(str, (Path(__file__).parent, REPOSITORY)))
-    environment |= {"PYTHONPATH": path, "TOY_STEP_S": step_s}
+    environment |= {"PYTHONPATH": path, "TOY_STEP_S": step_s} | (variables or {})
     command = [sys.executable, "pipelines/sweep.py", *arguments, "--storage", str(storage)]
     return start(command, cwd=REPOSITORY, env=environment, text=True, **options)
 
@@ -193,6 +193,21 @@ def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(tmp
     champion = registry.load_version(client, version)
     assert (champion.metadata.kind, champion.metadata.num_replicas) == ("equivariant", None)
     assert champion.metadata.baseline == "marginal_delay"
+
+
+def test_a_sweep_on_an_fsspec_store_is_found_there_again(tmp_path):
+    # pyarrow does not know `local://`, so this takes the way of az:// or sftp://.
+    store, result_file = f"local://{tmp_path}/runs", tmp_path / "tiny.json"
+    arguments = ("toy_sweeps:tiny", "--name", "tiny", "--json", str(result_file))
+    tracking = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}
+    done = sweep(store, *arguments, variables=tracking, capture_output=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = json.loads(result_file.read_text())["rows"]
+    again = sweep(store, *arguments, "--resume", variables=tracking, capture_output=True)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads(result_file.read_text())["rows"] == first
+    assert len(first) == NUM_TRIALS
+    assert list((tmp_path / "runs/tiny").glob("*/checkpoint_*/artifact.npz"))
 
 
 def test_a_wrong_command_ends_with_one_sentence(tmp_path):

@@ -93,8 +93,8 @@ def test_a_trial_stops_at_its_own_budget():
 def test_a_sweep_whose_trials_do_not_fit_the_cluster_is_refused_before_it_starts():
     experiment = replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 64},))
     with pytest.raises(ValueError, match="needs 64 CPU, the cluster has 2"):
-        check_resources(experiment, 0, {"CPU": 2.0})
-    check_resources(experiment, 0, {"CPU": 64.0})
+        check_resources(experiment, 0, [{"CPU": 2.0}])
+    check_resources(experiment, 0, [{"CPU": 64.0}])
 
 
 def test_an_ablation_removes_its_term_and_nothing_else():
@@ -124,3 +124,42 @@ def test_weights_credited_at_the_decision_pay_no_term_of_the_paper():
 def test_unknown_reward_weights_are_refused_with_the_list():
     with pytest.raises(ValueError, match="response_slo_tail"):
         reward_weights("mystery", load_scenario("poisson_085"))
+
+
+def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
+    spread = {"num_env_runners": 2, "cpus_per_actor": 1, "placement": "STRICT_SPREAD"}
+    experiment = load_experiment("routing:smoke").fitted(spread)
+    check_resources(experiment, 0, [{"CPU": 1.0}] * 3)
+    with pytest.raises(ValueError, match="on each of 3 nodes, the cluster has 2 such nodes"):
+        check_resources(experiment, 0, [{"CPU": 2.0}] * 2)
+    packed = experiment.fitted({"placement": "STRICT_PACK"})
+    check_resources(packed, 0, [{"CPU": 4.0}, {}])
+    with pytest.raises(ValueError, match="the cluster has 0 such nodes"):
+        check_resources(packed, 0, [{"CPU": 2.0}] * 2)
+    large = experiment.fitted({"cpus_per_actor": 4, "placement": "SPREAD"})
+    with pytest.raises(ValueError, match="reserve less per actor"):
+        check_resources(large, 0, [{"CPU": 2.0}] * 8)
+
+
+def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
+    reserved = {"num_env_runners": 3, "cpus_per_actor": 2.0}
+    designed = load_experiment("routing:default").fitted(reserved, 8, -1)
+    assert designed.max_concurrent_trials == 8
+    assert designed.max_failures == -1
+    for trial in designed.designed_trials(0):
+        request = designed.trainable.default_resource_request(trial)
+        assert request.bundles == [{"CPU": 2.0}] * 4
+    drawn = load_experiment("routing:optuna").fitted({"placement": "SPREAD"})
+    assert drawn.param_space(0)["placement"] == "SPREAD"
+    assert drawn.max_failures == load_experiment("routing:optuna").max_failures
+
+
+def test_where_a_trial_runs_does_not_change_what_it_is():
+    trial = dict(load_experiment("routing:smoke").trials[-1])
+    here, there = (
+        TrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
+        for reserved in ({}, {"cpus_per_actor": 2.0, "placement": "SPREAD"})
+    )
+    assert there.cpus_per_actor == 2.0
+    assert there.placement == "SPREAD"
+    assert here.sha256 == there.sha256

@@ -23,8 +23,8 @@ def training_part(name):
     return read_trace(path)[0].head(NUM_TRAIN[name])
 
 
-def test_the_two_public_traces_ship_as_models():
-    assert model_names() == ["azure_code", "azure_conv"]
+def test_the_public_traces_ship_as_models():
+    assert model_names() == ["azure_code", "azure_conv", "azure_conv_tenth"]
 
 
 @pytest.mark.parametrize("name", NUM_TRAIN)

@@ -210,6 +210,7 @@ def build_config(
     *,
     seed: int = 0,
     num_env_runners: int = 1,
+    cpus_per_env_runner: float = 0.5,
     train_steps: int = 400_000,
     steps_per_iteration: int = 4096,
 ) -> AlgorithmConfig:
@@ -224,6 +225,7 @@ def build_config(
             an episode and randomisation are the recipe's.
         seed: Seeds networks, exploration, replay and traffic.
         num_env_runners: Env-runner actors; 0 samples in the calling process.
+        cpus_per_env_runner: CPUs that each of them reserves.
         train_steps: Environment steps the training is planned for: schedules end with it.
         steps_per_iteration: Fewest environment steps between two results.
 
@@ -254,7 +256,7 @@ def build_config(
         .env_runners(
             env_runner_cls=RouterEnvRunner,
             num_env_runners=num_env_runners,
-            num_cpus_per_env_runner=0.5,
+            num_cpus_per_env_runner=cpus_per_env_runner,
             num_envs_per_env_runner=recipe.num_envs,
             gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
             rollout_fragment_length=own.fragment_steps,

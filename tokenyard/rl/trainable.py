@@ -21,6 +21,12 @@ from tokenyard.rl.validation import Validation
 from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.streams import StreamSource
 
+Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""Strategy of a trial's placement group, in Ray's words; the strict ones wait rather than yield."""
+
+_NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
+"""Fields that say where a trial runs, not what it learns."""
+
 ARTIFACT_FILE = "artifact.npz"
 """The exported policy in every checkpoint."""
 
@@ -53,6 +59,10 @@ class TrialConfig(BaseModel):
     """Fewest environment steps between two results of an RLlib trial."""
     num_env_runners: Annotated[int, Field(ge=0)] = 1
     """Env-runner actors; 0 samples in the trial's own process."""
+    cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
+    """CPUs that the trial's own process and each env runner reserve."""
+    placement: Placement = "PACK"
+    """Where a trial's actors go: on as few nodes as possible, or on as many."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
@@ -62,6 +72,12 @@ class TrialConfig(BaseModel):
     validation_streams: Annotated[int, Field(ge=1)] = 8
     validation_seed: Annotated[int, Field(ge=0)] = 0
     """Equal for all trials that are compared."""
+
+    @property
+    def sha256(self) -> str:
+        """Twelve digits that tell what is learned, wherever it runs."""
+        text = self.model_dump_json(exclude=_NOT_LEARNING)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def adapted_recipe(self) -> Recipe:
         """The recipe with what this trial changes.
@@ -108,6 +124,7 @@ def make_training(config: TrialConfig, source: StreamSource) -> Training:
         {"scenario": config.scenario},
         seed=config.seed,
         num_env_runners=config.num_env_runners,
+        cpus_per_env_runner=config.cpus_per_actor,
         train_steps=config.train_steps,
         steps_per_iteration=config.steps_per_iteration,
     )
@@ -162,9 +179,8 @@ class RouterTrainable(tune.Trainable):
 
     def _lineage(self) -> dict[str, str]:
         config = self.trial_config
-        text = config.model_dump_json(exclude={"register_env"})
         return {
-            "trial_sha256": hashlib.sha256(text.encode()).hexdigest()[:12],
+            "trial_sha256": config.sha256,
             "recipe": config.recipe,
             "seed": str(config.seed),
             "env_steps": str(self.training.env_steps),
@@ -192,7 +208,14 @@ class RouterTrainable(tune.Trainable):
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """Half a CPU for the trial and half for each env runner, one bundle each."""
+        """What the trial and its env runners reserve, one bundle each."""
         search = config["algorithm"] == "policy_search"
         num_env_runners = 0 if search else config.get("num_env_runners", 1)
-        return tune.PlacementGroupFactory([{"CPU": 0.5}] * (1 + num_env_runners))
+        return trial_bundles(config, 1 + num_env_runners)
+
+
+def trial_bundles(config: Mapping[str, Any], num_actors: int) -> tune.PlacementGroupFactory:
+    """Reserve a bundle for each of a trial's actors, by its `cpus_per_actor` and `placement`."""
+    cpus = config.get("cpus_per_actor", TrialConfig.model_fields["cpus_per_actor"].default)
+    strategy = config.get("placement", TrialConfig.model_fields["placement"].default)
+    return tune.PlacementGroupFactory([{"CPU": cpus}] * num_actors, strategy=strategy)
