@@ -134,9 +134,11 @@ def make_allocator(
         num_waiting=num_waiting,
         start=start_of(allocation, scenario),
         limits=Limits(
-            allocation.min_replicas, allocation.cooldown_slots, allocation.shrink_after_s,
+            allocation.min_replicas,
+            allocation.cooldown_slots,
+            allocation.shrink_after_s,
             allocation.change_timeout_s,
-        ),  # fmt: skip
+        ),
         slow_down=allocation.slow_down,
         dry_run=allocation.dry_run,
     )
