@@ -21,8 +21,9 @@ from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.policies.allocation import learned_allocation
 from tokenyard.provenance import write_result
-from tokenyard.rl.tabular import TabularConfig, TabularLearner, Update
+from tokenyard.rl.tabular import TabularConfig, TabularLearner
 from tokenyard.sim.allocation_run import run_allocation
+from tokenyard.sim.literal import Update
 
 
 @dataclass(frozen=True)

@@ -24,15 +24,11 @@ from tokenyard.allocation.dynamics import (
     USD,
 )
 from tokenyard.allocation.forecast import scenario_forecaster
+from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import PARALLELISM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.frozen import Frozen
-from tokenyard.sim.allocation import (
-    OBSERVATION_LIMIT,
-    AllocationSim,
-    Observations,
-    observation_size,
-)
+from tokenyard.sim.allocation import AllocationSim, Observations
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {
@@ -54,13 +50,17 @@ class ParallelismEnvConfig(Frozen):
     """A scenario, or the name or YAML path of one."""
     objective: Objective | None = None
     """What is rewarded, in place of the scenario's."""
-    action: Literal["hybrid", "grid"] = "hybrid"
-    """`hybrid`: parallelism, number of GPUs and memory, the last continuous; `grid`: one number per
-    feasible plan, memory in the scenario's steps."""
+    action: Literal["hybrid", "shape", "grid"] = "hybrid"
+    """`hybrid`: parallelism, number of GPUs and memory, the last continuous; `shape`: the same with
+    one number for the feasible pairs of the first two; `grid`: one number alone, with the
+    memory and batch limit of `PlanTable.best_memory`."""
     episode_slots: Annotated[int, Field(ge=1)] = 288
     """Steps of an episode."""
     reward_scale: Annotated[float, Field(gt=0)] = 1.0
     """Factor on rewards; it changes no preference."""
+    subtract_bound: bool = False
+    """Whether a reward is told relative to the best one of its slot were changes free and nothing
+    waiting. It depends on demand alone, so the optimum is the same, with less noise."""
 
     @field_validator("scenario", mode="before")
     @classmethod
@@ -79,18 +79,23 @@ class _Feed:
             config.scenario, num_copies, config.episode_slots, forecaster, config.objective
         )
         self._memories = np.array(config.scenario.memory_fractions)
+        self._shape_index = np.argwhere(self.sim.table.shape_mask)
+        self._grid = np.array(self.sim.table.best_memory, np.int64)
 
     def spaces(self) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Space[Any]]:
         scenario, table = self.config.scenario, self.sim.table
         size = observation_size(table)
         box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
         if self.config.action == "grid":
-            return box, gymnasium.spaces.Discrete(table.num_plans)
+            return box, gymnasium.spaces.Discrete(len(self._grid))
         parts: dict[str, gymnasium.spaces.Space[Any]] = {
-            "parallelism": gymnasium.spaces.Discrete(len(PARALLELISM)),
-            "num_gpus": gymnasium.spaces.Discrete(scenario.num_gpus, start=1),
-            "memory_fraction": gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32),
+            "memory_fraction": gymnasium.spaces.Box(0.0, 1.0, (1,), np.float32)
         }
+        if self.config.action == "shape":
+            parts["shape"] = gymnasium.spaces.Discrete(len(self._shape_index))
+        else:
+            parts["parallelism"] = gymnasium.spaces.Discrete(len(PARALLELISM))
+            parts["num_gpus"] = gymnasium.spaces.Discrete(scenario.num_gpus, start=1)
         if len(scenario.max_batches) > 1:
             parts["max_batch"] = gymnasium.spaces.Discrete(len(scenario.max_batches))
         return box, gymnasium.spaces.Dict(parts)
@@ -107,9 +112,21 @@ class _Feed:
             ValueError: A part of an action is out of its range.
         """
         if self.config.action == "grid":
-            return np.asarray(actions, np.int64).reshape(-1)
-        kind = np.asarray(actions["parallelism"], np.int64).reshape(-1)
-        gpus = np.asarray(actions["num_gpus"], np.int64).reshape(-1) - 1
+            chosen = np.asarray(actions, np.int64).reshape(-1)
+            if chosen.min() < 0 or chosen.max() >= len(self._grid):
+                raise ValueError(f"action {chosen} is out of range")
+            return np.asarray(self._grid[chosen])
+        if not isinstance(actions, Mapping):
+            # Vector environments of RLlib give one action per copy.
+            actions = {name: np.array([one[name] for one in actions]) for name in actions[0]}
+        if self.config.action == "shape":
+            shape = np.asarray(actions["shape"], np.int64).reshape(-1)
+            if shape.min() < 0 or shape.max() >= len(self._shape_index):
+                raise ValueError(f"action shape {shape} is out of range")
+            kind, gpus = self._shape_index[shape].T
+        else:
+            kind = np.asarray(actions["parallelism"], np.int64).reshape(-1)
+            gpus = np.asarray(actions["num_gpus"], np.int64).reshape(-1) - 1
         memory = np.asarray(actions["memory_fraction"], float).reshape(-1)
         batch = np.asarray(actions.get("max_batch", 0), np.int64).reshape(-1)
         index = self.sim.table.index
@@ -124,17 +141,20 @@ class _Feed:
         return plans
 
     def mask(self, copy: int) -> npt.NDArray[np.int8]:
-        """What may be chosen: shape (parallelism, GPUs), of a grid (plans,)."""
+        """What may be chosen: shape (parallelism, GPUs), or (feasible pairs,)."""
         sim = self.sim
         frozen = not sim.may_switch(copy)
-        if self.config.action == "grid":
-            allowed = np.full(sim.table.num_plans, not frozen)
-            allowed[sim.plan(copy)] = True
-            return allowed.astype(np.int8)
         mask = sim.table.shape_mask & (not frozen)
         plan = sim.table.plans[sim.plan(copy)]
         mask[PARALLELISM.index(plan.parallelism), plan.num_gpus - 1] = True
+        if self.config.action != "hybrid":
+            mask = mask[tuple(self._shape_index.T)]
         return mask.astype(np.int8)
+
+    def rewards(self, earned: FloatArray) -> FloatArray:
+        """What is told of the rewards of a step."""
+        bound = self.sim.bounds() if self.config.subtract_bound else 0.0
+        return np.asarray((earned - bound) * self.config.reward_scale)
 
 
 class ParallelismEnv(gymnasium.Env[Observations, Any]):
@@ -154,7 +174,8 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
     Action:
         Dict: `parallelism`, index of `tokenyard.allocation.plans.PARALLELISM`; `num_gpus`;
         `memory_fraction` in [0, 1], rounded down to the scenario's steps and raised to the plan's
-        least; `max_batch`, index, where the scenario has several. With `action="grid"` one number.
+        least; `max_batch`, index, where the scenario has several. With `action="shape"` an index
+        of the feasible pairs in the place of the first two; with "grid" it is the action.
         `info["action_mask"]` says what is feasible and allowed; what is not is refused: the plan
         stays, and `sim.num_refused` counts.
 
@@ -202,7 +223,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         """
         if self.sim.ended()[0]:
             raise ValueError("the episode is over: call reset first")
-        reward = float(self.sim.step(self._feed.plans(action))[0]) * self.config.reward_scale
+        reward = float(self._feed.rewards(self.sim.step(self._feed.plans(action)))[0])
         measured = {name: float(self.sim.outs[0, which]) for name, which in _MEASURED.items()}
         info = {**measured, "action_mask": self._feed.mask(0)}
         ended = bool(self.sim.ended()[0])
@@ -266,7 +287,7 @@ class ParallelismVectorEnv(gymnasium.vector.VectorEnv[Observations, Any, npt.NDA
         """
         over = self._ended
         # A copy whose stream is over is not stepped: it earns 0.
-        rewards = self.sim.step(self._feed.plans(actions)) * self.config.reward_scale
+        rewards = self._feed.rewards(self.sim.step(self._feed.plans(actions)))
         for copy in np.flatnonzero(over).tolist():
             self._feed.start(copy, self._rngs[copy])
         self._ended = self.sim.ended()

@@ -1,4 +1,4 @@
-"""Train routers in one Ray Tune sweep, compare them honestly, keep the best.
+"""Train policies in one Ray Tune sweep, compare them honestly, keep the best.
 
 `python pipelines/sweep.py` runs the default experiment; `routing:smoke` is the smallest. What is
 printed on stdout are the final tables; progress and warnings go to stderr.
@@ -37,6 +37,7 @@ from tokenyard.evaluation import Row  # noqa: E402
 from tokenyard.provenance import write_result  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
 from tune_configs.experiment import RESOURCES, Experiment  # noqa: E402
+from tune_configs.judge import Columns  # noqa: E402
 from tune_configs.registry import Registration  # noqa: E402
 from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
@@ -52,7 +53,7 @@ from tune_configs.sweep import (  # noqa: E402
 
 @dataclass(frozen=True)
 class Args:
-    """Train routers in one sweep, compare them, and register the best."""
+    """Train policies in one sweep, compare them, and register the best."""
 
     experiment: Annotated[str, tyro.conf.Positional] = "routing:default"
     """MODULE:FUNCTION under tune_configs, or of an importable module of your own."""
@@ -100,13 +101,14 @@ def main(args: Args) -> None:
         sys.exit(f"error: {error}")
     for failed in results.errors:
         print(f"trial failed: {failed}", file=sys.stderr)
-    trials = finished_trials(results)
+    referee = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed)
+    trials = finished_trials(results, referee.load)
     if not trials:
         sweep.client.set_terminated(sweep.run_id, "FAILED")
         sys.exit("error: every trial failed; error.txt in the trials' folders says why")
     report = judge(sweep, trials)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    print_report(console, sweep, trials, report)
+    print_report(console, sweep, trials, report, referee.columns(sweep.experiment.baseline))
     registration = register_best(sweep, trials, report)
     print_registration(console, report.best, registration)
     console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
@@ -133,26 +135,30 @@ def fitted(experiment: Experiment, args: Args) -> Experiment:
 
 
 def print_report(
-    console: Console, sweep: Sweep, trials: list[FinishedTrial], report: Report
+    console: Console,
+    sweep: Sweep,
+    trials: list[FinishedTrial],
+    report: Report,
+    columns: Columns,
 ) -> None:
     described = {trial.label: trial.described() for trial in trials}
     experiment = sweep.experiment
     title = (
         f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
-        f"{len(report.ranking.streams.requests)} validation streams"
+        f"{report.ranking.num_streams} validation streams"
     )
-    table = _table(title, experiment.baseline, "trial or rule", "env steps", "wall s")
+    table = _table(title, columns, "trial or rule", "env steps", "wall s")
     for row in report.ranking.rows:
         about = described.get(str(row["policy"]))
         steps = f"{about['env_steps']:,}" if about else "-"
         wall_s = f"{about['wall_s']:.0f}" if about else "-"
         style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
-        table.add_row(str(row["policy"]), steps, wall_s, *_measures(row), style=style)
+        table.add_row(str(row["policy"]), steps, wall_s, *_measures(row, columns), style=style)
     console.print(table)
     title = f"the best on {experiment.evaluation_streams} fresh streams"
-    fresh = _table(title, experiment.baseline, "policy")
+    fresh = _table(title, columns, "policy")
     for row in report.evaluation.rows:
-        fresh.add_row(str(row["policy"]), *_measures(row))
+        fresh.add_row(str(row["policy"]), *_measures(row, columns))
     console.print(fresh)
 
 
@@ -166,28 +172,15 @@ def print_registration(console: Console, best: FinishedTrial, made: Registration
     console.print(f"champion: trainer {made.champion_trainer}", soft_wrap=True)
 
 
-def _table(title: str, baseline: str, *first: str) -> Table:
-    table = Table(title=title, caption="times in seconds; changes with their 95 % intervals")
-    changes = (f"mean vs {baseline}", f"p99 vs {baseline}")
-    for column in (*first, "score", "mean", "p99", "SLO missed", *changes):
+def _table(title: str, columns: Columns, *first: str) -> Table:
+    table = Table(title=title, caption="changes with their 95 % intervals")
+    for column in (*first, *columns):
         table.add_column(column, justify="left" if column == first[0] else "right")
     return table
 
 
-def _measures(row: Row) -> list[str]:
-    return [
-        f"{row['score']:.3f}",
-        f"{row['mean_response_s']:.3f}",
-        f"{row['p99_response_s']:.2f}",
-        f"{row['slo_violation_fraction']:.1%}",
-        _change(row, "delta_mean"),
-        _change(row, "delta_p99"),
-    ]
-
-
-def _change(row: Row, key: str) -> str:
-    low, high = row[f"{key}_ci_low"], row[f"{key}_ci_high"]
-    return f"{row[f'{key}_fraction']:+.1%} [{low:+.1%}, {high:+.1%}]"
+def _measures(row: Row, columns: Columns) -> list[str]:
+    return [show(row) for show in columns.values()]
 
 
 if __name__ == "__main__":

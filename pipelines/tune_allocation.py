@@ -35,8 +35,8 @@ from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 
 ROOT = Path(__file__).resolve().parent.parent / "tokenyard"
-OUT_UTILISATIONS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
-IN_UTILISATIONS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+OUT_UTILISATIONS = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)
+IN_UTILISATIONS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3)
 WINDOWS = (1, 2, 6)
 AHEAD = (1, 3, 6)
 COOLDOWNS = (0, 6)
@@ -50,7 +50,7 @@ class Args:
     """Names or YAML paths."""
     seeds: int = 5
     """Independent searches; 0 tunes the rules only."""
-    generations: int = 8
+    generations: int = AllocationSearchConfig.num_generations
     root: Path = ROOT
     """The package's folder, into which results are written."""
     searches: Path | None = None

@@ -50,6 +50,7 @@ Runner = Callable[[AllocationScenario, DemandStream, int], AllocationOutcomes]
 BOUNDS = ("best_static_hindsight", "clairvoyant", "free_switching")
 """They know the demand to come, and are no policies."""
 TRAINED = ("value_iteration", "champion")
+NUM_VALIDATION_STREAMS = 2
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def resolve_allocation_candidate(
         return AllocationCandidate(name, "baseline", _baseline(name))
     if name == "value_iteration":
         return AllocationCandidate(
-            name, "optimum of the Markov load", _fixed(value_iteration_policy(scenario))
+            name, "optimum of the Markov load", fixed(value_iteration_policy(scenario))
         )
     if name in BOUNDS:
         return AllocationCandidate(name, "bound, no policy", _bound(name))
@@ -100,7 +101,7 @@ def _trained(
             f"of {scenario.name!r}"
         )
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
-    return AllocationCandidate(name, words, _fixed(learned_allocation(artifact)))
+    return AllocationCandidate(name, words, fixed(learned_allocation(artifact)))
 
 
 def _baseline(name: str) -> Runner:
@@ -111,7 +112,8 @@ def _baseline(name: str) -> Runner:
     return run
 
 
-def _fixed(policy: AllocationPolicy) -> Runner:
+def fixed(policy: AllocationPolicy) -> Runner:
+    """What runs one policy object over streams."""
     return lambda scenario, stream, seed: run_allocation(scenario, stream, policy)
 
 
@@ -236,3 +238,28 @@ def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
             day = one.outs[start : start + each]
             days.append(1 - day[:, MISSED].sum() / day[:, OFFERED].sum())
     return float(min(days)) if days else np.nan
+
+
+class AllocationValidation:
+    """What a policy in training is worth: its cost on the training part under noise of its own."""
+
+    def __init__(self, scenario: AllocationScenario) -> None:
+        """Draw the streams; equal scenarios give equal streams in every trial."""
+        self._scenario = scenario
+        self._streams = validation_streams(scenario)
+
+    def __call__(self, artifact: AllocationArtifact) -> dict[str, float]:
+        """Return `score`, minus the cost with missed requests, and what it is made of."""
+        policy = learned_allocation(artifact)
+        runs = [run_allocation(self._scenario, stream, policy) for stream in self._streams]
+        row = _row(self._scenario, "", runs, daily_cost(self._scenario, runs))
+        kept = ("cost_per_hour", "slo_attainment", "switches", "refused")
+        return {"score": -float(row["cost_with_penalty"]), **{key: float(row[key]) for key in kept}}
+
+
+def validation_streams(
+    scenario: AllocationScenario, count: int = NUM_VALIDATION_STREAMS, seed: int = 0
+) -> list[DemandStream]:
+    """The training part under noise that no learner trains on."""
+    source = demand_source(scenario)
+    return [source.train(1_000 + 100 * seed + i) for i in range(count)]

@@ -69,6 +69,20 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
     return _bars(rows, "reward", 1.0, "cumulative reward per stream", credit)
 
 
+def draw_allocation(rows: Sequence[Row], credit: str = "") -> Figure:
+    """Draw what allocators cost against the baseline of `rows`, with 95 % intervals."""
+    shown = [
+        {
+            "policy": row["policy"],
+            "cost": row["delta_cost_fraction"],
+            "cost_ci_low": row["delta_cost_ci_low"],
+            "cost_ci_high": row["delta_cost_ci_high"],
+        }
+        for row in rows
+    ]
+    return _bars(shown, "cost", 100.0, "cost with missed requests, % above the baseline", credit)
+
+
 def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
     """Draw the share of requests beyond the SLO per policy with its 95 % interval."""
     late = _late_words(scenario) + (" or dropped" if scenario.fleet is None else "")

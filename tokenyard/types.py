@@ -170,6 +170,28 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotMeasurements:
+    """What was measured over the last slot; all 0 before the first.
+
+    The first four, with the plan's memory, are the state of the allocation paper (Dadizadeh
+    Dargiry 2026).
+    """
+
+    load: float = 0.0
+    """Share of the plan's highest rate of requests that was served."""
+    batch_share: float = 0.0
+    """Sequences that decoded at once over the limit on them."""
+    latency_s: float = 0.0
+    """Mean end-to-end time of a request."""
+    network_share: float = 0.0
+    """Share of the time spent in collective operations."""
+    paused_s: float = 0.0
+    """Time without service."""
+    missed_fraction: float = 0.0
+    """Share of the slot's requests that were dropped or late."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllocationState:
     """What an allocator may know when it decides the plan of the next slot.
 
@@ -190,6 +212,9 @@ class AllocationState:
     """Changes of plan that the budget still allows in this period; None: any number."""
     may_switch: bool = True
     """Whether budget and hysteresis allow another plan now."""
+    budget_left: float = 1.0
+    """Share of the budget's changes that is left; 1 where there is no budget."""
+    measured: SlotMeasurements = SlotMeasurements()
 
 
 class AllocationPolicy(Protocol):

@@ -18,6 +18,8 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
+from tune_configs.judge import Judge, RoutingJudge
+
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
 SCORE = "score"
@@ -66,6 +68,8 @@ class Experiment:
     """Further validation streams on which a champion must be beaten."""
     evaluation_streams: int = 10
     """Fresh streams on which the best trial is at last set against the baseline."""
+    judge: Callable[[str, int], Judge] = RoutingJudge
+    """Makes what compares policies, from the scenario and a seed."""
 
     def __post_init__(self) -> None:
         """Refuse designs that Tune would accept and then run differently.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
@@ -16,6 +17,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from tokenyard.artifact import PolicyArtifact
+from tune_configs.judge import Artifact
 
 CHAMPION = "champion"
 CANDIDATE = "candidate"
@@ -52,18 +54,23 @@ def champion_version(client: MlflowClient, model: str) -> ModelVersion | None:
         raise
 
 
-def load_version(client: MlflowClient, version: ModelVersion) -> PolicyArtifact:
+def load_version(
+    client: MlflowClient,
+    version: ModelVersion,
+    load: Callable[[Path], Artifact] = PolicyArtifact.load,
+) -> Artifact:
     """Fetch and read the artifact of a version."""
     folder = download_artifacts(artifact_uri=version.source, tracking_uri=client.tracking_uri)
-    return PolicyArtifact.load(Path(folder) / ARTIFACT_FILE)
+    return load(Path(folder) / ARTIFACT_FILE)
 
 
 def register(
     client: MlflowClient,
     model: str,
     run_id: str,
-    artifact: PolicyArtifact,
-    beats: Callable[[PolicyArtifact], bool],
+    artifact: Artifact,
+    beats: Callable[[Any], bool],
+    load: Callable[[Path], Artifact] = PolicyArtifact.load,
 ) -> Registration:
     """Register the artifact that lies in the run's folder `policy`, and settle who is champion.
 
@@ -73,12 +80,13 @@ def register(
         run_id: Run that logged the artifact.
         artifact: The same artifact, read.
         beats: Whether the artifact beats the one given; asked only if there is a champion.
+        load: Reads a policy file.
     """
     version = _find_or_create_version(client, model, run_id, artifact)
     present = champion_version(client, model)
     champion = artifact
     if present is not None and str(present.version) != str(version.version):
-        best_so_far = load_version(client, present)
+        best_so_far = load_version(client, present, load)
         champion = artifact if beats(best_so_far) else best_so_far
     alias = CHAMPION if champion is artifact else CANDIDATE
     client.set_registered_model_alias(model, alias, version.version)
@@ -86,7 +94,7 @@ def register(
 
 
 def _find_or_create_version(
-    client: MlflowClient, model: str, run_id: str, artifact: PolicyArtifact
+    client: MlflowClient, model: str, run_id: str, artifact: Artifact
 ) -> ModelVersion:
     if not client.search_registered_models(f"name = '{model}'"):
         client.create_registered_model(model)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ray.tune import Result, ResultGrid
 
-from tokenyard.artifact import PolicyArtifact
 from tune_configs.experiment import ENV_STEPS, SCORE
+from tune_configs.judge import Artifact
 from tune_configs.registry import ARTIFACT_FILE
 from tune_configs.tuner import trial_label
 
@@ -26,7 +26,7 @@ class FinishedTrial:
     env_steps: int
     """Environment steps taken in all, also after the best checkpoint."""
     wall_s: float
-    artifact: PolicyArtifact
+    artifact: Artifact
     """Exported by the checkpoint with the best score in training."""
 
     def described(self) -> dict[str, Any]:
@@ -41,16 +41,16 @@ class FinishedTrial:
         }
 
 
-def finished_trials(results: ResultGrid) -> list[FinishedTrial]:
+def finished_trials(results: ResultGrid, load: Callable[[Path], Artifact]) -> list[FinishedTrial]:
     """Read the best policy of every trial that did not fail, in the order they were started."""
     trials: list[FinishedTrial] = []
     for result in results:
         if result.error is None:
-            trials.append(_read(result, taken={trial.label for trial in trials}))
+            trials.append(_read(result, load, taken={trial.label for trial in trials}))
     return trials
 
 
-def _read(result: Result, taken: set[str]) -> FinishedTrial:
+def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> FinishedTrial:
     metrics, config = result.metrics, result.config
     assert metrics is not None
     assert config is not None
@@ -58,7 +58,7 @@ def _read(result: Result, taken: set[str]) -> FinishedTrial:
     checkpoint = result.get_best_checkpoint(SCORE, "max") or result.checkpoint
     assert checkpoint is not None, "a finished trial saves at its end"
     with checkpoint.as_directory() as folder:
-        artifact = PolicyArtifact.load(Path(folder) / ARTIFACT_FILE)
+        artifact = load(Path(folder) / ARTIFACT_FILE)
     return FinishedTrial(
         trial_id=trial_id,
         label=f"{label}-{trial_id}" if label in taken else label,

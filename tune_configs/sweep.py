@@ -22,7 +22,7 @@ from tokenyard.figures import learning_curves
 from tokenyard.provenance import git_sha, versions
 from tune_configs import mlflow_log, registry
 from tune_configs.experiment import SCORE, Experiment, load_experiment
-from tune_configs.judge import Comparison, RoutingJudge, trained
+from tune_configs.judge import Comparison
 from tune_configs.registry import Registration
 from tune_configs.results import FinishedTrial
 from tune_configs.storage import open_storage
@@ -162,9 +162,9 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
 def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
     """Rank the trials on validation streams, and evaluate the best on fresh ones."""
     experiment = sweep.experiment
-    referee = RoutingJudge(experiment.scenario, sweep.seed)
+    referee = experiment.judge(experiment.scenario, sweep.seed)
     baselines = {name: referee.baseline(name) for name in experiment.baselines}
-    policies = {trial.label: trained(trial.artifact) for trial in trials}
+    policies = {trial.label: referee.trained(trial.artifact) for trial in trials}
     ranking = referee.compare(
         policies | baselines,
         experiment.baseline,
@@ -186,7 +186,7 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
-    referee = RoutingJudge(experiment.scenario, sweep.seed)
+    referee = experiment.judge(experiment.scenario, sweep.seed)
     streams = referee.promotion_streams(experiment.promotion_streams)
     return registry.register(
         sweep.client,
@@ -194,6 +194,7 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
         runs[best.trial_id].info.run_id,
         best.artifact,
         lambda champion: referee.beats(best.artifact, champion, streams),
+        referee.load,
     )
 
 
@@ -216,7 +217,7 @@ def record(
     tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
-    figures = RoutingJudge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
+    figures = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
     figures |= draw_learning_curves(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
@@ -242,6 +243,7 @@ def draw_learning_curves(
     The baseline is a level line, and so is the best trial of another order of environment
     steps, such as policy search.
     """
+    unit = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).score_unit
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     shortest = min(trial.env_steps for trial in trials)
     far = {trial.label for trial in trials if trial.env_steps > _COMPARABLE * shortest}
@@ -260,7 +262,7 @@ def draw_learning_curves(
     return {
         f"learning_curves_{weights}": learning_curves(
             by_algorithm,
-            "score on validation streams, s",
+            f"score on validation streams, {unit}",
             levels,
             f"Reward weights in training: {weights}",
         )

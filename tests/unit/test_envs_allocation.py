@@ -20,6 +20,7 @@ GENERATED = load_allocation("a100x8_13b").model_copy(
     [
         ParallelismEnv(scenario=GENERATED),
         ParallelismEnv(scenario=GENERATED, action="grid"),
+        ParallelismEnv(scenario=GENERATED, action="shape", subtract_bound=True),
         ParallelismEnv(scenario="a100x8_13b_budget"),
         ParallelismEnv(scenario=GENERATED.model_copy(update={"max_batches": (64, 256)})),
         LiteralParallelismEnv(),
@@ -99,3 +100,42 @@ def test_the_documented_reward_of_the_literal_environment_comes_out():
     reward_a = env.config.weights.model_copy(update={"of_maxima": True})
     expected = 0.5 * 0.6 + 0.4 * 0.3 + 0.3 * 0.4 + 0.2 * 0.5
     assert reward_a.reward(features) == pytest.approx(expected, abs=1e-12)
+
+
+def test_shape_and_memory_name_the_same_plans_as_all_three_parts():
+    three = ParallelismEnv(scenario=GENERATED, episode_slots=1000)
+    two = ParallelismEnv(scenario=GENERATED, episode_slots=1000, action="shape")
+    _, info = three.reset(seed=0)
+    two.reset(seed=0)
+    for shape, (kind, gpus) in enumerate(np.argwhere(info["action_mask"])):
+        memory = np.array([0.9])
+        three.step({"parallelism": kind, "num_gpus": gpus + 1, "memory_fraction": memory})
+        two.step({"shape": shape, "memory_fraction": memory})
+        assert two.sim.plan(0) == three.sim.plan(0)
+
+
+def test_a_list_of_actions_is_the_batch_of_them():
+    options = {"scenario": GENERATED, "action": "shape"}
+    one, other = ParallelismVectorEnv(3, options), ParallelismVectorEnv(3, options)
+    one.action_space.seed(0)
+    one.reset(seed=0)
+    other.reset(seed=0)
+    batch = one.action_space.sample()
+    each = [{name: part[i] for name, part in batch.items()} for i in range(3)]
+    assert np.array_equal(one.step(batch)[1], other.step(each)[1])
+
+
+def test_the_bound_that_is_subtracted_is_no_worse_than_any_plan_and_depends_on_no_action():
+    options = {"scenario": GENERATED, "action": "grid", "episode_slots": 5}
+    plain = ParallelismVectorEnv(4, options)
+    told = ParallelismVectorEnv(4, options, subtract_bound=True)
+    plain.action_space.seed(0)
+    plain.reset(seed=3)
+    told.reset(seed=3)
+    for step in range(12):
+        actions = plain.action_space.sample()
+        earned, relative = plain.step(actions)[1], told.step(actions)[1]
+        assert (relative <= 1e-12).all()
+        if step % 6 == 5:
+            assert (relative == 0).all(), "nothing is stepped while episodes begin anew"
+            assert (earned == 0).all()

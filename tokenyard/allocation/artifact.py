@@ -28,7 +28,8 @@ from tokenyard.artifact import (
 )
 from tokenyard.frozen import Frozen
 
-_SHAPES = {"planner": {"theta": 1}, "table": {"edges_per_s": 1, "best": 4}}
+_DIMENSIONS = {"planner": {"theta": 1}, "table": {"edges_per_s": 1, "best": 4}}
+"""Arrays of a policy, and how many dimensions each has; networks count their own layers."""
 
 
 class AllocationMetadata(Frozen):
@@ -36,14 +37,19 @@ class AllocationMetadata(Frozen):
 
     format_version: Literal[1] = 1
     problem: Literal["allocation"] = "allocation"
-    kind: Literal["planner", "table"]
+    kind: Literal["planner", "table", "hybrid_network", "grid_network"]
     """`planner`: parameters of `tokenyard.allocation.planner`, array `theta`; `table`: a plan by
-    backlog, part of the day, bin of demand and plan in force, arrays `edges_per_s` and `best`."""
+    backlog, part of the day, bin of demand and plan in force, arrays `edges_per_s` and `best`;
+    networks from observations: layers `w0`, `b0` and so on, `mean` and `std` of observations. The
+    hybrid one puts out the mean and the spread of memory, then a preference per shape; the other
+    preferences alone, for shapes with the memory of `PlanTable.best_memory`."""
     scenario: AllocationScenario
     trainer: str
     """Algorithm that made it."""
     forecaster: Forecaster | None = None
-    """Needed by planners."""
+    """Needed by planners and networks."""
+    stay_bonus: float = 0.0
+    """Networks: added to the preference for what is in force."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}
@@ -63,19 +69,27 @@ class AllocationArtifact:
 
     def __post_init__(self) -> None:
         """Check that the arrays are those of the kind, and finite."""
-        wanted = _SHAPES[self.metadata.kind]
-        if set(self.arrays) != set(wanted):
-            raise ValueError(f"arrays {sorted(self.arrays)} must be {sorted(wanted)}")
+        kind, arrays = self.metadata.kind, self.arrays
+        wanted = _DIMENSIONS.get(kind) or {
+            "mean": 1, "std": 1, **{name: 2 - name.startswith("b") for name in _layer_names(arrays)}
+        }  # fmt: skip
+        if set(arrays) != set(wanted):
+            raise ValueError(f"arrays {sorted(arrays)} must be {sorted(wanted)}")
         for name, dimensions in wanted.items():
-            if self.arrays[name].ndim != dimensions:
+            if arrays[name].ndim != dimensions:
                 raise ValueError(f"array {name!r} must have {dimensions} dimensions")
-            if not np.isfinite(self.arrays[name]).all():
+            if not np.isfinite(arrays[name]).all():
                 raise ValueError(f"array {name!r} holds numbers that are not finite")
-        if self.metadata.kind == "planner":
-            if self.arrays["theta"].shape != (NUM_PARAMETERS,):
-                raise ValueError(f"array 'theta' must have shape ({NUM_PARAMETERS},)")
-            if self.metadata.forecaster is None:
-                raise ValueError("a planner needs a forecaster in its metadata")
+        if kind == "planner" and arrays["theta"].shape != (NUM_PARAMETERS,):
+            raise ValueError(f"array 'theta' must have shape ({NUM_PARAMETERS},)")
+        if kind != "table" and self.metadata.forecaster is None:
+            raise ValueError(f"a {kind} needs a forecaster in its metadata")
+
+    @property
+    def layers(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
+        """Weights and biases of a network, first layer first."""
+        count = len(_layer_names(self.arrays)) // 2
+        return [(self.arrays[f"w{i}"], self.arrays[f"b{i}"]) for i in range(count)]
 
     @cached_property
     def sha256(self) -> str:
@@ -97,6 +111,11 @@ class AllocationArtifact:
             path,
             lambda text, arrays: cls(AllocationMetadata.model_validate_json(text), arrays),
         )
+
+
+def _layer_names(arrays: Mapping[str, Any]) -> list[str]:
+    count = max(1, sum(name.startswith("w") for name in arrays))
+    return [f"{letter}{i}" for i in range(count) for letter in "wb"]
 
 
 def resolve_allocation_champion(

@@ -3,7 +3,8 @@
 The trace of CPU use (Azure, 30 days in slots of 5 minutes, CC-BY 4.0) is a fleet's aggregate: only
 its shape is used, min-max normalised. Days 1 to 20 are for training, 21 to 30 for tests. The
 generator is fitted to the training days and ships as parameters: the logarithm of demand is a
-daily profile of a few harmonics, a level per day, and a second-order autoregression.
+profile of the day and of the hour (jobs start on the hour), a level per day, and a second-order
+autoregression.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
@@ -28,13 +29,14 @@ from tokenyard.workload.readers import read_trace
 VM_CPU_FILE = "azure_vm_cpu.csv"
 TRACE_SLOTS_PER_DAY = 288
 TRAIN_DAYS, TEST_DAYS, HISTORY_DAYS = 20, 10, 2
-NUM_HARMONICS = 6
+CYCLES_PER_DAY = (*range(1, 7), *range(24, 145, 24))
+"""Frequencies of the profile: six harmonics of the day, and six of the hour."""
 _PARAMETERS = "demand_generator.json"
 _MOST_OF_TRACE = 1.2
 """Generated values above this multiple of the trace's highest are cut there."""
 
-Purpose = Literal["training", "validation", "evaluation"]
-_STREAM: dict[Purpose, int] = {"training": 0, "validation": 1, "evaluation": 2}
+_TRAINING, _EVALUATION = 0, 2
+"""Parts of the seeds of noise, so that no seed of one gives the noise of another."""
 
 
 class DemandGenerator(Frozen):
@@ -44,7 +46,7 @@ class DemandGenerator(Frozen):
     floor: Annotated[float, Field(gt=0)]
     """Added before the logarithm is taken, so that the lowest value has one."""
     profile: Annotated[tuple[float, ...], Field(min_length=1)]
-    """Mean, then cosine and sine of every harmonic of the day, of the logarithm."""
+    """Weights of `harmonics` in the logarithm."""
     day_std: Annotated[float, Field(ge=0)]
     """Standard deviation of a day's level."""
     autoregression: tuple[float, float]
@@ -67,14 +69,13 @@ class DemandGenerator(Frozen):
         return values
 
 
-def harmonics(day: FloatArray, count: int = NUM_HARMONICS) -> FloatArray:
-    """Return a constant and the harmonics of the day, shape (n, 1 + 2 count).
+def harmonics(day: FloatArray) -> FloatArray:
+    """Return a constant, and cosines and sines of `CYCLES_PER_DAY`; shape (n, 25).
 
     Args:
         day: Time in days, shape (n,).
-        count: Number of harmonics.
     """
-    angle = 2 * np.pi * np.outer(day, np.arange(1, count + 1))
+    angle = 2 * np.pi * np.outer(day, CYCLES_PER_DAY)
     return np.hstack([np.ones((len(day), 1)), np.cos(angle), np.sin(angle)])
 
 
@@ -195,11 +196,6 @@ class DemandSource:
         return f"requests of {self._demand.source}: training on the first two thirds"
 
     @property
-    def has_trace(self) -> bool:
-        """Whether tests are on recorded demand."""
-        return self._trace is not None
-
-    @property
     def slots_per_day(self) -> int:
         """Slots of a day."""
         return self._slots_per_day
@@ -212,7 +208,7 @@ class DemandSource:
 
     def train(self, seed: int = 0, num_days: int = TRAIN_DAYS) -> DemandStream:
         """Demand of the training part with fresh noise."""
-        rng = np.random.default_rng([seed, _STREAM["training"]])
+        rng = np.random.default_rng([seed, _TRAINING])
         if self._trace is not None:
             return DemandStream(self._scaled(self._trace[: self._split()], rng), 0, 0)
         return DemandStream(self._scaled(self._generated(num_days, rng), rng), 0, 0)
@@ -222,7 +218,7 @@ class DemandSource:
 
         Seeds differ in the noise; of the generator in everything.
         """
-        rng = np.random.default_rng([seed, _STREAM["evaluation"]])
+        rng = np.random.default_rng([seed, _EVALUATION])
         history = HISTORY_DAYS * self._slots_per_day
         if self._trace is None:
             values = self._generated(HISTORY_DAYS + num_days, rng)

@@ -1,27 +1,27 @@
 """What demand is expected in the slots to come: a seasonal regression, and how far it may be off.
 
-The logarithm of demand is a daily profile plus a deviation. The deviation of a slot to come is
-predicted linearly from the latest deviations and from those around its time of day on the two days
-before, one regression per horizon; its residuals give the spread. What history does not reach
-counts as on the profile.
+The logarithm of demand is a profile of the day and the hour plus a deviation. The deviation of a
+slot to come is predicted linearly from the latest deviations and from those around its time of day
+on the two days before, one regression per horizon; its residuals give the spread. What history does
+not reach counts as on the profile.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated
+from typing import Annotated, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 from scipy.stats import norm
 
-from tokenyard.allocation.demand import DemandStream, demand_source, harmonics
+from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.frozen import Frozen
 from tokenyard.types import FloatArray, IntArray
 
-NUM_RECENT = 6
-"""Latest slots that a forecast looks at."""
+NUM_RECENT = 24
+"""Latest slots that a forecast looks at: fewer do not tell noise from change."""
 NUM_HORIZONS = 24
 """Slots ahead that are forecast: with 5 minutes, two hours."""
 _AROUND = 2
@@ -37,12 +37,23 @@ class Forecaster(Frozen):
 
     slots_per_day: Annotated[int, Field(ge=1)]
     profile: tuple[float, ...]
-    """Of the logarithm of requests per second: mean, cosines and sines of the day's harmonics."""
+    """Weights of `tokenyard.allocation.demand.harmonics` in the logarithm of demand."""
     weights: tuple[tuple[float, ...], ...]
     """Per horizon: weights of the latest deviations (latest first), of yesterday, of the day
     before, and a constant."""
     spread: tuple[float, ...]
     """Per horizon: standard deviation of the logarithm of demand over forecast."""
+
+    @model_validator(mode="after")
+    def _is_of_this_design(self) -> Self:
+        shape = (len(self.profile), len(self.weights), {len(row) for row in self.weights})
+        wanted = (1 + 2 * len(CYCLES_PER_DAY), NUM_HORIZONS, {NUM_RECENT + 3})
+        if shape != wanted or len(self.spread) != NUM_HORIZONS:
+            raise ValueError(
+                f"profile, horizons and inputs number {shape}, this version's forecaster has "
+                f"{wanted}: fit it anew"
+            )
+        return self
 
     def forecast(self, demand_per_s: FloatArray, end_slot: int) -> FloatArray:
         """Return the median demand of the next slots, shape (NUM_HORIZONS,).

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -336,8 +336,3 @@ def _index(scenario: AllocationScenario, plans: list[Plan]) -> IntArray:
         missing = index[:, :, memory] < 0
         index[:, :, memory][missing] = index[:, :, memory + 1][missing]
     return index
-
-
-def plan_fields() -> list[str]:
-    """Names of the parts of a plan."""
-    return [field.name for field in fields(Plan)]

@@ -14,10 +14,30 @@ from importlib import resources
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field
 
 from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.dynamics import (
+    BACKLOG,
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    MISSED,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    PAUSED_S,
+    make_model,
+)
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.observation import (
+    NUM_RECENT_SHOWN,
+    known_features,
+    observation_size,
+    shape_of,
+    write_observation,
+)
 from tokenyard.allocation.planner import (
     HIGHEST_LEVEL,
     HORIZON,
@@ -337,9 +357,91 @@ class ValueTable:
         return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
 
 
+MEMORY_OUTPUTS = 2
+"""Outputs of a hybrid network before its preferences: mean and logarithm of the spread of the
+memory fraction, which run from -1 for 0 to 1 for 1."""
+
+
+class NetworkPlan:
+    """The plan that a trained network prefers."""
+
+    def __init__(self, artifact: AllocationArtifact) -> None:
+        """Prepare the observation.
+
+        Args:
+            artifact: Of kind `hybrid_network` or `grid_network`.
+        """
+        metadata = artifact.metadata
+        assert metadata.forecaster is not None
+        scenario = metadata.scenario
+        self._artifact, self._scenario, self._forecaster = artifact, scenario, metadata.forecaster
+        self._table, self._model = plan_table(scenario), make_model(scenario)
+        self._shapes = shape_of(self._table)
+        self._row = np.zeros(observation_size(self._table), np.float32)
+        self._memories = np.array(scenario.memory_fractions)
+
+    def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
+        """What the network was shown in training; the array is reused."""
+        scenario, measured, table = self._scenario, state.measured, self._table
+        plan, scale = table.find(state.plan), table.pool_in_time_per_s
+        demand = np.array(state.demand_per_s)
+        slot = round(state.time_s / scenario.slot_s)
+        before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
+        known = known_features(
+            np.array([slot]),
+            demand[before][None],
+            self._forecaster.forecast(demand, slot)[None],
+            scale,
+            scenario.slots_per_day,
+        )[0]
+        out = np.zeros(NUM_OUT)
+        out[LOAD], out[BATCH], out[NETWORK] = (
+            measured.load, measured.batch_share, measured.network_share,
+        )  # fmt: skip
+        out[MEAN_LATENCY_S], out[PAUSED_S] = measured.latency_s, measured.paused_s
+        out[BACKLOG], out[OFFERED], out[MISSED] = (
+            state.backlog_requests, 1.0, measured.missed_fraction,
+        )  # fmt: skip
+        write_observation(
+            self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,
+            known, self._shapes[plan], scale, self._row,
+        )  # fmt: skip
+        return self._row
+
+    def allocate(self, state: AllocationState) -> Plan:
+        """Take the best output; memory is the mean, in the scenario's steps."""
+        if not state.may_switch:
+            return state.plan
+        table, metadata = self._table, self._artifact.metadata
+        outputs = network_outputs(self._artifact, self.observe(state)[None])[0]
+        is_grid = metadata.kind == "grid_network"
+        preferences = outputs if is_grid else outputs[MEMORY_OUTPUTS:]
+        preferences[self._shapes[table.find(state.plan)]] += metadata.stay_bonus
+        if is_grid:
+            return table.plans[table.best_memory[int(preferences.argmax())]]
+        kind, gpus = np.argwhere(table.shape_mask)[int(preferences.argmax())]
+        memory = float(np.clip((outputs[0] + 1.0) / 2.0, 0.0, 1.0))
+        step = max(int(np.searchsorted(self._memories, memory + 1e-6, side="right")) - 1, 0)
+        return table.plans[int(table.index[kind, gpus, step, -1])]
+
+
+def network_outputs(
+    artifact: AllocationArtifact, observations: npt.NDArray[np.float32]
+) -> FloatArray:
+    """Outputs of an exported network, shape (num, outputs); ReLU stands between its layers."""
+    arrays = artifact.arrays
+    x = (observations - arrays["mean"]) / arrays["std"]
+    *hidden, (weight, bias) = artifact.layers
+    for w, b in hidden:
+        x = np.maximum(x @ w.T + b, 0.0)
+    return np.asarray(x @ weight.T + bias)
+
+
 def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
     """Make the policy of an artifact."""
     scenario = artifact.metadata.scenario
+    if artifact.metadata.kind.endswith("network"):
+        return NetworkPlan(artifact)
     if artifact.metadata.kind == "table":
         return ValueTable(scenario, artifact.arrays["edges_per_s"], artifact.arrays["best"])
     return ForecastPlanner(scenario, artifact.arrays["theta"], artifact.metadata.forecaster)

@@ -26,9 +26,9 @@ from tokenyard.types import FloatArray
 class AllocationSearchConfig:
     """How wide and how long the search looks."""
 
-    population: int = 20
+    population: int = 24
     num_elites: int = 5
-    days_per_generation: int = 5
+    days_per_generation: int = 8
     initial_std: tuple[float, ...] = (
         0.02, 0.1, 0.1, 0.2, 0.02, 0.02, 0.02, 0.01, 0.02, 0.04, 0.04, 0.2,
     )  # fmt: skip
@@ -36,7 +36,7 @@ class AllocationSearchConfig:
     noise: float = 0.2
     """Share of the first spread that is added to the elites' in the first generation; fades to
     nothing over the search."""
-    num_generations: int = 8
+    num_generations: int = 12
     validation_streams: int = 2
     """Draws of noise over the whole training part on which the centre is at last judged."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +20,9 @@ from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, make_model, run_slot
 from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
+from tokenyard.sim.literal import UPDATES, Update, uniform
 from tokenyard.types import FloatArray
 
-Update = Literal["q_learning", "sarsa", "printed"]
-_UPDATES: dict[Update, int] = {"q_learning": 0, "printed": 1, "sarsa": 2}
 NUM_BINS = 24
 NUM_HALVES = 2
 _NUM_DRAWS = 8
@@ -49,23 +48,12 @@ class TabularConfig:
 
 
 @compiled
-def _uniform(random):
-    """Next number in [0, 1) of a xorshift generator (Marsaglia 2003, 64 bit)."""
-    x = random[0]
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    random[0] = x
-    return float(x >> np.uint64(11)) * (1.0 / 9007199254740992.0)
-
-
-@compiled
 def _choose(values, current, epsilon, stay, random):
     """Greedy, or exploring with a preference for the plan in force."""
-    if _uniform(random) < epsilon:
-        if _uniform(random) < stay:
+    if uniform(random) < epsilon:
+        if uniform(random) < stay:
             return current
-        return int(_uniform(random) * len(values))
+        return int(uniform(random) * len(values))
     best = current
     for action in range(len(values)):
         if values[action] > values[best]:
@@ -166,7 +154,7 @@ class TabularLearner:
             steps = np.array([self.env_steps, self.env_steps + len(demands)])
             learn_slots(
                 self._model, self._candidates, demands, bins, halves, self.q,
-                _UPDATES[own.update], settings, np.minimum(steps / own.num_steps, 1.0),
+                UPDATES[own.update], settings, np.minimum(steps / own.num_steps, 1.0),
                 self._state, self._scalars, self._random, self._out,
             )  # fmt: skip
             self.env_steps += len(demands)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -101,24 +101,18 @@ _LEARNER_METRICS = {
 """What is kept of RLlib's learner results, and what it is called here."""
 
 
-class RllibTraining:
-    """An RLlib algorithm over the routing environment."""
+class RllibLearner:
+    """An RLlib algorithm, advanced step by step; what it exports is for subclasses to say."""
 
-    def __init__(
-        self, config: AlgorithmConfig, source: StreamSource, trainer: str, reward_scale: float
-    ) -> None:
+    def __init__(self, config: AlgorithmConfig, reward_scale: float) -> None:
         """Build the algorithm and its env runners.
 
         Args:
-            config: What `recipes.build_config` returns.
-            source: Traffic of the scenario, for the export.
-            trainer: Algorithm, for the record.
+            config: Of the algorithm.
             reward_scale: Factor that the recipe puts on rewards; metrics are without it.
         """
         self._config = config
         self._reward_scale = reward_scale
-        self._source = source
-        self._trainer = trainer
         self._algorithm: Algorithm = config.build_algo()
         # Every algorithm makes itself a folder in the home directory; this one writes nothing.
         os.rmdir(self._algorithm.logdir)
@@ -137,13 +131,12 @@ class RllibTraining:
         return self._env_steps
 
     @property
-    def module(self) -> RouterModule:
+    def module(self) -> Any:
         """The module that is being trained."""
         results = self._algorithm.learner_group.foreach_learner(
             lambda learner: learner.module[DEFAULT_MODULE_ID].unwrapped()
         )
-        module: RouterModule = next(iter(results)).get()
-        return module
+        return next(iter(results)).get()
 
     def step(self) -> dict[str, float]:
         """Train for one iteration of the configuration.
@@ -158,13 +151,6 @@ class RllibTraining:
             found[REWARD_PER_REQUEST] = runners[REWARD_PER_REQUEST] / self._reward_scale
         self._env_steps = int(runners.get("num_env_steps_sampled_lifetime", self._env_steps))
         return {name: float(value) for name, value in found.items() if np.isfinite(value)}
-
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
-        """The greedy policy of the present weights."""
-        expected_finish = bool(self._config.env_config["expected_finish"])
-        return export_network(
-            self.module, self._source, self._trainer, expected_finish, metrics, lineage
-        )
 
     def save(self, folder: Path) -> None:
         """Write RLlib's checkpoint of weights, optimiser and counters."""
@@ -181,3 +167,30 @@ class RllibTraining:
     def stop(self) -> None:
         """Stop the env-runner actors."""
         self._algorithm.stop()
+
+
+class RllibTraining(RllibLearner):
+    """An RLlib algorithm over the routing environment."""
+
+    def __init__(
+        self, config: AlgorithmConfig, source: StreamSource, trainer: str, reward_scale: float
+    ) -> None:
+        """Build the algorithm and its env runners.
+
+        Args:
+            config: What `recipes.build_config` returns.
+            source: Traffic of the scenario, for the export.
+            trainer: Algorithm, for the record.
+            reward_scale: Factor that the recipe puts on rewards; metrics are without it.
+        """
+        super().__init__(config, reward_scale)
+        self._source = source
+        self._trainer = trainer
+
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+        """The greedy policy of the present weights."""
+        expected_finish = bool(self._config.env_config["expected_finish"])
+        module: RouterModule = self.module
+        return export_network(
+            module, self._source, self._trainer, expected_finish, metrics, lineage
+        )

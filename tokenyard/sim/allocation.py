@@ -18,27 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.allocation.dynamics import (
-    BACKLOG,
-    BATCH,
-    GPUS,
-    IN_TIME_PER_S,
-    LATENCY_LIMIT_S,
-    LOAD,
-    MEAN_LATENCY_S,
-    MEMORY_SHARE,
-    MISSED,
-    NETWORK,
-    NUM_OUT,
-    OFFERED,
-    PAUSED_S,
-    SLOT_S,
-    Model,
-    make_model,
-    run_slot,
-)
+from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, Model, make_model, run_slot
 from tokenyard.allocation.forecast import Forecaster
-from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.observation import (
+    NUM_KNOWN,
+    NUM_RECENT_SHOWN,
+    known_features,
+    observation_size,
+    shape_of,
+    write_observation,
+)
+from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
@@ -49,20 +39,9 @@ PERIOD, BUDGET, HYSTERESIS = range(3)
 """Rules: slots of a budget's period, changes in it (-1: any number), slots a plan is kept."""
 DEMAND, KNOWN = 0, 1
 """First columns of a stream: demand of the slot; what is known before it starts there."""
-HORIZONS_SHOWN = (0, 1, 2, 5, 11, 23)
-"""Slots ahead whose forecasts are in the observation."""
-NUM_RECENT_SHOWN = 6
-NUM_KNOWN = 2 + NUM_RECENT_SHOWN + len(HORIZONS_SHOWN)
-NUM_STATE_FEATURES = 13
-OBSERVATION_LIMIT = 5.0
 _FOREVER = 1_000_000
 
 Observations = npt.NDArray[np.float32]
-
-
-def observation_size(table: PlanTable) -> int:
-    """Numbers in an observation: state, what is known of demand, shape of the plan."""
-    return NUM_STATE_FEATURES + NUM_KNOWN + int(table.shape_mask.sum())
 
 
 @compiled
@@ -97,30 +76,11 @@ def step_one(model, stream, rules, counts, numbers, action, out):
 def observe_one(model, stream, rules, counts, out, shape_of, scale_per_s, row):
     """Write what one copy shows before its next slot into `row`."""
     plan = counts[PLAN]
-    row[0] = out[LOAD]
-    row[1] = model.plans[plan, MEMORY_SHARE]
-    row[2] = out[BATCH]
-    row[3] = out[MEAN_LATENCY_S] / model.constants[LATENCY_LIMIT_S]
-    row[4] = out[NETWORK]
-    row[5] = np.log1p(out[BACKLOG])
-    row[6] = out[PAUSED_S] / model.constants[SLOT_S]
-    row[7] = min(counts[SINCE], 72) / 72.0
-    row[8] = 1.0
-    if rules[BUDGET] > 0:
-        row[8] = counts[LEFT] / rules[BUDGET]
-    row[9] = 1.0 if may_switch(counts, rules) else 0.0
-    row[10] = model.plans[plan, IN_TIME_PER_S] / scale_per_s
-    row[11] = model.plans[plan, GPUS] / 8.0
-    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[MISSED] / out[OFFERED]
-    for i in range(NUM_KNOWN):
-        row[NUM_STATE_FEATURES + i] = stream[counts[SLOT], KNOWN + i]
-    for i in range(NUM_STATE_FEATURES + NUM_KNOWN, len(row)):
-        row[i] = 0.0
-    row[NUM_STATE_FEATURES + NUM_KNOWN + shape_of[plan]] = 1.0
-    for i in range(NUM_STATE_FEATURES + NUM_KNOWN):
-        if row[i] > OBSERVATION_LIMIT:
-            row[i] = OBSERVATION_LIMIT
-            counts[SATURATED] += 1
+    left = counts[LEFT] / rules[BUDGET] if rules[BUDGET] > 0 else 1.0
+    counts[SATURATED] += write_observation(
+        model, plan, counts[SINCE], left, may_switch(counts, rules), out,
+        stream[counts[SLOT], KNOWN:], shape_of[plan], scale_per_s, row,
+    )  # fmt: skip
 
 
 @compiled
@@ -132,6 +92,24 @@ def step_all(model, streams, rules, counts, numbers, actions, outs, rewards):
             rewards[i] = step_one(
                 model, streams[i], rules, counts[i], numbers[i], actions[i], outs[i]
             )
+
+
+@compiled
+def free_reward(model, demand, out):
+    """Highest reward of a slot over all plans, were each in force already and nothing waiting."""
+    best = -np.inf
+    for plan in range(len(model.plans)):
+        best = max(best, run_slot(model, plan, plan, demand, 0.0, out))
+    return best
+
+
+@compiled
+def bound_all(model, streams, counts, stepped, out, bounds):
+    """Best reward of the slot that each copy just stepped, were changes free; 0 for the others."""
+    for i in range(len(bounds)):
+        bounds[i] = 0.0
+        if stepped[i]:
+            bounds[i] = free_reward(model, streams[i, counts[i, SLOT] - 1, DEMAND], out)
 
 
 @compiled
@@ -156,13 +134,14 @@ def stream_rows(
     )
     rows = np.zeros((n + 1, 1 + NUM_KNOWN))
     rows[:n, DEMAND] = stream.per_s
-    angle = 2 * np.pi * (stream.start_slot + np.arange(n + 1)) / slots_per_day
-    rows[:, KNOWN], rows[:, KNOWN + 1] = np.sin(angle), np.cos(angle)
-    for lag in range(NUM_RECENT_SHOWN):
-        rows[:, KNOWN + 2 + lag] = stream.per_s[np.maximum(np.arange(n + 1) - 1 - lag, 0)]
-    forecasts = forecaster.forecast_all(longer)[:, HORIZONS_SHOWN]
-    rows[:, KNOWN + 2 + NUM_RECENT_SHOWN :] = forecasts
-    rows[:, KNOWN + 2 :] /= scale_per_s
+    before = np.arange(n + 1)[:, None] - 1 - np.arange(NUM_RECENT_SHOWN)
+    rows[:, KNOWN:] = known_features(
+        stream.start_slot + np.arange(n + 1),
+        stream.per_s[np.maximum(before, 0)],
+        forecaster.forecast_all(longer),
+        scale_per_s,
+        slots_per_day,
+    )
     return rows
 
 
@@ -220,6 +199,9 @@ class AllocationSim:
         self.numbers = np.zeros((num_copies, 1))
         self.outs = np.zeros((num_copies, NUM_OUT))
         self._rewards = np.zeros(num_copies)
+        self._bounds = np.zeros(num_copies)
+        self._stepped = np.zeros(num_copies, np.bool_)
+        self._out = np.zeros(NUM_OUT)
         self._rows = np.zeros((num_copies, observation_size(self.table)), np.float32)
 
     @property
@@ -295,21 +277,21 @@ class AllocationSim:
         actions = np.asarray(actions, np.int64)
         if actions.max() >= self.table.num_plans or actions.min() < -1:
             raise ValueError(f"actions {actions} must be plans below {self.table.num_plans}, or -1")
+        self._stepped = ~self.ended()
         step_all(
             self.model, self._streams, self.rules, self.counts, self.numbers, actions, self.outs,
             self._rewards,
         )  # fmt: skip
         return self._rewards
 
+    def bounds(self) -> FloatArray:
+        """Best reward of the last slot of every copy that took the last step, else 0; shape (N,).
+
+        As if changes were free and nothing waited: it depends on demand alone.
+        """
+        bound_all(self.model, self._streams, self.counts, self._stepped, self._out, self._bounds)
+        return self._bounds
+
     def ended(self) -> npt.NDArray[np.bool_]:
         """Whether the stream of a copy is over, shape (N,)."""
         return np.asarray(self.counts[:, SLOT] >= self.counts[:, LAST])
-
-
-def shape_of(table: PlanTable) -> IntArray:
-    """Number the feasible shapes (parallelism and GPUs) and return that of every plan."""
-    numbers: dict[tuple[str, int], int] = {}
-    return np.array(
-        [numbers.setdefault((p.parallelism, p.num_gpus), len(numbers)) for p in table.plans],
-        np.int64,
-    )

@@ -25,7 +25,7 @@ from tokenyard.allocation.planner import HIGHEST_LEVEL, LOWEST_LEVEL, NUM_LEVELS
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
 from tokenyard.policies.allocation import ValueTable
-from tokenyard.sim.allocation import DEMAND, AllocationOutcomes
+from tokenyard.sim.allocation import DEMAND, AllocationOutcomes, free_reward
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray, IntArray
 
@@ -67,9 +67,7 @@ def _clairvoyant(model, demands, allowed, plans, values, choices, out):
 def _free(model, demands, best, out):
     """Highest reward of each slot if every plan were in force already."""
     for t in range(len(demands)):
-        best[t] = -np.inf
-        for j in range(len(model.plans)):
-            best[t] = max(best[t], run_slot(model, j, j, demands[t], 0.0, out))
+        best[t] = free_reward(model, demands[t], out)
 
 
 def clairvoyant_plans(runner: StreamRunner) -> tuple[IntArray, float]:

@@ -6,12 +6,19 @@ run them over millions of slots.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.allocation.dynamics import NUM_OUT
+from tokenyard.allocation.dynamics import (
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    MISSED,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    PAUSED_S,
+)
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
@@ -26,9 +33,13 @@ from tokenyard.sim.allocation import (
     may_switch,
     step_one,
 )
-from tokenyard.types import AllocationPolicy, AllocationState, FloatArray, IntArray
-
-Decide = Callable[[AllocationState], int]
+from tokenyard.types import (
+    AllocationPolicy,
+    AllocationState,
+    FloatArray,
+    IntArray,
+    SlotMeasurements,
+)
 
 
 def run_allocation(
@@ -41,6 +52,7 @@ def run_allocation(
     sim = _loaded(scenario, stream, objective)
     table = sim.table
     demand = [float(value) for value in stream.per_s]
+    budget = scenario.switch_budget.switches if scenario.switch_budget else 0
     plans = np.zeros(stream.num_slots, np.int64)
     outs = np.zeros((stream.num_slots, NUM_OUT))
     for t in range(stream.num_slots):
@@ -54,6 +66,8 @@ def run_allocation(
             slots_since_switch=int(counts[SINCE]),
             switches_left=int(counts[LEFT]) if scenario.switch_budget else None,
             may_switch=sim.may_switch(0),
+            budget_left=int(counts[LEFT]) / budget if budget else 1.0,
+            measured=_measurements(sim.outs[0]),
         )
         sim.step(np.array([table.find(policy.allocate(state))]))
         plans[t], outs[t] = sim.plan(0), sim.outs[0]
@@ -62,6 +76,18 @@ def run_allocation(
 
 _HISTORY = 600
 """Slots of history that a state holds at most: two days of five minutes, and some."""
+
+
+def _measurements(out: FloatArray) -> SlotMeasurements:
+    offered = float(out[OFFERED])
+    return SlotMeasurements(
+        load=float(out[LOAD]),
+        batch_share=float(out[BATCH]),
+        latency_s=float(out[MEAN_LATENCY_S]),
+        network_share=float(out[NETWORK]),
+        paused_s=float(out[PAUSED_S]),
+        missed_fraction=float(out[MISSED]) / offered if offered > 0 else 0.0,
+    )
 
 
 def _loaded(
@@ -87,7 +113,7 @@ class StreamRunner:
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
-        self.before = self._last(1)
+        self.before = self.highest(1)
         self._sim.load(0, stream)
         self._start = self._sim.plan(0)
         self._outs = np.zeros((stream.num_slots, NUM_OUT))
@@ -98,7 +124,7 @@ class StreamRunner:
         """The simulator it runs in."""
         return self._sim
 
-    def _last(self, window: int) -> FloatArray:
+    def highest(self, window: int) -> FloatArray:
         """Highest demand of the last `window` slots before each, shape (slots,)."""
         demand, first = self.stream.per_s, self.stream.first
         lags = [
@@ -149,10 +175,6 @@ class StreamRunner:
             self._plans,
         )  # fmt: skip
         return self._outcomes()
-
-    def highest(self, window: int) -> FloatArray:
-        """Highest demand of the last slots before each, shape (slots,)."""
-        return self._last(window)
 
     def _restart(self) -> AllocationSim:
         self._sim.counts[0, REFUSED] = 0

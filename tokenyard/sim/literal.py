@@ -31,7 +31,7 @@ FEATURES = ("cpu", "memory", "latency", "power", "bandwidth")
 CPU, MEMORY, LATENCY, POWER, BANDWIDTH = range(5)
 Reading = Literal["independent", "random", "correlated"]
 Update = Literal["q_learning", "printed", "sarsa"]
-_UPDATES: dict[Update, int] = {"q_learning": 0, "printed": 1, "sarsa": 2}
+UPDATES: dict[Update, int] = {"q_learning": 0, "printed": 1, "sarsa": 2}
 _NUM_GENERATED_DAYS = 30
 
 
@@ -198,7 +198,7 @@ class LearningConfig:
 
 
 @compiled
-def _uniform(random):
+def uniform(random):
     """Next number in [0, 1) of a xorshift generator (Marsaglia 2003, 64 bit) in `random[0]`."""
     x = random[0]
     x ^= x << np.uint64(13)
@@ -210,8 +210,8 @@ def _uniform(random):
 
 @compiled
 def _epsilon_greedy(values, epsilon, random):
-    if _uniform(random) < epsilon:
-        return int(_uniform(random) * len(values))
+    if uniform(random) < epsilon:
+        return int(uniform(random) * len(values))
     best = 0
     for action in range(1, len(values)):
         if values[action] > values[best]:
@@ -267,7 +267,7 @@ def learn(
     curve = np.zeros(config.passes)
     random = np.random.default_rng(seed).integers(1, 2**63, 1, dtype=np.uint64)
     settings = (config.alpha, config.gamma, *config.epsilon)
-    _learn(table.states, table.rewards, q, _UPDATES[update], settings, config.passes, random, curve)
+    _learn(table.states, table.rewards, q, UPDATES[update], settings, config.passes, random, curve)
     return q, curve
 
 

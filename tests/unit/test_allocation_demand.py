@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from tokenyard.allocation.demand import (
+    CYCLES_PER_DAY,
+    TRACE_SLOTS_PER_DAY,
+    TRAIN_DAYS,
+    demand_source,
+    fit_generator,
+    harmonics,
+    normalised,
+    read_vm_cpu,
+    shipped_generator,
+)
+from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.scenario import load_allocation
+
+
+def trace():
+    frame = read_vm_cpu()
+    if frame is None:
+        pytest.skip("azure_vm_cpu.csv is in no data folder")
+    return normalised(frame["avg"].to_numpy())
+
+
+def test_the_generator_that_ships_is_what_fitting_the_training_days_gives():
+    shipped = shipped_generator()
+    days = trace()[: TRAIN_DAYS * TRACE_SLOTS_PER_DAY]
+    fitted = fit_generator(days, shipped.provenance, shipped.floor)
+    assert fitted.profile == pytest.approx(shipped.profile, abs=1e-9)
+    assert fitted.autoregression == pytest.approx(shipped.autoregression, abs=1e-9)
+    assert fitted.innovation_std == pytest.approx(shipped.innovation_std, abs=1e-9)
+
+
+def test_what_is_generated_has_the_spread_and_the_persistence_of_the_trace():
+    real = trace()[: TRAIN_DAYS * TRACE_SLOTS_PER_DAY]
+    drawn = shipped_generator().sample(200 * 288, np.random.default_rng(0), 288)
+    assert drawn.mean() == pytest.approx(real.mean(), rel=0.1)
+    assert drawn.std() == pytest.approx(real.std(), rel=0.2)
+    lags = [np.corrcoef(one[1:], one[:-1])[0, 1] for one in (drawn, real)]
+    assert lags[0] == pytest.approx(lags[1], abs=0.03)
+
+
+def test_the_profile_knows_the_day_and_the_hour():
+    assert harmonics(np.arange(5) / 288).shape == (5, 1 + 2 * len(CYCLES_PER_DAY))
+    assert {24, 144} < set(CYCLES_PER_DAY)
+
+
+def test_forecasts_err_by_less_than_the_last_slot_and_the_profile_do():
+    scenario = load_allocation("a100x8_13b")
+    stream = demand_source(scenario).test(0)
+    forecasts = scenario_forecaster(scenario).forecast_all(stream)
+    log = np.log(stream.per_s)
+    ours = np.log(forecasts[stream.first :, 0]) - log[stream.first :]
+    last = log[stream.first - 1 : -1] - log[stream.first :]
+    assert ours.std() < 0.9 * last.std()
+
+
+def test_a_forecaster_of_another_design_is_refused():
+    forecaster = scenario_forecaster(load_allocation("a100x8_13b")).model_dump()
+    with pytest.raises(ValueError, match="fit it anew"):
+        Forecaster.model_validate({**forecaster, "profile": forecaster["profile"][:13]})

@@ -1,0 +1,105 @@
+"""Networks that allocate: what leaves training is what was trained, and cloning clones."""
+
+import numpy as np
+import pytest
+
+import envs
+from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.policies.allocation import AutoscalerRule, NetworkPlan, learned_allocation
+from tokenyard.rl.allocation_trainable import (
+    AllocationTrialConfig,
+    make_allocation_training,
+    search_env_steps,
+)
+from tokenyard.rl.allocation_training import demonstrations
+from tokenyard.sim.allocation_run import StreamRunner, run_allocation
+
+SCENARIO = load_allocation("a100x8_13b")
+SCENARIO = SCENARIO.model_copy(
+    update={"demand": SCENARIO.demand.model_copy(update={"source": "generator"})}
+)
+RULE = AutoscalerRule(tensor_parallel=1)
+
+
+def training(algorithm, **fields):
+    config = AllocationTrialConfig(
+        algorithm=algorithm,
+        scenario="a100x8_13b",
+        register_env=envs.register,
+        num_env_runners=0,
+        **fields,
+    )
+    return make_allocation_training(config, SCENARIO)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, tmp_path):
+    import torch
+
+    learner = training(algorithm)
+    try:
+        learner.artifact({}, {}).save(tmp_path / "p.npz")
+        module = learner.module
+        stream = demand_source(SCENARIO).episode(20, np.random.default_rng(0))
+        policy = learned_allocation(AllocationArtifact.load(tmp_path / "p.npz"))
+        assert isinstance(policy, NetworkPlan)
+        seen = []
+
+        class Spy:
+            def allocate(self, state):
+                seen.append(policy.observe(state).copy())
+                return policy.allocate(state)
+
+        outcomes = run_allocation(SCENARIO, stream, Spy())
+        runner = StreamRunner(SCENARIO, stream)
+        shapes = runner.sim.shapes
+        for plan, row in zip(outcomes.plans, seen, strict=True):
+            shown = runner.sim.observe()[0]
+            assert shown == pytest.approx(row, abs=1e-6)
+            batch = {"obs": torch.from_numpy(shown[None].copy())}
+            with torch.no_grad():
+                if algorithm == "dqn":
+                    preferences = module.compute_q_values(batch)["qf_preds"][0]
+                else:
+                    preferences = module.forward_inference(batch)["action_dist_inputs"][0, 2:]
+            assert int(preferences.argmax()) == shapes[plan]
+            runner.sim.step(np.array([plan]))
+    finally:
+        learner.stop()
+
+
+def test_a_cloned_actor_agrees_with_what_it_was_shown():
+    learner = training("ppo")
+    try:
+        assert learner.clone(RULE, seed=0) > 0.8
+        assert learner.artifact({}, {}).metadata.trainer == "ppo_cloned"
+    finally:
+        learner.stop()
+
+
+def test_demonstrations_are_the_autoscalers_and_leave_its_family_now_and_then():
+    observations, shapes = demonstrations(SCENARIO, RULE, seed=0)
+    assert len(observations) == len(shapes)
+    table = plan_table(SCENARIO)
+    data = [i for i, plan in enumerate(np.argwhere(table.shape_mask)) if plan[0] == 0]
+    assert set(shapes) <= set(data)
+    in_force = observations[:, -int(table.shape_mask.sum()) :].argmax(axis=1)
+    assert not set(in_force) <= set(data)
+
+
+def test_trials_that_cannot_be_are_refused_in_words():
+    with pytest.raises(ValueError, match="cannot be cloned"):
+        training("sarsa", cloned=True)
+    config = AllocationTrialConfig(algorithm="ppo", scenario="a100x8_13b")
+    with pytest.raises(ValueError, match="register_env"):
+        make_allocation_training(config, SCENARIO)
+
+
+def test_a_search_takes_as_many_slots_as_its_budget_says():
+    steps = search_env_steps(SCENARIO, 1)
+    learner = training("policy_search", train_steps=steps, iterations=1)
+    learner.step()
+    assert learner.env_steps == steps

@@ -1,0 +1,107 @@
+"""What a network sees before it decides: one code for training and serving.
+
+The state of the pool, what is known of demand, and the shape of the plan in force, all squashed or
+cut to [-OBSERVATION_LIMIT, OBSERVATION_LIMIT]; `envs.ParallelismEnv` lists the numbers in order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenyard.allocation.dynamics import (
+    BACKLOG,
+    BATCH,
+    GPUS,
+    IN_TIME_PER_S,
+    LATENCY_LIMIT_S,
+    LOAD,
+    MEAN_LATENCY_S,
+    MEMORY_SHARE,
+    MISSED,
+    NETWORK,
+    OFFERED,
+    PAUSED_S,
+    SLOT_S,
+)
+from tokenyard.allocation.plans import PlanTable
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray, IntArray
+
+HORIZONS_SHOWN = (0, 1, 2, 5, 11, 23)
+"""Slots ahead whose forecasts are in the observation."""
+NUM_RECENT_SHOWN = 6
+NUM_KNOWN = 2 + NUM_RECENT_SHOWN + len(HORIZONS_SHOWN)
+NUM_STATE_FEATURES = 13
+OBSERVATION_LIMIT = 5.0
+
+
+def observation_size(table: PlanTable) -> int:
+    """Numbers in an observation: state, what is known of demand, shape of the plan."""
+    return NUM_STATE_FEATURES + NUM_KNOWN + int(table.shape_mask.sum())
+
+
+def shape_of(table: PlanTable) -> IntArray:
+    """Number the feasible shapes (parallelism and GPUs) and return that of every plan."""
+    numbers: dict[tuple[str, int], int] = {}
+    return np.array(
+        [numbers.setdefault((p.parallelism, p.num_gpus), len(numbers)) for p in table.plans],
+        np.int64,
+    )
+
+
+def known_features(
+    slots: IntArray, recent: FloatArray, forecasts: FloatArray, scale_per_s: float, per_day: int
+) -> FloatArray:
+    """What is known of demand before some slots, shape (n, NUM_KNOWN).
+
+    Args:
+        slots: Slots of the day, shape (n,).
+        recent: Demand of the slots before, the latest first, shape (n, NUM_RECENT_SHOWN).
+        forecasts: Medians, shape (n, NUM_HORIZONS).
+        scale_per_s: What the pool can serve in time.
+        per_day: Slots of a day.
+    """
+    angle = 2 * np.pi * slots / per_day
+    demand = np.hstack([recent, forecasts[:, HORIZONS_SHOWN]]) / scale_per_s
+    return np.column_stack([np.sin(angle), np.cos(angle), demand])
+
+
+@compiled
+def write_observation(model, plan, since, left, allowed, out, known, shape, scale_per_s, row):
+    """Write an observation and return how many of its numbers were cut to the limit.
+
+    Args:
+        model: A `Model`.
+        plan: Plan in force.
+        since: Slots for which it has been.
+        left: Share of the switch budget that is left; 1 where there is none.
+        allowed: Whether another plan is allowed now.
+        out: What happened in the last slot, shape (NUM_OUT,).
+        known: From `known_features`, shape (NUM_KNOWN,).
+        shape: Shape of the plan in force.
+        scale_per_s: What the pool can serve in time.
+        row: Filled, shape (observation_size,).
+    """
+    row[0] = out[LOAD]
+    row[1] = model.plans[plan, MEMORY_SHARE]
+    row[2] = out[BATCH]
+    row[3] = out[MEAN_LATENCY_S] / model.constants[LATENCY_LIMIT_S]
+    row[4] = out[NETWORK]
+    row[5] = np.log1p(out[BACKLOG])
+    row[6] = out[PAUSED_S] / model.constants[SLOT_S]
+    row[7] = min(since, 72) / 72.0
+    row[8] = left
+    row[9] = 1.0 if allowed else 0.0
+    row[10] = model.plans[plan, IN_TIME_PER_S] / scale_per_s
+    row[11] = model.plans[plan, GPUS] / 8.0
+    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[MISSED] / out[OFFERED]
+    for i in range(NUM_KNOWN):
+        row[NUM_STATE_FEATURES + i] = known[i]
+    saturated = 0
+    for i in range(NUM_STATE_FEATURES + NUM_KNOWN):
+        if row[i] > OBSERVATION_LIMIT:
+            row[i] = OBSERVATION_LIMIT
+            saturated += 1
+    row[NUM_STATE_FEATURES + NUM_KNOWN :] = 0.0
+    row[NUM_STATE_FEATURES + NUM_KNOWN + shape] = 1.0
+    return saturated

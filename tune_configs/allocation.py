@@ -1,0 +1,187 @@
+"""Allocation experiments: who learns to choose parallelism plans, from what, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
+
+import envs
+from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
+from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
+from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
+from tokenyard.rl.tabular import TabularLearner
+from tune_configs.allocation_judge import AllocationJudge
+from tune_configs.experiment import ENV_STEPS, RESOURCES, Experiment, TrialConfig
+
+SCENARIO = "a100x8_13b"
+RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
+CLONED = "cloned_"
+"""Before an algorithm's name: it first learns what the tuned autoscaler does."""
+COST, PAPER = "cost", "paper"
+"""Reward weightings: dollars and missed requests, and the paper's sum."""
+
+
+class AllocationTrial(AllocationTrainable):
+    """`AllocationTrainable` from the few values by which trials are told apart."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the trainer that the values name."""
+        super().setup(trainer_config(config))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Turn the actor to another trial."""
+        return bool(super().reset_config(trainer_config(new_config)))
+
+
+def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
+    """Spell a trial out for `AllocationTrainable`."""
+    algorithm = str(trial["algorithm"])
+    return {
+        "algorithm": algorithm.removeprefix(CLONED),
+        "cloned": algorithm.startswith(CLONED),
+        "scenario": trial["scenario"],
+        "register_env": envs.register,
+        "objective": _objective(trial),
+        "seed": trial["seed"],
+        "train_steps": trial["env_steps"],
+        "iterations": trial["iterations"],
+        **{key: trial[key] for key in RESOURCES if key in trial},
+    }
+
+
+def _objective(trial: Mapping[str, Any]) -> Objective | None:
+    """What a trial is rewarded for.
+
+    Raises:
+        ValueError: Unknown reward weights.
+    """
+    if trial["reward_weights"] == PAPER:
+        return PAPER_WEIGHTS
+    if trial["reward_weights"] != COST:
+        raise ValueError(
+            f"unknown reward weights {trial['reward_weights']!r}; choose {COST!r} or {PAPER!r}"
+        )
+    missed_usd = load_allocation(trial["scenario"]).missed_usd
+    return Objective(usd=1.0, missed=missed_usd * trial["missed_factor"])
+
+
+def _trial(
+    algorithm: str, env_steps: int, seed: int = 0, iterations: int = 10, weights: str = COST
+) -> TrialConfig:
+    return {
+        "algorithm": algorithm,
+        "reward_weights": weights,
+        "missed_factor": 1.0,
+        "scenario": SCENARIO,
+        "env_steps": env_steps,
+        "iterations": iterations,
+        "seed": seed,
+    }
+
+
+def _search_trial(num_generations: int, seed: int = 0, iterations: int = 4) -> TrialConfig:
+    env_steps = search_env_steps(load_allocation(SCENARIO), num_generations)
+    return _trial("policy_search", env_steps, seed, iterations)
+
+
+def _compile_kernels(scenario: str = SCENARIO) -> None:
+    loaded = load_allocation(scenario)
+    env = envs.ParallelismVectorEnv(2, scenario=scenario, action="grid", subtract_bound=True)
+    env.reset(seed=0)
+    env.step(np.zeros(2, dtype=np.int64))
+    TabularLearner(loaded).step(1)
+    small = AllocationSearchConfig(population=2, num_elites=1, days_per_generation=1)
+    AllocationSearch(loaded, small).step()
+
+
+def default() -> Experiment:
+    """Every learner once: tables, gradients with and without cloning, and policy search.
+
+    Budgets are what each needs to show where it is going within a few minutes of one core.
+    """
+    return Experiment(
+        problem="allocation",
+        scenario=SCENARIO,
+        trainable=AllocationTrial,
+        trials=(
+            _trial("cloned_ppo", 200_000, iterations=5),
+            _trial("dqn", 20_000, iterations=2),
+            _trial("cloned_a2c", 100_000, iterations=3),
+            _trial("ppo", 100_000, iterations=3),
+            _trial("a2c", 100_000, iterations=3),
+            _search_trial(AllocationSearchConfig.num_generations),
+            _trial("q_learning", 20_000_000, iterations=2),
+            _trial("sarsa", 20_000_000, iterations=2),
+        ),
+        baselines=RULES,
+        baseline="autoscaler_tuned",
+        warm_up=_compile_kernels,
+        promotion_streams=2,
+        evaluation_streams=5,
+        judge=AllocationJudge,
+    )
+
+
+def smoke() -> Experiment:
+    """The smallest sweep with everything in it: PPO after cloning, a table and a search."""
+    return replace(
+        default(),
+        trials=(
+            _trial("cloned_ppo", 4_000, iterations=1),
+            _trial("sarsa", 100_000, iterations=1),
+            _search_trial(1, iterations=1),
+        ),
+        baselines=("best_static", "autoscaler_tuned"),
+        promotion_streams=1,
+        evaluation_streams=1,
+    )
+
+
+def two_stages() -> Experiment:
+    """PPO and A2C after cloning the tuned autoscaler, five seeds."""
+    trials = [
+        _trial(algorithm, 400_000, seed, iterations=16)
+        for algorithm in ("cloned_ppo", "cloned_a2c")
+        for seed in range(5)
+    ]
+    return replace(default(), trials=tuple(trials))
+
+
+def paper_weights() -> Experiment:
+    """Every learner rewarded by the paper's sum, and judged by cost all the same."""
+    trials = [{**trial, "reward_weights": PAPER} for trial in default().trials]
+    return replace(default(), trials=tuple(trials))
+
+
+def population() -> Experiment:
+    """Population-based training of what a missed request weighs.
+
+    The score counts missed requests at the scenario's price; in training they may cost more or
+    less, and every second result the worse half of the population copies the better one.
+    """
+    trials = [
+        {**_trial("cloned_ppo", 160_000, seed, iterations=8), "missed_factor": factor}
+        for seed, factor in enumerate((0.5, 1.0, 1.5, 2.5))
+    ]
+    return replace(
+        default(),
+        trials=tuple(trials),
+        scheduler=partial(_population_scheduler, 40_000),
+        max_concurrent_trials=len(trials),
+    )
+
+
+def _population_scheduler(every_env_steps: int) -> TrialScheduler:
+    return PopulationBasedTraining(
+        time_attr=ENV_STEPS,
+        metric=None,
+        perturbation_interval=every_env_steps,
+        hyperparam_mutations={"missed_factor": tune.uniform(0.5, 3.0)},
+        quantile_fraction=0.5,
+    )
