@@ -127,7 +127,7 @@ class Allocator:
         self.budget = scenario.num_gpus
         self.policy_name, self.num_failures = policy_name, 0
         self.fallbacks: Counter[str] = Counter()
-        self.plan = start or cheapest_for(self.table, 0.5 * self.table.pool_in_time_per_s)
+        self.plan = start or self._start()
         """In force, or about to be."""
         self.proposed = self.plan
         """What the policy asked for last."""
@@ -152,6 +152,18 @@ class Allocator:
         self._offered_before = num_offered()
         self._slot = self._slot_now()
         self._switches: Counter[int] = Counter()
+
+    def _start(self) -> Plan:
+        """The cheapest plan that serves half of what the pool can, and that can be left again."""
+        table = self.table
+        smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
+        minimum = self.limits.min_replicas
+        plans = [
+            i
+            for i in table.best_memory
+            if is_reachable(table.plans[i], smallest, self.budget, minimum)
+        ]
+        return cheapest_for(table, 0.5 * table.pool_in_time_per_s, plans)
 
     async def run(self) -> None:
         """Begin with the plan of the start, or what a former run has left; then go on for ever."""
@@ -251,11 +263,14 @@ class Allocator:
         self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, _HISTORY_SLOTS))
         self._offered_before, self._slot = offered, now
         self._since_slots += slots
-        plan, by = await self._decide()
-        self.proposed = plan
-        if plan == self.plan or self.by_hand:
+        wanted, by = await self._decide()
+        self.proposed = wanted
+        if wanted == self.plan or self.by_hand:
             return
+        plan = self._attainable(wanted)
         self.reason = self._why(plan)
+        if plan != wanted:
+            self.reason += f"; {words(wanted)}, which was asked for, could not be entered or left"
         refusal = self._refusal(plan)
         if refusal is None and self.dry_run:
             self._note(by, plan, "dry run", self.reason)
@@ -293,6 +308,28 @@ class Allocator:
         else:
             self.fallbacks["resting"] += 1
         return self._stand_in.allocate(state), "stand_in"
+
+    def _attainable(self, wanted: Plan) -> Plan:
+        """The plan that was asked for, or what comes closest of those that can be left again.
+
+        One replica on all GPUs is a trap: nothing can start beside it, and it may not stop before.
+        """
+        if self._is_round_trip(wanted):
+            return wanted
+        table = self.table
+        serves = {table.plans[i]: float(table.in_time_per_s[i]) for i in table.best_memory}
+        plans = [plan for plan in serves if plan == self.plan or self._is_round_trip(plan)]
+        least = float(table.in_time_per_s[table.find(wanted)])
+        enough = [plan for plan in plans if serves[plan] >= least]
+        if enough:
+            return min(enough, key=lambda plan: (plan.num_gpus, plan != self.plan))
+        return max(plans or [self.plan], key=lambda plan: serves.get(plan, 0.0))
+
+    def _is_round_trip(self, plan: Plan) -> bool:
+        minimum = self.limits.min_replicas
+        return is_reachable(self.plan, plan, self.budget, minimum) and is_reachable(
+            plan, self.plan, self.budget, minimum
+        )
 
     def _refusal(self, plan: Plan, by_hand: bool = False) -> str | None:
         """Why a plan cannot be taken now."""
@@ -379,11 +416,18 @@ def steady(requests: Sequence[float], enough: float = 1000.0, sigmas: float = 3.
     return total / slots
 
 
-def cheapest_for(table: PlanTable, demand_per_s: float) -> Plan:
-    """The cheapest plan that serves a demand in time; the strongest, where none does."""
-    enough = [i for i in table.best_memory if table.in_time_per_s[i] >= demand_per_s]
+def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
+    """The cheapest plan that serves a demand in time; the strongest, where none does.
+
+    Args:
+        table: The plans.
+        demand_per_s: Requests per second.
+        among: Plans to choose from; None: the best memory of every shape.
+    """
+    plans = table.best_memory if among is None else among
+    enough = [i for i in plans if table.in_time_per_s[i] >= demand_per_s]
     if not enough:
-        return table.plans[max(table.best_memory, key=lambda i: float(table.in_time_per_s[i]))]
+        return table.plans[max(plans, key=lambda i: float(table.in_time_per_s[i]))]
     return table.plans[min(enough, key=lambda i: float(table.usd_per_hour[i]))]
 
 
