@@ -35,6 +35,7 @@ from serve_app.desk import RAY_DEFAULT
 from serve_app.messages import PolicyCard
 from serve_app.outcome_log import OutcomeLog
 from serve_app.served import resolve_policy
+from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
 
@@ -146,6 +147,10 @@ def _plan_gateway(args: Args) -> Plan:
         pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
         for pool in cluster.own_pools
     )
+    if cluster.allocation is not None:
+        template = cluster.allocation.template
+        budget = load_allocation(cluster.allocation.scenario).num_gpus
+        num_cpus += budget * (template.replica_cpus + template.config.rank_cpus)
     return Plan(lambda: bind_gateway(cluster, options), card, num_cpus, example)
 
 

@@ -1,6 +1,7 @@
 """The Ray Serve applications: the gateway before its pools, and the policy alone behind HTTP."""
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
+import asyncio
 import gc
 import os
 import sys
@@ -14,7 +15,9 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
 
+from serve_app import allocation_api
 from serve_app.access import Access
+from serve_app.allocated import check_allocation, make_allocator, make_plan_policy
 from serve_app.api import RoutingService, create_api
 from serve_app.backends import Backend, ExternalBackend, ServeBackend
 from serve_app.decider import Decider, check_exploration
@@ -146,23 +149,38 @@ class GatewayReplica:
         self._gateway = Gateway(cluster, desk, backends, log=log)
         self._access = Access(options.token)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
-        if cluster.own_pools:
-            self._tokenizer = load_tokenizer(cluster.own_pools[0].config.model)
+        for pool in (*cluster.own_pools[:1], *cluster.templates):
+            self._tokenizer = load_tokenizer(pool.config.model)
+        self._registry = registry
+        self._allocator = make_allocator(APP_NAME, self._gateway, backends, registry)
+        self._reshaping: asyncio.Task[None] | None = None
         # What is here stays: collections that look through it would hold requests up.
         gc.collect()
         gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP API."""
-        return create_gateway_api(
+        api = create_gateway_api(
             self._gateway, self._tokenizer, self._access, self._start, self._stop
         )
+        if self._allocator is not None:
+            scenario = self._allocator.scenario
+            allocation_api.install(
+                api, self._allocator, self._access,
+                lambda name: make_plan_policy(name, scenario, self._registry),
+            )  # fmt: skip
+        return api
 
     def _start(self) -> None:
         for one in self._external:
             one.start()
+        if self._allocator is not None:
+            self._reshaping = asyncio.create_task(self._allocator.run())
 
     async def _stop(self) -> None:
+        if self._reshaping is not None:
+            # Its replicas stay: another gateway takes them over.
+            self._reshaping.cancel()
         for one in self._external:
             await one.stop()
         self._gateway.desk.stop()
@@ -191,8 +209,10 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     for name in (cluster.policy, cluster.baseline):
         if name != RAY_DEFAULT:
             resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True)
-    for pool in cluster.own_pools:
+    for pool in (*cluster.own_pools, *cluster.templates):
         engine_class(pool)
+    if cluster.allocation is not None:
+        check_allocation(cluster.allocation, options.registry)
     Access(token_of(options))
     return cluster
 

@@ -90,6 +90,8 @@ class Gateway:
     log: OutcomeLog | None = None
     clock_s: Callable[[], float] = time.time
     in_flight: int = 0
+    num_offered: int = 0
+    """Requests that have asked to be let in, those that were refused included."""
     attained: Counter[str] = field(default_factory=Counter)
     """Completed requests by class that kept all its promises."""
     completed: Counter[str] = field(default_factory=Counter)
@@ -115,6 +117,7 @@ class Gateway:
             Refused: Too much is in flight, or no replica takes more; nothing was generated.
             Unserved: No replica could answer it, or the one that had begun died.
         """
+        self.num_offered += 1
         self._admit(service_class)
         self.in_flight += 1
         answer = _Answer(self.clock_s())

@@ -16,6 +16,7 @@ from serve_app.engines.base import EngineConfig
 from tokenyard.fleet import EngineSpeed, requests_per_s
 from tokenyard.frozen import Frozen
 from tokenyard.named import read_named, shipped_names
+from tokenyard.types import Parallelism
 
 MAX_PROMPT_TOKENS = 1 << 20
 
@@ -88,6 +89,48 @@ class ExternalPool(Frozen):
 
 
 AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
+
+
+class PlanMessage(Frozen):
+    """A plan, as a file or a person gives it."""
+
+    parallelism: Parallelism
+    num_gpus: Annotated[int, Field(ge=1, le=1024)]
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory; None: the least that is best."""
+    max_batch: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Most sequences that a replica decodes at once; None: likewise."""
+
+
+class AllocatedPool(Frozen):
+    """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
+
+    scenario: str
+    """Allocation scenario whose GPUs, model, promises, slot and limits hold: a shipped name or a
+    YAML path."""
+    template: Pool
+    """What every replica has in common; its name is the first part of the pools' names. The plan
+    sets `tensor_parallel` and `memory_fraction`, and lowers `max_batch`."""
+    policy: str = "champion"
+    """`champion`, a policy file (.npz) or an allocation baseline's name."""
+    start: PlanMessage | None = None
+    """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Replicas that stay ready during a change; 0 lets service pause while requests wait."""
+    cooldown_slots: Annotated[int, Field(ge=0)] = 1
+    """Slots after a change in which the policy makes no other."""
+    shrink_after_s: Annotated[float, Field(ge=0)] = 600.0
+    """Time after a growth in which the policy takes nothing back, in the scenario's time."""
+    change_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """After so long a change is given up, and the plan before it restored."""
+    dry_run: bool = False
+    """Only say what would be done."""
+
+    @property
+    def slow_down(self) -> float:
+        """Seconds of real time per second of the scenario."""
+        rehearses = self.template.config.rehearses
+        return 1.0 if rehearses is None else rehearses.slow_down
 
 
 class SloClass(Frozen):
@@ -163,12 +206,20 @@ class Cluster(Frozen):
     gateway: Placement = Placement()
     routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
     """Time between two publications of a replica's state."""
-    pools: Annotated[tuple[AnyPool, ...], Field(min_length=1)]
+    pools: tuple[AnyPool, ...] = ()
+    allocation: AllocatedPool | None = None
+    """A pool that is reshaped under load, beside those that stay as they are."""
+
+    @model_validator(mode="after")
+    def _has_a_pool(self) -> Self:
+        if not self.pools and self.allocation is None:
+            raise ValueError("give at least one pool, or an allocation")
+        return self
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
         for what, names in (
-            ("pool", [pool.name for pool in self.pools]),
+            ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
             ("class", [one.name for one in self.classes]),
         ):
             twice = {name for name in names if names.count(name) > 1}
@@ -178,7 +229,7 @@ class Cluster(Frozen):
 
     @model_validator(mode="after")
     def _serves_one_model(self) -> Self:
-        models = {pool.config.model for pool in self.own_pools}
+        models = {pool.config.model for pool in (*self.own_pools, *self.templates)}
         if len(models) > 1:
             raise ValueError(f"pools serve different models {sorted(models)}; give one to all")
         return self
@@ -189,6 +240,11 @@ class Cluster(Frozen):
         return tuple(pool for pool in self.pools if isinstance(pool, Pool))
 
     @property
+    def templates(self) -> tuple[Pool, ...]:
+        """What the replicas of the allocated pool have in common, if there is one."""
+        return () if self.allocation is None else (self.allocation.template,)
+
+    @property
     def external_pools(self) -> tuple[ExternalPool, ...]:
         """Pools that run already."""
         return tuple(pool for pool in self.pools if isinstance(pool, ExternalPool))
@@ -196,7 +252,7 @@ class Cluster(Frozen):
     @property
     def max_model_tokens(self) -> int:
         """Longest prompt plus output that any pool takes."""
-        return max(max_model_tokens(pool) for pool in self.pools)
+        return max(max_model_tokens(pool) for pool in (*self.pools, *self.templates))
 
 
 def max_model_tokens(pool: Pool | ExternalPool) -> int:

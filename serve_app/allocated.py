@@ -1,0 +1,144 @@
+"""An allocated pool in a gateway: its allocator, made of what the cluster file says."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import numpy as np
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.allocator import Allocator, Limits, find_plan
+from serve_app.backends import Backend, ServeBackend
+from serve_app.gateway import Gateway
+from serve_app.pools import AllocatedPool, Pool
+from serve_app.registry import mlflow_lookup
+from serve_app.shapes import ServeShapes
+from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.policies.allocation import (
+    AllocationContext,
+    learned_allocation,
+    make_allocation_policy,
+)
+from tokenyard.types import AllocationPolicy, Plan
+
+
+def make_plan_policy(
+    name: str, scenario: AllocationScenario, registry: str | None = None
+) -> AllocationPolicy:
+    """Make the policy that a cluster file or a person names.
+
+    Raises:
+        ValueError: There is none of that name, or it was trained for other plans.
+    """
+    if name != "champion" and not name.endswith(".npz"):
+        return make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng()))
+    lookup = mlflow_lookup(registry) if registry else None
+    path = name if name.endswith(".npz") else None
+    artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
+    _check_plans(artifact, scenario, found)
+    return learned_allocation(artifact)
+
+
+def _check_plans(artifact: AllocationArtifact, scenario: AllocationScenario, found: str) -> None:
+    trained = artifact.metadata.scenario
+    for what in ("pool", "llm", "precision", "memory_fractions", "max_batches"):
+        if getattr(trained, what) != getattr(scenario, what):
+            raise ValueError(
+                f"{found} was trained for {what} {getattr(trained, what)}, scenario "
+                f"{scenario.name!r} has {getattr(scenario, what)}"
+            )
+
+
+def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> AllocationScenario:
+    """Read the scenario, and refuse what could not be carried out.
+
+    Raises:
+        ValueError: Scenario, policy or plan is unknown, or does not fit the rest.
+    """
+    scenario = load_allocation(allocation.scenario)
+    if len(scenario.pool) > 1:
+        raise ValueError(
+            f"allocation scenario {scenario.name!r} has {len(scenario.pool)} kinds of GPUs; an "
+            "allocated pool is of one kind"
+        )
+    rehearses = allocation.template.config.rehearses
+    said = scenario.pool[0].gpu, scenario.llm
+    if rehearses is not None and (rehearses.gpu, rehearses.llm) != said:
+        raise ValueError(
+            f"the template rehearses {rehearses.llm} on {rehearses.gpu}, allocation scenario "
+            f"{scenario.name!r} is {said[1]} on {said[0]}"
+        )
+    make_plan_policy(allocation.policy, scenario, registry)
+    start_of(allocation, scenario)
+    return scenario
+
+
+def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | None:
+    """The plan that the file names for the beginning.
+
+    Raises:
+        ValueError: It is not feasible.
+    """
+    start = allocation.start
+    if start is None:
+        return None
+    table = plan_table(scenario)
+    return find_plan(
+        table, start.parallelism, start.num_gpus, start.memory_fraction, start.max_batch
+    )
+
+
+def make_allocator(
+    prefix: str,
+    gateway: Gateway,
+    backends: MutableMapping[str, Backend],
+    registry: str | None = None,
+) -> Allocator | None:
+    """Make the allocator of a gateway; None: its cluster has no allocated pool.
+
+    Args:
+        prefix: Of the names of the applications that it starts.
+        gateway: Whose demand counts.
+        backends: The gateway's; pools are added and taken away.
+        registry: MLflow URI where champions are looked up.
+
+    Raises:
+        ValueError: As `check_allocation`.
+    """
+    cluster = gateway.cluster
+    allocation = cluster.allocation
+    if allocation is None:
+        return None
+    scenario = check_allocation(allocation, registry)
+
+    def found(pool: Pool, handle: DeploymentHandle[Any]) -> None:
+        backends[pool.name] = ServeBackend(pool, handle)
+
+    def lost(name: str) -> None:
+        del backends[name]
+        gateway.collector.keep(name, ())
+
+    def num_waiting() -> int:
+        return sum(one.published.num_waiting for one in gateway.collector.replicas.values())
+
+    period_s = cluster.routing_stats_period_s
+    return Allocator(
+        scenario,
+        allocation.policy,
+        make_plan_policy(allocation.policy, scenario, registry),
+        ServeShapes(prefix, allocation.template, period_s, found, lost),
+        num_offered=lambda: gateway.num_offered,
+        num_waiting=num_waiting,
+        start=start_of(allocation, scenario),
+        limits=Limits(
+            allocation.min_replicas,
+            allocation.cooldown_slots,
+            allocation.shrink_after_s,
+            allocation.change_timeout_s,
+        ),
+        slow_down=allocation.slow_down,
+        dry_run=allocation.dry_run,
+    )

@@ -1,0 +1,119 @@
+"""An allocation policy as a Ray Serve autoscaling policy, for any deployment of equal replicas.
+
+    autoscaling_config:
+      min_replicas: 1
+      max_replicas: 8
+      policy:
+        policy_function: serve_app.autoscaling:PlannedReplicas
+        policy_kwargs: {scenario: a100x8_13b, tensor_parallel: 2, policy: champion}
+
+Serve tells such a policy how many requests are being answered, not how many arrive. By Little's law
+arrivals per second are requests in progress over response time, and the performance model knows the
+response time at every rate: the rate is where both agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ray.serve.config import AutoscalingContext
+
+from serve_app.allocated import make_plan_policy
+from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.policies.allocation import family
+from tokenyard.types import AllocationState, Plan
+
+_STATE = "tokenyard"
+_HISTORY_SLOTS = 600
+
+
+class PlannedReplicas:
+    """Decides the number of replicas once per slot of an allocation scenario.
+
+    What a policy says of another size of replica counts as as many replicas of this size as serve
+    no less in time.
+    """
+
+    def __init__(
+        self,
+        scenario: str,
+        tensor_parallel: int = 1,
+        policy: str = "autoscaler_70",
+        slow_down: float = 1.0,
+        registry: str | None = None,
+    ) -> None:
+        """Read the scenario.
+
+        Args:
+            scenario: Name or YAML path; its GPUs are the most that is asked for.
+            tensor_parallel: GPUs of one replica of the deployment.
+            policy: `champion`, a policy file (.npz) or an allocation baseline's name.
+            slow_down: Seconds of real time per second of the scenario.
+            registry: MLflow URI where champions are looked up.
+
+        Raises:
+            ValueError: Any of these is unknown, or no such replica keeps the promises.
+        """
+        self._scenario = load_allocation(scenario)
+        self._table = plan_table(self._scenario)
+        self._policy = make_plan_policy(policy, self._scenario, registry)
+        plans = self._table.plans
+        self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
+        self._slow_down = slow_down
+
+    def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas, and what to remember: Serve keeps it."""
+        kept = dict(ctx.policy_state)
+        state = kept.get(_STATE) or {"slot": None, "sum": 0.0, "looks": 0, "demand": [], "since": 0}
+        slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._slow_down))
+        now = self._nearest(ctx.current_num_replicas)
+        rate = self.arrivals_per_s(now, float(ctx.total_num_requests))
+        target = ctx.target_num_replicas
+        if state["slot"] is None:
+            state = {**state, "slot": slot}
+        elif slot > state["slot"]:
+            demand = [*state["demand"], state["sum"] / max(state["looks"], 1)][-_HISTORY_SLOTS:]
+            since = state["since"] + slot - state["slot"]
+            plan = self._policy.allocate(
+                AllocationState(
+                    time_s=slot * self._scenario.slot_s,
+                    plan=now,
+                    demand_per_s=tuple(demand),
+                    slots_since_switch=since,
+                )
+            )
+            wanted = self.replicas_for(plan)
+            since = 0 if wanted != target else since
+            target = wanted
+            state = {"slot": slot, "sum": 0.0, "looks": 0, "demand": demand, "since": since}
+        state = {**state, "sum": state["sum"] + rate, "looks": state["looks"] + 1}
+        return target, {**kept, _STATE: state}
+
+    def arrivals_per_s(self, plan: Plan, in_progress: float) -> float:
+        """Requests per second, in the scenario's time, that keep so many in progress.
+
+        Beyond what the plan can hold in balance, the rest is a queue to be served within a slot.
+        """
+        i = self._table.find(plan)
+        rates = UTILISATION * self._table.capacity_per_s[i]
+        held = np.maximum.accumulate(rates * self._table.curves[i, :, LATENCY_S])
+        # The last point is full load, where the queue has no end.
+        rates, held = rates[:-1], held[:-1]
+        queue = max(in_progress - float(held[-1]), 0.0)
+        return float(np.interp(in_progress, held, rates)) + queue / self._scenario.slot_s
+
+    def replicas_for(self, plan: Plan) -> int:
+        """Replicas of the deployment that serve no less in time than a plan, or all there are."""
+        if plan in self._family:
+            return plan.num_replicas
+        enough = self._table.in_time_per_s[self._table.find(plan)]
+        serves = [one for one in self._family if self._in_time(one) >= enough]
+        return (serves or self._family[-1:])[0].num_replicas
+
+    def _in_time(self, plan: Plan) -> float:
+        return float(self._table.in_time_per_s[self._table.find(plan)])
+
+    def _nearest(self, num_replicas: int) -> Plan:
+        return min(self._family, key=lambda plan: abs(plan.num_replicas - num_replicas))
