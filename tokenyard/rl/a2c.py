@@ -13,6 +13,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate, GeneralAdvantageEstimation
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import ENTROPY_KEY, POLICY_LOSS_KEY, VF_LOSS_KEY
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -128,11 +129,27 @@ class A2C(Algorithm):
             )
         self.metrics.aggregate(learned, key=LEARNER_RESULTS)
         with self.metrics.log_time((TIMERS, SYNCH_WORKER_WEIGHTS_TIMER)):
+            if self.learner_group.is_local and not self.config.num_env_runners:
+                self._copy_weights()
+                return
             self.env_runner_group.sync_weights(
                 from_worker_or_learner_group=self.learner_group,
                 policies=set(learned[0].keys()) - {ALL_MODULES},
                 inference_only=True,
             )
+
+    @torch.no_grad()
+    def _copy_weights(self) -> None:
+        """Hand the weights to the env runner in this process.
+
+        RLlib turns them into NumPy arrays in its object store, which takes longer than a small
+        step of the optimiser.
+        """
+        learner = self.learner_group._learner
+        newest = learner.module[DEFAULT_MODULE_ID].unwrapped().state_dict()
+        kept = self.env_runner.module.state_dict()
+        torch._foreach_copy_(list(kept.values()), [newest[name] for name in kept])
+        self.env_runner._weights_seq_no = learner._weights_seq_no
 
 
 class A2CTorchLearner(TorchLearner):
@@ -154,7 +171,7 @@ class A2CTorchLearner(TorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One RMSprop over actor and critic."""
         params = self.get_parameters(self._module[module_id])
-        optimizer = torch.optim.RMSprop(params, alpha=config.rmsprop_alpha, eps=1e-5)
+        optimizer = torch.optim.RMSprop(params, alpha=config.rmsprop_alpha, eps=1e-5, foreach=True)
         self.register_optimizer(
             module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr
         )
