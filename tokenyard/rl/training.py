@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -144,6 +144,11 @@ class RllibTraining:
         )
         module: RouterModule = next(iter(results)).get()
         return module
+
+    @property
+    def env_runner(self) -> Any:
+        """The env runner in this process."""
+        return self._algorithm.env_runner
 
     def step(self) -> dict[str, float]:
         """Train for one iteration of the configuration.
