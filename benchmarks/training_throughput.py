@@ -22,6 +22,7 @@ shortest expected delay, which Stable-Baselines3 does not have.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
 from typing import Any
+
+# Ray starts its workers with a lower priority; on a busy machine they would come last.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 import numpy as np
 import ray
@@ -385,28 +389,31 @@ def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
         algorithm = config.build_algo()
         group = algorithm.env_runner_group
 
-        def sample(runners: Any = group) -> int:
-            # Rollouts stay where they are, so this is how fast they are made.
-            return sum(
-                runners.foreach_env_runner(
-                    lambda runner: sum(len(runner.sample()[0]) for _ in range(40)),
-                    local_env_runner=False,
-                )
-            )
-
-        sample()
-        rates = []
-        for _ in range(5):
-            started_s = time.perf_counter()
-            num = sample()
-            rates.append(num / (time.perf_counter() - started_s))
+        _sample_for_a_while(group)
+        found = [_sample_for_a_while(group) for _ in range(3)]
         algorithm.stop()
         yield {
             "trainer": "tokenyard",
             "algorithm": "sampling",
             "num_env_runners": num_env_runners,
-            "env_steps_per_s": float(np.median(rates)),
+            "env_steps_per_s": float(np.median([num / wall_s for num, wall_s, _ in found])),
+            "env_steps_per_cpu_s": float(np.median([num / cpu_s for num, _, cpu_s in found])),
         }
+
+
+def _sample_for_a_while(group: Any) -> tuple[int, float, float]:
+    """Steps of all env runners, wall time of the slowest and CPU time of all, seconds."""
+
+    def sample(runner: Any) -> tuple[int, float, float]:
+        # Rollouts stay where they are, so this is how fast they are made.
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        num = sum(len(runner.sample()[0]) for _ in range(10))
+        return num, time.perf_counter() - started_s, time.process_time() - started_cpu_s
+
+    steps, wall_s, cpu_s = zip(
+        *group.foreach_env_runner(sample, local_env_runner=False), strict=True
+    )
+    return sum(steps), max(wall_s), sum(cpu_s)
 
 
 @contextmanager
@@ -441,7 +448,10 @@ def main(args: Args) -> None:
     console.print(table)
     for row in scaling:
         num, rate = row["num_env_runners"], row["env_steps_per_s"]
-        console.print(f"{num} remote env runner(s): {rate:,.0f} env steps/s of wall time")
+        own = row["env_steps_per_cpu_s"]
+        console.print(
+            f"{num} remote env runner(s): {rate:,.0f} env steps/s, {own:,.0f} per CPU-second"
+        )
     for note in notes:
         console.print(note)
     if args.json is not None:

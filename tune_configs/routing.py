@@ -69,8 +69,9 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "validation_streams": VALIDATION_STREAMS,
         "validation_seed": VALIDATION_SEED,
     }
-    if "num_env_runners" in trial:
-        config["num_env_runners"] = trial["num_env_runners"]
+    for name in ("num_env_runners", "implementation"):
+        if name in trial:
+            config[name] = trial[name]
     config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
@@ -186,7 +187,7 @@ def ablation() -> Experiment:
 def ours() -> Experiment:
     """Our recipe, five seeds of each algorithm, each with the reward it learns best from.
 
-    DQN gets fewer steps: RLlib's replay makes one of them eight times as dear.
+    DQN gets fewer steps: an update for every 64 of them makes one several times as dear.
     """
     plans = (
         ("dqn", "response", 60_000),

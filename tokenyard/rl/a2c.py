@@ -13,7 +13,6 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig, NotProvided
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.connectors.learner import AddOneTsToEpisodesAndTruncate, GeneralAdvantageEstimation
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.learner.learner import ENTROPY_KEY, POLICY_LOSS_KEY, VF_LOSS_KEY
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
@@ -33,6 +32,8 @@ from ray.rllib.utils.metrics import (
 )
 from torch import Tensor
 
+from tokenyard.rl.rounds import LocalRounds
+
 
 class A2CConfig(AlgorithmConfig):
     """What A2C adds to the settings of every algorithm."""
@@ -47,6 +48,8 @@ class A2CConfig(AlgorithmConfig):
         self.rmsprop_alpha = 0.99
         self.grad_clip = 0.5
         self.grad_clip_by = "global_norm"
+        self.rounds_per_training_step = 1
+        """Updates between two reports, where all is in one process (`rounds`)."""
         self.rollout_fragment_length = "auto"
         self.train_batch_size_per_learner = 512
 
@@ -99,7 +102,7 @@ class A2CConfig(AlgorithmConfig):
         return includes | {"vf_share_layers": False}
 
 
-class A2C(Algorithm):
+class A2C(LocalRounds):
     """Sample one batch, make one step on it, hand out the weights."""
 
     @classmethod
@@ -108,7 +111,10 @@ class A2C(Algorithm):
         return A2CConfig()
 
     def training_step(self) -> None:
-        """One update; nothing happens while every env runner is down."""
+        """One update, or several in one process; none while every env runner is down."""
+        if self.trains_here:
+            self.rounds_here()
+            return
         with self.metrics.log_time((TIMERS, ENV_RUNNER_SAMPLING_TIMER)):
             episodes, results = synchronous_parallel_sample(
                 worker_set=self.env_runner_group,
@@ -129,27 +135,11 @@ class A2C(Algorithm):
             )
         self.metrics.aggregate(learned, key=LEARNER_RESULTS)
         with self.metrics.log_time((TIMERS, SYNCH_WORKER_WEIGHTS_TIMER)):
-            if self.learner_group.is_local and not self.config.num_env_runners:
-                self._copy_weights()
-                return
             self.env_runner_group.sync_weights(
                 from_worker_or_learner_group=self.learner_group,
                 policies=set(learned[0].keys()) - {ALL_MODULES},
                 inference_only=True,
             )
-
-    @torch.no_grad()
-    def _copy_weights(self) -> None:
-        """Hand the weights to the env runner in this process.
-
-        RLlib turns them into NumPy arrays in its object store, which takes longer than a small
-        step of the optimiser.
-        """
-        learner = self.learner_group._learner
-        newest = learner.module[DEFAULT_MODULE_ID].unwrapped().state_dict()
-        kept = self.env_runner.module.state_dict()
-        torch._foreach_copy_(list(kept.values()), [newest[name] for name in kept])
-        self.env_runner._weights_seq_no = learner._weights_seq_no
 
 
 class A2CTorchLearner(TorchLearner):

@@ -104,6 +104,7 @@ class ColumnarLearner(TorchLearner):
         num_epochs: int = 1,
         minibatch_size: int | None = None,
         shuffle_batch_per_epoch: bool = False,
+        _no_metrics_reduce: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run `num_epochs` epochs over what was sampled; RLlib's update for anything else."""
@@ -117,6 +118,7 @@ class ColumnarLearner(TorchLearner):
                 num_epochs=num_epochs,
                 minibatch_size=minibatch_size,
                 shuffle_batch_per_epoch=shuffle_batch_per_epoch,
+                _no_metrics_reduce=_no_metrics_reduce,
                 **kwargs,
             )
         self._check_is_built()
@@ -133,7 +135,7 @@ class ColumnarLearner(TorchLearner):
             self._one_step(part, module, report=number == len(cuts))
         self._log_trained(sampled, num_rows, len(cuts), minibatch_size or num_rows)
         self.after_gradient_based_update(timesteps=timesteps or {})
-        return self.metrics.reduce()
+        return None if _no_metrics_reduce else self.metrics.reduce()
 
     def gradients(self, batch: Batch, module: Any, report: bool = False) -> Losses:
         """Leave the gradient of a minibatch's loss in the parameters; return `losses`."""

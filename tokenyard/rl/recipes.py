@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -33,6 +32,7 @@ from tokenyard.rl.modules import (
     RouterQNetwork,
     UpdateNormaliser,
 )
+from tokenyard.rl.rounds import RoundsDQNConfig
 from tokenyard.rl.runner import ColumnarEnvRunner, RouterEnvRunner
 from tokenyard.scenario import RewardWeights
 
@@ -252,6 +252,9 @@ def build_config(
     columnar = implementation == "tokenyard"
     if columnar:
         config = config.learners(learner_class=_COLUMNAR_LEARNERS[algorithm])
+        if algorithm != "ppo":
+            sampled = recipe.num_envs * own.fragment_steps
+            config.rounds_per_training_step = -(-steps_per_iteration // sampled)
         if algorithm == "dqn":
             replay = {"type": COLUMNAR_REPLAY, "capacity": REPLAY_CAPACITY, "seed": seed}
             config = config.training(replay_buffer_config=replay)
@@ -382,7 +385,7 @@ def _dqn(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmCo
         "grad_clip": 10.0,
         "grad_clip_by": "global_norm",
     }
-    return DQNConfig().training(**{**defaults, **_settings(own, train_steps)})
+    return RoundsDQNConfig().training(**{**defaults, **_settings(own, train_steps)})
 
 
 _BUILDERS: dict[str, Callable[[AlgorithmRecipe, int, int], AlgorithmConfig]] = {
