@@ -1,5 +1,6 @@
-"""Fit the shipped workload models again, or report how well they imitate their traces.
+"""Fit a workload model to a trace of your own, or the shipped ones again, or report on those.
 
+python pipelines/fit_workload.py --trace mine.csv --out mine.json   for `workload:` of a scenario
 python pipelines/fit_workload.py            writes tokenyard/workload/models/*.json
 python pipelines/fit_workload.py --report   the tables of docs/results/synthetic-workload.md
 
@@ -42,15 +43,37 @@ class Recipe:
     num_train: int
     dt_s: float
     num_states: int
+    length_scale: float = 1.0
+    suffix: str = ""
+    """Of the model's name."""
+
+    @property
+    def name(self) -> str:
+        """Of the model."""
+        return self.trace + self.suffix
 
 
-RECIPES = (Recipe("azure_code", 5000, 0.5, 6), Recipe("azure_conv", 7000, 2.0, 3))
+CONV = Recipe("azure_conv", 7000, 2.0, 3)
+RECIPES = (Recipe("azure_code", 5000, 0.5, 6), CONV)
+SHIPPED = (*RECIPES, replace(CONV, length_scale=0.1, suffix="_tenth"))
+MAX_STATES = 6
+"""Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 
 
 @dataclass(frozen=True)
 class Args:
-    """Fit the shipped workload models again, or report how good they are."""
+    """Fit a workload model to a trace, or the shipped ones again, or report how good they are."""
 
+    trace: Path | None = None
+    """Trace of your own (Azure's, Mooncake's or plain CSV); None: the shipped models."""
+    out: Path | None = None
+    """File (.json) for the model of that trace."""
+    train_fraction: float = 0.7
+    """Share of its requests that is fitted, the first ones; keep the rest to judge policies by."""
+    dt_s: float = 1.0
+    """Step of its arrival chain, seconds: the shortest burst that is told apart."""
+    length_scale: float = 1.0
+    """Factor on its prompt and output lengths."""
     report: bool = False
     """Compare the shipped models with the training and the held-out part; write no model."""
     streams: int = 100
@@ -66,22 +89,59 @@ def read_parts(recipe: Recipe) -> tuple[Trace, Trace, str]:
     path = find_trace(recipe.trace)
     if path is None:
         sys.exit(f"trace {recipe.trace} not found; run python pipelines/fetch_traces.py")
-    train, held_out = read_trace(path)[0].split(recipe.num_train)
+    trace = read_trace(path)[0]
+    if recipe.length_scale != 1.0:
+        trace = trace.with_lengths_scaled(recipe.length_scale)
+    train, held_out = trace.split(recipe.num_train)
+    scaled = "" if recipe.length_scale == 1.0 else f", lengths times {recipe.length_scale:g}"
     provenance = (
         f"first {recipe.num_train} requests of the Azure LLM inference trace 2023 "
-        f"({recipe.trace.removeprefix('azure_')}), github.com/Azure/AzurePublicDataset, "
+        f"({recipe.trace.removeprefix('azure_')}){scaled}, github.com/Azure/AzurePublicDataset, "
         "CC-BY 4.0; Patel et al., Splitwise, ISCA 2024"
     )
     return train, held_out, provenance
 
 
 def write_model(recipe: Recipe) -> Row:
-    """Fit one model to its training part and write its file."""
+    """Fit one shipped model to its training part and write its file."""
     train, _, provenance = read_parts(recipe)
-    model = fit_workload(train, recipe.trace, provenance, recipe.dt_s, recipe.num_states)
-    path = MODELS / f"{recipe.trace}.json"
+    model = fit_workload(train, recipe.name, provenance, recipe.dt_s, recipe.num_states)
+    return _write(model, MODELS / f"{recipe.name}.json")
+
+
+def write_own(args: Args, trace: Path, out: Path) -> Row:
+    """Fit a model to the first part of any trace, and write it.
+
+    Raises:
+        ValueError: The trace cannot be read, or says too little.
+    """
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out} must end in .json: scenarios name it by that")
+    if not 0 < args.train_fraction <= 1:
+        raise ValueError(f"--train-fraction {args.train_fraction} must lie in (0, 1]")
+    whole = read_trace(trace)[0]
+    if args.length_scale != 1.0:
+        whole = whole.with_lengths_scaled(args.length_scale)
+    train = whole.head(int(args.train_fraction * whole.num_requests))
+    steps = int(train.duration_s / args.dt_s) + 1
+    fits = [fit_mmpp(train.arrival_s, args.dt_s, k) for k in range(1, min(MAX_STATES, steps) + 1)]
+    num_states = 1 + int(np.argmin([fit.bic for fit in fits]))
+    provenance = f"first {train.num_requests} of {whole.num_requests} requests of {trace.name}"
+    return _write(fit_workload(train, out.stem, provenance, args.dt_s, num_states), out)
+
+
+def _write(model: WorkloadModel, path: Path) -> Row:
     path.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
-    return {"model": model.name, "path": str(path), "bytes": path.stat().st_size}
+    return {
+        "model": model.name,
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "num_requests": model.num_requests,
+        "num_states": len(model.arrivals.rates_per_s),
+        "mean_rate_per_s": model.arrivals.mean_rate_per_s,
+        "mean_context_tokens": model.mean_context_tokens,
+        "mean_output_tokens": model.mean_generated_tokens_overall,
+    }
 
 
 def choose_states(recipe: Recipe) -> list[Row]:
@@ -171,12 +231,22 @@ def report(args: Args) -> list[Row]:
 
 
 def main(args: Args) -> None:
+    if (args.trace is None) != (args.out is None):
+        sys.exit("fit_workload: give --trace and --out together")
     if args.report:
         rows = report(args)
+    elif args.trace is not None and args.out is not None:
+        try:
+            rows = [write_own(args, args.trace, args.out)]
+        except (ValueError, OSError) as error:
+            sys.exit(f"fit_workload: {error}")
     else:
-        rows = [write_model(recipe) for recipe in RECIPES]
-        for row in rows:
-            print("{model}: {path}, {bytes} bytes".format(**row))
+        rows = [write_model(recipe) for recipe in SHIPPED]
+    for row in rows if not args.report else ():
+        print(
+            "{path}: {num_requests} requests, {mean_rate_per_s:.3g} a second in {num_states} "
+            "states, {mean_context_tokens:.4g} + {mean_output_tokens:.4g} tokens".format(**row)
+        )
     if args.json:
         write_result(args.json, shlex.join(sys.argv), args.seed, rows)
 

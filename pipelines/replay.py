@@ -29,6 +29,8 @@ from rich.table import Table
 from tokenyard import metrics
 from tokenyard.intervals import t_interval
 from tokenyard.provenance import write_result
+from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.twin import agreement, simulate
 from tokenyard.types import FloatArray
 from tokenyard.workload.locations import TRACE_FILES, find_trace
 from tokenyard.workload.model import load_model
@@ -79,6 +81,8 @@ class Args:
     """Pause between two replays."""
     slo_response_s: float | None = None
     """What counts as good; None: what the served policy was trained to keep."""
+    simulate: str | None = None
+    """Scenario of the same replicas (`calibrate.py --url`): simulate the same requests as well."""
     timeout_s: float = 600.0
     """Time after which a request counts as failed."""
     token: str | None = None
@@ -355,14 +359,61 @@ def _delta(row: dict[str, Any], prefix: str) -> str:
     return f"{100 * row[f'{prefix}_fraction']:+.1f}{interval}"
 
 
+def add_simulated(
+    args: Args, scenario: Scenario, card: dict[str, Any], sent: Trace, rows: list[dict[str, Any]]
+) -> None:
+    """Put what the simulator says of the same requests into the rows."""
+    names = [row["policy"] for row in rows]
+    found = simulate(scenario, card.get("scenario") or scenario.name, sent, names, args.seed)
+    for row in rows:
+        for key in ("mean_response_s", "p99_response_s", "mean_ttft_s"):
+            row[f"simulated_{key}"] = found[row["policy"]][key]
+
+
+def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
+    """Lay out measured beside simulated."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for column in ("measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        error = row["simulated_mean_response_s"] / row["mean_response_s"] - 1.0
+        table.add_row(
+            row["policy"], f"{row['mean_response_s']:.3g}",
+            f"{row['simulated_mean_response_s']:.3g}", f"{100 * error:+.1f}",
+            f"{row['p99_response_s']:.3g}", f"{row['simulated_p99_response_s']:.3g}",
+        )  # fmt: skip
+    console.print(table)
+    found = agreement(
+        *({row["policy"]: row[key] for row in rows}
+          for key in ("mean_response_s", "simulated_mean_response_s"))
+    )  # fmt: skip
+    console.print(
+        f"simulated means are off by {100 * found.mean_error_fraction:.1f} % "
+        f"(at most {100 * found.max_error_fraction:.1f} %); Kendall's tau {found.kendall_tau:.2f}"
+    )
+
+
+def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
+    """Return a trace with the lengths that the server counted, of the requests it answered."""
+    done = np.array([one.failure is None for one in answers])
+    return Trace(
+        trace.arrival_s[done],
+        np.array([one.prompt_tokens for one in answers])[done],
+        np.array([one.output_tokens for one in answers])[done],
+    )
+
+
 async def run(args: Args, console: Console) -> list[dict[str, Any]]:
     """Replay, policy by policy in turns, and return the rows."""
     trace = read_requests(args)
+    twin = load_scenario(args.simulate) if args.simulate else None
     client = Client(args)
     try:
         model = (await client.get("/v1/models"))["data"][0]
         client.model = model["id"]
-        card = await client.get("/v1/policy") if args.compare or args.slo_response_s is None else {}
+        needs_card = args.compare or args.slo_response_s is None or twin is not None
+        card = await client.get("/v1/policy") if needs_card else {}
         words_per_token = await client.words_per_token()
         asks = make_asks(args, trace, words_per_token, int(model.get("max_model_len", 4096)))
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
@@ -391,7 +442,10 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         finally:
             if names and "active" in card:
                 await client.switch(before)
-        return make_rows(found, baseline, args.trace or f"generated {args.workload}")
+        rows = make_rows(found, baseline, args.trace or f"generated {args.workload}")
+        if twin is not None:
+            add_simulated(args, twin, card, as_sent(trace, answers), rows)
+        return rows
     finally:
         await client.close()
 
@@ -414,6 +468,8 @@ def main(args: Args) -> None:
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
         sys.exit(f"replay: {' '.join(str(error).split()) or type(error).__name__}")
     print_rows(console, rows, args.baseline or rows[0]["policy"])
+    if args.simulate is not None:
+        print_simulated(console, rows)
     if args.json is not None:
         safe = replace(args, token=None)
         command = shlex.join(a if a != args.token else "TOKEN" for a in sys.argv)

@@ -1,7 +1,9 @@
 """The Ray Serve applications: the gateway before its pools, and the policy alone behind HTTP."""
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
+import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +121,11 @@ class GatewayOptions(BaseModel):
     """Bearer token that callers need; None: that of the environment, or none."""
 
 
+_SWITCH_S = 5e-4
+"""Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
+5 ms would be the longest part of a decision that was interrupted."""
+
+
 class GatewayReplica:
     """The gateway's one replica; Ray Serve asks it for the API once it is built."""
 
@@ -126,6 +133,7 @@ class GatewayReplica:
         self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
     ) -> None:
         """Connect to the pools and make the policy."""
+        sys.setswitchinterval(_SWITCH_S)
         rng = np.random.default_rng()
         registry = options.registry
         desk = PolicyDesk(cluster.scenario, cluster.baseline, cluster.trust, rng, registry)
@@ -140,6 +148,9 @@ class GatewayReplica:
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         if cluster.own_pools:
             self._tokenizer = load_tokenizer(cluster.own_pools[0].config.model)
+        # What is here stays: collections that look through it would hold requests up.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the HTTP API."""

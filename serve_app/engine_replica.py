@@ -120,7 +120,7 @@ class EngineReplica:
             num_running=stats.num_running,
             kv_used_fraction=stats.kv_used_fraction,
             observed_at_s=time.time(),
-            accepting=not self._draining,
+            accepting=stats.accepting and not self._draining,
         )
 
 

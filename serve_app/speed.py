@@ -24,6 +24,7 @@ from serve_app.pools import EngineProfile, Pool
 from serve_app.texts import Tokenizer
 
 _BUDGET_S = 10.0
+_PACED_BUDGET_S = 25.0
 _NAMESPACE = b"tokenyard-speed"
 _SMALLEST_VOCABULARY = 32
 """Every model has that many tokens; for engines whose tokenizer does not tell."""
@@ -46,11 +47,14 @@ async def start_and_measure(
     if known is not None:
         await engine.start()
         return known
-    shares_cores = "GPU" not in rank_bundles(pool.config)[0]
+    # A rehearsal leaves the cores alone most of the time.
+    paced = pool.config.rehearses is not None
+    shares_cores = not paced and "GPU" not in rank_bundles(pool.config)[0]
+    budget_s = _PACED_BUDGET_S if paced else _BUDGET_S
     async with _alone_on_this_machine() if shares_cores else contextlib.nullcontext():
         await engine.start()
         vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
-        measured = await profile_engine(engine, pool.config, vocab_size, _BUDGET_S)
+        measured = await profile_engine(engine, pool.config, vocab_size, budget_s)
     profile = _profile(measured, pool)
     internal_kv._internal_kv_put(_key(pool), profile.model_dump_json(), namespace=_NAMESPACE)
     return profile

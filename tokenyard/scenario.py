@@ -146,7 +146,8 @@ class Scenario(Frozen):
     overflow: Literal["queue", "drop"] = "queue"
     """What happens to a request sent to a server at capacity."""
     workload: str = "azure_code"
-    """Name of the fitted workload model that training and synthetic test streams come from."""
+    """Fitted workload model that training and synthetic test streams come from: the name of a
+    shipped one, or the path of your own (.json)."""
     arrivals: Arrivals
     sessions: Sessions | None = None
     """Conversations with common prefixes in place of independent requests; arrivals are then

@@ -12,6 +12,7 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
+from serve_app.engines.rehearsal import Rehearsal
 from tokenyard.frozen import Frozen
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -26,7 +27,10 @@ class EngineConfig(Frozen):
     """What an engine runs, and on what."""
 
     model: str
-    """Folder of a Hugging Face causal LM, a hub id, or `default` for the embedded model."""
+    """Folder of a Hugging Face causal LM, a hub id, `default` for the embedded model, or
+    `rehearsal` for random weights of hardly any size with its tokenizer."""
+    rehearses: Rehearsal | None = None
+    """Hardware that it stands in for; None: it is as fast as it is."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that share every layer."""
     pipeline_parallel: Annotated[int, Field(ge=1)] = 1
@@ -99,6 +103,8 @@ class EngineStats:
     """How long the last iteration took; NaN before the first."""
     last_batch_size: int
     """Sequences in it."""
+    accepting: bool = True
+    """Whether it takes requests: not while what died is being replaced."""
 
 
 class Engine(Protocol):
@@ -131,10 +137,10 @@ class Engine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Return if all ranks answer.
+        """Return if all ranks answer, or are being replaced by the engine itself.
 
         Raises:
-            EngineError: One does not.
+            EngineError: Another replica has to take its place.
         """
         ...
 

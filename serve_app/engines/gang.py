@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import os
+import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any
 
@@ -32,7 +34,12 @@ from serve_app.engines.messages import Limits, Member, Progress, Report
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.requests import Admission, reason_line
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 1.0
+_MAX_REVIVALS = 3
+"""Times that dead ranks are replaced before the engine is given up, and its replica with it."""
+_REVIVALS_WITHIN_S = 300.0
 _PING_TIMEOUT_S = 10.0
 """A rank that is alive answers from its own event loop, also while it computes."""
 
@@ -242,6 +249,13 @@ def _start_rank(config: EngineConfig, number: int, group: PlacementGroup, bundle
     return actor.remote(config, number)
 
 
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _together(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Wait for all, or for the first that fails: the others may wait for it in vain."""
     tasks = [asyncio.ensure_future(call) for call in calls]
@@ -278,6 +292,9 @@ class GangEngine:
         """The same by the id that rank 0 knows, which is never used twice."""
         self._keys = itertools.count()
         self._watchers: list[asyncio.Task[None]] = []
+        self._revival: asyncio.Task[None] | None = None
+        self._revived_s: list[float] = []
+        self._stopped = False
         self._limits = Limits(0, frozenset())
         self._reported: EngineStats | None = None
         self._admission = Admission(config.max_batch, config.max_waiting)
@@ -289,6 +306,7 @@ class GangEngine:
             EngineError: The model cannot be found or cannot be divided like that, a rank could not
                 load its share, or all of it took longer than `start_timeout_s`.
         """
+        self._stopped = False
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
                 await self._start()
@@ -397,13 +415,14 @@ class GangEngine:
             num_preemptions=reported.num_preemptions,
             last_batch_s=reported.last_batch_s,
             last_batch_size=reported.last_batch_size,
+            accepting=self._admission.closed is None,
         )
 
     async def check_health(self) -> None:
-        """Return if all ranks answer.
+        """Return if all ranks answer, or are being replaced.
 
         Raises:
-            EngineError: One does not.
+            EngineError: One does not, and no other takes its place.
         """
         if self._admission.closed is None:
             try:
@@ -413,7 +432,7 @@ class GangEngine:
                 self._fail(f"a rank did not answer for {_PING_TIMEOUT_S:g} s")
             except EngineError as error:
                 self._fail(str(error))
-        if self._admission.closed is not None:
+        if self._admission.closed is not None and self._revival is None:
             raise EngineError(self._admission.closed)
 
     async def drain(self) -> None:
@@ -422,10 +441,13 @@ class GangEngine:
 
     async def stop(self) -> None:
         """Free the ranks and their memory."""
+        self._stopped = True
         self._fail("the engine was stopped")
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await _ended([self._revival] if self._revival else [])
+        await self._clear()
+
+    async def _clear(self) -> None:
+        await _ended(self._watchers)
         self._watchers = []
         self._gang.disband()
 
@@ -474,8 +496,29 @@ class GangEngine:
             for rank in self._gang.ranks:
                 with contextlib.suppress(RayError):
                     ray.kill(rank)
+            if not self._stopped and self._may_revive():
+                self._revival = asyncio.create_task(self._revive(reason))
         for stream in self._streams.values():
             stream.put(EngineError(self._admission.closed or reason))
+
+    def _may_revive(self) -> bool:
+        now_s = time.monotonic()
+        lately = [one for one in self._revived_s if now_s - one < _REVIVALS_WITHIN_S]
+        self._revived_s = [*lately, now_s]
+        return len(lately) < _MAX_REVIVALS
+
+    async def _revive(self, reason: str) -> None:
+        """Start new ranks in place of those that ended: faster than another replica would be."""
+        logger.warning("new ranks are started: %s", reason)
+        try:
+            await self._clear()
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._start()
+        except (EngineError, RayError, TimeoutError) as error:
+            logger.error("no new ranks could be started: %s", error or type(error).__name__)
+            self._gang.disband()
+        finally:
+            self._revival = None
 
 
 class _Stream:

