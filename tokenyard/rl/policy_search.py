@@ -21,7 +21,7 @@ from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, LengthPredictor, PolicyArtifact
 from tokenyard.fleet import Randomisation
 from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim.simulator import Simulator, make_simulator
+from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
 from tokenyard.types import BoolArray, FloatArray
 
@@ -117,11 +117,6 @@ class PolicySearch:
         self.std: FloatArray = np.full(self._sim.num_weights, self.config.initial_std)
 
     @property
-    def mean_total_tokens(self) -> float:
-        """Typical size of a request, tokens, to which the policy takes sizes as relative."""
-        return self._source.mean_total_tokens
-
-    @property
     def env_steps(self) -> int:
         """Requests routed so far, over all candidates."""
         config = self.config
@@ -165,15 +160,8 @@ class PolicySearch:
                 self._sim.vary(copy, config.randomisation, rng)
 
     def _costs(self, weights: FloatArray) -> StreamCosts:
-        return self._stream_costs(
-            self._sim, weights, self._source.mean_total_tokens, self.config.streams_per_generation
-        )
-
-    def _stream_costs(
-        self, sim: Simulator, weights: FloatArray, mean_total_tokens: float, num_streams: int
-    ) -> StreamCosts:
-        sim.run_linear(weights, mean_total_tokens)
-        outcomes = [sim.outcomes(i) for i in range(num_streams)]
+        self._sim.run_linear(weights, self._source.mean_total_tokens)
+        outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
         slo_s = self.scenario.slo_response_s
         objective = self.config.objective
         return StreamCosts(
@@ -224,7 +212,7 @@ class PolicySearch:
             # Of a fleet, replicas that are down are not offered.
             num_replicas=None if any_cluster or scenario.fleet else scenario.num_servers,
             slo_response_s=scenario.slo_response_s,
-            mean_total_tokens=self.mean_total_tokens,
+            mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,
             predictor=LengthPredictor(
                 bin_edges_tokens=lengths.bin_edges_tokens,
