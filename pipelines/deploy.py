@@ -49,8 +49,8 @@ class Args:
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
     policy: str | None = None
-    """champion, a policy file (.npz), a baseline's name or, with pools, ray_default; None: the
-    cluster's, or champion."""
+    """champion, generic, a policy file (.npz), a baseline's name or, with pools, ray_default; None:
+    the cluster's, or champion."""
     scenario: str = "poisson_085"
     """Whose champion, tuned rules and length predictor are used without pools."""
     host: str = "127.0.0.1"

@@ -40,20 +40,9 @@ from tokenyard.sim.streams import (
     synthetic_streams,
     trace_streams,
 )
+from tokenyard.suites import SUITES, SuiteName
 from tokenyard.workload.readers import read_trace
 
-SUITES = {
-    "paper": ("nominal", "high_load"),
-    "routing": ("poisson_085", "bursty_serial", "conversation"),
-    "fleet": (
-        "azure_code_mixed_gpus",
-        "azure_code_mixed_gpus_085",
-        "conversation_mixed_gpus",
-        "multi_turn_prefix",
-        "two_classes_slo",
-        "churn",
-    ),
-}
 WIDTH = 170
 """Columns of a table that is not printed to a terminal."""
 
@@ -64,7 +53,7 @@ class Args:
 
     scenario: str | None = None
     """Name or YAML path."""
-    suite: Literal["paper", "routing", "fleet", "allocation"] | None = None
+    suite: SuiteName | Literal["allocation"] | None = None
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""

@@ -20,6 +20,7 @@ import tokenyard
 from tokenyard.policies.tuned import TunedRules
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario, scenario_names
+from tokenyard.suites import SUITES, SuiteName
 from tokenyard.tuning import FLEET_GRIDS, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
@@ -30,7 +31,9 @@ class Args:
     """Tune the hand rules on training streams and write their parameters."""
 
     scenario: str | None = None
-    """Name or YAML path; all that ship when it is left out."""
+    """Name or YAML path; all that ship, or a suite's, when it is left out."""
+    suite: SuiteName | None = None
+    """The scenarios of one suite of evaluate.py."""
     streams: int = 12
     """Training streams that every value of a parameter is tried on."""
     requests: int | None = None
@@ -71,7 +74,8 @@ def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
 def main(args: Args) -> None:
     rows = []
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in [args.scenario] if args.scenario else scenario_names():
+    names = SUITES[args.suite] if args.suite else scenario_names()
+    for name in [args.scenario] if args.scenario else names:
         scenario = load_scenario(name)
         if args.requests:
             scenario = scenario.model_copy(update={"requests_per_stream": args.requests})

@@ -40,7 +40,7 @@ class RoutingOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: str = "champion"
-    """`champion`, a policy file (.npz) or a baseline's name."""
+    """`champion`, `generic`, a policy file (.npz) or a baseline's name."""
     scenario: str = "poisson_085"
     """Whose champion, tuning and predictor are used."""
     registry: str | None = None

@@ -180,7 +180,8 @@ class PolicyCard(BaseModel):
 
     name: str
     kind: str
-    """`linear`, `marginal`, `mlp` or `equivariant` for a trained policy, `baseline` for a rule."""
+    """`linear`, `marginal`, `generic`, `mlp` or `equivariant` for a trained policy, `baseline` for
+    a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str

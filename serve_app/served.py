@@ -20,12 +20,14 @@ from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_s
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy, Slo
 from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
 
 logger = logging.getLogger(__name__)
 
+GENERIC = "generic"
+"""Name of the policy for any cluster."""
 RANDOMISED = frozenset({"random", "weighted_random", "power_of_two"})
 """Baselines whose choice is itself a draw, so that its propensity is not known."""
 TUNED = frozenset({"sed_reserve", "sed_dump", "sita"})
@@ -68,8 +70,9 @@ def resolve_policy(
     """Find the policy that a name means.
 
     Args:
-        policy: `champion`, the path of a policy file (.npz), or a baseline's name.
-        scenario_name: Whose champion or tuned rules apply.
+        policy: `champion`, `generic`, the path of a policy file (.npz), or a baseline's name.
+        scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
+            promise and length predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
         fallback_to_sed: Serve shortest expected delay where a trained policy is missing or broken.
 
@@ -79,20 +82,21 @@ def resolve_policy(
     """
     scenario = load_scenario(scenario_name)
     try:
-        if policy == "champion":
+        if policy in ("champion", GENERIC):
             registry = mlflow_lookup(registry_uri) if registry_uri else None
-            artifact, source = resolve_champion("routing", scenario.name, registry=registry)
-            return from_artifact("champion", artifact, source)
+            wanted = GENERIC if policy == GENERIC else scenario.name
+            artifact, source = resolve_champion("routing", wanted, registry=registry)
+            return from_artifact(policy, artifact, source, scenario)
         if policy.endswith(".npz"):
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
-            return from_artifact(Path(policy).stem, artifact, source)
+            return from_artifact(Path(policy).stem, artifact, source, scenario)
     except ArtifactError as error:
         if not fallback_to_sed:
             raise
         return _in_place_of(str(error), from_baseline("sed", scenario))
     if policy not in BASELINES:
         raise ValueError(
-            f"unknown policy {policy!r}; give champion, a policy file (.npz) or one of "
+            f"unknown policy {policy!r}; give champion, generic, a policy file (.npz) or one of "
             f"{sorted(BASELINES)}"
         )
     return from_baseline(policy, scenario)
@@ -110,8 +114,13 @@ def rehearse(served: ServedPolicy) -> None:
         finish_s(request, idle)  # Exploration asks it.
 
 
-def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPolicy:
+def from_artifact(
+    name: str, artifact: PolicyArtifact, source: str, scenario: Scenario
+) -> ServedPolicy:
     """Serve a trained policy.
+
+    The one for any cluster knows no traffic of its own: the promise and the predictor are those of
+    `scenario`.
 
     Raises:
         ArtifactError: It was trained with the true output length in view, which no server has,
@@ -123,6 +132,10 @@ def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPol
             f"{source} was trained with output_length {metadata.output_length!r} but brings no "
             "predictor for requests that come without predicted_total_tokens"
         )
+    predictor, slo = metadata.predictor, metadata.slo
+    if metadata.kind == "generic":
+        predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
+        slo = scenario.slo
     card = PolicyCard(
         name=name,
         kind=metadata.kind,
@@ -132,12 +145,12 @@ def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPol
         source=source,
         num_replicas=metadata.num_replicas,
         needs_engine=artifact.needs_engine,
-        output_length="none" if metadata.predictor is None else "by_context",
-        slo_response_s=metadata.slo_response_s,
+        output_length="none" if predictor is None else "by_context",
+        slo_response_s=slo.response_s,
         metrics=dict(metadata.metrics),
         lineage=dict(metadata.lineage),
     )
-    return ServedPolicy(card, partial(_make_learned, artifact), metadata.predictor)
+    return ServedPolicy(card, partial(_make_learned, artifact, slo), predictor)
 
 
 def from_baseline(name: str, scenario: Scenario) -> ServedPolicy:
@@ -168,10 +181,10 @@ def _in_place_of(reason: str, served: ServedPolicy) -> ServedPolicy:
     return replace(served, card=served.card.model_copy(update={"startup_fallback": reason}))
 
 
-def _make_learned(artifact: PolicyArtifact, rng: np.random.Generator) -> RoutingPolicy:
+def _make_learned(artifact: PolicyArtifact, slo: Slo, rng: np.random.Generator) -> RoutingPolicy:
     # A policy that never saw a calendar in training must not see one here.
     calendar = _trained_with_calendar(artifact)
-    return learned_policy(artifact, _UNIX_EPOCH if calendar else None)
+    return learned_policy(artifact, _UNIX_EPOCH if calendar else None, slo)
 
 
 def _trained_with_calendar(artifact: PolicyArtifact) -> bool:

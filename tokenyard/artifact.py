@@ -22,6 +22,7 @@ from pydantic import Field, ValidationError
 
 from tokenyard.equivariant import BASELINES, Layout
 from tokenyard.frozen import Frozen
+from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -65,11 +66,12 @@ class ArtifactMetadata(Frozen):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "mlp", "equivariant"]
+    kind: Literal["linear", "marginal", "generic", "mlp", "equivariant"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.observation.linear_scores`); `marginal`: one of the delay that a request adds, for
-    replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
-    observation; `equivariant`: one that scores every replica alike (`tokenyard.equivariant`)."""
+    replicas that batch continuously (`marginal_scores`); `generic`: one of either for any cluster
+    (`tokenyard.generic`); `mlp`: a network over the flat observation; `equivariant`: one that
+    scores every replica alike (`tokenyard.equivariant`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
@@ -114,7 +116,8 @@ class PolicyArtifact:
     """A trained policy.
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,). Arrays of an `mlp`:
+    same, shape (NUM_MARGINAL_WEIGHTS,). Arrays of a `generic` one: `server_weights`, shape
+    (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`:
     `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
     (outputs, inputs); the network's outputs are one preference per replica, higher is better.
     An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
@@ -136,6 +139,9 @@ class PolicyArtifact:
             _check_shape(self.arrays, "weights", (NUM_SCORE_WEIGHTS,))
         elif self.metadata.kind == "marginal":
             _check_shape(self.arrays, "weights", (NUM_MARGINAL_WEIGHTS,))
+        elif self.metadata.kind == "generic":
+            _check_shape(self.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
+            _check_shape(self.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
         else:
             self._check_network()
 
@@ -177,7 +183,7 @@ class PolicyArtifact:
     @property
     def needs_engine(self) -> bool | None:
         """Whether it decides between replicas that batch continuously; None: between any."""
-        by_kind = {"linear": None, "marginal": True, "mlp": False}
+        by_kind = {"linear": None, "marginal": True, "generic": None, "mlp": False}
         kind = self.metadata.kind
         return self.layout.batches if kind == "equivariant" else by_kind[kind]
 

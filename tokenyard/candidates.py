@@ -121,7 +121,10 @@ def _run_trained(
 ) -> list[Run]:
     diurnal = scenario.arrivals.diurnal
     started_at = diurnal.started_at if diurnal else None
-    return run_policy(scenario, streams, lambda rng: learned_policy(artifact, started_at), seed)
+    slo = scenario.slo
+    return run_policy(
+        scenario, streams, lambda rng: learned_policy(artifact, started_at, slo), seed
+    )
 
 
 def _run_bound(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:

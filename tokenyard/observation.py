@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -88,47 +90,50 @@ def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
     return ranks
 
 
-def snapshot_row(snapshot: ReplicaSnapshot) -> FloatArray:
-    """Lay one snapshot out as a row of the table, shape (NUM_COLUMNS,), its rank left 0."""
-    row = np.zeros(NUM_COLUMNS)
-    row[:SPEED_RANK] = (
-        snapshot.tokens_per_s,
-        snapshot.num_slots,
-        snapshot.max_concurrency,
-        snapshot.num_waiting,
-        snapshot.num_running,
-        snapshot.tokens_in_flight,
-        snapshot.wait_s,
-        snapshot.mean_response_s,
-    )
-    engine = snapshot.engine
-    if engine is not None:
-        row[ITERATION_S:AGE_S] = (
-            engine.iteration_s,
-            engine.prefill_token_s,
-            engine.sequence_s,
-            engine.kv_token_s,
-            engine.token_budget,
-            engine.kv_capacity_tokens,
-            engine.kv_used_fraction,
-            engine.prefill_in_flight_tokens,
-            engine.output_in_flight_tokens,
-            engine.match_tokens,
-        )
-        if math.isnan(snapshot.predicted_wait_s):
-            row[WAIT_S] = batching_wait_s(row)
-    row[ROUTABLE] = 1.0
-    return row
+_STATE = attrgetter(
+    "tokens_per_s",
+    "num_slots",
+    "max_concurrency",
+    "num_waiting",
+    "num_running",
+    "tokens_in_flight",
+    "predicted_wait_s",
+    "mean_response_s",
+)
+"""Columns TOKENS_PER_S to MEAN_RESPONSE_S."""
+_ENGINE = attrgetter(
+    "iteration_s",
+    "prefill_token_s",
+    "sequence_s",
+    "kv_token_s",
+    "token_budget",
+    "kv_capacity_tokens",
+    "kv_used_fraction",
+    "prefill_in_flight_tokens",
+    "output_in_flight_tokens",
+    "match_tokens",
+)
+"""Columns ITERATION_S to MATCH_TOKENS."""
 
 
 def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """Lay snapshots out as the table, shape (num_replicas, NUM_COLUMNS)."""
-    columns = np.empty((len(snapshots), NUM_COLUMNS))
-    for row, snapshot in zip(columns, snapshots, strict=True):
-        row[:] = snapshot_row(snapshot)
+    # This runs at every decision, for every replica: no Python between one number and the next.
+    num = len(snapshots)
+    columns = np.zeros((num, NUM_COLUMNS))
+    states = np.fromiter(chain.from_iterable(map(_STATE, snapshots)), np.float64, num * SPEED_RANK)
+    columns[:, :SPEED_RANK] = states.reshape(num, SPEED_RANK)
+    engines = [snapshot.engine for snapshot in snapshots]
+    known = [engine for engine in engines if engine is not None]
+    if known:
+        numbers = np.fromiter(chain.from_iterable(map(_ENGINE, known)), np.float64)
+        which = slice(None) if len(known) == num else [engine is not None for engine in engines]
+        columns[which, ITERATION_S:AGE_S] = numbers.reshape(-1, AGE_S - ITERATION_S)
+    columns[:, ROUTABLE] = 1.0
+    _fill_waits(columns)
     # Places of a batch are not slots of a server: there the speed of all of them together counts.
-    speeds = [s.tokens_per_s if s.engine is None else s.full_tokens_per_s for s in snapshots]
-    columns[:, SPEED_RANK] = speed_ranks(np.array(speeds))
+    places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
+    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
     return columns
 
 
@@ -200,6 +205,21 @@ def batching_delays(
         together = min(output_tokens, output_left)
         others = outstanding * (lack * row[PREFILL_TOKEN_S] + together * own_step)
     return row[WAIT_S] + prefill, decode, others
+
+
+@compiled
+def _fill_waits(columns: FloatArray) -> None:
+    """Derive the wait of every replica that does not predict its own (`ReplicaSnapshot.wait_s`)."""
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        if not math.isnan(row[WAIT_S]):
+            continue
+        if row[ITERATION_S] > 0.0:
+            row[WAIT_S] = batching_wait_s(row)
+        elif row[NUM_WAITING] + row[NUM_RUNNING] < row[NUM_SLOTS]:
+            row[WAIT_S] = 0.0
+        else:
+            row[WAIT_S] = row[TOKENS_IN_FLIGHT] / (row[TOKENS_PER_S] * row[NUM_SLOTS])
 
 
 @compiled

@@ -88,7 +88,9 @@ def run_cell(cell: Cell, folder: str) -> tuple[list[dict[str, Any]], list[dict[s
 
 def train(trial: dict[str, Any], path: Path) -> tuple[PolicyFactory, list[dict[str, Any]]]:
     """Train in this process to the trial's budget; the last policy counts, as in the paper."""
-    trainer = routing.RoutingTrial({**trial, "num_env_runners": 0})
+    # The paper's recipe is about what a library does as it comes.
+    stock = {"num_env_runners": 0, "implementation": "rllib_stock"}
+    trainer = routing.RoutingTrial({**trial, **stock})
     curve: list[dict[str, Any]] = []
     try:
         while not curve or curve[-1]["env_steps"] < trial["env_steps"]:

@@ -68,7 +68,7 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "validation_streams": VALIDATION_STREAMS,
         "validation_seed": VALIDATION_SEED,
     }
-    config |= {key: trial[key] for key in RESOURCES if key in trial}
+    config |= {key: trial[key] for key in (*RESOURCES, "implementation") if key in trial}
     config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
@@ -184,7 +184,7 @@ def ablation() -> Experiment:
 def ours() -> Experiment:
     """Our recipe, five seeds of each algorithm, each with the reward it learns best from.
 
-    DQN gets fewer steps: RLlib's replay makes one of them eight times as dear.
+    DQN gets fewer steps: an update for every 64 of them makes one several times as dear.
     """
     plans = (
         ("dqn", "response", 60_000),

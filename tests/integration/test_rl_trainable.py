@@ -2,6 +2,7 @@
 
 import os
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import ray
 
 import envs
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.rl.recipes import build_config, ours
 from tokenyard.rl.trainable import ARTIFACT_FILE, RouterTrainable
 
 pytestmark = pytest.mark.integration
@@ -110,6 +112,45 @@ def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     assert new_pid != pid
     trial.stop()
+
+
+def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
+    envs.register()
+    short = replace(ours(), num_envs=8, episode_requests=50)
+    config = build_config(
+        "ppo", short, "LoadBalancingEnv", {"scenario": "poisson_085"},
+        num_env_runners=2, steps_per_iteration=1024,
+    )  # fmt: skip
+    config = config.evaluation(
+        evaluation_interval=1, evaluation_duration=2, evaluation_config={"explore": False}
+    )
+    algorithm = config.build_algo()
+    try:
+        result = algorithm.train()
+        starts = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: runner.sample()[0].observations[0], local_env_runner=False
+        )
+        weights = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: runner.module.pi.state_dict(), local_env_runner=False
+        )
+    finally:
+        algorithm.stop()
+    assert result["env_runners"]["num_env_steps_sampled"] == 1024
+    assert result["env_runners"]["episode_len_mean"] == 50
+    assert result["evaluation"]["env_runners"]["num_episodes"] == 2
+    assert {"policy_loss", "vf_loss", "entropy"} <= result["learners"]["default_policy"].keys()
+    assert not np.array_equal(*starts)
+    for one, other in zip(*(state.values() for state in weights), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
+def test_rllibs_own_path_is_still_there_to_compare_with(algorithm):
+    trial = a_trial(algorithm, implementation="rllib_stock", steps_per_iteration=300)
+    result = trial.step()
+    trial.stop()
+    assert result["timesteps_total"] >= 300
+    assert np.isfinite(result["score"])
 
 
 TRIVIAL_CLUSTER = """

@@ -98,7 +98,9 @@ def a_baseline(name="sed"):
 
 
 def a_trained_policy(artifact=None):
-    return from_artifact("test", artifact or linear_artifact(), "a test")
+    return from_artifact(
+        "test", artifact or linear_artifact(), "a test", load_scenario("poisson_085")
+    )
 
 
 class Faulty:

@@ -15,6 +15,7 @@ from serve_app import served as served_module
 from serve_app.served import RANDOMISED, TUNED, from_artifact, rehearse, resolve_policy
 from tokenyard.artifact import ArtifactError, FeatureScaling
 from tokenyard.policies import BASELINES, load_tuned
+from tokenyard.scenario import load_scenario
 from tokenyard.types import ReplicaSnapshot, Request
 
 
@@ -70,7 +71,7 @@ def test_the_champion_of_a_registry_is_preferred(tmp_path, monkeypatch):
 def test_a_policy_that_saw_true_lengths_is_refused_without_a_predictor():
     artifact = linear_artifact(output_length="oracle", predictor=None)
     with pytest.raises(ArtifactError, match="'oracle' but brings no predictor"):
-        from_artifact("test", artifact, "a test")
+        from_artifact("test", artifact, "a test", load_scenario("poisson_085"))
 
 
 def _tuned_for_poisson():

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenyard.observation import WAIT_S, batching_delays, snapshot_row
+from tokenyard.observation import WAIT_S, batching_delays, snapshot_columns
 from tokenyard.policies.cost import LeastCost, cheapest
 from tokenyard.types import ReplicaSnapshot, Request, Slo
 
 
 def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time until `request` would be done at a replica: its wait and its service, seconds."""
-    if snapshot.engine is not None:
-        delays = added_delays(request, snapshot)
-        return delays.first_token_s + delays.decode_s
-    return snapshot.wait_s + request.predicted_total_tokens / snapshot.tokens_per_s
+    return finish_times_s(request, [snapshot])[0]
+
+
+def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    """`finish_s` at every replica."""
+    total = request.predicted_total_tokens
+    if all(snapshot.engine is None for snapshot in snapshots):
+        return [snapshot.wait_s + total / snapshot.tokens_per_s for snapshot in snapshots]
+    return [delays.first_token_s + delays.decode_s for delays in added_delays(request, snapshots)]
 
 
 class AddedDelays(NamedTuple):
@@ -31,11 +36,20 @@ class AddedDelays(NamedTuple):
     """Sum of what all other requests are delayed by."""
 
 
-def added_delays(request: Request, snapshot: ReplicaSnapshot) -> AddedDelays:
-    """Estimate the delays of a request at a replica that batches (`batching_delays`)."""
-    row = snapshot_row(snapshot)
-    output_tokens = request.predicted_total_tokens - request.context_tokens
-    return AddedDelays(row[WAIT_S], *batching_delays(row, request.context_tokens, output_tokens))
+def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[AddedDelays]:
+    """Estimate the delays of a request at every replica (`batching_delays`).
+
+    A replica that does not batch has nobody to delay, and only one time: all before the last token
+    is told as the time to the first.
+    """
+    context = request.context_tokens
+    output_tokens = request.predicted_total_tokens - context
+    return [
+        AddedDelays(row[WAIT_S], *batching_delays(row, context, output_tokens))
+        if snapshot.engine is not None
+        else AddedDelays(snapshot.wait_s, finish_s(request, snapshot), 0.0, 0.0)
+        for snapshot, row in zip(snapshots, snapshot_columns(snapshots), strict=True)
+    ]
 
 
 class ShortestExpectedDelay(LeastCost):
@@ -43,7 +57,7 @@ class ShortestExpectedDelay(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
         """Return the expected response time at every replica, seconds."""
-        return [finish_s(request, s) for s in snapshots]
+        return finish_times_s(request, snapshots)
 
 
 class MarginalDelay(LeastCost):
@@ -60,12 +74,11 @@ class MarginalDelay(LeastCost):
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
         """Return the request's own time and what it delays others by at every replica, seconds."""
-        return [self._cost_s(request, s) for s in snapshots]
+        if all(snapshot.engine is None for snapshot in snapshots):
+            return finish_times_s(request, snapshots)
+        return [self._cost_s(delays) for delays in added_delays(request, snapshots)]
 
-    def _cost_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        if snapshot.engine is None:
-            return finish_s(request, snapshot)
-        delays = added_delays(request, snapshot)
+    def _cost_s(self, delays: AddedDelays) -> float:
         own_s = delays.first_token_s + delays.decode_s
         own_s += (self._wait_weight - 1.0) * delays.wait_s
         return own_s + self._others_weight * delays.others_s
@@ -80,7 +93,7 @@ class SedReserve:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the first to be done of the replicas that are open to the request."""
-        costs = [finish_s(request, s) for s in snapshots]
+        costs = finish_times_s(request, snapshots)
         if request.predicted_total_tokens > self._above_tokens and len(costs) > 1:
             costs[cheapest([s.tokens_per_s for s in snapshots])] = float("inf")
         return cheapest(costs)
@@ -100,7 +113,7 @@ class SedDump:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the first to be done; the given-up replica where even that would be late."""
-        costs = [finish_s(request, s) for s in snapshots]
+        costs = finish_times_s(request, snapshots)
         best = cheapest(costs)
         in_time = costs[best] <= self._slo.response_s
         return best if in_time or len(costs) != self._num_replicas else self._replica

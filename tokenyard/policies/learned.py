@@ -10,7 +10,9 @@ import numpy.typing as npt
 
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.equivariant import BASELINES, scorer_inputs
+from tokenyard.generic import engine_scores, server_scores
 from tokenyard.observation import (
+    ITERATION_S,
     TOKENS_PER_S,
     WAIT_S,
     encode,
@@ -20,7 +22,7 @@ from tokenyard.observation import (
     snapshot_columns,
     squash,
 )
-from tokenyard.types import Decision, FloatArray, ReplicaSnapshot, Request
+from tokenyard.types import Decision, FloatArray, ReplicaSnapshot, Request, Slo
 from tokenyard.workload.features import FeatureTracker
 
 
@@ -73,6 +75,51 @@ class MarginalPolicy(LinearPolicy):
             costs,
         )
         return Decision(best, tuple(costs.tolist()))
+
+
+class GenericPolicy:
+    """The policy for any cluster (`tokenyard.generic`), of servers or of replicas that batch."""
+
+    def __init__(self, artifact: PolicyArtifact, slo: Slo | None = None) -> None:
+        """Take weights and units from the artifact, and the promise from `slo` where it is given.
+
+        Args:
+            artifact: A `generic` one.
+            slo: What requests are promised; None: what they were in training.
+        """
+        metadata = artifact.metadata
+        self._mean_total_tokens = metadata.mean_total_tokens
+        self._slo_s = (slo or metadata.slo).response_s
+        self._server_weights = np.ascontiguousarray(artifact.arrays["server_weights"])
+        self._engine_weights = np.ascontiguousarray(artifact.arrays["engine_weights"])
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self._decide(request, snapshots)[0]
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the cluster."""
+        best, costs = self._decide(request, snapshots)
+        return Decision(best, tuple(costs.tolist()))
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray]:
+        _check_count(None, snapshots)
+        columns = snapshot_columns(snapshots)
+        costs = np.empty(len(columns))
+        total = request.predicted_total_tokens
+        # Where only some tell of their engine, all are taken for servers, which all can be.
+        if columns[:, ITERATION_S].all():
+            context = request.context_tokens
+            best = engine_scores(
+                self._engine_weights, context, total - context, self._slo_s, columns, costs
+            )
+        else:
+            best = server_scores(
+                self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
+            )
+        return best, costs
 
 
 class NetworkPolicy:
@@ -212,11 +259,22 @@ class _RequestFeatures:
         return squash((self._tracker.push(request) - self._medians) / self._scales)
 
 
-LearnedPolicy = LinearPolicy | NetworkPolicy | EquivariantPolicy
+LearnedPolicy = LinearPolicy | GenericPolicy | NetworkPolicy | EquivariantPolicy
 
 
-def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None) -> LearnedPolicy:
-    """Make the policy of an artifact's kind, ready for one stream of requests."""
+def learned_policy(
+    artifact: PolicyArtifact, started_at: datetime | None = None, slo: Slo | None = None
+) -> LearnedPolicy:
+    """Make the policy of an artifact's kind, ready for one stream of requests.
+
+    Args:
+        artifact: The trained policy.
+        started_at: Calendar time of second 0, where training traffic had a calendar.
+        slo: What requests are promised, for the policy for any cluster; others keep to the promise
+            that they were trained on.
+    """
+    if artifact.metadata.kind == "generic":
+        return GenericPolicy(artifact, slo)
     if artifact.metadata.kind == "linear":
         return LinearPolicy(artifact)
     if artifact.metadata.kind == "marginal":

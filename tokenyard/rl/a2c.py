@@ -32,6 +32,8 @@ from ray.rllib.utils.metrics import (
 )
 from torch import Tensor
 
+from tokenyard.rl.rounds import LocalRounds
+
 
 class A2CConfig(AlgorithmConfig):
     """What A2C adds to the settings of every algorithm."""
@@ -46,6 +48,8 @@ class A2CConfig(AlgorithmConfig):
         self.rmsprop_alpha = 0.99
         self.grad_clip = 0.5
         self.grad_clip_by = "global_norm"
+        self.rounds_per_training_step = 1
+        """Updates between two reports, where all is in one process (`rounds`)."""
         self.rollout_fragment_length = "auto"
         self.train_batch_size_per_learner = 512
 
@@ -98,7 +102,7 @@ class A2CConfig(AlgorithmConfig):
         return includes | {"vf_share_layers": False}
 
 
-class A2C(Algorithm):
+class A2C(LocalRounds):
     """Sample one batch, make one step on it, hand out the weights."""
 
     @classmethod
@@ -107,7 +111,10 @@ class A2C(Algorithm):
         return A2CConfig()
 
     def training_step(self) -> None:
-        """One update; nothing happens while every env runner is down."""
+        """One update, or several in one process; none while every env runner is down."""
+        if self.trains_here:
+            self.rounds_here()
+            return
         with self.metrics.log_time((TIMERS, ENV_RUNNER_SAMPLING_TIMER)):
             episodes, results = synchronous_parallel_sample(
                 worker_set=self.env_runner_group,
@@ -154,7 +161,7 @@ class A2CTorchLearner(TorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """One RMSprop over actor and critic."""
         params = self.get_parameters(self._module[module_id])
-        optimizer = torch.optim.RMSprop(params, alpha=config.rmsprop_alpha, eps=1e-5)
+        optimizer = torch.optim.RMSprop(params, alpha=config.rmsprop_alpha, eps=1e-5, foreach=True)
         self.register_optimizer(
             module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr
         )

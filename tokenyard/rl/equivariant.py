@@ -22,7 +22,13 @@ from torch import Tensor, nn
 
 from tokenyard.equivariant import BASELINES, Layout, Observed, scorer_inputs
 from tokenyard.observation import NUM_REQUEST_FEATURES, observation_size
-from tokenyard.rl.modules import RESIDUAL_SCALE, RunningNormaliser, linear_layers, shrink_last_layer
+from tokenyard.rl.modules import (
+    RESIDUAL_SCALE,
+    Observes,
+    RunningNormaliser,
+    linear_layers,
+    shrink_last_layer,
+)
 
 BASELINE = "baseline"
 """Key of a module's `model_config`: the rule that is corrected (`tokenyard.equivariant`)."""
@@ -53,7 +59,7 @@ class KindNormaliser(nn.Module):
         self.replica.update(observed.replicas[observed.routable])
 
 
-class _EquivariantParts:
+class _EquivariantParts(Observes):
     """Normaliser, scorer and residual, mixed into an RLModule of RLlib."""
 
     observation_space: Any

@@ -83,10 +83,21 @@ class UpdateNormaliser(ConnectorV2):
 
     def __call__(self, *, rl_module: Any, episodes: list[Any], batch: Any, **_: Any) -> Any:
         """Update from the observations of `episodes`; the batch passes unchanged."""
-        normaliser = rl_module[DEFAULT_MODULE_ID].unwrapped().normaliser
         seen = np.concatenate([episode.get_observations() for episode in episodes])
-        normaliser.update(torch.from_numpy(seen).to(next(normaliser.buffers())))
+        rl_module[DEFAULT_MODULE_ID].unwrapped().observe(torch.from_numpy(seen))
         return batch
+
+
+class Observes:
+    """Part of a module whose `normaliser` learns what observations look like."""
+
+    normaliser: Any
+
+    def observe(self, observations: Tensor) -> None:
+        """Let the normaliser, if there is one, learn from observations of shape (num, size)."""
+        buffers = list(self.normaliser.buffers())
+        if buffers:
+            self.normaliser.update(observations.to(buffers[0].device))
 
 
 def finish_columns(num_replicas: int) -> list[int]:
@@ -96,13 +107,12 @@ def finish_columns(num_replicas: int) -> list[int]:
     return [first + per_replica * replica for replica in range(num_replicas)]
 
 
-class _RouterParts:
+class _RouterParts(Observes):
     """Normaliser and residual, mixed into an RLModule of RLlib."""
 
     observation_space: Any
     action_space: Any
     model_config: dict[str, Any]
-    normaliser: nn.Module
     finish_columns: list[int]
 
     def _add_parts(self, output: nn.Module) -> None:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -25,6 +24,7 @@ from tokenyard.equivariant import BASELINES
 from tokenyard.fleet import Randomisation
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.equivariant import BASELINE, EquivariantActorCritic, EquivariantQNetwork
+from tokenyard.rl.learners import A2CColumnarLearner, DQNColumnarLearner, PPOColumnarLearner
 from tokenyard.rl.modules import (
     NORMALISE,
     RESIDUAL_SCALE,
@@ -32,8 +32,17 @@ from tokenyard.rl.modules import (
     RouterQNetwork,
     UpdateNormaliser,
 )
-from tokenyard.rl.runner import RouterEnvRunner
+from tokenyard.rl.rounds import RoundsDQNConfig
+from tokenyard.rl.runner import ColumnarEnvRunner, RouterEnvRunner
 from tokenyard.scenario import RewardWeights
+
+Implementation = Literal["tokenyard", "rllib_stock"]
+"""Who samples and learns: our arrays, or RLlib's episodes."""
+
+COLUMNAR_REPLAY = "tokenyard.rl.replay.ColumnarEpisodeReplayBuffer"
+"""Import path, by which RLlib makes the buffer."""
+REPLAY_CAPACITY = 50_000
+"""Transitions that DQN keeps."""
 
 PAPER_REWARD = RewardWeights()
 """The five terms at their printed values."""
@@ -213,6 +222,7 @@ def build_config(
     cpus_per_env_runner: float = 0.5,
     train_steps: int = 400_000,
     steps_per_iteration: int = 4096,
+    implementation: Implementation = "tokenyard",
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -228,6 +238,8 @@ def build_config(
         cpus_per_env_runner: CPUs that each of them reserves.
         train_steps: Environment steps the training is planned for: schedules end with it.
         steps_per_iteration: Fewest environment steps between two results.
+        implementation: "tokenyard" samples, replays and learns from arrays; "rllib_stock" with
+            RLlib's episodes, connectors and learners.
 
     Raises:
         ValueError: Unknown algorithm or baseline, or a residual without finish times in the
@@ -239,7 +251,16 @@ def build_config(
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, train_steps)
-    if recipe.normalise:
+    columnar = implementation == "tokenyard"
+    if columnar:
+        config = config.learners(learner_class=_COLUMNAR_LEARNERS[algorithm])
+        if algorithm != "ppo":
+            sampled = recipe.num_envs * own.fragment_steps
+            config.rounds_per_training_step = -(-steps_per_iteration // sampled)
+        if algorithm == "dqn":
+            replay = {"type": COLUMNAR_REPLAY, "capacity": REPLAY_CAPACITY, "seed": seed}
+            config = config.training(replay_buffer_config=replay)
+    elif recipe.normalise:
         config = config.learners(learner_connector=_update_normaliser)
     return (
         config.rl_module(rl_module_spec=_module(algorithm, recipe))
@@ -254,7 +275,7 @@ def build_config(
             },
         )
         .env_runners(
-            env_runner_cls=RouterEnvRunner,
+            env_runner_cls=ColumnarEnvRunner if columnar else RouterEnvRunner,
             num_env_runners=num_env_runners,
             num_cpus_per_env_runner=cpus_per_env_runner,
             num_envs_per_env_runner=recipe.num_envs,
@@ -313,6 +334,12 @@ def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
     )
 
 
+_COLUMNAR_LEARNERS = {
+    "ppo": PPOColumnarLearner,
+    "a2c": A2CColumnarLearner,
+    "dqn": DQNColumnarLearner,
+}
+
 _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
     "flat": (RouterActorCritic, RouterQNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
@@ -353,14 +380,14 @@ def _a2c(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmCo
 def _dqn(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
     first, last = own.epsilon
     defaults = {
-        "replay_buffer_config": {"type": "EpisodeReplayBuffer", "capacity": 50_000},
+        "replay_buffer_config": {"type": "EpisodeReplayBuffer", "capacity": REPLAY_CAPACITY},
         "epsilon": [[0, first], [max(train_steps // 10, 1), last]],
         "dueling": False,
         "num_atoms": 1,
         "grad_clip": 10.0,
         "grad_clip_by": "global_norm",
     }
-    return DQNConfig().training(**{**defaults, **_settings(own, train_steps)})
+    return RoundsDQNConfig().training(**{**defaults, **_settings(own, train_steps)})
 
 
 _BUILDERS: dict[str, Callable[[AlgorithmRecipe, int, int], AlgorithmConfig]] = {

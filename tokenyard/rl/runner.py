@@ -1,13 +1,21 @@
-"""The env runner of all algorithms: RLlib's own, with seeds far apart and one thread."""
+"""Who samples: RLlib's env runner with seeds far apart, and the one that keeps arrays."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.core.columns import Columns
+from ray.rllib.env.env_runner import ENV_STEP_FAILURE
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
+from ray.rllib.utils import force_list
+from ray.rllib.utils.metrics import RLMODULE_INFERENCE_TIMER
+
+from tokenyard.rl.columns import Rollout
 
 REWARD_PER_REQUEST = "reward_per_request"
 """Metric of the env runner: mean reward of the steps of one sampling round."""
@@ -42,3 +50,188 @@ class RouterEnvRunner(SingleAgentEnvRunner):
         rewards = np.concatenate([episode.get_rewards() for episode in episodes])
         self.metrics.log_value(REWARD_PER_REQUEST, float(rewards.mean()))
         return episodes
+
+
+NOISE_STEPS = 64
+"""Steps for which the noise of exploration is drawn at once."""
+
+
+class ColumnarEnvRunner(RouterEnvRunner):
+    """Steps all copies at once and returns one `Rollout` of arrays for the episodes.
+
+    RLlib's env runner makes an episode object per copy and sends every observation and action
+    through connector pipelines: nine tenths of its time. Here the module reads the environment's
+    own arrays and the environment the module's. Connectors are bypassed, so what they would do
+    belongs into the module: normalising observations, masking actions (minus infinity as logit).
+
+    Training samples come this way. Whole episodes, which evaluation asks for, come as RLlib's
+    objects through its own code, and so does whatever is sampled without exploration.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        """Build environment, module and the pipelines of RLlib's own code.
+
+        Raises:
+            ValueError: Callbacks that need episode objects.
+        """
+        super().__init__(**kwargs)
+        _refuse_episode_callbacks(self.config)
+        # What is drawn here is independent of torch's global generator, which others use too.
+        self._noise = torch.Generator().manual_seed(self._seed or 0)
+        self._observations: np.ndarray | None = None
+        self._ended = np.zeros(self.num_envs, dtype=np.bool_)
+        self._num_resets = 0
+        self._returns = np.zeros(self.num_envs)
+        self._lengths = np.zeros(self.num_envs, dtype=np.int64)
+        self._started_s = np.zeros(self.num_envs)
+
+    def sample(self, **kwargs: Any) -> list[Any]:
+        """Sample as configured; see `RouterEnvRunner.sample`."""
+        sampled: list[Any] = SingleAgentEnvRunner.sample(self, **kwargs)
+        rewards = [_rewards(one) for one in sampled]
+        self.metrics.log_value(REWARD_PER_REQUEST, float(np.concatenate(rewards).mean()))
+        return sampled
+
+    def _sample(
+        self,
+        *,
+        num_timesteps: int | None = None,
+        num_episodes: int | None = None,
+        explore: bool,
+        random_actions: bool = False,
+        force_reset: bool = False,
+    ) -> list[Any]:
+        if num_timesteps is None or not explore or random_actions:
+            # What is in the environments now is not what the next rollout would go on with.
+            self._observations = None
+            self._needs_initial_reset = True
+            episodes: list[Any] = super()._sample(
+                num_timesteps=num_timesteps,
+                num_episodes=num_episodes,
+                explore=explore,
+                random_actions=random_actions,
+                force_reset=force_reset,
+            )
+            return episodes
+        if force_reset:
+            self._observations = None
+        rollout = None
+        while rollout is None:
+            rollout = self._roll_out(num_timesteps)
+        self._log_env_steps(metric=self._metrics_num_env_steps_sampled, num_steps=len(rollout))
+        ended = np.count_nonzero(rollout.terminated | rollout.truncated)
+        self._increase_sampled_metrics(len(rollout), int(ended))
+        return [rollout]
+
+    def _reset_copies(self) -> np.ndarray:
+        """Start every copy afresh, each time with other traffic."""
+        seed = self._seed
+        if seed is not None and self._num_resets:
+            seed = int(np.random.SeedSequence([seed, self._num_resets]).generate_state(1)[0] >> 1)
+        self._num_resets += 1
+        observations, _ = self._try_env_reset(seed=seed)
+        self._ended[:] = False
+        self._returns[:] = 0.0
+        self._lengths[:] = 0
+        self._started_s[:] = time.perf_counter()
+        return np.asarray(observations)
+
+    @torch.inference_mode()
+    def _roll_out(self, num_timesteps: int) -> Rollout | None:
+        """Step all copies until so many steps are done; None where the environment was remade."""
+        if self._observations is None:
+            self._observations = self._reset_copies()
+        module = self.module
+        assert module is not None
+        module.eval()
+        observations, inputs = [self._observations], []
+        steps: list[tuple[np.ndarray, ...]] = []
+        num_done, inference_s = 0, 0.0
+        noise = torch.empty(0)
+        # Of all runners together, which is what schedules of exploration go by.
+        runners = self.config.num_env_runners or 1
+        while num_done < num_timesteps:
+            started_s = time.perf_counter()
+            batch = {Columns.OBS: torch.from_numpy(observations[-1]).to(self._device)}
+            at = self.num_env_steps_sampled_lifetime + num_done * runners
+            output = module._forward_exploration(batch, t=at)
+            if Columns.ACTIONS in output:
+                chosen = output[Columns.ACTIONS]
+            else:
+                logits = output[Columns.ACTION_DIST_INPUTS]
+                if len(steps) % NOISE_STEPS == 0:
+                    noise = _gumbel((NOISE_STEPS, *logits.shape), self._noise).to(self._device)
+                # The largest of logits plus Gumbel noise is a draw from the softmax of the logits.
+                chosen = (logits + noise[len(steps) % NOISE_STEPS]).argmax(-1)
+                inputs.append(logits)
+            actions = chosen.cpu().numpy()
+            inference_s += time.perf_counter() - started_s
+            result = self._try_env_step(actions)
+            if result == ENV_STEP_FAILURE:
+                self._observations = None
+                return None
+            seen, rewards, terminated, truncated, _ = result
+            # A copy: environments may write the next observation into the same array.
+            observations.append(np.array(seen))
+            real = ~self._ended
+            steps.append((actions, rewards.astype(np.float32), terminated, truncated, real))
+            self._ended = terminated | truncated
+            self._count(rewards, real)
+            num_done += int(np.count_nonzero(real))
+        self._observations = observations[-1]
+        self.metrics.log_value(RLMODULE_INFERENCE_TIMER, inference_s / len(steps))
+        all_actions, all_rewards, terminations, truncations, all_real = (
+            np.stack(column) for column in zip(*steps, strict=True)
+        )
+        return Rollout(
+            observations=np.stack(observations),
+            actions=all_actions,
+            rewards=all_rewards,
+            terminated=terminations,
+            truncated=truncations,
+            real=all_real,
+            action_inputs=torch.stack(inputs).cpu().numpy() if inputs else None,
+            weights_seq_no=self._weights_seq_no,
+        )
+
+    def _count(self, rewards: np.ndarray, real: np.ndarray) -> None:
+        """Keep account of episodes, and log those that ended."""
+        self._returns += rewards
+        self._lengths += real
+        if not self._ended.any():
+            return
+        now_s = time.perf_counter()
+        for copy in np.flatnonzero(self._ended).tolist():
+            self._log_episode_metrics(
+                int(self._lengths[copy]),
+                float(self._returns[copy]),
+                now_s - self._started_s[copy],
+            )
+        self._returns[self._ended] = 0.0
+        self._lengths[self._ended] = 0
+        self._started_s[self._ended] = now_s
+
+
+def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Standard Gumbel noise: minus the logarithm of standard exponential noise."""
+    return -torch.empty(shape).exponential_(generator=generator).log_()
+
+
+def _rewards(sampled: Any) -> np.ndarray:
+    """Rewards of a rollout or an episode, shape (num_steps,)."""
+    if isinstance(sampled, Rollout):
+        return sampled.rewards[sampled.real]
+    return np.asarray(sampled.get_rewards())
+
+
+def _refuse_episode_callbacks(config: Any) -> None:
+    for name in ("on_episode_created", "on_episode_start", "on_episode_step", "on_episode_end"):
+        by_class = any(
+            getattr(one, name, None) is not getattr(RLlibCallback, name, None)
+            for one in force_list(config.callbacks_class)
+        )
+        if by_class or getattr(config, f"callbacks_{name}", None):
+            raise ValueError(
+                f"callback {name} needs episode objects, which are not made on the columnar path; "
+                "leave it out, or choose the implementation 'rllib_stock'"
+            )

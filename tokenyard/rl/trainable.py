@@ -15,7 +15,7 @@ from ray import tune
 
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.recipes import Recipe, build_config, recipe
+from tokenyard.rl.recipes import Implementation, Recipe, build_config, recipe
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
 from tokenyard.scenario import RewardWeights, load_scenario
@@ -44,6 +44,8 @@ class TrialConfig(BaseModel):
     (`envs.register`)."""
     env: str = "LoadBalancingEnv"
     """Name that `register_env` registers."""
+    implementation: Implementation = "tokenyard"
+    """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
     recipe: str = "ours"
     """Name of a recipe of `tokenyard.rl.recipes`."""
     reward: RewardWeights | None = None
@@ -127,6 +129,7 @@ def make_training(config: TrialConfig, source: StreamSource) -> Training:
         cpus_per_env_runner=config.cpus_per_actor,
         train_steps=config.train_steps,
         steps_per_iteration=config.steps_per_iteration,
+        implementation=config.implementation,
     )
     return RllibTraining(algorithm, source, config.algorithm, adapted.reward_scale)
 

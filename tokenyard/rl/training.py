@@ -138,6 +138,11 @@ class RllibLearner:
         )
         return next(iter(results)).get()
 
+    @property
+    def env_runner(self) -> Any:
+        """The env runner in this process."""
+        return self._algorithm.env_runner
+
     def step(self) -> dict[str, float]:
         """Train for one iteration of the configuration.
 

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from tokenyard import observation as ob
 from tokenyard.compiled import compiled
+from tokenyard.generic import engine_scores
 from tokenyard.observation import encode, marginal_scores
 from tokenyard.types import FloatArray, IntArray
 
@@ -1654,5 +1655,22 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
             _place(fleet, copy, server)
+            _find_decision(fleet, copy)
+    drain(fleet, rewards)
+
+
+@compiled
+def run_generic(fleet, weights, slo_s, scores, rewards):
+    """Run every copy's whole stream under `engine_scores`, from empty to drained."""
+    for copy in range(fleet.state.shape[0]):
+        clear(fleet, copy)
+        while fleet.clock[copy, CURRENT] >= 0.0:
+            fill_table(fleet, copy)
+            request = fleet.requests[copy, int(fleet.clock[copy, CURRENT])]
+            replica = engine_scores(
+                weights, request[CONTEXT], request[PREDICTED_OUTPUT], slo_s, fleet.tables[copy],
+                scores,
+            )  # fmt: skip
+            _place(fleet, copy, replica)
             _find_decision(fleet, copy)
     drain(fleet, rewards)

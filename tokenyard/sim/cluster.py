@@ -221,6 +221,30 @@ class ClusterSim:
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
+    def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the policy for any cluster (`generic`)."""
+        kernel.run_generic(
+            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
+
+    def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
+        """Run all streams to the end under shortest expected delay or one of its variants.
+
+        Args:
+            reserve_above_tokens: Larger requests are barred from the slowest server.
+            dump_server: Takes all that no server could do in time; -1: none does.
+        """
+        kernel.run_delay_rule(
+            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
+        )  # fmt: skip
+
+    def sizes_seen(self) -> FloatArray:
+        """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
+        return self.requests[:, :, kernel.PREDICTED_TOTAL]
+
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
         return bool((self.clock[:, kernel.INDEX] < self.requests.shape[1]).any())

@@ -25,6 +25,7 @@ import math
 
 from tokenyard import observation as ob
 from tokenyard.compiled import compiled
+from tokenyard.generic import server_scores
 from tokenyard.observation import encode, linear_scores
 
 # plant
@@ -422,6 +423,61 @@ def run_linear(
             server = linear_scores(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
+    drain(plant, rules, state, requests, outcomes)
+
+
+@compiled
+def run_generic(
+    plant, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
+):
+    """Run every copy's whole stream under `server_scores`, from empty to drained."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, plant, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, plant, requests[copy], now, tables[copy])
+            server = server_scores(
+                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
+    drain(plant, rules, state, requests, outcomes)
+
+
+@compiled
+def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
+    """Server that shortest expected delay or one of its variants chooses (`policies.delay`)."""
+    slowest = 0
+    for server in range(table.shape[0]):
+        if table[server, ob.TOKENS_PER_S] < table[slowest, ob.TOKENS_PER_S]:
+            slowest = server
+    best, best_s = 0, math.inf
+    for server in range(table.shape[0]):
+        finish_s = table[server, ob.WAIT_S] + size_tokens / table[server, ob.TOKENS_PER_S]
+        if server == slowest and size_tokens > reserve_above_tokens and table.shape[0] > 1:
+            continue
+        if finish_s < best_s:
+            best, best_s = server, finish_s
+    return dump_server if dump_server >= 0 and best_s > slo_s else best
+
+
+@compiled
+def run_delay_rule(
+    plant, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
+):
+    """Run every copy's whole stream under shortest expected delay or one of its variants."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, plant, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, plant, requests[copy], now, tables[copy])
+            server = _delay_rule(
+                reserve_above_tokens, dump_server, rules[SLO_S],
+                requests[copy, index, PREDICTED_TOTAL], tables[copy],
             )  # fmt: skip
             _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
     drain(plant, rules, state, requests, outcomes)

@@ -50,6 +50,10 @@ class Simulator(Protocol):
         """Run all streams to the end under the linear policy of these weights."""
         ...
 
+    def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the policy for any cluster of these weights."""
+        ...
+
     def drain(self) -> FloatArray:
         """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
         ...

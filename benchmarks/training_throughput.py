@@ -1,0 +1,468 @@
+"""How fast routers are trained, beside Stable-Baselines3 and RLlib as shipped, in one run.
+
+python benchmarks/training_throughput.py
+
+Everyone trains the same two networks (128 x 128, ReLU) on the same environment and reward, with
+equal batches, epochs and step sizes, in one process with one thread. They take turns, slice by
+slice, and CPU time is counted, so that a slow minute of the machine hits all alike; a throughput is
+the median over slices. After each slice the greedy policy is judged on validation streams (not
+counted): `seconds_to_baseline` is the CPU time spent in training until its mean response is below
+shortest expected delay's, null if that takes longer than the budget.
+
+| trainer | samples from | with |
+|---|---|---|
+| tokenyard | the vectorised environment, 64 copies | arrays (`tokenyard.rl.columns`) |
+| rllib_stock | the same | RLlib's env runner, connectors and learners |
+| sb3_dummy | DummyVecEnv of 8 single environments, its usual way | Stable-Baselines3 |
+| sb3_vec | the vectorised environment, 64 copies, through an adapter | Stable-Baselines3 |
+
+The recipe `ours` is what `make sweep` trains: normalised observations and a network that corrects
+shortest expected delay, which Stable-Baselines3 does not have.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from shlex import join
+from typing import Any
+
+# Ray starts its workers with a lower priority; on a busy machine they would come last.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import numpy as np
+import ray
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import envs
+from envs import LoadBalancingEnv, LoadBalancingVectorEnv
+from tokenyard import metrics
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.provenance import write_result
+from tokenyard.rl.export import export_network
+from tokenyard.rl.recipes import (
+    RESPONSE_REWARD,
+    AlgorithmRecipe,
+    Recipe,
+    build_config,
+    ours,
+    scaled,
+)
+from tokenyard.rl.training import RllibTraining
+from tokenyard.rl.validation import Validation
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.simulator import make_simulator
+from tokenyard.sim.streams import StreamSource, synthetic_streams
+
+REWARD_SCALE = 0.1
+HIDDEN = (128, 128)
+COPIES = 64
+DUMMY_COPIES = 8
+BATCH = {"ppo": 4096, "a2c": 512, "dqn": 256}
+"""On-policy: steps per update. DQN: transitions replayed per update, one update every 64 steps."""
+DQN_STEPS_PER_UPDATE = 64
+COMMON = {"lr": 3e-4, "gamma": 0.99}
+PPO = {"lambda_": 0.95, "minibatch_size": 256, "num_epochs": 4}
+A2C = {"lambda_": 1.0, "entropy_coeff": 0.0}
+SLICE = {"ppo": 16_384, "a2c": 16_384, "dqn": 4_096}
+"""Environment steps of a turn."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure the throughput of training and the time to beat the baseline."""
+
+    scenario: str = "poisson_085"
+    """Name or YAML path."""
+    algorithms: tuple[str, ...] = ("ppo", "a2c", "dqn")
+    """Of ppo, a2c and dqn."""
+    budget_cpu_s: float = 30.0
+    """CPU time that each may spend in training."""
+    least_slices: int = 3
+    """Slices that each trains at least."""
+    validation_streams: int = 4
+    """Streams on which policies are judged."""
+    slice_fraction: float = 1.0
+    """Share of the usual length of a slice; less only to try the benchmark out."""
+    scaling: bool = False
+    """Also sample with one and with two remote env runners; wants an otherwise idle machine."""
+    seed: int = 0
+    """Of networks, exploration and traffic."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+@dataclass
+class Contestant:
+    """One trainer of one algorithm, and how it has fared."""
+
+    trainer: str
+    algorithm: str
+    recipe: str
+    train: Callable[[int], int]
+    """Train for at least so many environment steps and return how many it were."""
+    policy: Callable[[], PolicyArtifact]
+    stop: Callable[[], None] = lambda: None
+    sample: Callable[[], int] | None = None
+    """Sample one batch without learning and return its steps."""
+    cpu_s: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    seconds_to_baseline: float | None = None
+
+    def row(self) -> dict[str, Any]:
+        """What is reported of it."""
+        # The first slice holds what happens once.
+        rates = [num / s for num, s in zip(self.steps[1:], self.cpu_s[1:], strict=True)]
+        return {
+            "trainer": self.trainer,
+            "algorithm": self.algorithm,
+            "recipe": self.recipe,
+            "env_steps_per_cpu_s": float(np.median(rates)),
+            "sampling_steps_per_cpu_s": None if self.sample is None else _rate(self.sample),
+            "seconds_to_baseline": self.seconds_to_baseline,
+            "env_steps": sum(self.steps),
+            "cpu_s": sum(self.cpu_s),
+        }
+
+
+def _rate(sample: Callable[[], int]) -> float:
+    rates = []
+    for _ in range(7):
+        started_s = time.process_time()
+        num = sum(sample() for _ in range(4))
+        rates.append(num / (time.process_time() - started_s))
+    return float(np.median(rates))
+
+
+def plain(copies: int) -> Recipe:
+    """What all trainers can do alike: no normaliser, no residual."""
+    per_copy = {name: size // copies for name, size in BATCH.items()}
+    per_copy["dqn"] = DQN_STEPS_PER_UPDATE // copies
+    dqn = {
+        "train_batch_size_per_learner": BATCH["dqn"],
+        "target_network_update_freq": 2_000,
+        "num_steps_sampled_before_learning_starts": 1_000,
+        "double_q": False,
+    }
+    settings = {"ppo": PPO, "a2c": A2C, "dqn": dqn}
+    return Recipe(
+        reward_scale=REWARD_SCALE,
+        expected_finish=True,
+        normalise=False,
+        num_envs=copies,
+        hidden=HIDDEN,
+        algorithms={
+            name: AlgorithmRecipe(
+                per_copy[name], {**COMMON, **own}, RESPONSE_REWARD, epsilon=(0.1, 0.05)
+            )
+            for name, own in settings.items()
+        },
+    )
+
+
+def rllib(args: Args, source: StreamSource, algorithm: str, implementation: str) -> Contestant:
+    """Ours, or RLlib as shipped, with the plain recipe."""
+    return _rllib(args, source, algorithm, implementation, plain(COPIES), "plain")
+
+
+def _rllib(
+    args: Args, source: StreamSource, algorithm: str, implementation: Any, recipe: Recipe, name: str
+) -> Contestant:
+    config = build_config(
+        algorithm,
+        recipe,
+        envs.LOAD_BALANCING_ENV,
+        {"scenario": args.scenario},
+        seed=args.seed,
+        num_env_runners=0,
+        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
+        implementation=implementation,
+    )
+    training = RllibTraining(config, source, algorithm, recipe.reward_scale)
+
+    def train(num_steps: int) -> int:
+        first = training.env_steps
+        while training.env_steps < first + num_steps:
+            training.step()
+        return training.env_steps - first
+
+    def sample() -> int:
+        return sum(map(len, training.env_runner.sample()))
+
+    return Contestant(
+        implementation, algorithm, name, train, lambda: training.artifact({}, {}),
+        training.stop, sample,
+    )  # fmt: skip
+
+
+def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: str) -> Contestant:
+    """Stable-Baselines3 over its own vector environment or over ours."""
+    from stable_baselines3 import A2C as Sb3A2C
+    from stable_baselines3 import DQN as Sb3DQN
+    from stable_baselines3 import PPO as Sb3PPO
+
+    env_config = {"scenario": args.scenario, "reward": scaled(RESPONSE_REWARD, REWARD_SCALE)}
+    num = COPIES if trainer == "sb3_vec" else DUMMY_COPIES
+    env = _sb3_vec_env(env_config, num, trainer)
+    env.seed(args.seed)
+    layers = list(HIDDEN)
+    net_arch: Any = layers if algorithm == "dqn" else {"pi": layers, "vf": layers}
+    options: dict[str, Any] = {
+        "policy_kwargs": {"net_arch": net_arch, "activation_fn": torch.nn.ReLU},
+        "learning_rate": COMMON["lr"],
+        "gamma": COMMON["gamma"],
+        "device": "cpu",
+        "seed": args.seed,
+    }
+    model: Any
+    if algorithm == "ppo":
+        model = Sb3PPO(
+            "MlpPolicy", env, n_steps=BATCH["ppo"] // num, batch_size=PPO["minibatch_size"],
+            n_epochs=PPO["num_epochs"], gae_lambda=PPO["lambda_"], **options,
+        )  # fmt: skip
+    elif algorithm == "a2c":
+        model = Sb3A2C("MlpPolicy", env, n_steps=BATCH["a2c"] // num, **options)
+    else:
+        model = Sb3DQN(
+            "MlpPolicy", env, buffer_size=50_000, batch_size=BATCH["dqn"], learning_starts=1_000,
+            train_freq=max(DQN_STEPS_PER_UPDATE // num, 1), target_update_interval=2_000,
+            exploration_initial_eps=0.1, **options,
+        )  # fmt: skip
+
+    def train(num_steps: int) -> int:
+        before = model.num_timesteps
+        model.learn(num_steps, reset_num_timesteps=before == 0)
+        return int(model.num_timesteps - before)
+
+    def policy() -> PolicyArtifact:
+        return export_network(_Sb3Network(model.policy), source, algorithm, expected_finish=True)
+
+    return Contestant(trainer, algorithm, "plain", train, policy)
+
+
+class _Sb3Network:
+    """What the export reads of one of our modules, read from a Stable-Baselines3 policy."""
+
+    residual_scale = 0.0
+    normaliser = torch.nn.Identity()
+
+    def __init__(self, policy: Any) -> None:
+        self.observation_space = policy.observation_space
+        q_net = getattr(policy, "q_net", None)
+        networks = [q_net] if q_net else [policy.mlp_extractor.policy_net, policy.action_net]
+        self.policy_layers = [
+            layer
+            for network in networks
+            for layer in network.modules()
+            if isinstance(layer, torch.nn.Linear)
+        ]
+
+
+def _sb3_vec_env(env_config: dict[str, Any], num: int, trainer: str) -> Any:
+    from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
+
+    if trainer == "sb3_dummy":
+        return DummyVecEnv([lambda: LoadBalancingEnv(env_config)] * num)
+
+    class Adapter(VecEnv):
+        """Our vectorised environment as Stable-Baselines3 wants it.
+
+        The step that begins a new episode counts as one of it, which it does once in 5000 steps.
+        """
+
+        def __init__(self) -> None:
+            self.env = LoadBalancingVectorEnv(num, env_config)
+            super().__init__(num, self.env.single_observation_space, self.env.single_action_space)
+            self.first_seed: int | None = None
+
+        def seed(self, seed: int | None = None) -> list[int | None]:
+            self.first_seed = seed
+            return [seed] * num
+
+        def reset(self) -> Any:
+            return self.env.reset(seed=self.first_seed)[0]
+
+        def step_async(self, actions: Any) -> None:
+            self.actions = actions
+
+        def step_wait(self) -> Any:
+            observations, rewards, _, ended, _ = self.env.step(self.actions)
+            infos: list[dict[str, Any]] = [{} for _ in range(num)]
+            for copy in np.flatnonzero(ended):
+                infos[copy]["terminal_observation"] = observations[copy]
+                infos[copy]["TimeLimit.truncated"] = True
+            return observations, rewards.astype(np.float32), ended, infos
+
+        def close(self) -> None:
+            pass
+
+        def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+            return [getattr(self.env, attr_name, None)] * num
+
+        def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:
+            raise NotImplementedError(attr_name)
+
+        def env_method(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+            raise NotImplementedError(method_name)
+
+        def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
+            return [False] * num
+
+    return Adapter()
+
+
+def contestants(args: Args, source: StreamSource) -> tuple[list[Contestant], list[str]]:
+    """Make all that can be measured here, and say what cannot."""
+    some = [
+        rllib(args, source, algorithm, implementation)
+        for algorithm in args.algorithms
+        for implementation in ("tokenyard", "rllib_stock")
+    ]
+    some += [
+        _rllib(args, source, name, "tokenyard", ours(), "ours")
+        for name in args.algorithms
+        if name != "dqn"
+    ]
+    try:
+        some += [
+            stable_baselines(args, source, algorithm, trainer)
+            for algorithm in args.algorithms
+            for trainer in ("sb3_dummy", "sb3_vec")
+        ]
+    except ImportError:
+        return some, ["Stable-Baselines3 is not installed (extra `bench`): its rows are left out"]
+    return some, []
+
+
+def baseline_response_s(source: StreamSource, num_streams: int) -> float:
+    """Mean response of shortest expected delay on the streams of `Validation`."""
+    streams = synthetic_streams(source, num_streams, 0, "validation").requests
+    sim = make_simulator(source.scenario, len(streams), len(streams[0]))
+    for copy, stream in enumerate(streams):
+        sim.load(copy, stream)
+    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), source.mean_total_tokens)
+    each = [metrics.mean_response_s(sim.outcomes(i).response_s) for i in range(len(streams))]
+    return float(np.mean(each))
+
+
+def take_turns(args: Args, source: StreamSource, some: list[Contestant]) -> None:
+    """Train slice by slice in turn until everyone has beaten the baseline or spent the budget."""
+    validate = Validation(source, args.validation_streams)
+    to_beat_s = baseline_response_s(source, args.validation_streams)
+    left = list(some)
+    while left:
+        for one in list(left):
+            num_steps = int(SLICE[one.algorithm] * args.slice_fraction)
+            started_s = time.process_time()
+            one.steps.append(one.train(num_steps))
+            one.cpu_s.append(time.process_time() - started_s)
+            mean_s = validate(one.policy())["mean_response_s"]
+            if one.seconds_to_baseline is None and mean_s < to_beat_s:
+                one.seconds_to_baseline = sum(one.cpu_s)
+            print(
+                f"{one.trainer} {one.algorithm} {one.recipe}: {sum(one.steps)} steps in "
+                f"{sum(one.cpu_s):.1f} s, mean {mean_s:.3f} s against {to_beat_s:.3f} s",
+                file=sys.stderr,
+            )
+            enough = len(one.steps) >= args.least_slices
+            done = one.seconds_to_baseline is not None or sum(one.cpu_s) > args.budget_cpu_s
+            if enough and done:
+                left.remove(one)
+
+
+def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
+    """Steps that remote env runners sample per second of wall time."""
+    for num_env_runners in (1, 2):
+        config = build_config(
+            "ppo", plain(COPIES), envs.LOAD_BALANCING_ENV, {"scenario": args.scenario},
+            num_env_runners=num_env_runners,
+        )  # fmt: skip
+        algorithm = config.build_algo()
+        group = algorithm.env_runner_group
+
+        _sample_for_a_while(group)
+        found = [_sample_for_a_while(group) for _ in range(3)]
+        algorithm.stop()
+        yield {
+            "trainer": "tokenyard",
+            "algorithm": "sampling",
+            "num_env_runners": num_env_runners,
+            "env_steps_per_s": float(np.median([num / wall_s for num, wall_s, _ in found])),
+            "env_steps_per_cpu_s": float(np.median([num / cpu_s for num, _, cpu_s in found])),
+        }
+
+
+def _sample_for_a_while(group: Any) -> tuple[int, float, float]:
+    """Steps of all env runners, wall time of the slowest and CPU time of all, seconds."""
+
+    def sample(runner: Any) -> tuple[int, float, float]:
+        # Rollouts stay where they are, so this is how fast they are made.
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        num = sum(len(runner.sample()[0]) for _ in range(10))
+        return num, time.perf_counter() - started_s, time.process_time() - started_cpu_s
+
+    steps, wall_s, cpu_s = zip(
+        *group.foreach_env_runner(sample, local_env_runner=False), strict=True
+    )
+    return sum(steps), max(wall_s), sum(cpu_s)
+
+
+@contextmanager
+def local_ray() -> Iterator[None]:
+    """A Ray of our own for a while."""
+    ray.init(
+        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False,
+        logging_level="ERROR",
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def main(args: Args) -> None:
+    """Measure, print a table and write the rows."""
+    torch.set_num_threads(1)
+    source = StreamSource(load_scenario(args.scenario))
+    with local_ray():
+        envs.register()
+        some, notes = contestants(args, source)
+        take_turns(args, source, some)
+        rows = [one.row() for one in some]
+        scaling = list(scaling_rows(args)) if args.scaling else []
+        for one in some:
+            one.stop()
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(_shown, row.values()))
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    for row in scaling:
+        num, rate = row["num_env_runners"], row["env_steps_per_s"]
+        own = row["env_steps_per_cpu_s"]
+        console.print(
+            f"{num} remote env runner(s): {rate:,.0f} env steps/s, {own:,.0f} per CPU-second"
+        )
+    for note in notes:
+        console.print(note)
+    if args.json is not None:
+        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes, scaling=scaling)
+
+
+def _shown(cell: Any) -> str:
+    if isinstance(cell, float):
+        return f"{cell:,.1f}" if cell < 100 else f"{cell:,.0f}"
+    return "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

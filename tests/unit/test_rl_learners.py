@@ -1,0 +1,270 @@
+"""The slim learners compute what RLlib's compute: losses, gradients, steps, metrics."""
+
+from dataclasses import asdict
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from ray.rllib.algorithms.dqn import DQNConfig
+from ray.rllib.algorithms.dqn.torch.dqn_torch_learner import DQNTorchLearner
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.training_data import TrainingData
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.evaluation.postprocessing import Postprocessing
+from ray.rllib.policy.sample_batch import MultiAgentBatch, SampleBatch
+from unit.rl_builders import a_rollout, fragments
+
+from tokenyard.rl.a2c import A2CConfig, A2CTorchLearner
+from tokenyard.rl.columns import Transitions
+from tokenyard.rl.learners import A2CColumnarLearner, DQNColumnarLearner, PPOColumnarLearner
+from tokenyard.rl.modules import NORMALISE, RouterActorCritic, RouterQNetwork, UpdateNormaliser
+
+NUM_ACTIONS = 3
+OBSERVATIONS = gymnasium.spaces.Box(-20.0, 20.0, (4,), np.float32)
+ACTIONS = gymnasium.spaces.Discrete(NUM_ACTIONS)
+
+CONFIGS = {"ppo": PPOConfig, "a2c": A2CConfig, "dqn": DQNConfig}
+STOCK = {"ppo": PPOTorchLearner, "a2c": A2CTorchLearner, "dqn": DQNTorchLearner}
+OURS = {"ppo": PPOColumnarLearner, "a2c": A2CColumnarLearner, "dqn": DQNColumnarLearner}
+"""Learners by algorithm."""
+
+
+def a_learner(algorithm, learner_class, normalise=False, **training):
+    """A built learner; equal arguments give equal weights."""
+    defaults = {"grad_clip": 0.5, "grad_clip_by": "global_norm", "lr": 1e-2}
+    if algorithm == "dqn":
+        defaults |= {"num_atoms": 1, "dueling": False, "double_q": True}
+    model = DefaultModelConfig(
+        fcnet_hiddens=[16, 16], fcnet_activation="relu", vf_share_layers=False
+    )
+    module = RouterQNetwork if algorithm == "dqn" else RouterActorCritic
+    config = (
+        CONFIGS[algorithm]()
+        .environment(observation_space=OBSERVATIONS, action_space=ACTIONS)
+        .training(**{**defaults, **training})
+        .rl_module(
+            rl_module_spec=RLModuleSpec(
+                module_class=module, model_config={**asdict(model), NORMALISE: normalise}
+            )
+        )
+        .learners(
+            learner_class=learner_class,
+            learner_connector=(lambda *_: UpdateNormaliser()) if normalise else None,
+        )
+        .debugging(seed=5)
+    )
+    torch.manual_seed(7)
+    learner = config.build_learner()
+    rng = torch.Generator().manual_seed(8)
+    with torch.no_grad():
+        for parameter in learner.module[DEFAULT_MODULE_ID].parameters():
+            parameter.normal_(0.0, 0.4, generator=rng)
+    return learner
+
+
+def on_policy_rows(num=24, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    normal = lambda *shape: torch.randn(shape, generator=rng)  # noqa: E731
+    inputs = normal(num, NUM_ACTIONS)
+    actions = torch.randint(0, NUM_ACTIONS, (num,), generator=rng)
+    log_probs = torch.log_softmax(inputs, -1).gather(1, actions[:, None]).squeeze(1)
+    return {
+        Columns.OBS: normal(num, 4),
+        Columns.ACTIONS: actions,
+        Columns.ACTION_DIST_INPUTS: inputs,
+        Columns.ACTION_LOGP: log_probs,
+        Postprocessing.ADVANTAGES: normal(num),
+        Postprocessing.VALUE_TARGETS: 3.0 * normal(num),
+    }
+
+
+def replayed_rows(num=24, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        Columns.OBS: rng.normal(size=(num, 4)).astype(np.float32),
+        Columns.NEXT_OBS: rng.normal(size=(num, 4)).astype(np.float32),
+        Columns.ACTIONS: rng.integers(0, NUM_ACTIONS, num),
+        Columns.REWARDS: rng.normal(size=num).astype(np.float32),
+        Columns.TERMINATEDS: rng.random(num) < 0.3,
+        Columns.TRUNCATEDS: np.zeros(num, bool),
+    }
+
+
+def stock_gradients(learner, rows):
+    """Loss and gradients of RLlib's own code."""
+    output = learner.module[DEFAULT_MODULE_ID].forward_train(rows)
+    losses = learner.compute_losses(
+        fwd_out={DEFAULT_MODULE_ID: output}, batch={DEFAULT_MODULE_ID: rows}
+    )
+    gradients = learner.compute_gradients(losses)
+    found = [None if gradient is None else gradient.clone() for gradient in gradients.values()]
+    return losses[DEFAULT_MODULE_ID], found
+
+
+def slim_gradients(learner, rows):
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    loss, metrics = learner.gradients(rows, module, report=True)
+    # In the order of the optimiser; target networks and a critic that is not used have none.
+    found = [None if one.grad is None else one.grad.clone() for one in learner._params.values()]
+    return loss, found, metrics
+
+
+PPO_SETTINGS = [
+    {"use_kl_loss": False, "vf_clip_param": float("inf")},
+    {"use_kl_loss": True, "kl_coeff": 0.3, "vf_clip_param": 1.5, "entropy_coeff": 0.02},
+    {"use_kl_loss": False, "use_critic": False, "entropy_coeff": 0.1, "clip_param": 0.05},
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "training"),
+    [
+        *(("ppo", settings) for settings in PPO_SETTINGS),
+        ("a2c", {"entropy_coeff": 0.0}),
+        ("a2c", {"entropy_coeff": 0.05, "vf_loss_coeff": 0.7}),
+        ("dqn", {"td_error_loss_fn": "huber"}),
+        ("dqn", {"td_error_loss_fn": "mse", "double_q": False, "gamma": 0.9}),
+    ],
+)
+def test_losses_gradients_and_metrics_are_those_of_the_stock_learner(algorithm, training):
+    stock = a_learner(algorithm, STOCK[algorithm], **training)
+    ours = a_learner(algorithm, OURS[algorithm], **training)
+    if algorithm == "dqn":
+        rows = {name: torch.from_numpy(column) for name, column in replayed_rows().items()}
+        rows |= {"weights": torch.ones(24), "n_step": torch.ones(24)}
+    else:
+        rows = on_policy_rows()
+
+    expected_loss, expected = stock_gradients(stock, rows)
+    loss, found, metrics = slim_gradients(ours, rows)
+
+    torch.testing.assert_close(loss, expected_loss)
+    assert any(gradient is not None for gradient in found)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    logged = {key: stock.metrics.peek((DEFAULT_MODULE_ID, key)) for key in metrics}
+    logged = {key: float(torch.as_tensor(value).detach()) for key, value in logged.items()}
+    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
+        logged, rel=1e-4, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("grad_clip_by", ["global_norm", "norm", "value"])
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_a_whole_update_leaves_the_weights_of_the_stock_learners_update(algorithm, grad_clip_by):
+    """Several epochs of several minibatches, in order: 24 rows in minibatches of 10."""
+    training = {"grad_clip": 0.05, "grad_clip_by": grad_clip_by}
+    if algorithm == "ppo":
+        training |= {"use_kl_loss": True, "entropy_coeff": 0.01, "vf_clip_param": 2.0}
+    stock = a_learner(algorithm, STOCK[algorithm], **training)
+    ours = a_learner(algorithm, OURS[algorithm], **training)
+    timesteps = {"num_env_steps_sampled_lifetime": 0}
+    plan = {"num_epochs": 3, "minibatch_size": 10}
+    if algorithm == "dqn":
+        columns = replayed_rows()
+        sampled = [Transitions(columns)]
+        rows = {name: torch.from_numpy(column) for name, column in columns.items()}
+        rows |= {"weights": torch.ones(24), "n_step": torch.ones(24)}
+    else:
+        rows = on_policy_rows()
+        sampled = [a_rollout(np.random.default_rng(0), 2, 12, size=4, num_actions=NUM_ACTIONS)]
+        ours.batch_of = lambda sampled, module: rows
+    batch = MultiAgentBatch({DEFAULT_MODULE_ID: SampleBatch(rows)}, env_steps=24)
+
+    theirs = stock.update(training_data=TrainingData(batch=batch), timesteps=timesteps, **plan)
+    found = ours.update(training_data=TrainingData(episodes=sampled), timesteps=timesteps, **plan)
+
+    for one, other in zip(
+        ours.module[DEFAULT_MODULE_ID].parameters(),
+        stock.module[DEFAULT_MODULE_ID].parameters(),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    missing = set(theirs[DEFAULT_MODULE_ID]) - set(found[DEFAULT_MODULE_ID])
+    # Errors of single transitions are what priorities are made from; replay here is uniform.
+    assert missing <= {"td_error", "weights_seq_no"}
+    for key in set(theirs[DEFAULT_MODULE_ID]) - missing:
+        theirs_value, value = theirs[DEFAULT_MODULE_ID][key], found[DEFAULT_MODULE_ID][key]
+        if "throughput" not in key:
+            assert float(value.peek()) == pytest.approx(
+                float(theirs_value.peek()), rel=1e-3, abs=1e-5
+            ), key
+
+
+def episodes_of(rollout):
+    """The same steps as RLlib's episode objects."""
+    for copy in range(rollout.actions.shape[1]):
+        for start, stop in fragments(rollout, copy):
+            steps = slice(start, stop), copy
+            log_probs = torch.log_softmax(torch.from_numpy(rollout.action_inputs[steps]), -1)
+            actions = rollout.actions[steps]
+            yield SingleAgentEpisode(
+                observations=list(rollout.observations[start : stop + 1, copy]),
+                actions=list(actions),
+                rewards=rollout.rewards[steps].tolist(),
+                terminated=bool(rollout.terminated[stop - 1, copy]),
+                truncated=bool(rollout.truncated[stop - 1, copy]),
+                extra_model_outputs={
+                    Columns.ACTION_DIST_INPUTS: list(rollout.action_inputs[steps]),
+                    Columns.ACTION_LOGP: log_probs[np.arange(len(actions)), actions].tolist(),
+                },
+                observation_space=OBSERVATIONS,
+                action_space=ACTIONS,
+                len_lookback_buffer=0,
+            ).to_numpy()
+
+
+def test_a_rollout_and_its_episodes_make_the_same_step_of_a2c():
+    """From what was sampled to the new weights, through all connectors of the stock path."""
+    rollout = a_rollout(np.random.default_rng(1), 7, 5, size=4, num_actions=NUM_ACTIONS)
+    settings = {"gamma": 0.9, "lambda_": 0.8, "entropy_coeff": 0.01}
+    stock = a_learner("a2c", A2CTorchLearner, **settings)
+    ours = a_learner("a2c", A2CColumnarLearner, **settings)
+
+    stock.update(episodes=list(episodes_of(rollout)))
+    ours.update(episodes=[rollout])
+
+    for one, other in zip(
+        ours.module[DEFAULT_MODULE_ID].parameters(),
+        stock.module[DEFAULT_MODULE_ID].parameters(),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_advantages_of_ppo_are_standardised_over_all_rollouts():
+    rng = np.random.default_rng(2)
+    sampled = [a_rollout(rng, 6, copies, size=4, num_actions=NUM_ACTIONS) for copies in (3, 5)]
+    learner = a_learner("ppo", PPOColumnarLearner, normalise=True)
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    batch = learner.batch_of(sampled, module)
+    advantages = batch[Postprocessing.ADVANTAGES]
+    assert len(advantages) == sum(len(rollout) for rollout in sampled)
+    assert float(advantages.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(advantages.std(correction=0)) == pytest.approx(1.0, rel=1e-5)
+    seen = np.concatenate([one.observations[:-1][one.real] for one in sampled])
+    np.testing.assert_allclose(module.normaliser.mean, seen.mean(0), atol=1e-5)
+
+
+def test_a_gradient_that_is_not_a_number_is_left_to_rllib(caplog):
+    learner = a_learner("ppo", PPOColumnarLearner)
+    before = [p.clone() for p in learner.module[DEFAULT_MODULE_ID].parameters()]
+    rows = on_policy_rows()
+    rows[Postprocessing.VALUE_TARGETS][0] = torch.nan
+    learner.batch_of = lambda sampled, module: rows
+    rollout = a_rollout(np.random.default_rng(0), 2, 12, size=4, num_actions=NUM_ACTIONS)
+    learner.update(episodes=[rollout])
+    assert any("nan/inf" in record.getMessage() for record in caplog.records)
+    assert all(torch.isfinite(p).all() for p in learner.module[DEFAULT_MODULE_ID].parameters())
+    assert len(before) == len(list(learner.module[DEFAULT_MODULE_ID].parameters()))
+
+
+def test_what_the_columnar_path_does_not_have_is_refused_in_words():
+    with pytest.raises(ValueError, match="no distributions over returns"):
+        a_learner("dqn", DQNColumnarLearner, num_atoms=5)

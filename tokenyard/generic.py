@@ -1,0 +1,208 @@
+"""Scores of the policy for any cluster: one formula for every server, in units of the cluster.
+
+A server's cost is what a hand rule says of it plus a learned correction. The correction is linear
+in features of the server for the request, and its weights depend on two things: how fast the
+server is beside the others, and how much work waits in the whole cluster (the pooled context). The
+unit of time is taken from the cluster itself, so that the same weights mean the same on slow and on
+fast servers. Nothing tells a server by its place, so permuting servers permutes their costs, and
+any number of them is decided between (Zaheer et al. 2017, "Deep Sets", arXiv:1703.06114).
+
+Why these features: for servers in FIFO order under Poisson traffic, the first step of policy
+iteration from a random split adds the delay that a request of size z means for those that come
+later: z times the sum of the wait and half the service, times load / (1 - load) (Hyytia et al.
+2012, "Size- and state-aware dispatching problem with queue-specific job sizes"). The load is not
+observed; the backlog stands for it.
+
+Both functions are compiled into the simulators' kernels and called as they are by the server. They
+read the table of `tokenyard.observation`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tokenyard import observation as ob
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray
+
+NUM_MODULATORS = 4
+"""What weights depend on: 1, relative speed v, backlog b, and the product of both."""
+NUM_SERVER_FEATURES = 9
+LATE_FEATURES = slice(6, 8)
+"""Places of those features of a server that are of what is late."""
+NUM_SERVER_WEIGHTS = NUM_MODULATORS * NUM_SERVER_FEATURES
+NUM_ENGINE_FEATURES = 7
+NUM_ENGINE_WEIGHTS = NUM_MODULATORS * NUM_ENGINE_FEATURES
+
+LATE_SCALE = 30.0
+"""How late something must be for more of it to count half: where nothing can be in time a weight of
+lateness can send it to where it is later still, and this bounds how far."""
+
+
+@compiled
+def server_scores(
+    weights: FloatArray,
+    size_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every server: its expected response time plus a learned correction.
+
+    The unit of time u is what a server of mean capacity takes for a request of mean size. With w
+    the wait and s the service time in units of u, z the size relative to the mean, x the time for
+    which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
+    logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
+    cluster would work off all that waits), the cost is
+
+        w + s + sum over m in (1, v, b, v b) of m (weights[m] . f),
+        f = (1, w, s, w z, x z, w sqrt(z), [l > 0], l / (1 + l / LATE_SCALE), [w = 0]).
+
+    Zero weights are shortest expected delay.
+
+    Args:
+        weights: Shape (NUM_SERVER_WEIGHTS,), modulators first.
+        size_tokens: Size of the request as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of u, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest server, the first of equals.
+    """
+    capacity = 0.0
+    waiting = 0.0
+    for server in range(columns.shape[0]):
+        row = columns[server]
+        own_capacity = row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS]
+        capacity += own_capacity
+        waiting += own_capacity * row[ob.WAIT_S]
+    mean_capacity = capacity / columns.shape[0]
+    unit_s = mean_total_tokens / mean_capacity
+    backlog = math.log(1.0 + waiting / capacity / unit_s)
+    z = size_tokens / mean_total_tokens
+    root = math.sqrt(z)
+    best = 0
+    for server in range(columns.shape[0]):
+        row = columns[server]
+        relative = row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] / mean_capacity
+        speed = math.log(relative)
+        wait = row[ob.WAIT_S] / unit_s
+        service = size_tokens / row[ob.TOKENS_PER_S] / unit_s
+        late = max(wait + service - slo_s / unit_s, 0.0)
+        miss = 1.0 if late > 0.0 else 0.0
+        late = late / (1.0 + late / LATE_SCALE)
+        idle = 1.0 if wait <= 0.0 else 0.0
+        cost = wait + service
+        for m in range(NUM_MODULATORS):
+            modulator = speed if m % 2 == 1 else 1.0
+            if m >= 2:
+                modulator *= backlog
+            k = m * NUM_SERVER_FEATURES
+            cost += modulator * (
+                weights[k]
+                + weights[k + 1] * wait
+                + weights[k + 2] * service
+                + weights[k + 3] * wait * z
+                + weights[k + 4] * z / relative * z
+                + weights[k + 5] * wait * root
+                + weights[k + 6] * miss
+                + weights[k + 7] * late
+                + weights[k + 8] * idle
+            )
+        out[server] = cost
+        if cost < out[best]:
+            best = server
+    return best
+
+
+@compiled
+def engine_scores(
+    weights: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every replica that batches: the delay added there, corrected.
+
+    The unit of time u is what the request would take from its admission to its last token, mean
+    over replicas. With w the wait, p the prefill, d the decoding and o the delay of all others
+    (`observation.batching_delays`, in units of u), k the share of KV memory in use, l by how much
+    w + p + d exceeds the SLO, g the share of u that is decoding less 1/2, v the logarithm of the
+    replica's speed relative to the mean, and b = log(1 + mean wait), the cost is
+
+        w + p + d + o + sum over m in (1, v, b, g) of m (weights[m] . f),
+        f = (1, w, p, d, o, k, l / (1 + l / LATE_SCALE)).
+
+    Zero weights are least marginal delay. Replicas that are not routable cost infinity and count in
+    no mean.
+
+    Args:
+        weights: Shape (NUM_ENGINE_WEIGHTS,), modulators first.
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of u, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest replica, the first of equals; 0 where none is routable.
+    """
+    num = 0
+    speeds = 0.0
+    waits_s = 0.0
+    prefills_s = 0.0
+    decodes_s = 0.0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        if row[ob.ROUTABLE] != 0.0:
+            first_s, decode_s, _ = ob.batching_delays(row, context_tokens, output_tokens)
+            num += 1
+            speeds += row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS]
+            waits_s += row[ob.WAIT_S]
+            prefills_s += first_s - row[ob.WAIT_S]
+            decodes_s += decode_s
+    unit_s = (prefills_s + decodes_s) / max(num, 1)
+    backlog = math.log(1.0 + waits_s / max(num, 1) / unit_s) if num else 0.0
+    decoding = decodes_s / (prefills_s + decodes_s) - 0.5 if num else 0.0
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        out[replica] = math.inf
+        if row[ob.ROUTABLE] == 0.0:
+            continue
+        first_s, decode_s, others_s = ob.batching_delays(row, context_tokens, output_tokens)
+        wait = row[ob.WAIT_S] / unit_s
+        prefill = first_s / unit_s - wait
+        decode = decode_s / unit_s
+        others = others_s / unit_s
+        late = max(wait + prefill + decode - slo_s / unit_s, 0.0)
+        late = late / (1.0 + late / LATE_SCALE)
+        speed = math.log(row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] * num / speeds)
+        cost = wait + prefill + decode + others
+        for m in range(NUM_MODULATORS):
+            modulator = 1.0
+            if m == 1:
+                modulator = speed
+            elif m == 2:
+                modulator = backlog
+            elif m == 3:
+                modulator = decoding
+            k = m * NUM_ENGINE_FEATURES
+            cost += modulator * (
+                weights[k]
+                + weights[k + 1] * wait
+                + weights[k + 2] * prefill
+                + weights[k + 3] * decode
+                + weights[k + 4] * others
+                + weights[k + 5] * row[ob.KV_USED_FRACTION]
+                + weights[k + 6] * late
+            )
+        out[replica] = cost
+        if cost < out[best]:
+            best = replica
+    return best
