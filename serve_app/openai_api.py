@@ -26,6 +26,7 @@ from serve_app.api import RoutingService
 from serve_app.decider import Decider
 from serve_app.engines.base import Sampling
 from serve_app.gateway import Gateway, Refused, Unserved
+from serve_app.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
 from serve_app.messages import PolicyAnswer, Problem, RouteAnswer, RouteMessage
 from serve_app.openai_messages import (
     AssistantMessage,
@@ -399,6 +400,7 @@ def create_gateway_api(
         stop: Called after the last.
     """
     generator, router = Generator(gateway, tokenizer), _RouteOnly(gateway)
+    lifecycle = Lifecycle(gateway.desk)
     started_s = int(time.time())
 
     @asynccontextmanager
@@ -470,6 +472,33 @@ def create_gateway_api(
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
+
+    @api.get("/v1/policies", dependencies=may_use, responses={401: {"model": Problem}})
+    async def policies() -> PoliciesAnswer:
+        """Say who decides, who did before, and how the trial goes."""
+        return lifecycle.describe()
+
+    @api.post(
+        "/v1/policies", dependencies=may_change, responses={**_PROBLEMS, 409: {"model": Problem}}
+    )
+    async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
+        """Put a policy on trial, end the trial, promote what is on trial, or roll back."""
+        try:
+            return await lifecycle.change(body)
+        except Conflict as error:
+            raise BadRequest(" ".join(str(error).split()), 409) from None
+        except (ValueError, OSError) as error:
+            raise BadRequest(" ".join(str(error).split()), 422) from None
+
+    @api.get("/v1/history", dependencies=may_use, responses={401: {"model": Problem}})
+    async def history() -> dict[str, Any]:
+        """Tell of the last quarter of an hour, and of the last decisions with their scores."""
+        return {
+            "now_s": gateway.refresh(),
+            "in_flight": gateway.in_flight,
+            "bins": gateway.history.rows(),
+            "decisions": gateway.history.decisions(),
+        }
 
     @api.get("/v1/pools", dependencies=may_use, responses={401: {"model": Problem}})
     async def pools() -> dict[str, Any]:

@@ -46,6 +46,8 @@ class ServedPolicy:
     """Makes the policy, fresh, with a source of randomness for those that draw."""
     predictor: LengthPredictor | None
     """Fills in the size of a request that came without; None: the context alone is its size."""
+    artifact: PolicyArtifact | None = None
+    """What it was made from; None for a hand-written rule."""
 
     @property
     def draws(self) -> bool:
@@ -137,7 +139,7 @@ def from_artifact(name: str, artifact: PolicyArtifact, source: str) -> ServedPol
         metrics=dict(metadata.metrics),
         lineage=dict(metadata.lineage),
     )
-    return ServedPolicy(card, partial(_make_learned, artifact), metadata.predictor)
+    return ServedPolicy(card, partial(_make_learned, artifact), metadata.predictor, artifact)
 
 
 def from_baseline(name: str, scenario: Scenario) -> ServedPolicy:
