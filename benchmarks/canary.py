@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tyro
@@ -42,6 +43,9 @@ class Args:
     scenario: str = "conversation_mixed_gpus"
     """A fleet."""
     runs: int = 200
+    arrivals: Literal["independent", "poisson", "mmpp"] = "poisson"
+    """Of the simulated requests, around the scenario's load; independent: no simulator, every
+    request is good by a coin of its own."""
     requests: int = 6000
     """Of every run, champion's and canary's."""
     share: float = 0.2
@@ -61,9 +65,11 @@ class Args:
 class World:
     """One fleet, its traffic, and what becomes of every request under a linear policy."""
 
-    def __init__(self, scenario_name: str, num_requests: int) -> None:
+    def __init__(self, scenario_name: str, process: str, num_requests: int) -> None:
         """Draw nothing yet."""
-        self.scenario = load_scenario(scenario_name)
+        scenario = load_scenario(scenario_name)
+        arrivals = scenario.arrivals.model_copy(update={"process": process})
+        self.scenario = scenario.model_copy(update={"arrivals": arrivals})
         self.source = StreamSource(self.scenario)
         self.num_requests = num_requests
         self._sim: Simulator = make_simulator(self.scenario, 1, num_requests)
@@ -182,10 +188,29 @@ def in_worlds_of_their_own(world: World, policies: Policies, args: Args) -> list
     return [_row(kind, stopped[kind], goodputs, args) for kind in kinds]
 
 
+def by_coins(args: Args) -> list[Row]:
+    """Judge canaries whose requests are good or not by independent coins."""
+    kinds = {"worse": args.goodput - args.worse, "equal": args.goodput, "fails": 0.0}
+    goodputs: dict[str, list[float]] = {"champion": [args.goodput]}
+    goodputs |= {kind: [goodput] for kind, goodput in kinds.items()}
+    rows = []
+    times_s = np.arange(args.requests, dtype=np.float64)
+    for kind, goodput in kinds.items():
+        stopped = []
+        for run in range(args.runs):
+            rng = np.random.default_rng([args.seed, run])
+            hashed = rng.random(args.requests) < args.share
+            good = rng.random(args.requests) < np.where(hashed, goodput, args.goodput)
+            stopped.append(run_test(hashed, good, times_s, np.zeros_like(times_s), args.share, 1.0))
+        rows.append(_row(kind, [one for one, _ in stopped], goodputs, args))
+    return rows
+
+
 def _row(kind: str, stopped: list[int | None], goodputs: dict[str, list[float]], args: Args) -> Row:
     after = np.array([np.inf if one is None else one for one in stopped])
     return {
         "canary": kind,
+        "arrivals": args.arrivals,
         "runs": len(stopped),
         "champion_goodput_fraction": float(np.mean(goodputs["champion"])),
         "canary_goodput_fraction": float(np.mean(goodputs[kind])),
@@ -241,11 +266,14 @@ def _with_weights(base: object, weights: FloatArray, world: World) -> object:
 
 
 def main(args: Args) -> None:
-    world = World(args.scenario, args.requests)
-    policies = make_policies(world, args)
-    rows = in_worlds_of_their_own(world, policies, args)
-    if args.mixed:
-        rows.append(in_one_world(world, policies, args))
+    if args.arrivals == "independent":
+        rows = by_coins(args)
+    else:
+        world = World(args.scenario, args.arrivals, args.requests)
+        policies = make_policies(world, args)
+        rows = in_worlds_of_their_own(world, policies, args)
+        if args.mixed:
+            rows.append(in_one_world(world, policies, args))
     table = Table(*rows[0])
     for row in rows:
         table.add_row(

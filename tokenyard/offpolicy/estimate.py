@@ -19,22 +19,49 @@ NUM_BLOCKS = 20
 """Consecutive decisions are alike; means of this many blocks are taken to be independent."""
 
 
-def ips_gain(
-    outcome: FloatArray, propensity: FloatArray, same: BoolArray, num_blocks: int = NUM_BLOCKS
-) -> Interval:
-    """Mean outcome under the candidate minus that of what was done, by inverse propensities.
+def ips_values(outcome: FloatArray, propensity: FloatArray, same: BoolArray) -> FloatArray:
+    """What every logged decision says of the candidate's mean outcome; their mean is unbiased.
 
     Args:
         outcome: Of every decision, shape (num_decisions,).
         propensity: Probability with which its replica was chosen, in (0, 1], same shape.
         same: Whether the candidate would have chosen that replica, same shape.
-        num_blocks: Of consecutive decisions, for the interval.
 
     Raises:
         ValueError: A propensity is not in (0, 1].
     """
-    weight = _weights(propensity, same)
-    return t_interval(_block_means(weight * outcome - outcome, num_blocks))
+    return _weights(propensity, same) * outcome
+
+
+def doubly_robust_values(
+    outcome: FloatArray,
+    propensity: FloatArray,
+    same: BoolArray,
+    expected_logged: FloatArray,
+    expected_candidate: FloatArray,
+) -> FloatArray:
+    """As `ips_values`, with a model of the outcome whose errors alone are weighted.
+
+    Args:
+        outcome: Of every decision, shape (num_decisions,).
+        propensity: Probability with which its replica was chosen.
+        same: Whether the candidate would have chosen that replica.
+        expected_logged: The model's outcome of the replica that was chosen.
+        expected_candidate: The model's outcome of the candidate's choice.
+    """
+    return expected_candidate + _weights(propensity, same) * (outcome - expected_logged)
+
+
+def mean_interval(values: FloatArray, num_blocks: int = NUM_BLOCKS) -> Interval:
+    """Mean of what consecutive decisions say, with an interval over blocks of them."""
+    return t_interval(_block_means(values, num_blocks))
+
+
+def ips_gain(
+    outcome: FloatArray, propensity: FloatArray, same: BoolArray, num_blocks: int = NUM_BLOCKS
+) -> Interval:
+    """Mean outcome under the candidate minus that of what was done; see `ips_values`."""
+    return mean_interval(ips_values(outcome, propensity, same) - outcome, num_blocks)
 
 
 def snips_gain(
@@ -73,19 +100,9 @@ def doubly_robust_gain(
     expected_candidate: FloatArray,
     num_blocks: int = NUM_BLOCKS,
 ) -> Interval:
-    """As `ips_gain`, with a model of the outcome whose errors alone are weighted.
-
-    Args:
-        outcome: Of every decision, shape (num_decisions,).
-        propensity: Probability with which its replica was chosen.
-        same: Whether the candidate would have chosen that replica.
-        expected_logged: The model's outcome of the replica that was chosen.
-        expected_candidate: The model's outcome of the candidate's choice.
-        num_blocks: Of consecutive decisions, for the interval.
-    """
-    weight = _weights(propensity, same)
-    value = expected_candidate + weight * (outcome - expected_logged)
-    return t_interval(_block_means(value - outcome, num_blocks))
+    """Mean outcome under the candidate minus what was done; see `doubly_robust_values`."""
+    values = doubly_robust_values(outcome, propensity, same, expected_logged, expected_candidate)
+    return mean_interval(values - outcome, num_blocks)
 
 
 def calibrated(model: FloatArray, outcome: FloatArray) -> FloatArray:
