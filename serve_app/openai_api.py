@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
+from importlib import resources
 from typing import Annotated, Any
 
 import numpy as np
@@ -46,6 +47,11 @@ from serve_app.pools import SloClass
 from serve_app.texts import Tokenizer
 from serve_app.work import Delta, Work
 
+_PAGE_MAY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+)
+"""The page asks this server alone."""
 _LONG_TEXT = 4_000
 """Characters from which on a prompt is tokenised off the event loop."""
 _LARGEST_SEED = 2**63 - 1
@@ -517,6 +523,12 @@ def create_gateway_api(
         """Everything that is counted, for Prometheus."""
         gateway.observe()
         return Response(gateway.meters.exposition(), media_type="text/plain; version=0.0.4")
+
+    page = resources.files("serve_app").joinpath("page.html").read_text(encoding="utf-8")
+
+    @api.get("/", include_in_schema=False)
+    async def watch() -> HTMLResponse:
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_MAY})
 
     @api.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
