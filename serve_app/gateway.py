@@ -199,6 +199,11 @@ class Gateway:
         await self._some_replica(answer.arrival_s)
         for attempt in range(limits.max_retries + 1):
             pick = await self._pick(work, answer, tried)
+            if pick is None and not self.collector.replicas:
+                # The last one has gone since; those that come may be the same, and well again.
+                await self._some_replica(self.clock_s())
+                tried.clear()
+                pick = await self._pick(work, answer, tried)
             if pick is None:
                 break
             replica_id = pick.tracked.replica_id

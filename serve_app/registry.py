@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 ALIAS = "champion"
+CANDIDATE = "candidate"
+"""Alias of the version that was offered last (`pipelines/finetune.py`, `sweep.py`)."""
 PREVIOUS = "previous"
 """Alias of the version that was champion before."""
 _EXPERIMENT = "tokenyard-promotions"
@@ -20,11 +22,12 @@ _HASH_TAG = "sha256"
 _FILE = "artifact.npz"
 
 
-def mlflow_lookup(tracking_uri: str) -> RegistryLookup:
+def mlflow_lookup(tracking_uri: str, alias: str = ALIAS) -> RegistryLookup:
     """Return the lookup for `tokenyard.artifact.resolve_champion` over a registry.
 
     Args:
         tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db.
+        alias: Of the version that is looked up.
     """
     # MLflow takes seconds to import, and most servers run without a registry.
     import mlflow
@@ -37,7 +40,7 @@ def mlflow_lookup(tracking_uri: str) -> RegistryLookup:
 
     def lookup(model: str) -> Path | None:
         try:
-            version = client.get_model_version_by_alias(model, ALIAS)
+            version = client.get_model_version_by_alias(model, alias)
         except MlflowException as error:
             if error.error_code in absent:
                 return None

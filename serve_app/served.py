@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.messages import PolicyCard
-from serve_app.registry import mlflow_lookup
+from serve_app.registry import CANDIDATE, mlflow_lookup
 from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_s
@@ -70,7 +70,8 @@ def resolve_policy(
     """Find the policy that a name means.
 
     Args:
-        policy: `champion`, the path of a policy file (.npz), or a baseline's name.
+        policy: `champion`, the registry's `candidate`, the path of a policy file (.npz), or a
+            baseline's name.
         scenario_name: Whose champion or tuned rules apply.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
         fallback_to_sed: Serve shortest expected delay where a trained policy is missing or broken.
@@ -85,6 +86,8 @@ def resolve_policy(
             registry = mlflow_lookup(registry_uri) if registry_uri else None
             artifact, source = resolve_champion("routing", scenario.name, registry=registry)
             return from_artifact("champion", artifact, source)
+        if policy == CANDIDATE:
+            return _candidate(scenario.name, registry_uri)
         if policy.endswith(".npz"):
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source)
@@ -98,6 +101,16 @@ def resolve_policy(
             f"{sorted(BASELINES)}"
         )
     return from_baseline(policy, scenario)
+
+
+def _candidate(scenario_name: str, registry_uri: str | None) -> ServedPolicy:
+    if registry_uri is None:
+        raise ArtifactError("candidate is an alias of the registry, and there is no registry")
+    model = f"tokenyard-routing-{scenario_name}"
+    path = mlflow_lookup(registry_uri, CANDIDATE)(model)
+    if path is None:
+        raise ArtifactError(f"registry {registry_uri}: {model} has no candidate")
+    return from_artifact(CANDIDATE, PolicyArtifact.load(path), f"registry {model}@candidate")
 
 
 def rehearse(served: ServedPolicy) -> None:

@@ -11,6 +11,7 @@ interval.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -105,6 +106,11 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
     both = np.isfinite(simulated_s) & np.isfinite(logged_s)
     error = abs(float(simulated_s[both].mean() / logged_s[both].mean()) - 1.0)
     return Twin(twin, factors, error)
+
+
+def fingerprint(twin: Twin) -> str:
+    """Short hash of the replicas as they were fitted."""
+    return hashlib.sha256(twin.scenario.model_dump_json().encode()).hexdigest()[:12]
 
 
 PolicyRuns = Callable[[Scenario, StreamSet], Sequence[Run]]
