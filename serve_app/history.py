@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,8 +17,8 @@ from tokenyard.types import ReplicaSnapshot
 BIN_S = 5.0
 _NUM_BINS = 180
 """A quarter of an hour."""
-_MAX_TIMES = 500
-"""Times kept of one bin; more are thinned out evenly."""
+_MAX_TIMES = 250
+"""Times kept of one bin; more are thinned out."""
 _NUM_DECISIONS = 30
 
 
@@ -28,8 +29,8 @@ class _Bin:
     start_s: float
     num_finished: int = 0
     num_kept: int = 0
-    ttft_s: list[float] = field(default_factory=list)
-    response_s: list[float] = field(default_factory=list)
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    response_s: array[float] = field(default_factory=lambda: array("d"))
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by pool."""
 
@@ -61,7 +62,7 @@ class History:
         for times, value in ((one.ttft_s, ttft_s), (one.response_s, response_s)):
             if math.isfinite(value):
                 times.append(value)
-                if len(times) > 2 * _MAX_TIMES:
+                if len(times) > _MAX_TIMES:
                     del times[::2]
 
     def decide(

@@ -16,6 +16,7 @@ from serve_app.desk import RAY_DEFAULT, PolicyDesk
 from serve_app.guarded import GuardedPolicy
 from serve_app.messages import PolicyReference
 from serve_app.trial import MAX_SHARE, Mode, Trial
+from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class PoliciesChange(BaseModel):
     """For `shadow` and `canary`: as in `POST /v1/policy`."""
     share: Annotated[float, Field(gt=0, le=MAX_SHARE, allow_inf_nan=False)] = 0.2
     """Of the requests that a canary decides for."""
-    alpha: Annotated[float, Field(ge=1e-4, le=0.2, allow_inf_nan=False)] = 0.03
+    alpha: Annotated[float, Field(ge=1e-4, le=0.2, allow_inf_nan=False)] = DEFAULT_ALPHA
     """Chance, at most, to stop a canary that is as good as the champion."""
 
 

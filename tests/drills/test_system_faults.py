@@ -210,7 +210,7 @@ def under_load(site, break_it, heal):
         return load.heard, healed_s
 
     heard, healed_s = asyncio.run(run())
-    print(f"heard {dict(heard)}, healed after {healed_s:.1f} s")
+    sys.stdout.write(f"heard {dict(heard)}, healed after {healed_s:.1f} s\n")
     assert heard["lost"] == 0
     assert heard["answered"] > 0
     return heard

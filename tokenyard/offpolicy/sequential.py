@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DEFAULT_ALPHA = 0.03
+DEFAULT_ALPHA = 0.05
 _MEMORY = 150.0
 """Requests over which the rate of bad ones is remembered: bursts are short."""
 _LEAST_RATE, _MOST_RATE = 1e-3, 0.98
