@@ -10,7 +10,7 @@ export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
 
-.PHONY: sweep test test-slow test-cluster check serve demo mlflow bench install
+.PHONY: sweep test test-slow test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
 .venv/.core: pyproject.toml
@@ -39,6 +39,9 @@ test-slow: .venv/.dev ## What takes longer than a coffee.
 
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster
+
+drills: .venv/.dev ## Break the policy in twelve ways and the system in six, under load.
+	$(BIN)/pytest -m drills -rA --no-header tests/drills
 
 check: .venv/.dev ## Lint, format, types, layers.
 	$(BIN)/ruff check .

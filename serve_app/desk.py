@@ -1,4 +1,8 @@
-"""Who decides now: the policy, kept on a short leash, and the rule that stands in for it."""
+"""Who decides now: the policy, kept on a short leash, and the rule that stands in for it.
+
+Beside them, at most one policy on trial, and the policy that decided before, kept warm so that
+going back to it takes no time.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,19 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from serve_app.bounded import BoundedCaller, TooSlow, WatchedCaller
-from serve_app.decider import Choice, Decider, UnfitRequest, check_exploration
+from serve_app.bounded import BoundedCaller
+from serve_app.decider import Choice, Decider
+from serve_app.guarded import Callers, GuardedPolicy
 from serve_app.pools import Trust
 from serve_app.served import ServedPolicy, rehearse, resolve_policy
+from serve_app.trial import Arm, Mode, Trial
 from tokenyard.artifact import ArtifactError
+from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
 from tokenyard.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
@@ -27,10 +34,21 @@ REASONS = ("error", "too_slow", "resting", "stale", "unfit", "missing")
 current, is not for these replicas, or was not found at the start."""
 _REHEARSAL_S = 30.0
 _NUM_TIMES = 1000
-_PATIENCE = 5.0
-"""Budgets that may pass on a machine that is busy with other things."""
-_PROBATION = 100
-"""Decisions that a policy which was too slow makes in a thread before it is trusted again."""
+_NUM_EVENTS = 200
+_TOO_MANY_ERRORS = 10
+"""Decisions in which a canary may fail before its trial ends, in a row or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of who decides."""
+
+    time_s: float
+    """Unix time, seconds."""
+    what: str
+    policy: str
+    """`name@version`."""
+    why: str
 
 
 class PolicyDesk:
@@ -61,36 +79,54 @@ class PolicyDesk:
         Raises:
             ValueError: The baseline is not known.
         """
-        self._scenario = scenario
+        self.scenario = scenario
+        self.registry = registry
         self._trust = trust
         self._rng = rng
-        self._registry = registry
         self._clock_s = clock_s
-        self._trusted = WatchedCaller(trust.budget_s, _PATIENCE)
-        self._suspected = BoundedCaller(trust.budget_s * _PATIENCE)
-        self._probation = 0
+        self._callers = Callers(trust)
         served = resolve_policy(baseline, scenario)
         rehearse(served)
         self._baseline = Decider(served, rng.spawn(1)[0])
         self.baseline = baseline
-        self.served = served
-        self.name = baseline
-        self.explore_fraction = 0.0
-        self.missing: str | None = None
-        """Why the policy that was asked for is not there."""
         self.num_decisions = 0
         self.num_explored = 0
         self.fallbacks: Counter[str] = Counter()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """Times of the last decisions, the baseline's in their place included, microseconds."""
-        self._decider: Decider | None = None
-        self._failures_in_a_row = 0
-        self._rests_until_s = -np.inf
+        self.policy = self._guarded(baseline, served, 0.0)
+        self._asks = False
+        """Whether the policy is asked: Ray decides otherwise, or nobody was asked for."""
+        self.previous: tuple[GuardedPolicy, bool] | None = None
+        """What decided before, to go back to, and whether it was asked."""
+        self.trial: Trial | None = None
+        """The last one; it may have ended."""
+        self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
+
+    @property
+    def name(self) -> str:
+        """The policy's, as it was asked for."""
+        return self.policy.name
+
+    @property
+    def served(self) -> ServedPolicy:
+        """What decides."""
+        return self.policy.served
+
+    @property
+    def missing(self) -> str | None:
+        """Why the policy that was asked for is not there."""
+        return self.policy.missing
+
+    @property
+    def explore_fraction(self) -> float:
+        """Share of decisions drawn at random."""
+        return self.policy.explore_fraction
 
     @property
     def rests(self) -> bool:
         """Whether the policy is left alone for now."""
-        return self._clock_s() < self._rests_until_s
+        return self.policy.rests
 
     def predicted_total_tokens(self, context_tokens: int) -> float:
         """Predicted size of a request of that context, tokens."""
@@ -110,35 +146,89 @@ class PolicyDesk:
             ValueError: It is not known, cannot be used, or does not get through a rehearsal; what
                 decided before goes on.
         """
-        missing = None
-        if policy == RAY_DEFAULT:
-            served, decider, explore_fraction = self._baseline.served, None, 0.0
-        else:
-            try:
-                served = resolve_policy(policy, self._scenario, self._registry)
-            except ArtifactError as error:
-                if not may_be_missing:
-                    raise
-                missing, served = str(error), self._baseline.served
-                logger.warning("%s decides: %s", self.baseline, missing)
-            explore_fraction = 0.0 if served.draws else explore_fraction
-            check_exploration(served, explore_fraction)
-            _rehearse(served)
-            decider = Decider(served, self._rng.spawn(1)[0], explore_fraction)
-        self.name, self.served, self.missing = policy, served, missing
-        self.explore_fraction, self._decider = explore_fraction, decider
-        self._failures_in_a_row, self._rests_until_s, self._probation = 0, -np.inf, 0
+        self._install(*self._find(policy, explore_fraction, may_be_missing), "switched to", "asked")
 
-    def pick(self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool) -> Choice:
+    def start_trial(
+        self, policy: str, mode: Mode, share: float, alpha: float = DEFAULT_ALPHA
+    ) -> Trial:
+        """Put a policy on trial in place of the one that is.
+
+        Args:
+            policy: As for `switch`, without `ray_default`.
+            mode: `shadow` or `canary`.
+            share: Of the requests, for a canary.
+            alpha: Chance, at most, to stop a canary that is as good.
+
+        Raises:
+            ValueError: It cannot be put on trial, or nobody decides whom it could be compared to.
+        """
+        if RAY_DEFAULT in (policy, self.name):
+            raise ValueError(f"{RAY_DEFAULT} scores nothing that a trial could be compared on")
+        guarded, _ = self._find(policy, 0.0, may_be_missing=False)
+        if mode == "canary":
+            # A canary explores as the champion does, or its log could judge nobody.
+            explore = 0.0 if guarded.served.draws else self.explore_fraction
+            guarded = self._guarded(policy, guarded.served, explore)
+        trial = Trial(guarded, mode, share, time.time(), alpha)
+        self.end_trial("another one began")
+        self.trial = trial
+        self._note(f"{mode} began", guarded, f"share {trial.share:g}")
+        return trial
+
+    def end_trial(self, why: str) -> None:
+        """End the trial that runs, if any does."""
+        if self.trial is not None and self.trial.running:
+            self.trial.end(why, time.time())
+        self._note_end()
+
+    def promote(self) -> GuardedPolicy:
+        """Let the policy on trial decide from now on.
+
+        Raises:
+            ValueError: None is on trial.
+        """
+        if self.trial is None or not self.trial.running:
+            raise ValueError("no policy is on trial")
+        policy = self.trial.policy
+        policy = self._guarded(
+            policy.name, policy.served, 0.0 if policy.served.draws else self.explore_fraction
+        )
+        self.trial.end("it was promoted", time.time())
+        self._note_end()
+        self._install(policy, True, "promoted", "after its trial")
+        return policy
+
+    def roll_back(self, why: str = "asked") -> None:
+        """Let what decided before decide again; at once, since it was kept.
+
+        Raises:
+            ValueError: Nothing decided before.
+        """
+        if self.previous is None:
+            raise ValueError("no other policy has decided before")
+        self._install(*self.previous, "rolled back to", why)
+
+    def arm_of(self, request_id: str) -> Arm:
+        """Whose decision a request is."""
+        return "champion" if self.trial is None else self.trial.arm_of(request_id)
+
+    def pick(
+        self,
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        stale: bool,
+        arm: Arm = "champion",
+    ) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy.
 
         Args:
             request: To be placed.
             snapshots: Candidates, at least one.
             stale: Whether none of them was heard of lately.
+            arm: Whose decision it is.
         """
         started_ns = time.perf_counter_ns()
-        choice, reason = self._ask(request, snapshots, stale)
+        choice, reason = self._ask(request, snapshots, stale, arm)
         if choice is None:
             choice = self._baseline.decide(request, snapshots)
         decision_us = (time.perf_counter_ns() - started_ns) / 1e3
@@ -152,48 +242,99 @@ class PolicyDesk:
             self.fallbacks[reason] += 1
         return choice
 
+    def observe(
+        self,
+        request_id: str,
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        choice: Choice,
+    ) -> None:
+        """Show a decision to the shadow, where there is one."""
+        trial = self.trial
+        if trial is not None and trial.running and trial.shadow is not None:
+            trial.shadow.offer(request_id, request, snapshots, choice)
+
+    def label_of(self, arm: Arm) -> str:
+        """`name@version` of who decides for an arm."""
+        if arm == "canary" and self.trial is not None:
+            return self.trial.policy.label
+        return RAY_DEFAULT if self.name == RAY_DEFAULT else self.policy.label
+
+    def settle(self, request_id: str, good: bool | None, response_s: float, now_s: float) -> None:
+        """Tell the trial what became of a request; see `Trial.close`."""
+        if self.trial is not None and self.trial.running:
+            self.trial.close(request_id, good, response_s, now_s)
+            self._note_end()
+
     def stop(self) -> None:
-        """End the policy's thread."""
-        self._trusted.stop()
-        self._suspected.stop()
+        """End the threads."""
+        self.end_trial("the gateway ends")
+        self._callers.stop()
 
     def _ask(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool, arm: Arm
     ) -> tuple[Choice | None, str | None]:
-        """Return the policy's choice, or None and why there is none."""
-        if self.missing is not None:
-            return None, "missing"
-        if self._decider is None:
+        """Return the choice of who is to decide, or None and why there is none."""
+        trial = self.trial
+        if arm == "canary" and trial is not None and trial.running:
+            asked = trial.policy.ask(request, snapshots, stale)
+            failed = trial.policy.fallbacks
+            if trial.policy.num_opened or failed["error"] >= _TOO_MANY_ERRORS:
+                trial.end(f"it failed: {dict(failed)}", time.time())
+                self._note_end()
+            return asked
+        if not self._asks:
             return None, None  # Ray decides, or nobody was asked for: the baseline is no fallback.
-        if stale:
-            return None, "stale"
-        if self.rests:
-            return None, "resting"
-        caller = self._suspected if self._probation else self._trusted
-        try:
-            choice = caller.call(partial(self._decider.decide, request, snapshots))
-        except UnfitRequest as error:
-            logger.debug("%s", error)
-            return None, "unfit"
-        except TooSlow as error:
-            self._probation = _PROBATION
-            self._rest(str(error))
-            return None, "too_slow"
-        if choice.fallback:
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row >= self._trust.failures_to_open:
-                self._rest("it failed again and again")
-            return None, "error"
-        self._failures_in_a_row = 0
-        self._probation = max(self._probation - 1, 0)
-        return choice, None
+        return self.policy.ask(request, snapshots, stale)
 
-    def _rest(self, reason: str) -> None:
-        """Leave the policy alone for a while; what it remembers may be broken by then."""
-        logger.warning("policy %s rests for %g s: %s", self.name, self._trust.cool_down_s, reason)
-        self._rests_until_s = self._clock_s() + self._trust.cool_down_s
-        self._failures_in_a_row = 0
-        self._decider = Decider(self.served, self._rng.spawn(1)[0], self.explore_fraction)
+    def _find(
+        self, policy: str, explore_fraction: float, may_be_missing: bool
+    ) -> tuple[GuardedPolicy, bool]:
+        """Find and rehearse a policy; the flag says whether it is asked."""
+        if policy == RAY_DEFAULT:
+            return self._guarded(policy, self._baseline.served, 0.0), False
+        missing = None
+        try:
+            served = resolve_policy(policy, self.scenario, self.registry)
+        except ArtifactError as error:
+            if not may_be_missing:
+                raise
+            missing, served = str(error), self._baseline.served
+            logger.warning("%s decides: %s", self.baseline, missing)
+        explore_fraction = 0.0 if served.draws else explore_fraction
+        guarded = self._guarded(policy, served, explore_fraction, missing)
+        _rehearse(served)
+        return guarded, True
+
+    def _guarded(
+        self, name: str, served: ServedPolicy, explore_fraction: float, missing: str | None = None
+    ) -> GuardedPolicy:
+        return GuardedPolicy(
+            name, served, self._trust, self._rng.spawn(1)[0], self._callers, self._clock_s,
+            explore_fraction, missing,
+        )  # fmt: skip
+
+    def _install(self, policy: GuardedPolicy, asks: bool, what: str, why: str) -> None:
+        # A trial is against one champion: with another it would begin anew.
+        self.end_trial("another policy decides")
+        self.previous = (self.policy, self._asks)
+        self.policy, self._asks = policy, asks
+        self._note(what, policy, why)
+
+    def _note_end(self) -> None:
+        """Write down that the trial has ended, once."""
+        trial = self.trial
+        if trial is None or trial.why is None:
+            return
+        what = f"{trial.mode} ended"
+        if any(e.what == what and e.time_s == trial.ended_s for e in self.events):
+            return
+        assert trial.ended_s is not None
+        self.events.append(Event(trial.ended_s, what, trial.policy.label, trial.why))
+
+    def _note(self, what: str, policy: GuardedPolicy, why: str) -> None:
+        label = RAY_DEFAULT if policy.name == RAY_DEFAULT else policy.label
+        self.events.append(Event(time.time(), what, label, why))
 
 
 def _rehearse(served: ServedPolicy) -> None:

@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from serve_app.backends import Backend
 from serve_app.decider import Choice
 from serve_app.desk import RAY_DEFAULT, PolicyDesk
+from serve_app.history import History
 from serve_app.meters import Meters
 from serve_app.outcome_log import Outcome, OutcomeLog
 from serve_app.pools import Cluster, SloClass
 from serve_app.router import RayDefault
 from serve_app.telemetry import Collector, Tracked
+from serve_app.trial import Arm
 from serve_app.work import Delta, ReplicaFailed, ReplicaFull, ReplicaRefused, Work
 from tokenyard.scenario import load_scenario
 from tokenyard.types import ReplicaSnapshot, Request
@@ -59,6 +61,7 @@ class _Pick:
     pools: tuple[str, ...]
     request: Request
     policy: str
+    arm: Arm
     by_ray: bool
 
 
@@ -70,12 +73,33 @@ class _Answer:
     num_tokens: int = 0
     first_token_s: float = math.nan
     finish_reason: str | None = None
+    arm: Arm = "champion"
+    response_s: float = math.nan
+    """Arrival to the end; NaN: it was not completed."""
 
     def take(self, delta: Delta, now_s: float) -> None:
         if delta.num_tokens and math.isnan(self.first_token_s):
             self.first_token_s = now_s
         self.num_tokens = max(delta.num_tokens, self.num_tokens)
         self.finish_reason = delta.finish_reason
+
+    def kept(self, promises: SloClass, now_s: float) -> bool | None:
+        """Whether an answer that has ended kept all promises; None: its client left before that.
+
+        Args:
+            promises: Of its class.
+            now_s: When it ended, Unix time, seconds.
+        """
+        ttft_s = self.first_token_s - self.arrival_s
+        tpot_s = (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
+        in_time = (
+            now_s - self.arrival_s <= promises.response_s
+            and not ttft_s > (promises.ttft_s or math.inf)
+            and not tpot_s > (promises.tpot_s or math.inf)
+        )
+        if self.finish_reason in ("stop", "length"):
+            return in_time
+        return None if self.finish_reason == "abort" and in_time else False
 
 
 @dataclass
@@ -101,6 +125,7 @@ class Gateway:
         """Make the collector."""
         means = load_scenario(self.cluster.scenario).mean_lengths_tokens
         self.collector = Collector(means)
+        self.history = History()
         self._ray: RayDefault | None = None
         self._suspects: dict[str, float] = {}
 
@@ -120,7 +145,10 @@ class Gateway:
         self.num_offered += 1
         self._admit(service_class)
         self.in_flight += 1
-        answer = _Answer(self.clock_s())
+        answer = _Answer(self.clock_s(), arm=self.desk.arm_of(work.request_id))
+        if self.desk.trial is not None:
+            deadline_s = answer.arrival_s + service_class.response_s
+            self.desk.trial.open(work.request_id, answer.arm, deadline_s)
         try:
             async with asyncio.timeout(self.cluster.limits.timeout_s):
                 async with aclosing(self._attempts(work, service_class, answer)) as deltas:
@@ -128,8 +156,18 @@ class Gateway:
                         yield delta
         except TimeoutError:
             raise Unserved(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
+        except (GeneratorExit, asyncio.CancelledError):
+            if answer.finish_reason is None:
+                answer.finish_reason = "abort"
+            raise
         finally:
             self.in_flight -= 1
+            now_s = self.clock_s()
+            kept = answer.kept(service_class, now_s)
+            self.desk.settle(work.request_id, kept, answer.response_s, now_s)
+            self.history.finish(
+                now_s, answer.first_token_s - answer.arrival_s, answer.response_s, bool(kept)
+            )
 
     def refresh(self) -> float:
         """Bring the collector up to date; return the time."""
@@ -163,7 +201,12 @@ class Gateway:
         failure: ReplicaFailed | None = None
         await self._some_replica(answer.arrival_s)
         for attempt in range(limits.max_retries + 1):
-            pick = await self._pick(work, answer.arrival_s, tried)
+            pick = await self._pick(work, answer, tried)
+            if pick is None and not self.collector.replicas:
+                # The last one has gone since; those that come may be the same, and well again.
+                await self._some_replica(self.clock_s())
+                tried.clear()
+                pick = await self._pick(work, answer, tried)
             if pick is None:
                 break
             replica_id = pick.tracked.replica_id
@@ -233,7 +276,7 @@ class Gateway:
     ) -> None:
         now_s = self.clock_s()
         done = outcome in ("stop", "length")
-        response_s = now_s - answer.arrival_s if done else math.nan
+        response_s = answer.response_s = now_s - answer.arrival_s if done else math.nan
         ttft_s = answer.first_token_s - answer.arrival_s
         tracked = pick.tracked
         tracked.book.close(work.request_id, now_s, response_s if done else None)
@@ -251,11 +294,7 @@ class Gateway:
             if answer.num_tokens > 1:
                 meters.tpot_s.labels(pool).observe(tpot_s)
             self.completed[service_class.name] += 1
-            self.attained[service_class.name] += (
-                response_s <= service_class.response_s
-                and not ttft_s > (service_class.ttft_s or math.inf)
-                and not tpot_s > (service_class.tpot_s or math.inf)
-            )
+            self.attained[service_class.name] += bool(answer.kept(service_class, now_s))
         if self.log is not None:
             choice = pick.choice
             self.log.write(
@@ -267,11 +306,11 @@ class Gateway:
                     index=choice.index, propensity=choice.propensity, explored=choice.explored,
                     fallback_reason=choice.fallback_reason, decision_us=choice.decision_us,
                     outcome=outcome, output_tokens=answer.num_tokens, ttft_s=ttft_s,
-                    response_s=response_s,
+                    response_s=response_s, arm=pick.arm,
                 )
             )  # fmt: skip
 
-    async def _pick(self, work: Work, arrival_s: float, tried: set[str]) -> _Pick | None:
+    async def _pick(self, work: Work, answer: _Answer, tried: set[str]) -> _Pick | None:
         """Choose a replica and put the request on its book; None: there is none left."""
         by_ray = self.desk.name == RAY_DEFAULT
         started_ns = time.perf_counter_ns()
@@ -289,7 +328,7 @@ class Gateway:
         context = len(work.token_ids)
         total = min(self.desk.predicted_total_tokens(context), needed)
         # Always a float: compiled policies are compiled anew for other types.
-        request = Request(arrival_s, context, float(max(total, context + 1)))
+        request = Request(answer.arrival_s, context, float(max(total, context + 1)))
         ids = [one.replica_id for one in replicas]
         if chosen in ids:
             us = (time.perf_counter_ns() - started_ns) / 1e3
@@ -299,7 +338,9 @@ class Gateway:
         else:
             if chosen is not None and self._ray is not None:
                 self._ray.finished(chosen)
-            choice = self.desk.pick(request, snapshots, self._all_stale(replicas, now_s))
+            stale = self._all_stale(replicas, now_s)
+            choice = self.desk.pick(request, snapshots, stale, answer.arm)
+            self.desk.observe(work.request_id, request, snapshots, choice)
         by_ray = by_ray and chosen in ids
         tracked = replicas[choice.index]
         output = request.predicted_total_tokens - context
@@ -309,10 +350,10 @@ class Gateway:
             now_s,
         )  # fmt: skip
         self._count(choice, tracked.pool, context)
-        served = self.desk.served.card
-        policy = RAY_DEFAULT if self.desk.name == RAY_DEFAULT else f"{served.name}@{served.version}"
+        policy = self.desk.label_of(answer.arm)
         pools = tuple(one.pool for one in replicas)
-        return _Pick(tracked, choice, tuple(snapshots), pools, request, policy, by_ray)
+        self.history.decide(now_s, policy, pools, snapshots, choice)
+        return _Pick(tracked, choice, tuple(snapshots), pools, request, policy, answer.arm, by_ray)
 
     def _count(self, choice: Choice, pool: str, context_tokens: int) -> None:
         self.meters.decision_s.observe(choice.decision_us / 1e6)

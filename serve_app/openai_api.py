@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
+from importlib import resources
 from typing import Annotated, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from serve_app.api import RoutingService
 from serve_app.decider import Decider
 from serve_app.engines.base import Sampling
 from serve_app.gateway import Gateway, Refused, Unserved
+from serve_app.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
 from serve_app.messages import PolicyAnswer, Problem, RouteAnswer, RouteMessage
 from serve_app.openai_messages import (
     AssistantMessage,
@@ -45,6 +47,11 @@ from serve_app.pools import SloClass
 from serve_app.texts import Tokenizer
 from serve_app.work import Delta, Work
 
+_PAGE_MAY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+)
+"""The page asks this server alone."""
 _LONG_TEXT = 4_000
 """Characters from which on a prompt is tokenised off the event loop."""
 _LARGEST_SEED = 2**63 - 1
@@ -399,6 +406,7 @@ def create_gateway_api(
         stop: Called after the last.
     """
     generator, router = Generator(gateway, tokenizer), _RouteOnly(gateway)
+    lifecycle = Lifecycle(gateway.desk)
     started_s = int(time.time())
 
     @asynccontextmanager
@@ -471,6 +479,33 @@ def create_gateway_api(
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
 
+    @api.get("/v1/policies", dependencies=may_use, responses={401: {"model": Problem}})
+    async def policies() -> PoliciesAnswer:
+        """Say who decides, who did before, and how the trial goes."""
+        return lifecycle.describe()
+
+    @api.post(
+        "/v1/policies", dependencies=may_change, responses={**_PROBLEMS, 409: {"model": Problem}}
+    )
+    async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
+        """Put a policy on trial, end the trial, promote what is on trial, or roll back."""
+        try:
+            return await lifecycle.change(body)
+        except Conflict as error:
+            raise BadRequest(" ".join(str(error).split()), 409) from None
+        except (ValueError, OSError) as error:
+            raise BadRequest(" ".join(str(error).split()), 422) from None
+
+    @api.get("/v1/history", dependencies=may_use, responses={401: {"model": Problem}})
+    async def history() -> dict[str, Any]:
+        """Tell of the last quarter of an hour, and of the last decisions with their scores."""
+        return {
+            "now_s": gateway.refresh(),
+            "in_flight": gateway.in_flight,
+            "bins": gateway.history.rows(),
+            "decisions": gateway.history.decisions(),
+        }
+
     @api.get("/v1/pools", dependencies=may_use, responses={401: {"model": Problem}})
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica: speed, state and its age."""
@@ -488,6 +523,12 @@ def create_gateway_api(
         """Everything that is counted, for Prometheus."""
         gateway.observe()
         return Response(gateway.meters.exposition(), media_type="text/plain; version=0.0.4")
+
+    page = resources.files("serve_app").joinpath("page.html").read_text(encoding="utf-8")
+
+    @api.get("/", include_in_schema=False)
+    async def watch() -> HTMLResponse:
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_MAY})
 
     @api.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:

@@ -19,7 +19,7 @@ from tokenyard.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MAX_QUEUED = 10_000
 _ROWS_PER_FILE = 5_000
 
@@ -54,6 +54,8 @@ class Outcome:
     """Arrival to first token; NaN: there was none."""
     response_s: float
     """Arrival to the end; NaN: it was not completed."""
+    arm: str = "champion"
+    """Whose decision it was while a canary had its share: `champion` or `canary`."""
 
     def to_row(self) -> dict[str, Any]:
         """Lay it out as a row of the table; NaN becomes null."""

@@ -1,19 +1,33 @@
-"""Finds champions in an MLflow model registry."""
+"""Finds champions in an MLflow model registry, and writes down who became one."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenyard.artifact import ArtifactError, RegistryLookup
+from tokenyard.artifact import ArtifactError, PolicyArtifact, RegistryLookup
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 ALIAS = "champion"
+CANDIDATE = "candidate"
+"""Alias of the version that was offered last (`pipelines/finetune.py`, `sweep.py`)."""
+PREVIOUS = "previous"
+"""Alias of the version that was champion before."""
+_EXPERIMENT = "tokenyard-promotions"
+_HASH_TAG = "sha256"
+_FILE = "artifact.npz"
 
 
-def mlflow_lookup(tracking_uri: str) -> RegistryLookup:
+def mlflow_lookup(tracking_uri: str, alias: str = ALIAS) -> RegistryLookup:
     """Return the lookup for `tokenyard.artifact.resolve_champion` over a registry.
 
     Args:
         tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db.
+        alias: Of the version that is looked up.
     """
     # MLflow takes seconds to import, and most servers run without a registry.
     import mlflow
@@ -26,7 +40,7 @@ def mlflow_lookup(tracking_uri: str) -> RegistryLookup:
 
     def lookup(model: str) -> Path | None:
         try:
-            version = client.get_model_version_by_alias(model, ALIAS)
+            version = client.get_model_version_by_alias(model, alias)
         except MlflowException as error:
             if error.error_code in absent:
                 return None
@@ -43,6 +57,88 @@ def mlflow_lookup(tracking_uri: str) -> RegistryLookup:
         return _policy_file(Path(folder), f"{model} version {version.version}")
 
     return lookup
+
+
+def promote(
+    tracking_uri: str, model: str, artifact: PolicyArtifact, tags: Mapping[str, str]
+) -> str:
+    """Make an artifact the registered champion; the one before keeps the alias `previous`.
+
+    Args:
+        tracking_uri: Any URI that MLflow takes.
+        model: Registered model, made where it is missing.
+        artifact: Registered too, unless one of its hash is.
+        tags: Lineage and verdict, written onto the version.
+
+    Returns:
+        The version that is champion now.
+
+    Raises:
+        ArtifactError: The registry cannot be written; the alias has not moved.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        version = _find_version(client, model, artifact) or _add_version(client, model, artifact)
+        for key, value in ({_HASH_TAG: artifact.sha256} | dict(tags)).items():
+            client.set_model_version_tag(model, version, key, value)
+        before = client.get_registered_model(model).aliases.get(ALIAS)
+        if before is not None and str(before) != version:
+            client.set_registered_model_alias(model, PREVIOUS, str(before))
+        client.set_registered_model_alias(model, ALIAS, version)
+    except (MlflowException, OSError) as error:
+        raise ArtifactError(f"registry {tracking_uri}: {_sentence(error)}") from None
+    return version
+
+
+def restore(tracking_uri: str, model: str) -> str:
+    """Swap the aliases `champion` and `previous`; return the version that is champion now.
+
+    Raises:
+        ArtifactError: There is no previous one, or the registry cannot be written.
+    """
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        aliases = client.get_registered_model(model).aliases
+        if PREVIOUS not in aliases:
+            raise ArtifactError(f"registry {tracking_uri}: {model} has no previous champion")
+        now, before = str(aliases[PREVIOUS]), aliases.get(ALIAS)
+        client.set_registered_model_alias(model, ALIAS, now)
+        if before is not None:
+            client.set_registered_model_alias(model, PREVIOUS, str(before))
+    except (MlflowException, OSError) as error:
+        raise ArtifactError(f"registry {tracking_uri}: {_sentence(error)}") from None
+    return now
+
+
+def _find_version(client: MlflowClient, model: str, artifact: PolicyArtifact) -> str | None:
+    found = client.search_model_versions(f"name = '{model}'")
+    hashes = {one.tags.get(_HASH_TAG): str(one.version) for one in found}
+    return hashes.get(artifact.sha256)
+
+
+def _add_version(client: MlflowClient, model: str, artifact: PolicyArtifact) -> str:
+    if not client.search_registered_models(f"name = '{model}'"):
+        client.create_registered_model(model)
+    experiment = client.get_experiment_by_name(_EXPERIMENT)
+    number = (
+        client.create_experiment(_EXPERIMENT) if experiment is None else (experiment.experiment_id)
+    )
+    run = client.create_run(number, run_name=f"{model}-{artifact.sha256}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / _FILE
+        artifact.save(path)
+        client.log_artifact(run.info.run_id, str(path), "policy")
+    client.set_terminated(run.info.run_id)
+    version = client.create_model_version(
+        model, source=f"{run.info.artifact_uri}/policy", run_id=run.info.run_id
+    )
+    return str(version.version)
 
 
 def _policy_file(folder: Path, model: str) -> Path:

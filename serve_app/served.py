@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.messages import PolicyCard
-from serve_app.registry import mlflow_lookup
+from serve_app.registry import CANDIDATE, mlflow_lookup
 from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_s
@@ -48,6 +48,8 @@ class ServedPolicy:
     """Makes the policy, fresh, with a source of randomness for those that draw."""
     predictor: LengthPredictor | None
     """Fills in the size of a request that came without; None: the context alone is its size."""
+    artifact: PolicyArtifact | None = None
+    """What it was made from; None for a hand-written rule."""
 
     @property
     def draws(self) -> bool:
@@ -70,7 +72,8 @@ def resolve_policy(
     """Find the policy that a name means.
 
     Args:
-        policy: `champion`, `generic`, the path of a policy file (.npz), or a baseline's name.
+        policy: `champion`, `generic`, the registry's `candidate`, the path of a policy file (.npz),
+            or a baseline's name.
         scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
             promise and length predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
@@ -87,6 +90,8 @@ def resolve_policy(
             wanted = GENERIC if policy == GENERIC else scenario.name
             artifact, source = resolve_champion("routing", wanted, registry=registry)
             return from_artifact(policy, artifact, source, scenario)
+        if policy == CANDIDATE:
+            return _candidate(scenario, registry_uri)
         if policy.endswith(".npz"):
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source, scenario)
@@ -100,6 +105,17 @@ def resolve_policy(
             f"{sorted(BASELINES)}"
         )
     return from_baseline(policy, scenario)
+
+
+def _candidate(scenario: Scenario, registry_uri: str | None) -> ServedPolicy:
+    if registry_uri is None:
+        raise ArtifactError("candidate is an alias of the registry, and there is no registry")
+    model = f"tokenyard-routing-{scenario.name}"
+    path = mlflow_lookup(registry_uri, CANDIDATE)(model)
+    if path is None:
+        raise ArtifactError(f"registry {registry_uri}: {model} has no candidate")
+    artifact = PolicyArtifact.load(path)
+    return from_artifact(CANDIDATE, artifact, f"registry {model}@candidate", scenario)
 
 
 def rehearse(served: ServedPolicy) -> None:
@@ -150,7 +166,7 @@ def from_artifact(
         metrics=dict(metadata.metrics),
         lineage=dict(metadata.lineage),
     )
-    return ServedPolicy(card, partial(_make_learned, artifact, slo), predictor)
+    return ServedPolicy(card, partial(_make_learned, artifact, slo), predictor, artifact)
 
 
 def from_baseline(name: str, scenario: Scenario) -> ServedPolicy:

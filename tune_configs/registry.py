@@ -6,6 +6,7 @@ that beat the present one. Serving reads the same names with code of its own.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ CANDIDATE = "candidate"
 ARTIFACT_FOLDER = "policy"
 ARTIFACT_FILE = "artifact.npz"
 _HASH_TAG = "sha256"
+_OFFERS = "tokenyard-finetune"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,32 @@ def register(
     alias = CHAMPION if champion is artifact else CANDIDATE
     client.set_registered_model_alias(model, alias, version.version)
     return Registration(model, str(version.version), alias, champion.metadata.trainer)
+
+
+def offer(client: MlflowClient, model: str, artifact: PolicyArtifact) -> str:
+    """Register an artifact as `candidate`, whoever is champion; return its version.
+
+    Args:
+        client: Client of the store.
+        model: Registered model, created where it is missing.
+        artifact: Logged into a run of its own, with its metrics and lineage.
+    """
+    experiment = client.get_experiment_by_name(_OFFERS)
+    number = client.create_experiment(_OFFERS) if experiment is None else experiment.experiment_id
+    run = client.create_run(number, run_name=f"{model}-{artifact.sha256}")
+    run_id = run.info.run_id
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ARTIFACT_FILE
+        artifact.save(path)
+        client.log_artifact(run_id, str(path), ARTIFACT_FOLDER)
+    for key, value in artifact.metadata.metrics.items():
+        client.log_metric(run_id, key, value)
+    for key, text in artifact.metadata.lineage.items():
+        client.set_tag(run_id, f"lineage.{key}", text)
+    client.set_terminated(run_id)
+    version = _find_or_create_version(client, model, run_id, artifact)
+    client.set_registered_model_alias(model, CANDIDATE, version.version)
+    return str(version.version)
 
 
 def _find_or_create_version(

@@ -151,7 +151,7 @@ def test_a_policy_that_behaves_again_gets_off_probation(desk, monkeypatch, clock
     assert pick(desk).fallback_reason == "too_slow"
     clock.now_s = 11.0
     assert {pick(desk).fallback_reason for _ in range(120)} == {None}
-    assert desk._probation == 0
+    assert not desk.policy.on_probation
 
 
 def test_stale_signals_are_no_ground_for_a_policy(desk, monkeypatch):

@@ -1,0 +1,288 @@
+"""How soon a worse canary is stopped, and how often one that is just as good.
+
+Two policies decide on the same simulated requests, each in a world of its own; a hash then says
+whose outcome of a request is seen, 20 % the canary's. The promise is set so that the champion
+keeps it for 90 % of requests, and the canaries are made by bending the champion's weights until
+they are 5 points worse, or just as good and yet different: `python benchmarks/canary.py`. With
+`--mixed` both decide in one world, whose replicas they share.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
+from tokenyard.offpolicy.sequential import WorseTest
+from tokenyard.policies.learned import learned_policy
+from tokenyard.provenance import write_result
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.run import run_each
+from tokenyard.sim.simulator import Simulator, make_simulator
+from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.types import BoolArray, FloatArray
+
+Row = dict[str, str | int | float]
+_DEVELOPMENT_SEED = 41
+_NUM_DEVELOPMENT = 40
+
+
+@dataclass(frozen=True)
+class Args:
+    """Let canaries of known quality run until they are stopped or have had their time."""
+
+    scenario: str = "conversation_mixed_gpus"
+    """A fleet."""
+    runs: int = 200
+    arrivals: Literal["independent", "poisson", "mmpp"] = "poisson"
+    """Of the simulated requests, around the scenario's load; independent: no simulator, every
+    request is good by a coin of its own."""
+    requests: int = 6000
+    """Of every run, champion's and canary's."""
+    share: float = 0.2
+    """Of the canary."""
+    goodput: float = 0.90
+    """Share of requests for which the champion keeps the promise."""
+    worse: float = 0.05
+    """How much less it is for the worse canary."""
+    seed: int = 11
+    """Of the runs; the policies and the promise are made on other streams."""
+    mixed: int = 0
+    """Further runs of the worse canary in one world with the champion."""
+    json: Path | None = None
+    """File for the rows."""
+
+
+class World:
+    """One fleet, its traffic, and what becomes of every request under a linear policy."""
+
+    def __init__(self, scenario_name: str, process: str, num_requests: int) -> None:
+        """Draw nothing yet."""
+        scenario = load_scenario(scenario_name)
+        arrivals = scenario.arrivals.model_copy(update={"process": process})
+        self.scenario = scenario.model_copy(update={"arrivals": arrivals})
+        self.source = StreamSource(self.scenario)
+        self.num_requests = num_requests
+        self._sim: Simulator = make_simulator(self.scenario, 1, num_requests)
+        self.num_weights = self._sim.num_weights
+
+    def stream(self, seed: int, index: int) -> object:
+        """One stream of requests."""
+        return self.source.sample(self.num_requests, stream_rng(seed, "evaluation", index))
+
+    def response_s(self, stream: object, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Arrival and response of every request, seconds; infinity where it was dropped."""
+        self._sim.load(0, stream)  # type: ignore[arg-type]
+        self._sim.run_linear(weights, self.source.mean_total_tokens)
+        outcomes = self._sim.outcomes(0)
+        return outcomes.arrival_s, np.nan_to_num(outcomes.response_s, nan=np.inf)
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The three policies, as weights, and the promise that they are judged by."""
+
+    slo_s: float
+    champion: FloatArray
+    worse: FloatArray
+    equal: FloatArray
+
+
+def make_policies(world: World, args: Args) -> Policies:
+    """Bend the champion on development streams."""
+    streams = [world.stream(_DEVELOPMENT_SEED, i) for i in range(_NUM_DEVELOPMENT)]
+
+    def responses(weights: FloatArray) -> FloatArray:
+        return np.concatenate([world.response_s(one, weights)[1] for one in streams])
+
+    champion = np.zeros(world.num_weights)
+    slo_s = float(np.quantile(responses(champion), args.goodput))
+
+    def goodput(weights: FloatArray) -> float:
+        return float((responses(weights) <= slo_s).mean())
+
+    # Less regard for those already there; and, for the equal one, more for one's own wait too.
+    selfish, patient = np.zeros(world.num_weights), np.zeros(world.num_weights)
+    selfish[MARGINAL_OTHERS] = -1.0
+    patient[MARGINAL_WAIT] = 0.6
+    worse = _bend(goodput, champion, selfish, args.goodput - args.worse)
+    start = champion + 0.3 * selfish + patient
+    away, back = goodput(start), goodput(champion)
+    # Whichever side of the champion the other rule is on, somewhere between both there is a draw.
+    direction = -selfish if away < back else selfish
+    equal = _bend(goodput, start, direction, back, rising=away < back)
+    return Policies(slo_s, champion, worse, equal)
+
+
+def _bend(
+    goodput: Callable[[FloatArray], float],
+    start: FloatArray,
+    direction: FloatArray,
+    target: float,
+    rising: bool = False,
+) -> FloatArray:
+    """Go from `start` until the goodput is `target`, by bisection."""
+    low, high = 0.0, 3.0
+    for _ in range(9):
+        middle = (low + high) / 2
+        if (goodput(start + middle * direction) < target) == rising:
+            low = middle
+        else:
+            high = middle
+    return start + (low + high) / 2 * direction
+
+
+def settled_order(arrival_s: FloatArray, response_s: FloatArray, slo_s: float) -> FloatArray:
+    """Indices in the order in which it is known who was good: at the end, or at the deadline."""
+    return np.argsort(arrival_s + np.minimum(response_s, slo_s), kind="stable")
+
+
+def run_test(
+    canary: BoolArray,
+    good: BoolArray,
+    arrival_s: FloatArray,
+    response_s: FloatArray,
+    share: float,
+    slo_s: float,
+) -> tuple[int | None, WorseTest]:
+    """Return after how many canary requests it was stopped, None: never."""
+    test = WorseTest(share)
+    for index in settled_order(arrival_s, response_s, slo_s):
+        if test.record(bool(canary[index]), bool(good[index])):
+            return test.num_canary, test
+    return None, test
+
+
+def in_worlds_of_their_own(world: World, policies: Policies, args: Args) -> list[Row]:
+    """Judge all kinds of canaries against the champion's outcomes of the same requests."""
+    kinds: dict[str, FloatArray | None] = {
+        "worse": policies.worse, "equal": policies.equal, "fails": None,
+    }  # fmt: skip
+    stopped: dict[str, list[int | None]] = {kind: [] for kind in kinds}
+    goodputs: dict[str, list[float]] = {kind: [] for kind in ("champion", *kinds)}
+    for run in range(args.runs):
+        stream = world.stream(args.seed, run)
+        arrival_s, theirs_s = world.response_s(stream, policies.champion)
+        goodputs["champion"].append(float((theirs_s <= policies.slo_s).mean()))
+        hashed = np.random.default_rng([args.seed, run]).random(args.requests) < args.share
+        for kind, weights in kinds.items():
+            if weights is None:
+                ours_s = np.full(args.requests, np.inf)
+            else:
+                _, ours_s = world.response_s(stream, weights)
+            goodputs[kind].append(float((ours_s <= policies.slo_s).mean()))
+            seen_s = np.where(hashed, ours_s, theirs_s)
+            good = seen_s <= policies.slo_s
+            stopped[kind].append(
+                run_test(hashed, good, arrival_s, seen_s, args.share, policies.slo_s)[0]
+            )
+    return [_row(kind, stopped[kind], goodputs, args) for kind in kinds]
+
+
+def by_coins(args: Args) -> list[Row]:
+    """Judge canaries whose requests are good or not by independent coins."""
+    kinds = {"worse": args.goodput - args.worse, "equal": args.goodput, "fails": 0.0}
+    goodputs: dict[str, list[float]] = {"champion": [args.goodput]}
+    goodputs |= {kind: [goodput] for kind, goodput in kinds.items()}
+    rows = []
+    times_s = np.arange(args.requests, dtype=np.float64)
+    for kind, goodput in kinds.items():
+        stopped = []
+        for run in range(args.runs):
+            rng = np.random.default_rng([args.seed, run])
+            hashed = rng.random(args.requests) < args.share
+            good = rng.random(args.requests) < np.where(hashed, goodput, args.goodput)
+            stopped.append(run_test(hashed, good, times_s, np.zeros_like(times_s), args.share, 1.0))
+        rows.append(_row(kind, [one for one, _ in stopped], goodputs, args))
+    return rows
+
+
+def _row(kind: str, stopped: list[int | None], goodputs: dict[str, list[float]], args: Args) -> Row:
+    after = np.array([np.inf if one is None else one for one in stopped])
+    return {
+        "canary": kind,
+        "arrivals": args.arrivals,
+        "runs": len(stopped),
+        "champion_goodput_fraction": float(np.mean(goodputs["champion"])),
+        "canary_goodput_fraction": float(np.mean(goodputs[kind])),
+        "champion_goodput_std": float(np.std(goodputs["champion"])),
+        "stopped_fraction": float(np.isfinite(after).mean()),
+        "stopped_within_50_fraction": float((after <= 50).mean()),
+        "stopped_within_1000_fraction": float((after <= 1000).mean()),
+        "p50_canary_requests": float(np.quantile(after, 0.5, method="higher")),
+        "p95_canary_requests": float(np.quantile(after, 0.95, method="higher")),
+    }
+
+
+def in_one_world(world: World, policies: Policies, args: Args) -> Row:
+    """Let the worse canary and the champion share their replicas."""
+    from tokenyard.artifact import resolve_champion
+
+    base, _ = resolve_champion("routing", world.scenario.name)
+    make = {
+        arm: learned_policy(_with_weights(base, weights, world))
+        for arm, weights in ((False, policies.champion), (True, policies.worse))
+    }
+    stopped: list[int | None] = []
+    goodputs: dict[str, list[float]] = {"champion": [], "in one world": []}
+    for run in range(args.mixed):
+        stream = world.stream(args.seed, run)
+        hashed = np.random.default_rng([args.seed, run]).random(args.requests) < args.share
+
+        def choose(sim: Simulator, copy: int, hashed: BoolArray = hashed) -> int:
+            policy = make[bool(hashed[sim.current(copy)])]
+            return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
+
+        (ran,) = run_each(world.scenario, StreamSet([stream], "mixed"), [choose])  # type: ignore[list-item]
+        seen_s = np.nan_to_num(ran.outcomes.response_s, nan=np.inf)
+        good = seen_s <= policies.slo_s
+        goodputs["champion"].append(float(good[~hashed].mean()))
+        goodputs["in one world"].append(float(good[hashed].mean()))
+        stopped.append(
+            run_test(
+                hashed, good, ran.outcomes.arrival_s, seen_s, args.share, policies.slo_s
+            )[0]
+        )  # fmt: skip
+    return _row("in one world", stopped, goodputs, args)
+
+
+def _with_weights(base: object, weights: FloatArray, world: World) -> object:
+    from tokenyard.artifact import PolicyArtifact
+
+    assert isinstance(base, PolicyArtifact)
+    metadata = base.metadata.model_copy(
+        update={"mean_total_tokens": world.source.mean_total_tokens, "kind": "marginal"}
+    )
+    return PolicyArtifact(metadata, {"weights": weights})
+
+
+def main(args: Args) -> None:
+    if args.arrivals == "independent":
+        rows = by_coins(args)
+    else:
+        world = World(args.scenario, args.arrivals, args.requests)
+        policies = make_policies(world, args)
+        rows = in_worlds_of_their_own(world, policies, args)
+        if args.mixed:
+            rows.append(in_one_world(world, policies, args))
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(
+            *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values())
+        )
+    Console(width=250).print(table)
+    if args.json is not None:
+        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

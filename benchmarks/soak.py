@@ -1,0 +1,229 @@
+"""Does a gateway that runs for long stay as it was: its memory, and its slowest answers?
+
+Start `python pipelines/deploy.py --cluster rehearsal` on this machine, then
+`python benchmarks/soak.py --minutes 20`: requests come at an even rate, a replica is killed now
+and then, policies take turns, shadows and canaries come and go, and the page is watched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import numpy as np
+import psutil
+import tyro
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from tokenyard.provenance import write_result
+
+Row = dict[str, str | int | float]
+_TITLE = "ray::ServeReplica:"
+_BIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Args:
+    """Load a running gateway for long, with churn, and see whether anything grows."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Where the gateway listens, on this machine."""
+    minutes: float = 20.0
+    warm_up_minutes: float = 3.0
+    """Not judged: caches fill."""
+    rate_per_s: float = 4.0
+    """Requests."""
+    max_tokens: int = 8
+    kill_every_s: float = 120.0
+    """Time between two deaths of a replica; 0: none dies."""
+    change_every_s: float = 20.0
+    """Time between two changes of policy or trial."""
+    json: Path | None = None
+    """File for the row."""
+
+
+@dataclass
+class Seen:
+    """What was measured, with its time since the start, seconds."""
+
+    responses: list[tuple[float, float]]
+    memory: list[tuple[float, float]]
+    heard: Counter[str]
+    reasons: Counter[str]
+    kills: int = 0
+    changes: int = 0
+
+
+class Soak:
+    """Load, churn and measurement, side by side."""
+
+    def __init__(self, args: Args) -> None:
+        """Find the gateway's process.
+
+        Raises:
+            ValueError: There is not exactly one on this machine.
+        """
+        self._args = args
+        self._gateway = _the_gateway(args.url)
+        self.seen = Seen([], [], Counter(), Counter())
+        self._started_s = time.monotonic()
+
+    @property
+    def _now_s(self) -> float:
+        return time.monotonic() - self._started_s
+
+    async def run(self) -> Seen:
+        """Go on for as long as asked."""
+        async with httpx.AsyncClient(base_url=self._args.url, timeout=120) as http:
+            model = (await http.get("/v1/models")).json()["data"][0]["id"]
+            beside = [self._measure(), self._change(http), self._watch(http), self._kill()]
+            tasks = [asyncio.create_task(one) for one in beside]
+            await self._load(http, model)
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    raise result
+        return self.seen
+
+    async def _load(self, http: httpx.AsyncClient, model: str) -> None:
+        body = {
+            "model": model, "prompt": "The capital of France is", "temperature": 0,
+            "max_tokens": self._args.max_tokens, "ignore_eos": True,
+        }  # fmt: skip
+        asked = []
+        period_s = 1.0 / self._args.rate_per_s
+        for number in range(int(self._args.minutes * 60 * self._args.rate_per_s)):
+            await asyncio.sleep(max(number * period_s - self._now_s, 0.0))
+            asked.append(asyncio.create_task(self._ask(http, body)))
+        await asyncio.gather(*asked)
+
+    async def _ask(self, http: httpx.AsyncClient, body: dict[str, object]) -> None:
+        sent_s = self._now_s
+        try:
+            answer = await http.post("/v1/completions", json=body)
+        except httpx.HTTPError as error:
+            self.seen.heard["lost"] += 1
+            self.seen.reasons[repr(error)] += 1
+            return
+        if answer.status_code == 200:
+            self.seen.heard["answered"] += 1
+            self.seen.responses.append((sent_s, self._now_s - sent_s))
+        else:
+            self.seen.heard["told why"] += 1
+            self.seen.reasons[answer.text[:200]] += 1
+
+    async def _measure(self) -> None:
+        while True:
+            self.seen.memory.append((self._now_s, float(self._gateway.memory_info().rss)))
+            await asyncio.sleep(1.0)
+
+    async def _change(self, http: httpx.AsyncClient) -> None:
+        changes: list[tuple[str, dict[str, object]]] = [
+            ("/v1/policies", {"action": "shadow", "policy": "sed"}),
+            ("/v1/policies", {"action": "canary", "policy": "sed", "share": 0.2}),
+            ("/v1/policies", {"action": "promote"}),
+            ("/v1/policies", {"action": "rollback"}),
+            ("/v1/policy", {"policy": "least_loaded"}),
+            ("/v1/policy", {"policy": "champion"}),
+        ]
+        for path, body in itertools.cycle(changes):
+            await asyncio.sleep(self._args.change_every_s)
+            # A canary may have been stopped meanwhile: then there is nothing to promote.
+            await http.post(path, json=body)
+            self.seen.changes += 1
+
+    async def _watch(self, http: httpx.AsyncClient) -> None:
+        while True:
+            for path in ("/v1/history", "/v1/pools", "/v1/policies"):
+                (await http.get(path)).raise_for_status()
+            await asyncio.sleep(1.0)
+
+    async def _kill(self) -> None:
+        while self._args.kill_every_s:
+            await asyncio.sleep(self._args.kill_every_s)
+            replicas = await asyncio.to_thread(_replicas, self._gateway)
+            if replicas:
+                replicas[self.seen.kills % len(replicas)].send_signal(signal.SIGKILL)
+                self.seen.kills += 1
+
+
+def _titles() -> dict[psutil.Process, str]:
+    found = {}
+    for process in psutil.process_iter(["cmdline"]):
+        title = " ".join(process.info["cmdline"] or ())
+        if title.startswith(_TITLE):
+            found[process] = title
+    return found
+
+
+def _the_gateway(url: str) -> psutil.Process:
+    found = [process for process, title in _titles().items() if ":gateway" in title]
+    if len(found) != 1:
+        raise ValueError(f"{len(found)} gateways run on this machine; there must be one, at {url}")
+    return found[0]
+
+
+def _replicas(gateway: psutil.Process) -> list[psutil.Process]:
+    """The pools' replicas: of the same Ray as the gateway, whose raylet is their parent too."""
+    parent = gateway.ppid()
+    same = [one for one, title in _titles().items() if ":gateway" not in title]
+    return sorted((one for one in same if one.ppid() == parent), key=lambda one: one.pid)
+
+
+def judge(args: Args, seen: Seen) -> Row:
+    """Growth of the memory, and drift of the p99, after the warm-up."""
+    warm_s = args.warm_up_minutes * 60
+    memory = np.array([row for row in seen.memory if row[0] >= warm_s])
+    fifth = max(len(memory) // 5, 1)
+    first, last = memory[:fifth, 1].mean(), memory[-fifth:, 1].mean()
+    responses = np.array([row for row in seen.responses if row[0] >= warm_s])
+    bins = (responses[:, 0] // _BIN_S).astype(int)
+    p99_s = np.array([np.percentile(responses[bins == one, 1], 99) for one in np.unique(bins)])
+    slope, _, low, high = stats.theilslopes(p99_s)
+    half = len(p99_s) // 2
+    return {
+        "minutes": args.minutes, "kills": seen.kills, "changes": seen.changes,
+        "requests": seen.heard.total(), "answered": seen.heard["answered"],
+        "told_why": seen.heard["told why"], "lost": seen.heard["lost"],
+        "memory_first_mb": float(first / 1e6), "memory_last_mb": float(last / 1e6),
+        "memory_growth_fraction": float(last / first - 1.0),
+        "p99_first_half_s": float(np.median(p99_s[:half])),
+        "p99_second_half_s": float(np.median(p99_s[half:])),
+        "p99_slope_s_per_minute": float(slope * 60 / _BIN_S),
+        "p99_slope_ci_low": float(low * 60 / _BIN_S),
+        "p99_slope_ci_high": float(high * 60 / _BIN_S),
+    }  # fmt: skip
+
+
+def main(args: Args) -> None:
+    if args.minutes * 60 < args.warm_up_minutes * 60 + 4 * _BIN_S:
+        sys.exit("soak: give two minutes more than the warm-up at least")
+    try:
+        soak = Soak(args)
+        seen = asyncio.run(soak.run())
+    except (ValueError, httpx.HTTPError) as error:
+        sys.exit(f"soak: {error or type(error).__name__}")
+    for reason, count in seen.reasons.most_common(10):
+        print(f"{count} x {reason}", file=sys.stderr)
+    row = judge(args, seen)
+    table = Table("", "")
+    for key, value in row.items():
+        table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    if args.json is not None:
+        write_result(args.json, shlex.join(["python", *sys.argv]), None, [row])
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

@@ -1,0 +1,148 @@
+"""From a decision log to a candidate: a poor champion, a world that is not as declared."""
+
+import importlib.util
+import sys
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from rich.console import Console
+from unit.serve_builders import linear_artifact, marginal_artifact
+
+from serve_app.outcome_log import Outcome, OutcomeLog
+from serve_app.served import resolve_policy
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.offpolicy import replay
+from tokenyard.offpolicy.log import fleet_of, read_log, windows_of
+from tokenyard.policies.learned import learned_policy
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.run import run_each
+from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.types import Decision
+
+SCENARIO = "conversation_mixed_gpus"
+FACTORS = np.array([1.0, 1.3, 0.8, 1.1])
+NUM_REQUESTS = 1500
+
+
+def load_pipeline(name):
+    path = Path(__file__).parents[2] / "pipelines" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"pipeline_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def a_poor_champion():
+    """One that minds nobody and waits gladly."""
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS)
+    weights[MARGINAL_OTHERS], weights[MARGINAL_WAIT] = -1.0, -0.9
+    return marginal_artifact(weights, scenario=SCENARIO, slo_response_s=15.0)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """What a gateway would have logged in a simulated world; declared speeds are wrong in it."""
+    folder = tmp_path_factory.mktemp("log")
+    declared = load_scenario(SCENARIO)
+    world = replay.scaled(declared, FACTORS)
+    policy, rng = learned_policy(a_poor_champion()), np.random.default_rng(0)
+    placed = []
+
+    def choose(sim, copy):
+        request, snapshots = sim.request(copy), sim.snapshots(copy)
+        decision, propensity = policy.decide(request, snapshots), 0.9625
+        index = decision.replica
+        if rng.random() < 0.05:
+            index = int(rng.integers(4))
+        if index != decision.replica:
+            propensity = 0.0125
+        placed.append((request, snapshots, Decision(index, decision.scores), propensity))
+        return sim.offered(copy)[index]
+
+    stream = StreamSource(world).sample(NUM_REQUESTS, stream_rng(5, "evaluation"))
+    (run,) = run_each(world, StreamSet([stream], "log"), [choose])
+    writer, out = OutcomeLog(folder), run.outcomes
+    for number, (request, snapshots, decision, propensity) in enumerate(placed):
+        # What is declared is what snapshots tell, whatever the truth is.
+        told = tuple(
+            replace(
+                one, engine=replace(
+                    one.engine, iteration_s=one.engine.iteration_s / factor,
+                    prefill_token_s=one.engine.prefill_token_s / factor,
+                    sequence_s=one.engine.sequence_s / factor,
+                    kv_token_s=one.engine.kv_token_s / factor,
+                ),
+            )
+            for one, factor in zip(snapshots, FACTORS, strict=True)
+        )  # fmt: skip
+        writer.write(
+            Outcome(
+                decision_id=uuid.uuid4().hex, request_id=str(number), attempt=0,
+                time_s=request.arrival_s, policy="poor@1", service_class="default",
+                request=request, snapshots=told, pools=("p",) * 4, scores=decision.scores,
+                index=decision.replica, propensity=propensity, explored=propensity < 0.5,
+                fallback_reason=None, decision_us=1.0, outcome="stop",
+                output_tokens=int(out.output_tokens[number]),
+                ttft_s=float(out.first_token_s[number]), response_s=float(out.response_s[number]),
+            )
+        )  # fmt: skip
+    writer.close()
+    return folder
+
+
+def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
+    decisions, digest = read_log(log)
+    assert len(decisions) == NUM_REQUESTS
+    assert len(digest) == 12
+    declared = fleet_of(decisions, load_scenario(SCENARIO), SCENARIO)
+    assert declared.num_servers == 4
+    twin = replay.fit_speeds(declared, windows_of(decisions, 3))
+    by_name = dict(zip(sorted(load_scenario(SCENARIO).server_names), [0, 1, 2, 3], strict=True))
+    order = [by_name[name] for name in load_scenario(SCENARIO).server_names]
+    # Windows begin with empty replicas, which the world did not.
+    assert twin.speed_factors[order] == pytest.approx(FACTORS, rel=0.08)
+    assert twin.error_fraction < 0.1
+
+
+def test_a_poor_champion_is_improved_and_the_candidate_offered_with_its_lineage(
+    log, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    finetune = load_pipeline("finetune")
+    champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
+    a_poor_champion().save(champion)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    args = finetune.Args(
+        log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=10,
+        generations=4, population=12, spread=0.4,
+    )  # fmt: skip
+    row = finetune.finetune(args, Console(quiet=True))
+    assert row["offered"] is True
+    assert row["delta_mean_ci_high"] < 0
+    candidate = PolicyArtifact.load(out)
+    lineage = candidate.metadata.lineage
+    assert lineage["champion_sha256"] == a_poor_champion().sha256
+    assert {"trace_sha256", "calibration_sha256", "sweep_run"} <= lineage.keys()
+    model = f"tokenyard-routing-{SCENARIO}"
+    version = MlflowClient(uri, uri).get_model_version_by_alias(model, "candidate")
+    assert version.tags["sha256"] == candidate.sha256
+    assert resolve_policy("candidate", SCENARIO, uri).card.version == candidate.sha256
+    # There is still no champion: a candidate is not one before it has been on trial.
+    assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
+
+
+def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
+    finetune = load_pipeline("finetune")
+    console = Console(quiet=True)
+    with pytest.raises(ValueError, match="no decisions"):
+        finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)
+    path = tmp_path / "linear.npz"
+    linear_artifact().save(path)
+    with pytest.raises(ValueError, match="of kind 'linear'"):
+        finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, champion=path), console)

@@ -1,0 +1,77 @@
+"""The test that stops a worse canary: what it promises, and how soon it keeps it."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenyard.offpolicy.sequential import WorseTest
+
+SHARE = 0.2
+
+
+def stopped_after(champion_goodput, canary_goodput, num_requests, seed):
+    """Canary requests until it is stopped; infinity: never."""
+    rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+    for _ in range(num_requests):
+        canary = rng.random() < SHARE
+        goodput = canary_goodput if canary else champion_goodput
+        if test.record(canary, rng.random() < goodput):
+            return test.num_canary
+    return math.inf
+
+
+def test_a_worse_canary_is_stopped_and_an_equal_one_is_let_be():
+    worse = [stopped_after(0.90, 0.85, 5000, seed) for seed in range(100)]
+    equal = [stopped_after(0.90, 0.90, 5000, seed) for seed in range(100)]
+    assert np.mean([after <= 1000 for after in worse]) >= 0.93
+    assert np.mean([after < math.inf for after in equal]) <= 0.07
+
+
+def test_a_canary_under_which_nothing_works_is_stopped_at_once():
+    assert max(stopped_after(0.90, 0.0, 1000, seed) for seed in range(50)) <= 12
+
+
+def test_a_better_canary_is_never_stopped():
+    assert {stopped_after(0.85, 0.95, 4000, seed) for seed in range(20)} == {math.inf}
+
+
+def test_bursts_that_hit_both_do_not_count_against_the_canary():
+    """All requests of a burst are bad, whoever decided."""
+
+    def stopped(seed):
+        rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+        good = np.repeat(rng.random(100) < 0.7, 50)
+        return any(test.record(rng.random() < SHARE, bool(one)) for one in good)
+
+    assert np.mean([stopped(seed) for seed in range(100)]) <= 0.07
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    share=st.floats(0.01, 0.5),
+    past=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60),
+    good=st.booleans(),
+)
+def test_the_capital_is_a_martingale_whatever_happened_before(share, past, good):
+    """Over whose the next request is, with the share as its probability, nothing is won."""
+
+    def capital_after(canary):
+        test = WorseTest(share)
+        for one in (*past, (canary, good)):
+            test.record(*one)
+        return math.exp(test.log_capital)
+
+    before = WorseTest(share)
+    for one in past:
+        before.record(*one)
+    expected = share * capital_after(True) + (1 - share) * capital_after(False)
+    assert expected == pytest.approx(math.exp(before.log_capital), rel=1e-9)
+
+
+@pytest.mark.parametrize(("share", "alpha"), [(0.0, 0.05), (1.0, 0.05), (0.2, 0.0), (0.2, 1.0)])
+def test_shares_and_levels_outside_are_refused(share, alpha):
+    with pytest.raises(ValueError, match="must lie inside"):
+        WorseTest(share, alpha)

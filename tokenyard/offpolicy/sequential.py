@@ -1,0 +1,112 @@
+"""Is the canary worse? A test that may be looked at after every request.
+
+Requests go to the canary by a hash, so that under the null hypothesis (which policy decided makes
+no difference to whether a request is good) a request that turned out bad was the canary's with
+exactly the canary's share as its probability, whatever the traffic did meanwhile: bursts, drift
+and failing replicas change how many requests are bad, not whose they are. `WorseTest` bets against
+that. Its capital is a test martingale, and the chance that it ever exceeds `1 / alpha` is at most
+`alpha` (Ville's inequality; Shafer 2021, "Testing by betting"; Ramdas et al. 2023,
+arXiv:2210.01948). A bet against an assignment probability is a sequential randomisation test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+DEFAULT_ALPHA = 0.05
+_MEMORY = 150.0
+"""Requests over which the rate of bad ones is remembered: bursts are short."""
+_LEAST_RATE, _MOST_RATE = 1e-3, 0.98
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A way of being worse that is bet on."""
+
+    odds_ratio: float
+    """How many times as likely, in odds, a request of the canary's is to be bad."""
+    weight: float
+    """Share of the capital that is bet on it."""
+
+
+ALTERNATIVES = (Alternative(1.45, 0.95), Alternative(1e4, 0.05))
+"""Mostly a difference that just matters (a goodput of 0.86 for 0.90), and a little on disasters.
+Odds, because where every second request is bad, as in a burst, a worse policy loses more of them
+than in a lull."""
+
+
+@dataclass
+class WorseTest:
+    """Counts who was good, and says when the canary is worse than what it is compared to."""
+
+    share: float
+    """Probability with which a request is the canary's, in (0, 1)."""
+    alpha: float = DEFAULT_ALPHA
+    """Chance, at most, to stop a canary under which everything would have gone the same."""
+    alternatives: Sequence[Alternative] = ALTERNATIVES
+    num_canary: int = 0
+    num_champion: int = 0
+    canary_good: int = 0
+    champion_good: int = 0
+    _log_capital: list[float] = field(default_factory=list)
+    _bad: float = 1.0
+    _seen: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Split the capital.
+
+        Raises:
+            ValueError: A share or `alpha` is not inside (0, 1).
+        """
+        for name, value in (("share", self.share), ("alpha", self.alpha)):
+            if not 0.0 < value < 1.0:
+                raise ValueError(f"{name} {value} must lie inside (0, 1)")
+        total = sum(one.weight for one in self.alternatives)
+        self._log_capital = [math.log(one.weight / total) for one in self.alternatives]
+
+    @property
+    def log_capital(self) -> float:
+        """Natural logarithm of the capital; it begins at 0."""
+        top = max(self._log_capital)
+        return top + math.log(sum(math.exp(one - top) for one in self._log_capital))
+
+    @property
+    def stops_at(self) -> float:
+        """Logarithm of the capital from which on the canary counts as worse."""
+        return -math.log(self.alpha)
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the capital exceeds 1 / alpha now."""
+        return self.log_capital >= self.stops_at
+
+    def record(self, canary: bool, good: bool) -> bool:
+        """Take the next request that is settled; return whether the canary is worse.
+
+        Args:
+            canary: Whose request it was.
+            good: Whether it kept its promises.
+        """
+        # Bets are placed on what was known before this request.
+        bad_rate = min(max(self._bad / self._seen, _LEAST_RATE), _MOST_RATE)
+        for index, alternative in enumerate(self.alternatives):
+            self._log_capital[index] += self._gain(alternative, bad_rate, canary, good)
+        if canary:
+            self.num_canary += 1
+            self.canary_good += good
+        else:
+            self.num_champion += 1
+            self.champion_good += good
+            fade = 1.0 - 1.0 / _MEMORY
+            self._bad, self._seen = fade * self._bad + (not good), fade * self._seen + 1.0
+        return self.is_worse
+
+    def _gain(self, alternative: Alternative, bad_rate: float, canary: bool, good: bool) -> float:
+        """Logarithm of how the stake multiplies: Pr(whose | outcome) over Pr(whose)."""
+        odds = alternative.odds_ratio * bad_rate / (1.0 - bad_rate)
+        worse = min(odds / (1.0 + odds), 0.999)
+        theirs, ours = (1.0 - bad_rate, 1.0 - worse) if good else (bad_rate, worse)
+        mixed = self.share * ours + (1.0 - self.share) * theirs
+        return math.log((ours if canary else theirs) / mixed)
