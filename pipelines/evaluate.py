@@ -1,9 +1,10 @@
-"""Evaluate routing policies on a scenario: the tables of docs/metrics.md, and figures.
+"""Evaluate routing or regional policies: the tables of docs/metrics.md, and figures.
 
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
 python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
+python pipelines/evaluate.py --suite regions
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import regions_report
 import tyro
 from matplotlib.figure import Figure
 from rich import box
@@ -61,7 +63,7 @@ class Args:
 
     scenario: str | None = None
     """Name or YAML path."""
-    suite: Literal["paper", "routing", "fleet"] | None = None
+    suite: Literal["paper", "routing", "fleet", "regions"] | None = None
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
@@ -297,7 +299,44 @@ def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> No
     print(f"logged to {client.tracking_uri}, run {run.info.run_id}", file=sys.stderr)
 
 
+def main_regions(args: Args) -> None:
+    """Evaluate regional policies; options left at routing's defaults take those of regions."""
+    own, left = regions_report, Args()
+    if args.trace or args.source or args.native_time or args.figures:
+        print("evaluate: --trace, --source, --native-time and --figures are for routing",
+              file=sys.stderr)  # fmt: skip
+        raise SystemExit(2)
+    asked = None if args.policies == left.policies else args.policies
+    names = own.SUITE if args.suite else (str(args.scenario),)
+    baseline = own.DEFAULT_BASELINE if args.baseline in (None, left.baseline) else args.baseline
+    num_streams = own.DEFAULT_STREAMS if args.streams in (None, left.streams) else args.streams
+    wanted = [name.strip() for name in asked.split(",")] if asked else [*own.DEFAULT_POLICIES]
+    uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
+    try:
+        if num_streams < 1:
+            raise ValueError(f"--streams {num_streams} must be at least 1")
+        policies = list(dict.fromkeys([*wanted, baseline]))
+        prepared = own.prepare(list(names), policies, mlflow_lookup(uri) if uri else None)
+    except ValueError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+    def keep(rows: list[Row]) -> None:
+        if args.json:
+            write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    rows = own.evaluate_all(prepared, baseline, num_streams, args.seed, console, keep)
+    if args.mlflow:
+        log_to_mlflow(args, rows, {})
+
+
 def main(args: Args) -> None:
+    if regions_report.is_regions(args.scenario, args.suite):
+        main_regions(args)
+        return
     try:
         plans = plan_all(args)
     except ValueError as error:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -203,11 +203,7 @@ class PolicyArtifact:
     @cached_property
     def sha256(self) -> str:
         """First 12 hex digits of a hash over all that the policy is."""
-        digest = hashlib.sha256(self.metadata.to_json().encode())
-        for name in sorted(self.arrays):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(self.arrays[name]).tobytes())
-        return digest.hexdigest()[:12]
+        return content_hash(self.metadata.to_json(), self.arrays)
 
     def save(self, path: str | Path) -> None:
         """Write the npz file; equal policies give equal bytes.
@@ -215,15 +211,7 @@ class PolicyArtifact:
         Raises:
             ValueError: An array is called like the metadata.
         """
-        if _METADATA in self.arrays:
-            raise ValueError(f"no array may be called {_METADATA!r}")
-        text = np.array(self.metadata.to_json())
-        # np.savez stamps the time into the file, which would give every save another hash.
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, array in [(_METADATA, text), *sorted(self.arrays.items())]:
-                buffer = io.BytesIO()
-                np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
-                archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
+        write_arrays(path, self.metadata.to_json(), self.arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> PolicyArtifact:
@@ -232,20 +220,59 @@ class PolicyArtifact:
         Raises:
             ArtifactError: The file is missing, broken, or of another format.
         """
-        try:
-            # Opened here: numpy leaves a broken file open.
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-            text = str(arrays.pop(_METADATA))
-            return cls(_parse_metadata(text), arrays)
-        except FileNotFoundError:
-            raise ArtifactError(f"policy file {path} does not exist") from None
-        except KeyError:
-            raise ArtifactError(f"{path} is no policy file: it has no metadata") from None
-        except ArtifactError as error:
-            raise ArtifactError(f"policy file {path}: {error}") from None
-        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            raise ArtifactError(f"policy file {path} is broken: {error}") from error
+        return read_arrays(path, lambda text, arrays: cls(_parse_metadata(text), arrays))
+
+
+_Artifact = TypeVar("_Artifact")
+
+
+def write_arrays(path: str | Path, text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Write metadata and arrays as one npz file; equal contents give equal bytes.
+
+    Raises:
+        ValueError: An array is called like the metadata.
+    """
+    if _METADATA in arrays:
+        raise ValueError(f"no array may be called {_METADATA!r}")
+    # np.savez stamps the time into the file, which would give every save another hash.
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, array in [(_METADATA, np.array(text)), *sorted(arrays.items())]:
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
+            archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
+
+
+def read_arrays(
+    path: str | Path, make: Callable[[str, dict[str, npt.NDArray[Any]]], _Artifact]
+) -> _Artifact:
+    """Read what `write_arrays` wrote and make a policy of it.
+
+    Raises:
+        ArtifactError: The file is missing or broken, or `make` refuses it with a ValueError.
+    """
+    try:
+        # Opened here: numpy leaves a broken file open.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+        text = str(arrays.pop(_METADATA))
+        return make(text, arrays)
+    except FileNotFoundError:
+        raise ArtifactError(f"policy file {path} does not exist") from None
+    except KeyError:
+        raise ArtifactError(f"{path} is no policy file: it has no metadata") from None
+    except ArtifactError as error:
+        raise ArtifactError(f"policy file {path}: {error}") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ArtifactError(f"policy file {path} is broken: {error}") from error
+
+
+def content_hash(text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """First 12 hex digits of a hash over metadata and arrays."""
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(arrays):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return digest.hexdigest()[:12]
 
 
 def _parse_metadata(text: str) -> ArtifactMetadata:

@@ -120,7 +120,7 @@ def test_the_receding_horizon_moves_less_the_dearer_a_change_is():
     before = np.full(4, demand[0].sum() / 4)
     moved = [
         np.abs(
-            transport.receding_horizon(demand, np.full(4, 20.0), cost, before, price).sum(axis=0)
+            transport.receding_horizon(demand, np.full(4, 20.0), cost, before, price)[0].sum(axis=0)
             - before
         ).sum()
         for price in (0.0, 0.1, 100.0)

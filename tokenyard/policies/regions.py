@@ -15,6 +15,8 @@ import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
+from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.mixing import TransportCost, mix
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import Dispatch, RegionDecision, RegionPolicy, RegionState
 from tokenyard.types import FloatArray
@@ -130,68 +132,62 @@ def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
     return transport.as_shares(plan)
 
 
-@dataclass(frozen=True)
-class TrueCost:
-    """What a task costs where, in dollars: energy, and time at a price per second."""
-
-    usd_per_s: float = 2e-5
-    """Of response time."""
-    energy_weight: float = 1.0
-    """Of the price of electricity."""
-    cap: float = CAP
-    """Share of capacity that may be filled."""
-    switching_usd: float = 0.0
-    """Of a task for which a server must be turned on first."""
-
-    def plan(self, state: RegionState, demand: FloatArray) -> FloatArray:
-        """Transport to the servers of each kind in each region, those that are on first."""
-        speeds = np.unique(state.server_tasks[state.server_tasks > 0])
-        order = np.cumsum(state.server_tasks > 0, axis=1)
-        is_on = (order <= state.num_active[:, None]) & (state.server_tasks > 0)
-        regions, capacities, prices = [], [], []
-        for tasks in speeds:
-            alike = state.server_tasks == tasks
-            kwh = state.server_kwh[alike].mean()
-            here = self.energy_weight * kwh * state.usd_per_kwh + self.usd_per_s * (
-                state.slot_s / tasks
-            )
-            for which, extra in ((alike & is_on, 0.0), (alike & ~is_on, self.switching_usd)):
-                count = which.sum(axis=1)
-                there = np.flatnonzero(count)
-                regions.append(there)
-                capacities.append(self.cap * tasks * count[there])
-                prices.append(here[there] + extra)
-        region = np.concatenate(regions)
-        # A task crosses the distance twice.
-        travel = 2 * self.usd_per_s * state.latency_s[:, region]
-        plan = transport.within(demand, np.concatenate(capacities), travel + np.concatenate(prices))
-        into = np.zeros((len(region), state.num_regions))
-        into[np.arange(len(region)), region] = 1.0
-        return transport.as_shares(plan @ into)
-
-
-@dataclass(frozen=True)
 class RecedingHorizon:
-    """Plan `num_slots` of forecasts at once, and pay for changes of what regions serve."""
+    """Plan several slots of forecasts at once, pay for changes of loads, and plan again after them.
 
-    rule: ActivationRule
-    num_slots: int = 4
-    switching_cost: float = 0.05
-    """Of a task that another region served in the last slot, in units of the paper's cost."""
+    The linear program takes a hundred times as long as a transport, so all its slots are used.
+    """
+
+    def __init__(
+        self, rule: ActivationRule, num_slots: int = 4, switching_cost: float = 0.05
+    ) -> None:
+        """Start without a plan.
+
+        Args:
+            rule: For activation.
+            num_slots: Slots of a plan.
+            switching_cost: Of a task that another region served in the slot before, in units of
+                the paper's cost.
+        """
+        self._rule, self._num_slots, self._cost = rule, num_slots, switching_cost
+        self._plans: list[FloatArray] = []
+        self._capacity: FloatArray | None = None
 
     def decide(self, state: RegionState) -> RegionDecision:
-        """Solve the linear program and take its first slot."""
-        ahead = state.forecast[: self.num_slots]
-        if state.capacity.sum() <= 0:
-            shares = stay_local(state, ahead[0])
-        else:
+        """Take the next slot of the plan; make a new one where it is over or capacity changed."""
+        capacity = state.capacity
+        changed = self._capacity is None or not np.array_equal(self._capacity, capacity)
+        if capacity.sum() <= 0:
+            shares = stay_local(state, demand_ahead(state))
+            return RegionDecision(shares, targets(state, shares, self._rule))
+        if not self._plans or changed:
+            ahead = state.forecast[: self._num_slots]
             cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
             before = demand_now(state) @ state.previous
-            plan = transport.receding_horizon(
-                ahead, CAP * state.capacity, cost, before, self.switching_cost
-            )
-            shares = transport.as_shares(plan)
-        return RegionDecision(shares, targets(state, shares, self.rule))
+            plans = transport.receding_horizon(ahead, CAP * capacity, cost, before, self._cost)
+            self._plans = [transport.as_shares(plan) for plan in plans]
+            self._capacity = capacity
+        shares = self._plans.pop(0)
+        return RegionDecision(shares, targets(state, shares, self._rule))
+
+
+@dataclass(frozen=True)
+class LearnedMix:
+    """`torta`: the learned mix of plans (`tokenyard.regions.mixing`), sent by what is free."""
+
+    theta: FloatArray
+    rule: ActivationRule
+    dispatch: Dispatch = "live_shares"
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Mix the plans, and turn servers on for the mix."""
+        shares = mix(state, self.theta)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch)
+
+
+def learned_regions(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
+    """Make the policy of an artifact for a scenario."""
+    return LearnedMix(artifact.arrays["theta"], ActivationRule.of(scenario))
 
 
 def _planned(
@@ -216,9 +212,11 @@ REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
     "ot_slack_forecast": _planned(ot_slack, demand_ahead),
     "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
     "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
-    "prox_cost_forecast": _planned(TrueCost().plan, demand_ahead, SMOOTHING),
+    "prox_cost_forecast": _planned(TransportCost().shares, demand_ahead, SMOOTHING),
     "prox_ot_forecast_live": _planned(ot_slack, demand_ahead, SMOOTHING, "live_shares"),
-    "prox_cost_forecast_live": _planned(TrueCost().plan, demand_ahead, SMOOTHING, "live_shares"),
+    "prox_cost_forecast_live": _planned(
+        TransportCost().shares, demand_ahead, SMOOTHING, "live_shares"
+    ),
     "receding_horizon": RecedingHorizon,
 }
 """Every baseline by name. `prox_cost_forecast` has the learned policy's costs, and learns nothing:

@@ -167,7 +167,7 @@ def receding_horizon(
     previous_load: FloatArray,
     switching_cost: float,
 ) -> FloatArray:
-    """Plan several slots at once, paying for changes of what regions serve; return the first plan.
+    """Plan several slots at once, paying for changes of what regions serve; return all plans.
 
     min sum_h <cost_h, P_h> + switching_cost |load_h - load_(h-1)|_1, with loads the column sums,
     row sums given and capacities as bounds. Capacities are raised where demand does not fit.
@@ -178,6 +178,9 @@ def receding_horizon(
         cost: Per unit by slot, shape (slots, n, n).
         previous_load: Column sums of the last slot, shape (n,).
         switching_cost: Per unit of change.
+
+    Returns:
+        Plans, shape (slots, n, n).
     """
     slots, n = demand.shape
     bound = capacity * max(1.0, float(demand.sum(axis=1).max() / capacity.sum()) * (1 + 1e-9))
@@ -205,4 +208,4 @@ def receding_horizon(
         method="highs",
     )
     assert found.success, found.message
-    return np.asarray(found.x[: n * n]).reshape(n, n)
+    return np.asarray(found.x[: slots * n * n]).reshape(slots, n, n)

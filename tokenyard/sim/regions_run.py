@@ -220,7 +220,7 @@ def run_regions(
 
 
 def _dealt(count: int) -> IntArray:
-    """A fixed order that spreads neighbours: the fractional parts of multiples of the golden mean."""
+    """A fixed order that spreads neighbours: fractional parts of multiples of the golden mean."""
     return np.argsort((np.arange(count) * 0.618033988749895) % 1.0)
 
 
