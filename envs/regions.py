@@ -188,7 +188,8 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
 
     Action:
         float32 in [-1, 1], shape (4 R,): a fifth of the logits of the weights of four plans by row
-        (`tokenyard.regions.mixing`). With `action="shares"`, (R^2,): a fifth of the logits of the shares by row.
+        (`tokenyard.regions.mixing`). With `action="shares"`, (R^2,): a fifth of the logits of the
+        shares by row.
 
     Reward:
         `RegionReward`; by default minus dollars over the energy bill of a slot with all servers at

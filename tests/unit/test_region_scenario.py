@@ -87,7 +87,7 @@ def a_state(server_tasks, waiting, active=0):
 
 def test_where_servers_are_alike_activation_is_equation_6():
     rule = ActivationRule(sigma=1.65, utilisation=1.0)
-    state = a_state([[3.0] * 10, [3.0] * 10, [3.0] * 4], waiting=[2, 0, 50])
+    state = a_state([[3.0] * 10, [3.0] * 10, [3.0] * 4 + [0.0] * 6], waiting=[2, 0, 50])
     inflow = np.array([9.0, 0.0, 30.0])
     need = state.waiting + inflow + 1.65 * np.sqrt(inflow)
     expected = [np.ceil(need[0] / 3), 1, 4]

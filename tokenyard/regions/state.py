@@ -80,3 +80,20 @@ class RegionPolicy(Protocol):
     def decide(self, state: RegionState) -> RegionDecision:
         """Return shares and servers for the slot that begins."""
         ...
+
+
+def check_decision(decision: RegionDecision, num_regions: int) -> None:
+    """Refuse a decision that is none.
+
+    Raises:
+        ValueError: Wrong shapes, numbers that are not finite, or rows that do not sum to 1.
+    """
+    shares = np.asarray(decision.shares)
+    if shares.shape != (num_regions, num_regions):
+        raise ValueError(f"shares have shape {shares.shape}, not {(num_regions, num_regions)}")
+    if np.shape(decision.active) != (num_regions,):
+        raise ValueError(f"active has shape {np.shape(decision.active)}, not ({num_regions},)")
+    if not np.isfinite(shares).all():
+        raise ValueError("shares are not finite")
+    if shares.min() < -1e-9 or np.abs(shares.sum(axis=1) - 1).max() > 1e-6:
+        raise ValueError("shares must be at least 0, and every row must sum to 1")

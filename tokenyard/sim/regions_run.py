@@ -14,7 +14,13 @@ from tokenyard.regions.cluster import Cluster, likeness, make_cluster
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
 from tokenyard.regions.scenario import TASK_TYPES, Failure, RegionScenario
-from tokenyard.regions.state import Dispatch, RegionDecision, RegionPolicy, RegionState
+from tokenyard.regions.state import (
+    Dispatch,
+    RegionDecision,
+    RegionPolicy,
+    RegionState,
+    check_decision,
+)
 from tokenyard.sim import regions as kernel
 from tokenyard.sim.regions import World
 from tokenyard.types import FloatArray, IntArray
@@ -178,23 +184,6 @@ class RegionSim:
         if failure.region is not None:
             return failure.region
         return int(self._server_tasks.sum(axis=1).argmax())
-
-
-def check_decision(decision: RegionDecision, num_regions: int) -> None:
-    """Refuse a decision that is none.
-
-    Raises:
-        ValueError: Wrong shapes, numbers that are not finite, or rows that do not sum to 1.
-    """
-    shares = np.asarray(decision.shares)
-    if shares.shape != (num_regions, num_regions):
-        raise ValueError(f"shares have shape {shares.shape}, not {(num_regions, num_regions)}")
-    if np.shape(decision.active) != (num_regions,):
-        raise ValueError(f"active has shape {np.shape(decision.active)}, not ({num_regions},)")
-    if not np.isfinite(shares).all():
-        raise ValueError("shares are not finite")
-    if shares.min() < -1e-9 or np.abs(shares.sum(axis=1) - 1).max() > 1e-6:
-        raise ValueError("shares must be at least 0, and every row must sum to 1")
 
 
 def run_regions(
