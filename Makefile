@@ -5,7 +5,7 @@ STORAGE ?= runs
 
 # A compiled kernel's cache does not notice a change in another file that it calls, so the cache
 # is keyed by everything that is compiled.
-KERNELS := $(sort $(wildcard tokenyard/*.py tokenyard/sim/*.py tokenyard/workload/*.py tokenyard/allocation/*.py))
+KERNELS := $(sort $(wildcard tokenyard/*.py tokenyard/sim/*.py tokenyard/workload/*.py tokenyard/allocation/*.py tokenyard/regions/*.py))
 export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256sum | cut -c1-12)
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1

@@ -8,6 +8,7 @@ import gymnasium
 
 from envs.allocation import ParallelismEnv, ParallelismEnvConfig, ParallelismVectorEnv
 from envs.allocation_literal import LiteralEnvConfig, LiteralParallelismEnv
+from envs.regions import RegionEnv, RegionEnvConfig, RegionVectorEnv
 from envs.routing import LoadBalancingEnv, LoadBalancingVectorEnv, RoutingEnvConfig
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "LOAD_BALANCING_ID",
     "PARALLELISM_ENV",
     "PARALLELISM_ID",
+    "REGION_ENV",
+    "REGION_ID",
     "LiteralEnvConfig",
     "LiteralParallelismEnv",
     "LoadBalancingEnv",
@@ -22,9 +25,13 @@ __all__ = [
     "ParallelismEnv",
     "ParallelismEnvConfig",
     "ParallelismVectorEnv",
+    "RegionEnv",
+    "RegionEnvConfig",
+    "RegionVectorEnv",
     "RoutingEnvConfig",
     "make_load_balancing",
     "make_parallelism",
+    "make_regions",
     "register",
 ]
 
@@ -36,6 +43,11 @@ LOAD_BALANCING_ENV = "LoadBalancingEnv"
 PARALLELISM_ID = "tokenyard/Parallelism-v0"
 """Name of the allocation environment in Gymnasium."""
 PARALLELISM_ENV = "ParallelismEnv"
+"""Its name in RLlib."""
+
+REGION_ID = "tokenyard/Regions-v0"
+"""Name of the regional environment in Gymnasium."""
+REGION_ENV = "RegionEnv"
 """Its name in RLlib."""
 
 
@@ -68,6 +80,14 @@ def make_parallelism(
     return ParallelismEnv(rest)
 
 
+def make_regions(config: dict[str, Any]) -> RegionEnv | RegionVectorEnv:
+    """Make a regional environment: many copies where the config counts them."""
+    rest = {key: value for key, value in config.items() if key != "num_envs"}
+    if "num_envs" in config:
+        return RegionVectorEnv(config["num_envs"], rest)
+    return RegionEnv(rest)
+
+
 def register() -> None:
     """Make the environments known to Gymnasium and, where Ray is installed, to RLlib.
 
@@ -84,9 +104,15 @@ def register() -> None:
             entry_point="envs.allocation:ParallelismEnv",
             vector_entry_point="envs.allocation:ParallelismVectorEnv",
         )
+        gymnasium.register(
+            REGION_ID,
+            entry_point="envs.regions:RegionEnv",
+            vector_entry_point="envs.regions:RegionVectorEnv",
+        )
     try:
         from ray import tune
     except ImportError:
         return
     tune.register_env(LOAD_BALANCING_ENV, make_load_balancing)
     tune.register_env(PARALLELISM_ENV, make_parallelism)
+    tune.register_env(REGION_ENV, make_regions)

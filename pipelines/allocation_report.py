@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from rich import box
@@ -61,6 +62,22 @@ def prepare(
         (one, [resolve_allocation_candidate(name, one, registry) for name in policies])
         for one in scenarios
     ]
+
+
+def evaluate_all(
+    prepared: list[tuple[AllocationScenario, list[AllocationCandidate]]],
+    baseline: str,
+    num_streams: int,
+    seed: int,
+    console: Console,
+    keep: Callable[[list[Row]], None],
+) -> list[Row]:
+    """Run every scenario and print its table; what is done is kept."""
+    rows: list[Row] = []
+    for scenario, candidates in prepared:
+        rows += evaluate(scenario, candidates, baseline, num_streams, seed, console)
+        keep(rows)
+    return rows
 
 
 def evaluate(

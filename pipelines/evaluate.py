@@ -1,10 +1,11 @@
-"""Evaluate routing or allocation policies: the tables of docs/metrics.md, and figures.
+"""Evaluate routing, allocation or regional policies: the tables of docs/metrics.md, and figures.
 
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
 python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
 python pipelines/evaluate.py --suite allocation
+python pipelines/evaluate.py --suite regions
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import allocation_report
+import regions_report
 import tyro
 from matplotlib.figure import Figure
 from rich import box
@@ -53,7 +56,7 @@ class Args:
 
     scenario: str | None = None
     """Name or YAML path."""
-    suite: SuiteName | Literal["allocation"] | None = None
+    suite: SuiteName | Literal["allocation", "regions"] | None = None
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
@@ -62,10 +65,10 @@ class Args:
     every baseline and the champion, of allocation the bounds too."""
     baseline: str | None = None
     """Policy that differences are taken to; it is run even when it is not named. By default sed,
-    of allocation autoscaler_tuned."""
+    of allocation autoscaler_tuned, of regions skylb."""
     streams: int | None = None
-    """Independent synthetic streams, or windows of the trace (30 by default); of allocation draws
-    of the test part's noise (5)."""
+    """Independent synthetic streams, or windows of the trace (30 by default); of allocation and
+    regions draws of the demand (5)."""
     seed: int = 2026
     """Of the streams and of the policies' own randomness."""
     source: Literal["synthetic", "held-out"] | None = None
@@ -302,48 +305,48 @@ def with_defaults(args: Args, policies: Iterable[str], baseline: str, streams: i
     )
 
 
-def main_allocation(args: Args) -> None:
+def main_other(report: ModuleType, args: Args) -> None:
+    """Evaluate a problem that is not routing; its report says how."""
     if args.trace or args.source or args.native_time or args.figures:
         print("evaluate: --trace, --source, --native-time and --figures are for routing; the demand"
-              " of an allocation scenario is in its file", file=sys.stderr)  # fmt: skip
+              " of other scenarios is in their files", file=sys.stderr)  # fmt: skip
         raise SystemExit(2)
-    assert args.policies is not None
-    assert args.baseline is not None
-    assert args.streams is not None
-    names = allocation_report.SUITE if args.suite else (str(args.scenario),)
-    wanted = [name.strip() for name in args.policies.split(",") if name.strip()]
+    args = with_defaults(
+        args, report.DEFAULT_POLICIES, report.DEFAULT_BASELINE, report.DEFAULT_STREAMS
+    )
+    names = report.SUITE if args.suite else (str(args.scenario),)
+    wanted = [name.strip() for name in str(args.policies).split(",") if name.strip()]
     uri = args.registry or os.environ.get("MLFLOW_TRACKING_URI")
     try:
-        if args.streams < 1:
+        if args.streams is None or args.streams < 1:
             raise ValueError(f"--streams {args.streams} must be at least 1")
         policies = list(dict.fromkeys([*wanted, args.baseline]))
-        registry = mlflow_lookup(uri) if uri else None
-        prepared = allocation_report.prepare(list(names), policies, registry)
+        prepared = report.prepare(list(names), policies, mlflow_lookup(uri) if uri else None)
     except ValueError as error:
         print(f"evaluate: {error}", file=sys.stderr)
         raise SystemExit(2) from None
+
+    def keep(rows: list[Row]) -> None:
+        # A suite takes minutes: what is done is kept.
+        if args.json:
+            write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = WIDTH
-    rows: list[Row] = []
-    for scenario, candidates in prepared:
-        rows += allocation_report.evaluate(
-            scenario, candidates, args.baseline, args.streams, args.seed, console
-        )
-        if args.json:
-            # A suite takes minutes: what is done is kept.
-            write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+    rows = report.evaluate_all(prepared, args.baseline, args.streams, args.seed, console, keep)
     if args.mlflow:
         log_to_mlflow(args, rows, {})
 
 
 def main(args: Args) -> None:
-    if allocation_report.is_allocation(args.scenario, args.suite):
-        own = allocation_report
-        main_allocation(
-            with_defaults(args, own.DEFAULT_POLICIES, own.DEFAULT_BASELINE, own.DEFAULT_STREAMS)
-        )
-        return
+    for report, is_its_own in (
+        (allocation_report, allocation_report.is_allocation),
+        (regions_report, regions_report.is_regions),
+    ):
+        if is_its_own(args.scenario, args.suite):
+            main_other(report, args)
+            return
     args = with_defaults(args, [*BASELINES, "champion"], "sed", 30)
     try:
         plans = plan_all(args)

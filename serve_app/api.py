@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
 
-from serve_app import problems
+from serve_app import problems, regions
 from serve_app.decider import Choice, Decider
 from serve_app.decision_log import DecisionLog, DecisionRecord
 from serve_app.messages import (
@@ -108,8 +108,8 @@ class RoutingService:
         )
 
 
-def create_api(service: RoutingService) -> FastAPI:
-    """Lay the HTTP routes over `service`.
+def create_api(service: RoutingService, desk: regions.RegionDesk | None = None) -> FastAPI:
+    """Lay the HTTP routes over `service`, and over `desk` those about regions.
 
     The handlers are coroutines without an await, so decisions are made one at a time on the event
     loop: policies remember, and a decision is shorter than a change of threads.
@@ -139,4 +139,5 @@ def create_api(service: RoutingService) -> FastAPI:
         """Say that the server decides."""
         return {"status": "ok"}
 
+    regions.add_routes(api, desk or regions.RegionDesk.shipped())
     return api

@@ -17,6 +17,7 @@ import ray
 import requests
 from ray import serve
 from unit.serve_builders import a_body, a_snapshot
+from unit.test_serve_regions import a_body as regions_body
 
 from serve_app.app import APP_NAME, RoutingOptions, build
 from tokenyard.artifact import resolve_champion
@@ -77,6 +78,21 @@ def test_a_refusal_crosses_the_proxy_unchanged(server):
     assert refused.json()["detail"].startswith("snapshots[0].tokens_per_s should be greater")
     huge = requests.post(f"{url}/v1/route", data=b" " * (2 << 20), timeout=10)
     assert huge.status_code == 413
+
+
+def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_counted(server):
+    url, _ = server
+    answer = requests.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
+    assert (answer["policy"], answer["fallback_reason"]) == ("torta", None)
+    assert [sum(row) for row in answer["shares"]] == pytest.approx([1.0, 1.0, 1.0])
+    body = regions_body(forecast_age_slots=9.0)
+    stale = requests.post(f"{url}/v1/regions", json=body, timeout=10).json()
+    assert (stale["policy"], stale["fallback_reason"]) == ("prox_ot", "stale_forecast")
+    refused = requests.post(f"{url}/v1/regions", json={"regions": []}, timeout=10)
+    assert refused.status_code == 422
+    counted = requests.get(f"{url}/v1/regions", timeout=10).json()
+    assert (counted["num_decisions"], counted["fallbacks"]) == (2, {"stale_forecast:prox_ot": 1})
+    assert "tokenyard_region_fallbacks_total" in requests.get(f"{url}/metrics", timeout=10).text
 
 
 def test_concurrent_callers_each_get_their_answer_and_their_line(server):

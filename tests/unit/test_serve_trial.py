@@ -158,7 +158,9 @@ def test_promotion_moves_the_alias_with_lineage_and_rollback_takes_no_time(monke
         marginal_artifact(np.eye(NUM_MARGINAL_WEIGHTS)[MARGINAL_WAIT] * factor, lineage=lineage)
         for factor in (0.1, 0.2)
     ]
-    served = [from_artifact(name, one, "t", SCENARIO) for name, one in zip("xy", artifacts, strict=True)]
+    served = [
+        from_artifact(name, one, "t", SCENARIO) for name, one in zip("xy", artifacts, strict=True)
+    ]
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     monkeypatch.chdir(tmp_path)
 

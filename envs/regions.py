@@ -1,0 +1,322 @@
+"""Regions as an environment: one step is one slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import gymnasium
+import numpy as np
+import numpy.typing as npt
+from gymnasium.utils import seeding
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+from pydantic import Field, field_validator
+
+from tokenyard.frozen import Frozen
+from tokenyard.policies.regions import ot_slack
+from tokenyard.regions.activation import ActivationRule, targets
+from tokenyard.regions.cluster import make_cluster
+from tokenyard.regions.demand import sample_stream
+from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
+from tokenyard.regions.mixing import PLANS, TransportCost, combine
+from tokenyard.regions.scenario import RegionScenario, load_regions
+from tokenyard.regions.state import Dispatch, RegionDecision, RegionState
+from tokenyard.sim import regions as kernel
+from tokenyard.sim.regions_run import RegionSim
+from tokenyard.types import FloatArray
+
+Observations = npt.NDArray[np.float32]
+LIMIT = 10.0
+"""Observations lie within plus and minus this."""
+LOGIT_SCALE = 5.0
+"""Logits are actions times this."""
+PER_REGION = 8
+_MEASURED = {
+    "offered_tasks": kernel.OUT_OFFERED,
+    "dropped_tasks": kernel.OUT_DROPPED,
+    "missed_tasks": kernel.OUT_MISSED,
+    "response_s": kernel.OUT_RESPONSE_S,
+    "energy_usd": kernel.OUT_ENERGY_USD,
+    "switching_usd": kernel.OUT_OVERHEAD_USD,
+    "late_usd": kernel.OUT_LATE_USD,
+    "load_balance": kernel.OUT_BALANCE,
+    "waiting_tasks": kernel.OUT_WAITING,
+}
+"""Numbers of a step's `info` by column of what a slot measures."""
+
+
+class RegionReward(Frozen):
+    """Weights of one slot's reward: a sum of weight x term, higher is better."""
+
+    usd: Annotated[float, Field(ge=0)] = 1.0
+    """Per dollar of energy, switching and lateness, over the energy bill of a slot with all servers
+    at work at the mean price; negative in the reward."""
+    response: Annotated[float, Field(ge=0)] = 0.0
+    """Per mean response time over 20 s, negative in the reward."""
+    transport: Annotated[float, Field(ge=0)] = 0.0
+    """Per squared distance to the transport of the forecast, over 2 R; the paper's first term."""
+    smoothness: Annotated[float, Field(ge=0)] = 0.0
+    """Per squared step of the shares, over 2 R; lambda1 of the paper."""
+    waiting: Annotated[float, Field(ge=0)] = 0.0
+    """Per task that waits, over what all servers serve in a slot; lambda2 of the paper."""
+
+
+PAPER_REWARD = RegionReward(usd=0.0, transport=1.0, smoothness=0.4, waiting=1.0)
+"""Eq 3 of Du et al. 2025, arXiv 2507.10259v2. Distances are of row-normalised plans, over 2 R, so
+that they mean the same for any R; the weights are picks."""
+
+
+class RegionEnvConfig(Frozen):
+    """What `RegionEnv` and its vectorised twin are made from."""
+
+    scenario: RegionScenario
+    """A scenario, or the name or YAML path of one."""
+    action: Literal["mix", "shares"] = "mix"
+    """`mix`: weights of four plans by row; `shares`: all shares freely, as the paper has it."""
+    reward: RegionReward = RegionReward()
+    dispatch: Dispatch = "shares"
+    """How tasks are sent within a slot."""
+
+    @field_validator("scenario", mode="before")
+    @classmethod
+    def _load_by_name(cls, value: object) -> object:
+        return load_regions(value) if isinstance(value, str) else value
+
+
+class _Copy:
+    """One simulator with what the reward and the observation need."""
+
+    def __init__(self, config: RegionEnvConfig, forecaster: DemandForecaster) -> None:
+        self.config, self._forecaster = config, forecaster
+        self._rule = ActivationRule.of(config.scenario)
+        cluster = make_cluster(config.scenario)
+        self.num_regions = cluster.num_regions
+        kinds = list(config.scenario.kinds.values())
+        watts = sum(kinds[kind].tdp_w for kind in cluster.kind.tolist())
+        kwh = watts * config.scenario.prices.pue * config.scenario.slot_s / 3.6e6
+        self._full_usd = float(kwh * cluster.usd_per_kwh.mean())
+        self.num_saturated = 0
+
+    def start(self, rng: np.random.Generator) -> None:
+        stream = sample_stream(self.config.scenario, rng)
+        self.sim = RegionSim(self.config.scenario, stream, self._forecaster)
+        self.state = self.sim.state()
+
+    def step(self, action: npt.NDArray[Any]) -> tuple[float, FloatArray]:
+        """Run a slot; return its reward and what it measured."""
+        before, state = self.sim.shares, self.state
+        logits = LOGIT_SCALE * np.asarray(action, dtype=np.float64).reshape(self.num_regions, -1)
+        if not np.isfinite(logits).all():
+            raise ValueError("the action is not finite")
+        if self.config.action == "mix":
+            shares = combine(state, TransportCost(), logits)
+        else:
+            raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+            shares = raised / raised.sum(axis=1, keepdims=True)
+        decision = RegionDecision(shares, targets(state, shares, self._rule), self.config.dispatch)
+        out = self.sim.step(decision)
+        reward = self._reward(shares, before, state, out)
+        # After the last slot the state before it stands in: nothing follows.
+        self.state = state if self.sim.ended else self.sim.state()
+        return reward, out
+
+    def _reward(
+        self, shares: FloatArray, before: FloatArray, state: RegionState, out: FloatArray
+    ) -> float:
+        weights, size = self.config.reward, 2 * self.num_regions
+        usd = out[[kernel.OUT_ENERGY_USD, kernel.OUT_OVERHEAD_USD, kernel.OUT_LATE_USD]].sum()
+        reward = -weights.usd * usd / self._full_usd
+        if weights.response:
+            mean_s = out[kernel.OUT_RESPONSE_S] / max(out[kernel.OUT_PLACED], 1.0)
+            reward -= weights.response * mean_s / 20.0
+        if weights.transport:
+            wanted = ot_slack(state, state.forecast[0])
+            reward -= weights.transport * ((shares - wanted) ** 2).sum() / size
+        if weights.smoothness:
+            reward -= weights.smoothness * ((shares - before) ** 2).sum() / size
+        if weights.waiting:
+            whole = max(float(state.capacity.sum()), 1e-9)
+            reward -= weights.waiting * out[kernel.OUT_WAITING] / whole
+        return float(reward)
+
+    def observe(self) -> Observations:
+        """Return features by region and, where shares are free, the last shares."""
+        state = self.state
+        capacity = np.maximum(state.capacity, 1e-9)
+        servers = np.maximum((state.server_tasks > 0).sum(axis=1), 1)
+        columns = [
+            state.arrivals[-1] / capacity,
+            state.forecast[0] / capacity,
+            state.forecast[-1] / capacity,
+            np.log1p(state.waiting / capacity),
+            state.used,
+            state.num_active / servers,
+            state.usd_per_kwh / max(float(state.usd_per_kwh.mean()), 1e-9) - 1.0,
+            capacity / capacity.sum() * len(capacity) - 1.0,
+        ]
+        flat = np.column_stack(columns).ravel()
+        if self.config.action == "shares":
+            flat = np.concatenate([flat, state.previous.ravel()])
+        self.num_saturated += int((np.abs(flat) > LIMIT).sum())
+        return np.clip(flat, -LIMIT, LIMIT).astype(np.float32)
+
+
+def _spaces(
+    config: RegionEnvConfig, num_regions: int
+) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Box]:
+    free = config.action == "shares"
+    size = PER_REGION * num_regions + (num_regions**2 if free else 0)
+    columns = num_regions if free else len(PLANS)
+    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
+    action = gymnasium.spaces.Box(-1.0, 1.0, (num_regions * columns,), np.float32)
+    return observation, action
+
+
+class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
+    """Decide, slot after slot, what share of each region's tasks goes to which region.
+
+    Servers go on and off by Eq 6 from the shares and the forecast, in all configurations alike.
+
+    Observation:
+        float32, shape (8 R,): by region, each over what its servers can serve in a slot, the last
+        slot's arrivals, the forecast of this slot and of the last one foretold; log(1 + tasks that
+        wait, likewise); share of the last slot in which its servers were at work; servers on over
+        servers; price of electricity over the mean, minus 1; share of all capacity times R, minus
+        1. With `action="shares"` the last shares follow: (8 R + R^2,). All within [-10, 10];
+        `num_saturated` counts numbers set to the limit.
+
+    Action:
+        float32 in [-1, 1], shape (4 R,): a fifth of the logits of the weights of four plans by row
+        (`tokenyard.regions.mixing`). With `action="shares"`, (R^2,): a fifth of the logits of the
+        shares by row.
+
+    Reward:
+        `RegionReward`; by default minus dollars over the energy bill of a slot with all servers at
+        work. With 250 servers of the paper's kinds that bill is 83 kW x 1.3 x 45 s = 1.35 kWh, 0.25
+        dollars at 0.185 per kWh; a slot that costs 0.20 of energy, 0.05 of switching and 0.025 of
+        lateness earns -0.275 / 0.25 = -1.1.
+
+    Episode end:
+        Truncated after the scenario's slots, never terminated: demand goes on.
+
+    Source:
+        Du et al. 2025, arXiv 2507.10259v2, sections V-B and V-C. Ours: what the paper leaves out,
+        see docs/results/torta.md; the decision comes before the slot's arrivals are known.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
+
+    def __init__(self, config: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """Validate the configuration and fit the forecaster.
+
+        Args:
+            config: Fields of `RegionEnvConfig`.
+            options: The same fields as keywords.
+        """
+        self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
+        self._copy = _Copy(self.config, fit_seasonal(self.config.scenario))
+        self.observation_space, self.action_space = _spaces(self.config, self._copy.num_regions)
+
+    @property
+    def sim(self) -> RegionSim:
+        """The simulator of the episode."""
+        return self._copy.sim
+
+    @property
+    def state(self) -> RegionState:
+        """What a policy would be shown now."""
+        return self._copy.state
+
+    @property
+    def num_saturated(self) -> int:
+        """Observed numbers that were set to the limit so far."""
+        return self._copy.num_saturated
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Start an episode with fresh demand; `seed` fixes it and all that follow."""
+        super().reset(seed=seed)
+        self._copy.start(self.np_random)
+        return self._copy.observe(), {}
+
+    def step(
+        self, action: npt.NDArray[np.float32]
+    ) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
+        """Run one slot.
+
+        Raises:
+            ValueError: The action is not finite, or the episode is over.
+        """
+        if self._copy.sim.ended:
+            raise ValueError("the episode is over: call reset first")
+        reward, out = self._copy.step(action)
+        info = {name: float(out[column]) for name, column in _MEASURED.items()}
+        return self._copy.observe(), reward, False, self._copy.sim.ended, info
+
+
+class RegionVectorEnv(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArray[Any]]):
+    """Several independent `RegionEnv`s with one forecaster; a slot is compiled, copies follow.
+
+    Copy i equals a single environment that was reset with seed + i. Autoreset is NEXT_STEP: the
+    step after an episode's end ignores the action, earns 0 and returns the new episode's first
+    observation.
+    """
+
+    metadata: dict[str, Any] = {  # noqa: RUF012
+        "render_modes": [],
+        "autoreset_mode": AutoresetMode.NEXT_STEP,
+    }
+
+    def __init__(
+        self, num_envs: int, config: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
+        """Validate the configuration and make `num_envs` copies; see `RegionEnv`."""
+        self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
+        self.num_envs = num_envs
+        forecaster = fit_seasonal(self.config.scenario)
+        self._copies = [_Copy(self.config, forecaster) for _ in range(num_envs)]
+        num_regions = self._copies[0].num_regions
+        self.single_observation_space, self.single_action_space = _spaces(self.config, num_regions)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
+        self._rngs: list[np.random.Generator] = []
+
+    def reset(
+        self,
+        *,
+        seed: int | Sequence[int | None] | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> tuple[Observations, dict[str, Any]]:
+        """Start an episode in every copy; one integer seeds copy i with seed + i."""
+        if seed is not None or not self._rngs:
+            first = seed if isinstance(seed, int) else None
+            each = [None if first is None else first + i for i in range(self.num_envs)]
+            seeds = each if seed is None or isinstance(seed, int) else list(seed)
+            self._rngs = [seeding.np_random(one)[0] for one in seeds]
+        for copy, rng in zip(self._copies, self._rngs, strict=True):
+            copy.start(rng)
+        return self._observe(), {}
+
+    def step(
+        self, actions: npt.NDArray[Any]
+    ) -> tuple[
+        Observations, FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]
+    ]:
+        """Run one slot in every copy; copies whose episode ended begin a new one.
+
+        Raises:
+            ValueError: An action is not finite.
+        """
+        rewards = np.zeros(self.num_envs)
+        for i, copy in enumerate(self._copies):
+            if copy.sim.ended:
+                copy.start(self._rngs[i])
+            else:
+                rewards[i] = copy.step(actions[i])[0]
+        ended = np.array([copy.sim.ended for copy in self._copies])
+        return self._observe(), rewards, np.zeros(self.num_envs, dtype=np.bool_), ended, {}
+
+    def _observe(self) -> Observations:
+        return np.stack([copy.observe() for copy in self._copies])

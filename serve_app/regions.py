@@ -1,0 +1,179 @@
+"""Who decides about regions: the learned policy, then prox_ot, then everything stays local."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    generate_latest,
+)
+
+from serve_app.messages import Problem
+from serve_app.region_messages import RegionsAnswer, RegionsCard, RegionsMessage
+from tokenyard.artifact import ArtifactError
+from tokenyard.policies.regions import REGION_BASELINES, LearnedMix
+from tokenyard.regions.activation import ActivationRule
+from tokenyard.regions.artifact import resolve_region_champion
+from tokenyard.regions.state import RegionDecision, RegionPolicy, RegionState, check_decision
+
+logger = logging.getLogger(__name__)
+
+FALLBACKS = ("prox_ot", "local_first")
+REASONS = ("stale_forecast", "no_forecast", "unusable", "error", "missing")
+"""Why another policy decided: the forecast is old or absent; what came out held NaN or rows that
+are no shares; the policy failed; none was found at the start."""
+MAX_FORECAST_AGE_SLOTS = 4.0
+_TIMES_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
+
+
+class RegionDesk:
+    """Decides about regions, whatever is wrong with the policy; counts who did.
+
+    Fallbacks go by the last arrivals, so no forecast can mislead them.
+    """
+
+    def __init__(
+        self,
+        policy: RegionPolicy | None,
+        name: str = "torta",
+        source: str = "",
+        version: str = "",
+        rule: ActivationRule | None = None,
+    ) -> None:
+        """Serve `policy`; None: it was not found, and the fallbacks decide."""
+        rule = rule or ActivationRule()
+        self._policy = policy
+        self._name, self._source, self._version = name, source, version
+        self._fallbacks = [(one, REGION_BASELINES[one](rule)) for one in FALLBACKS]
+        self._num_decisions = 0
+        self._counted: dict[str, int] = {}
+        self.registry = CollectorRegistry()
+        self._decisions = Counter(
+            "tokenyard_region_decisions", "Decisions about regions by what decided.", ["policy"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._failures = Counter(
+            "tokenyard_region_fallbacks", "Decisions about regions that a fallback made.",
+            ["reason", "policy"], registry=self.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "tokenyard_region_decision_seconds", "Time to decide about regions.",
+            buckets=_TIMES_S, registry=self.registry,
+        )  # fmt: skip
+
+    @classmethod
+    def shipped(cls, scenario: str = "generic") -> RegionDesk:
+        """Serve the shipped policy of a scenario, or the one for any regions."""
+        rule = ActivationRule()
+        try:
+            artifact, source = resolve_region_champion(scenario)
+        except ArtifactError as error:
+            logger.warning("fallbacks decide about regions: %s", error)
+            return cls(None, source=str(error), rule=rule)
+        policy = LearnedMix(artifact.arrays["theta"], rule)
+        return cls(policy, "torta", source, artifact.sha256, rule)
+
+    def decide(self, message: RegionsMessage) -> RegionsAnswer:
+        """Decide by the first policy whose answer can be used, and count."""
+        started = time.perf_counter()
+        decision, name, reason = self._decide(message)
+        elapsed = time.perf_counter() - started
+        self._num_decisions += 1
+        self._decisions.labels(name).inc()
+        self._seconds.observe(elapsed)
+        if reason is not None:
+            self._failures.labels(reason, name).inc()
+            key = f"{reason}:{name}"
+            self._counted[key] = self._counted.get(key, 0) + 1
+        return RegionsAnswer(
+            decision_id=uuid.uuid4().hex,
+            region_ids=[one.region_id for one in message.regions],
+            shares=decision.shares.tolist(),
+            active=decision.active.tolist(),
+            dispatch=decision.dispatch,
+            policy=name,
+            fallback_reason=reason,
+            decision_us=1e6 * elapsed,
+        )
+
+    def describe(self) -> RegionsCard:
+        """Say what is served and what has happened since the start."""
+        return RegionsCard(
+            policy=self._name,
+            source=self._source,
+            version=self._version,
+            num_decisions=self._num_decisions,
+            fallbacks=dict(self._counted),
+        )
+
+    def _decide(self, message: RegionsMessage) -> tuple[RegionDecision, str, str | None]:
+        reason: str | None = None
+        if self._policy is None:
+            reason = "missing"
+        elif not message.has_forecast:
+            reason = "no_forecast"
+        elif message.forecast_age_slots > MAX_FORECAST_AGE_SLOTS:
+            reason = "stale_forecast"
+        else:
+            try:
+                return _checked(self._policy, message.to_state(True)), self._name, None
+            except Unusable as error:
+                reason = "unusable"
+                logger.warning("policy %s: %s", self._name, error)
+            except Exception:
+                reason = "error"
+                logger.exception("policy %s failed", self._name)
+        state = message.to_state(False)
+        return *_first_usable(self._fallbacks, state), reason
+
+
+class Unusable(ValueError):
+    """An answer with NaN, or with rows that are no shares."""
+
+
+def _checked(policy: RegionPolicy, state: RegionState) -> RegionDecision:
+    decision = policy.decide(state)
+    try:
+        check_decision(decision, state.num_regions)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
+    return decision
+
+
+def _first_usable(
+    policies: Sequence[tuple[str, RegionPolicy]], state: RegionState
+) -> tuple[RegionDecision, str]:
+    for name, policy in policies[:-1]:
+        try:
+            return _checked(policy, state), name
+        except Exception:
+            logger.exception("fallback %s failed", name)
+    name, policy = policies[-1]
+    return policy.decide(state), name
+
+
+def add_routes(api: FastAPI, desk: RegionDesk) -> None:
+    """Lay `/v1/regions` and its metrics over `desk`."""
+
+    @api.post("/v1/regions", responses={413: {"model": Problem}, 422: {"model": Problem}})
+    async def regions(message: RegionsMessage) -> RegionsAnswer:
+        """Decide shares and servers for the slot that begins."""
+        return desk.decide(message)
+
+    @api.get("/v1/regions")
+    async def describe() -> RegionsCard:
+        """Describe the policy that decides about regions, and count what it did."""
+        return desk.describe()
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        """Counters in Prometheus's text format."""
+        return Response(generate_latest(desk.registry), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,238 @@
+"""Regional policies: every baseline by name, and the learned mix of plans.
+
+A policy sees states, never the simulator. All turn servers on by the same rule (Eq 6) from what
+their own plan sends where, and all live with the same allocator inside regions. To add one, write
+its class and add its line to `REGION_BASELINES`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.regions import transport
+from tokenyard.regions.activation import ActivationRule, targets
+from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.mixing import TransportCost, mix
+from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.state import Dispatch, RegionDecision, RegionPolicy, RegionState
+from tokenyard.types import FloatArray
+
+PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
+"""w1 and w2 of the paper's cost, whose values it does not give; w1 is to be much the greater."""
+SMOOTHING = 0.4
+"""lambda1: steps are 2.5 times smaller, the paper's target, where plans are independent."""
+CAP = 0.8
+"""Share of a region's capacity that plans fill, the same as Eq 6 plans for."""
+
+
+def paper_cost(state: RegionState) -> FloatArray:
+    """Cost of the paper's transport, price and latency each over its greatest, shape (R, R)."""
+    price = state.usd_per_kwh / max(float(state.usd_per_kwh.max()), 1e-12)
+    latency = state.latency_s / max(float(state.latency_s.max()), 1e-12)
+    return np.asarray(PRICE_WEIGHT * price + LATENCY_WEIGHT * latency)
+
+
+def demand_now(state: RegionState) -> FloatArray:
+    """What a plan without a forecast goes by: the last slot's arrivals."""
+    return np.asarray(state.arrivals[-1], dtype=np.float64)
+
+
+def demand_ahead(state: RegionState) -> FloatArray:
+    """What is forecast for the slot that begins."""
+    return np.asarray(state.forecast[0], dtype=np.float64)
+
+
+Demand = Callable[[RegionState], FloatArray]
+Planner = Callable[[RegionState, FloatArray], FloatArray]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Shares that some function plans, smoothed over time or not."""
+
+    plan: Planner
+    """From a state and demand to shares."""
+    rule: ActivationRule
+    demand: Demand = demand_now
+    smoothing: float = 0.0
+    """Weight of the last slot's shares (`transport.prox`)."""
+    dispatch: Dispatch = "shares"
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Plan, smooth, and turn servers on for it."""
+        shares = self.plan(state, self.demand(state))
+        if self.smoothing:
+            shares = transport.prox(shares, state.previous, self.smoothing)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch)
+
+
+def stay_local(state: RegionState, _: FloatArray) -> FloatArray:
+    """Everything where it comes from, but for regions that are down: those go by capacity."""
+    there = state.capacity > 0
+    return np.where(there[:, None], np.eye(state.num_regions), by_capacity(state, _))
+
+
+def by_servers(state: RegionState, _: FloatArray) -> FloatArray:
+    """Round robin over regions, each as often as it has servers."""
+    servers = (state.server_tasks > 0).sum(axis=1).astype(np.float64)
+    return _same_rows(servers)
+
+
+def by_capacity(state: RegionState, _: FloatArray) -> FloatArray:
+    """Every region's share of all capacity."""
+    return _same_rows(state.capacity)
+
+
+def _same_rows(weights: FloatArray) -> FloatArray:
+    num = len(weights)
+    total = weights.sum()
+    row = weights / total if total > 0 else np.full(num, 1 / num)
+    return np.tile(row, (num, 1))
+
+
+def spilled(state: RegionState, demand: FloatArray) -> FloatArray:
+    """What spilling comes to: local up to capacity, the rest to the nearest that has room.
+
+    A rule that forwards request by request has no plan; this one says which servers it will need.
+    """
+    room = CAP * state.capacity
+    served = np.minimum(demand, room)
+    plan = np.diag(served)
+    room = room - served
+    for i in np.argsort(-(demand - served), kind="stable"):
+        left = demand[i] - served[i]
+        for j in np.argsort(state.latency_s[i], kind="stable"):
+            if left <= 0:
+                break
+            taken = min(left, room[j])
+            plan[i, j] += taken
+            room[j] -= taken
+            left -= taken
+        plan[i] += max(left, 0.0) * by_capacity(state, demand)[i]
+    return transport.as_shares(plan)
+
+
+def ot_balanced(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The paper's Eq 2."""
+    return transport.as_shares(transport.balanced(demand, state.capacity, paper_cost(state)))
+
+
+def ot_slack(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The same cost with capacities as upper bounds."""
+    return transport.as_shares(transport.within(demand, CAP * state.capacity, paper_cost(state)))
+
+
+def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
+    """`ot_slack` with an entropy term."""
+    plan = transport.sinkhorn(demand, CAP * state.capacity, paper_cost(state))
+    return transport.as_shares(plan)
+
+
+class RecedingHorizon:
+    """Plan several slots of forecasts at once, pay for changes of loads, and plan again after them.
+
+    The linear program takes a hundred times as long as a transport, so all its slots are used.
+    """
+
+    def __init__(
+        self, rule: ActivationRule, num_slots: int = 4, switching_cost: float = 0.05
+    ) -> None:
+        """Start without a plan.
+
+        Args:
+            rule: For activation.
+            num_slots: Slots of a plan.
+            switching_cost: Of a task that another region served in the slot before, in units of
+                the paper's cost.
+        """
+        self._rule, self._num_slots, self._cost = rule, num_slots, switching_cost
+        self._plans: list[FloatArray] = []
+        self._capacity: FloatArray | None = None
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Take the next slot of the plan; make a new one where it is over or capacity changed."""
+        capacity = state.capacity
+        changed = self._capacity is None or not np.array_equal(self._capacity, capacity)
+        if capacity.sum() <= 0:
+            shares = stay_local(state, demand_ahead(state))
+            return RegionDecision(shares, targets(state, shares, self._rule))
+        if not self._plans or changed:
+            ahead = state.forecast[: self._num_slots]
+            cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
+            before = demand_now(state) @ state.previous
+            plans = transport.receding_horizon(ahead, CAP * capacity, cost, before, self._cost)
+            self._plans = [transport.as_shares(plan) for plan in plans]
+            self._capacity = capacity
+        shares = self._plans.pop(0)
+        return RegionDecision(shares, targets(state, shares, self._rule))
+
+
+@dataclass(frozen=True)
+class LearnedMix:
+    """`torta`: the learned mix of plans (`tokenyard.regions.mixing`), sent by what is free."""
+
+    theta: FloatArray
+    rule: ActivationRule
+    dispatch: Dispatch = "live_shares"
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Mix the plans, and turn servers on for the mix."""
+        shares = mix(state, self.theta)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch)
+
+
+def learned_regions(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
+    """Make the policy of an artifact for a scenario."""
+    return LearnedMix(artifact.arrays["theta"], ActivationRule.of(scenario))
+
+
+def _planned(
+    plan: Planner,
+    demand: Demand = demand_now,
+    smoothing: float = 0.0,
+    dispatch: Dispatch = "shares",
+) -> Callable[[ActivationRule], RegionPolicy]:
+    return lambda rule: Planned(plan, rule, demand, smoothing, dispatch)
+
+
+REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
+    "round_robin": _planned(by_servers),
+    "local_first": _planned(stay_local),
+    "least_loaded": _planned(by_capacity, dispatch="least_loaded"),
+    "skylb": _planned(spilled, demand_ahead, dispatch="spill"),
+    "sdib": _planned(by_capacity, dispatch="balance"),
+    "ot_balanced": _planned(ot_balanced),
+    "ot_slack": _planned(ot_slack),
+    "sinkhorn": _planned(sinkhorn),
+    "prox_ot": _planned(ot_slack, smoothing=SMOOTHING),
+    "ot_slack_forecast": _planned(ot_slack, demand_ahead),
+    "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
+    "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
+    "prox_cost_forecast": _planned(TransportCost().shares, demand_ahead, SMOOTHING),
+    "prox_ot_forecast_live": _planned(ot_slack, demand_ahead, SMOOTHING, "live_shares"),
+    "prox_cost_forecast_live": _planned(
+        TransportCost().shares, demand_ahead, SMOOTHING, "live_shares"
+    ),
+    "receding_horizon": RecedingHorizon,
+}
+"""Every baseline by name. `prox_cost_forecast` has the learned policy's costs, and learns nothing:
+what `torta` gains over it is what learning gains."""
+
+
+def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:
+    """Make a baseline for a scenario.
+
+    Raises:
+        ValueError: Unknown name, with the closest one.
+    """
+    if name not in REGION_BASELINES:
+        close = difflib.get_close_matches(name, REGION_BASELINES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"unknown regional policy {name!r}; choose one of {sorted(REGION_BASELINES)}{hint}"
+        )
+    return REGION_BASELINES[name](ActivationRule.of(scenario))

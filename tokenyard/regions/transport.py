@@ -1,0 +1,211 @@
+"""Plans of who serves whose demand: optimal transport in several forms, and smoothing over time.
+
+Two of them are the TORTA paper's (Du et al. 2025, arXiv 2507.10259v2): the balanced form of Eq 2,
+in which prices cannot matter, as column sums are fixed and a price belongs to a column; and the
+closed form that its first two reward terms have. The others let capacities be inequalities.
+
+Solvers are POT's where it is installed, else scipy's HiGHS.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linprog
+from scipy.sparse import csr_array, hstack, identity, kron, vstack
+
+from tokenyard.types import FloatArray
+
+_TINY = 1e-12
+
+
+@cache
+def has_pot() -> bool:
+    """Whether POT is installed."""
+    return importlib.util.find_spec("ot") is not None
+
+
+def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
+    """Solve the transport problem with equal totals.
+
+    Args:
+        supply: Row sums, shape (n,).
+        demand: Column sums with the same total, shape (m,).
+        cost: Per unit, shape (n, m).
+
+    Returns:
+        The plan of least cost, shape (n, m).
+    """
+    if has_pot():
+        import ot
+
+        return np.asarray(ot.emd(supply, demand, np.ascontiguousarray(cost), numItermax=1_000_000))
+    return _by_linprog(supply, demand, cost)
+
+
+@cache
+def _incidence(n: int, m: int) -> Any:
+    rows = kron(identity(n), np.ones((1, m)), format="csr")
+    columns = kron(np.ones((1, n)), identity(m), format="csr")
+    return rows, columns
+
+
+def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
+    rows, columns = _incidence(len(supply), len(demand))
+    # One equation follows from the others, and rounding would make it contradict them.
+    found = linprog(
+        cost.ravel(),
+        A_eq=vstack([rows, columns[:-1]]),
+        b_eq=np.concatenate([supply, demand[:-1]]),
+        method="highs",
+    )
+    assert found.success, found.message
+    return np.asarray(found.x).reshape(cost.shape)
+
+
+def as_shares(plan: FloatArray) -> FloatArray:
+    """Divide every row by its sum; a row without mass stays local."""
+    mass = plan.sum(axis=1, keepdims=True)
+    return np.where(mass > _TINY, plan / np.maximum(mass, _TINY), np.eye(*plan.shape))
+
+
+def balanced(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
+    """The paper's Eq 2: demand and capacity both scaled to mass 1; returns the plan."""
+    if demand.sum() <= 0:
+        return np.diag(capacity / capacity.sum())
+    return exact(demand / demand.sum(), capacity / capacity.sum(), cost)
+
+
+def within(
+    demand: FloatArray, capacity: FloatArray, cost: FloatArray, overflow_cost: float | None = None
+) -> FloatArray:
+    """Least cost with capacities as upper bounds: a slack source takes what is left over.
+
+    What all capacities together cannot take goes to an overflow sink; it is then divided over the
+    columns in proportion to capacity, so that every row keeps its mass.
+
+    Args:
+        demand: Row sums, shape (n,).
+        capacity: Bounds of the column sums in the same unit, shape (m,).
+        cost: Per unit, shape (n, m).
+        overflow_cost: Of a unit that finds no room; None: far above all others.
+
+    Returns:
+        The plan, shape (n, m).
+    """
+    slack = capacity.sum() - demand.sum()
+    if slack >= 0:
+        supply = np.append(demand, slack)
+        return exact(supply, capacity, np.vstack([cost, np.zeros(len(capacity))]))[:-1]
+    dear = overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
+    wide = np.hstack([cost, np.full((len(cost), 1), dear)])
+    plan = exact(demand, np.append(capacity, -slack), wide)
+    total = capacity.sum()
+    where = capacity / total if total > 0 else np.full(len(capacity), 1 / len(capacity))
+    return np.asarray(plan[:, :-1] + plan[:, -1:] * where)
+
+
+def within_by_linprog(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
+    """`within` as the linear program that it is, for demand that fits; the slow reference."""
+    rows, columns = _incidence(len(demand), len(capacity))
+    found = linprog(
+        cost.ravel(), A_eq=rows, b_eq=demand, A_ub=columns, b_ub=capacity, method="highs"
+    )
+    assert found.success, found.message
+    return np.asarray(found.x).reshape(cost.shape)
+
+
+def sinkhorn(
+    demand: FloatArray,
+    capacity: FloatArray,
+    cost: FloatArray,
+    regularisation: float = 0.05,
+    num_iterations: int = 500,
+) -> FloatArray:
+    """`within` with an entropy term, which smooths the plan (Cuturi 2013).
+
+    Args:
+        demand: Row sums.
+        capacity: Bounds of column sums; raised in proportion where they do not suffice.
+        cost: Per unit.
+        regularisation: Weight of the entropy, in units of the greatest cost.
+        num_iterations: Most scalings of rows and columns.
+    """
+    capacity = capacity * max(1.0, demand.sum() / capacity.sum() * (1 + 1e-9))
+    slack = max(capacity.sum() - demand.sum(), 0.0)
+    supply = np.append(demand, slack)
+    wide = np.vstack([cost, np.zeros(len(capacity))])
+    scale = max(float(np.abs(cost).max()), _TINY)
+    kernel = np.exp(-wide / (scale * regularisation))
+    u, v = np.ones(len(supply)), np.ones(len(capacity))
+    for _ in range(num_iterations):
+        v = capacity / np.maximum(kernel.T @ u, 1e-300)
+        into = kernel @ v
+        if np.abs(u * into - supply).max() <= 1e-6 * supply.sum():
+            break
+        u = supply / np.maximum(into, 1e-300)
+    plan = (u[:, None] * kernel * v)[:-1]
+    return as_shares(plan) * demand[:, None]
+
+
+def prox(target: FloatArray, previous: FloatArray, weight: float) -> FloatArray:
+    """Return argmin over A of |A - target|^2 + weight |A - previous|^2.
+
+    The optimum of the paper's first two reward terms, one slot at a time; rows that sum to 1 stay
+    so. For targets independent over time its steps are (1 + weight)(1 + 2 weight) times smaller.
+    """
+    return np.asarray((target + weight * previous) / (1.0 + weight))
+
+
+def receding_horizon(
+    demand: FloatArray,
+    capacity: FloatArray,
+    cost: FloatArray,
+    previous_load: FloatArray,
+    switching_cost: float,
+) -> FloatArray:
+    """Plan several slots at once, paying for changes of what regions serve; return all plans.
+
+    min sum_h <cost_h, P_h> + switching_cost |load_h - load_(h-1)|_1, with loads the column sums,
+    row sums given and capacities as bounds. Capacities are raised where demand does not fit.
+
+    Args:
+        demand: Row sums by slot, shape (slots, n).
+        capacity: Shape (n,).
+        cost: Per unit by slot, shape (slots, n, n).
+        previous_load: Column sums of the last slot, shape (n,).
+        switching_cost: Per unit of change.
+
+    Returns:
+        Plans, shape (slots, n, n).
+    """
+    slots, n = demand.shape
+    bound = capacity * max(1.0, float(demand.sum(axis=1).max() / capacity.sum()) * (1 + 1e-9))
+    rows, columns = _incidence(n, n)
+    over_time = identity(slots)
+    change = kron(identity(slots) - csr_array(np.eye(slots, k=-1)), columns)
+    moves = kron(over_time, identity(n))
+    equal = hstack([kron(over_time, rows), csr_array((slots * n, slots * n))])
+    before = np.zeros(slots * n)
+    before[:n] = previous_load
+    upper = vstack(
+        [
+            hstack([kron(over_time, columns), csr_array((slots * n, slots * n))]),
+            hstack([change, -moves]),
+            hstack([-change, -moves]),
+        ],
+        format="csr",
+    )
+    found = linprog(
+        np.concatenate([cost.ravel(), np.full(slots * n, switching_cost)]),
+        A_eq=equal.tocsr(),
+        b_eq=demand.ravel(),
+        A_ub=upper,
+        b_ub=np.concatenate([np.tile(bound, slots), before, -before]),
+        method="highs",
+    )
+    assert found.success, found.message
+    return np.asarray(found.x[: slots * n * n]).reshape(slots, n, n)
