@@ -110,17 +110,15 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     assert twin.error_fraction < 0.1
 
 
-def test_a_poor_champion_is_improved_and_the_candidate_offered_with_its_lineage(
-    log, tmp_path, monkeypatch
-):
+def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finetune = load_pipeline("finetune")
     champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
     a_poor_champion().save(champion)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     args = finetune.Args(
-        log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=12, held_out=0.5,
-        generations=4, population=12, spread=0.4,
+        log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=12,
+        held_out=0.5, generations=4, population=12, spread=0.4,
     )  # fmt: skip
     row = finetune.finetune(args, Console(quiet=True))
     assert row["offered"] is True, row
