@@ -257,7 +257,7 @@ def _describe_trial(trial: Trial) -> TrialAnswer:
             "decisions_left_out": shadow.num_left_out,
             "estimated_gains": {
                 key: EstimateAnswer(estimate=one.estimate, low=one.low, high=one.high)
-                for key, one in shadow.estimates().items()
+                for key, one in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)
