@@ -7,7 +7,7 @@ The first part of the log is learned from, the last part judges. A twin of the r
 to the log; the champion's weights are searched from where they are, at a price for every logged
 decision that a candidate would change; and the result is offered, as a file and as the alias
 `candidate`, only if it beats the champion on the last part, replayed in the twin, and the
-importance-weighted estimate does not speak against it. It decides nothing before it has been in
+importance-weighted estimate does not speak of a disaster. It decides nothing before it has been in
 the shadow: `POST /v1/policies`.
 """
 
@@ -43,6 +43,11 @@ from tune_configs.registry import model_name, offer
 
 Row = dict[str, str | float | int | bool]
 _MAX_COMPARED = 2_000
+_CLOSE = 0.005
+"""Difference of costs, relative to the champion's, that is not worth a lucky draw."""
+_DISASTER = 0.5
+"""Of the mean response. A policy that minds others looks slower decision by decision, since what it
+spares them is not in that estimate; so only a disaster counts against it."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Args:
     """File (.npz) for the candidate; written only if it is offered."""
     registry: str | None = None
     """MLflow tracking URI where the champion is looked up and the candidate is registered."""
-    windows: int = 20
-    """Into which the log is cut."""
+    windows: int = 10
+    """Into which the log is cut. Replicas are empty where one begins: let them be long."""
     held_out: float = 0.4
     """Share of the windows, the last ones, that judge."""
     generations: int = 12
@@ -149,15 +154,19 @@ def search(
             + args.behaviour * changed
         )  # fmt: skip
 
+    found, least = start, cost(start)
     elites = max(2, args.population // 5)
     for _ in range(args.generations):
         drawn = rng.normal(mean, std, (args.population, len(mean)))
         drawn[0], drawn[1] = mean, start
         costs = np.array([cost(weights) for weights in drawn])
         best = drawn[np.argsort(costs, kind="stable")[:elites]]
+        if costs.min() < least:
+            found, least = best[0], float(costs.min())
         mean, std = best.mean(axis=0), best.std(axis=0) + 0.01
         curve.append(float(costs.min()))
-    return (mean if cost(mean) <= cost(start) else start), curve
+    # The centre is less of a lucky draw than the best that was seen.
+    return (mean if cost(mean) <= least + _CLOSE else found), curve
 
 
 def estimated(behaviour: Behaviour, weights: FloatArray) -> Interval:
@@ -194,6 +203,8 @@ class Judgement:
     """Relative change of the mean response of the whole cluster, in the twin."""
     p99_change: float
     by_decisions_s: Interval
+    mean_response_s: float
+    """Of the held-out part, as logged."""
     changed: float
     """Share of held-out decisions that it would change."""
 
@@ -204,8 +215,8 @@ class Judgement:
             return "its interval in the twin does not lie below the champion"
         if self.p99_change > 0.02:
             return f"its p99 is {self.p99_change:.1%} higher"
-        if self.by_decisions_s.low > 0.0:
-            return "its own decisions are estimated to be slower than those that were made"
+        if self.by_decisions_s.low > _DISASTER * self.mean_response_s:
+            return "its own decisions are estimated to be far slower than those that were made"
         return None
 
 
@@ -219,6 +230,7 @@ def judge(
         replay.difference(twin, ours[:, 0], theirs[:, 0]),
         float(ours[:, 1].mean() / theirs[:, 1].mean() - 1.0),
         estimated(behaviour, weights),
+        float(np.nanmean([one.response_s for one in behaviour.decisions])),
         float((behaviour.choices(weights) != behaviour.choices(start)).mean()),
     )
 

@@ -32,6 +32,7 @@ from tokenyard.observation import (
 )
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
+from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.simulator import make_simulator
@@ -210,6 +211,7 @@ def export(args: Args, best: Found) -> PolicyArtifact:
     policy.mean = np.array(best.weights)
     found = {key: float(value) for key, value in best.row.items() if not isinstance(value, str)}
     lineage = {"command": command_line(), "git_sha": git_sha()}
+    lineage |= lineage_of(load_scenario(args.scenario))
     return policy.artifact(found, lineage)
 
 

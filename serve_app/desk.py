@@ -128,12 +128,26 @@ class PolicyDesk:
         """Whether the policy is left alone for now."""
         return self.policy.rests
 
-    def predicted_total_tokens(self, context_tokens: int) -> float:
-        """Predicted size of a request of that context, tokens."""
-        return self.served.predicted_total_tokens(context_tokens)
+    def predicted_total_tokens(self, context_tokens: int, arm: Arm = "champion") -> float:
+        """Predicted size of a request of that context, as who decides for an arm takes it."""
+        return self._decides(arm).served.predicted_total_tokens(context_tokens)
+
+    def prepare(self, policy: str) -> ServedPolicy:
+        """Find a policy and let it decide once; takes a while, and may be called in any thread.
+
+        Raises:
+            ValueError: It is not known, cannot be used, or does not get through a rehearsal.
+        """
+        served = resolve_policy(policy, self.scenario, self.registry)
+        _rehearse(served)
+        return served
 
     def switch(
-        self, policy: str, explore_fraction: float = 0.0, may_be_missing: bool = False
+        self,
+        policy: str,
+        explore_fraction: float = 0.0,
+        may_be_missing: bool = False,
+        prepared: ServedPolicy | None = None,
     ) -> None:
         """Let another policy decide from now on; counters go on.
 
@@ -141,15 +155,22 @@ class PolicyDesk:
             policy: `champion`, `generic`, a policy file (.npz), a rule's name, or `ray_default`.
             explore_fraction: Share of its decisions drawn at random; none where it draws itself.
             may_be_missing: Let the baseline stand in for a trained policy that is not there.
+            prepared: What `prepare` found for it; None: found now.
 
         Raises:
             ValueError: It is not known, cannot be used, or does not get through a rehearsal; what
                 decided before goes on.
         """
-        self._install(*self._find(policy, explore_fraction, may_be_missing), "switched to", "asked")
+        found = self._find(policy, explore_fraction, may_be_missing, prepared)
+        self._install(*found, "switched to", "asked")
 
     def start_trial(
-        self, policy: str, mode: Mode, share: float, alpha: float = DEFAULT_ALPHA
+        self,
+        policy: str,
+        mode: Mode,
+        share: float,
+        alpha: float = DEFAULT_ALPHA,
+        prepared: ServedPolicy | None = None,
     ) -> Trial:
         """Put a policy on trial in place of the one that is.
 
@@ -158,13 +179,14 @@ class PolicyDesk:
             mode: `shadow` or `canary`.
             share: Of the requests, for a canary.
             alpha: Chance, at most, to stop a canary that is as good.
+            prepared: What `prepare` found for it; None: found now.
 
         Raises:
             ValueError: It cannot be put on trial, or nobody decides whom it could be compared to.
         """
         if RAY_DEFAULT in (policy, self.name):
             raise ValueError(f"{RAY_DEFAULT} scores nothing that a trial could be compared on")
-        guarded, _ = self._find(policy, 0.0, may_be_missing=False)
+        guarded, _ = self._find(policy, 0.0, False, prepared)
         if mode == "canary":
             # A canary explores as the champion does, or its log could judge nobody.
             explore = 0.0 if guarded.served.draws else self.explore_fraction
@@ -256,9 +278,8 @@ class PolicyDesk:
 
     def label_of(self, arm: Arm) -> str:
         """`name@version` of who decides for an arm."""
-        if arm == "canary" and self.trial is not None:
-            return self.trial.policy.label
-        return RAY_DEFAULT if self.name == RAY_DEFAULT else self.policy.label
+        policy = self._decides(arm)
+        return RAY_DEFAULT if policy.name == RAY_DEFAULT else policy.label
 
     def settle(self, request_id: str, good: bool | None, response_s: float, now_s: float) -> None:
         """Tell the trial what became of a request; see `Trial.close`."""
@@ -287,24 +308,30 @@ class PolicyDesk:
             return None, None  # Ray decides, or nobody was asked for: the baseline is no fallback.
         return self.policy.ask(request, snapshots, stale)
 
+    def _decides(self, arm: Arm) -> GuardedPolicy:
+        canary = arm == "canary" and self.trial is not None and self.trial.running
+        return self.trial.policy if canary and self.trial is not None else self.policy
+
     def _find(
-        self, policy: str, explore_fraction: float, may_be_missing: bool
+        self,
+        policy: str,
+        explore_fraction: float,
+        may_be_missing: bool,
+        prepared: ServedPolicy | None,
     ) -> tuple[GuardedPolicy, bool]:
         """Find and rehearse a policy; the flag says whether it is asked."""
         if policy == RAY_DEFAULT:
             return self._guarded(policy, self._baseline.served, 0.0), False
         missing = None
         try:
-            served = resolve_policy(policy, self.scenario, self.registry)
+            served = prepared or self.prepare(policy)
         except ArtifactError as error:
             if not may_be_missing:
                 raise
             missing, served = str(error), self._baseline.served
             logger.warning("%s decides: %s", self.baseline, missing)
         explore_fraction = 0.0 if served.draws else explore_fraction
-        guarded = self._guarded(policy, served, explore_fraction, missing)
-        _rehearse(served)
-        return guarded, True
+        return self._guarded(policy, served, explore_fraction, missing), True
 
     def _guarded(
         self, name: str, served: ServedPolicy, explore_fraction: float, missing: str | None = None

@@ -165,9 +165,9 @@ class Gateway:
             now_s = self.clock_s()
             kept = answer.kept(service_class, now_s)
             self.desk.settle(work.request_id, kept, answer.response_s, now_s)
-            self.history.finish(
-                now_s, answer.first_token_s - answer.arrival_s, answer.response_s, bool(kept)
-            )
+            if kept is not None:
+                ttft_s = answer.first_token_s - answer.arrival_s
+                self.history.finish(now_s, ttft_s, answer.response_s, kept)
 
     def refresh(self) -> float:
         """Bring the collector up to date; return the time."""
@@ -326,7 +326,7 @@ class Gateway:
             return None
         snapshots = self.collector.snapshots(replicas, work.token_ids)
         context = len(work.token_ids)
-        total = min(self.desk.predicted_total_tokens(context), needed)
+        total = min(self.desk.predicted_total_tokens(context, answer.arm), needed)
         # Always a float: compiled policies are compiled anew for other types.
         request = Request(answer.arrival_s, context, float(max(total, context + 1)))
         ids = [one.replica_id for one in replicas]
@@ -340,7 +340,8 @@ class Gateway:
                 self._ray.finished(chosen)
             stale = self._all_stale(replicas, now_s)
             choice = self.desk.pick(request, snapshots, stale, answer.arm)
-            self.desk.observe(work.request_id, request, snapshots, choice)
+            if not tried:
+                self.desk.observe(work.request_id, request, snapshots, choice)
         by_ray = by_ray and chosen in ids
         tracked = replicas[choice.index]
         output = request.predicted_total_tokens - context

@@ -33,9 +33,16 @@ class _Bin:
     response_s: array[float] = field(default_factory=lambda: array("d"))
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by pool."""
+    over: bool = False
+    _row: dict[str, Any] | None = None
 
     def row(self) -> dict[str, Any]:
-        """As JSON."""
+        """As JSON; percentiles are dear, so what is over is laid out once."""
+        if self._row is None or not self.over:
+            self._row = self._lay_out()
+        return self._row
+
+    def _lay_out(self) -> dict[str, Any]:
         return {
             "time_s": self.start_s,
             "finished": self.num_finished,
@@ -89,6 +96,9 @@ class History:
         start_s = math.floor(now_s / BIN_S) * BIN_S
         # A clock that was set back goes on in the newest bin.
         if not self._bins or start_s > self._bins[-1].start_s:
+            if self._bins:
+                # Laid out anew once more when it is next looked at, then no more.
+                self._bins[-1].over, self._bins[-1]._row = True, None
             self._bins.append(_Bin(start_s))
         return self._bins[-1]
 

@@ -123,7 +123,10 @@ class Lifecycle:
             if body.action in ("shadow", "canary"):
                 if body.policy is None:
                     raise ValueError(f"policy is missing: name the one for the {body.action}")
-                desk.start_trial(body.policy, body.action, body.share, body.alpha)
+                if body.policy == RAY_DEFAULT:
+                    raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
+                prepared = await asyncio.to_thread(desk.prepare, body.policy)
+                desk.start_trial(body.policy, body.action, body.share, body.alpha, prepared)
             elif body.action == "stop":
                 if desk.trial is None or not desk.trial.running:
                     raise Conflict("no policy is on trial")
@@ -254,7 +257,7 @@ def _describe_trial(trial: Trial) -> TrialAnswer:
             "decisions_left_out": shadow.num_left_out,
             "estimated_gains": {
                 key: EstimateAnswer(estimate=one.estimate, low=one.low, high=one.high)
-                for key, one in shadow.estimates().items()
+                for key, one in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)

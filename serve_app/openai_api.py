@@ -25,6 +25,7 @@ from serve_app import problems
 from serve_app.access import Access, Denied
 from serve_app.api import RoutingService
 from serve_app.decider import Decider
+from serve_app.desk import RAY_DEFAULT
 from serve_app.engines.base import Sampling
 from serve_app.gateway import Gateway, Refused, Unserved
 from serve_app.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
@@ -474,7 +475,11 @@ def create_gateway_api(
         if explore is None:
             explore = gateway.cluster.explore_fraction
         try:
-            gateway.desk.switch(body.policy, explore)
+            prepared = None
+            if body.policy != RAY_DEFAULT:
+                # Off the event loop: it may take seconds to find, load and compile.
+                prepared = await asyncio.to_thread(gateway.desk.prepare, body.policy)
+            gateway.desk.switch(body.policy, explore, prepared=prepared)
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)

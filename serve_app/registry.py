@@ -82,7 +82,11 @@ def promote(
     try:
         client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
         version = _find_version(client, model, artifact) or _add_version(client, model, artifact)
-        for key, value in ({_HASH_TAG: artifact.sha256} | dict(tags)).items():
+        # A policy from a sweep is registered with the run that made it.
+        run = client.get_model_version(model, version).run_id or "unknown"
+        known = {key: value for key, value in tags.items() if value != "unknown"}
+        made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
+        for key, value in made_of.items():
             client.set_model_version_tag(model, version, key, value)
         before = client.get_registered_model(model).aliases.get(ALIAS)
         if before is not None and str(before) != version:

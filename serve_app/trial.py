@@ -8,6 +8,7 @@ opens.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import heapq
 import logging
@@ -39,6 +40,7 @@ Mode = Literal["shadow", "canary"]
 Arm = Literal["champion", "canary"]
 MAX_SHARE = 0.5
 _MAX_SETTLED = 20_000
+_ESTIMATES_EVERY_S = 2.0
 _MAX_OPEN = 10_000
 _MAX_QUEUED = 1_000
 _FEW = 100
@@ -124,6 +126,9 @@ class Shadow:
         self.num_failed = 0
         self.num_left_out = 0
         """Decisions that it was not asked about, because it did not keep up or rested."""
+        self.gains: dict[str, Interval] = {}
+        """The last `estimates`."""
+        self._ends = threading.Event()
         self._queue: queue.Queue[_Asked | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
         self._thread.start()
@@ -177,14 +182,23 @@ class Shadow:
 
     def stop(self) -> None:
         """End the thread."""
-        try:
-            self._queue.put_nowait(None)
-        except queue.Full:
-            self._queue.get_nowait()
+        self._ends.set()
+        with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
 
     def _run(self) -> None:
-        while (asked := self._queue.get()) is not None:
+        due_s = time.monotonic() + _ESTIMATES_EVERY_S
+        while not self._ends.is_set():
+            if time.monotonic() >= due_s:
+                # Here and not when somebody looks: it takes longer than the event loop may wait.
+                self.gains = self.estimates()
+                due_s = time.monotonic() + _ESTIMATES_EVERY_S
+            try:
+                asked = self._queue.get(timeout=_ESTIMATES_EVERY_S)
+            except queue.Empty:
+                continue
+            if asked is None:
+                break
             if time.monotonic() < self._rests_until_s:
                 self.num_left_out += 1
                 continue

@@ -15,7 +15,7 @@ from unit.serve_builders import linear_artifact, marginal_artifact
 from serve_app.outcome_log import Outcome, OutcomeLog
 from serve_app.served import resolve_policy
 from tokenyard.artifact import PolicyArtifact
-from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.offpolicy import replay
 from tokenyard.offpolicy.log import fleet_of, read_log, windows_of
 from tokenyard.policies.learned import learned_policy
@@ -26,7 +26,9 @@ from tokenyard.types import Decision
 
 SCENARIO = "conversation_mixed_gpus"
 FACTORS = np.array([1.0, 1.3, 0.8, 1.1])
-NUM_REQUESTS = 1500
+NUM_REQUESTS = 6000
+_DECODING = 3
+"""Weight on the time of decoding."""
 
 
 def load_pipeline(name):
@@ -39,9 +41,9 @@ def load_pipeline(name):
 
 
 def a_poor_champion():
-    """One that minds nobody and waits gladly."""
+    """One that minds nobody, and hardly minds how slow a replica decodes."""
     weights = np.zeros(NUM_MARGINAL_WEIGHTS)
-    weights[MARGINAL_OTHERS], weights[MARGINAL_WAIT] = -1.0, -0.9
+    weights[MARGINAL_OTHERS], weights[_DECODING] = -1.0, -0.8
     return marginal_artifact(weights, scenario=SCENARIO, slo_response_s=15.0)
 
 
@@ -102,7 +104,7 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     assert len(digest) == 12
     declared = fleet_of(decisions, load_scenario(SCENARIO), SCENARIO)
     assert declared.num_servers == 4
-    twin = replay.fit_speeds(declared, windows_of(decisions, 3))
+    twin = replay.fit_speeds(declared, windows_of(decisions, 2))
     by_name = dict(zip(sorted(load_scenario(SCENARIO).server_names), [0, 1, 2, 3], strict=True))
     order = [by_name[name] for name in load_scenario(SCENARIO).server_names]
     # Windows begin with empty replicas, which the world did not.
@@ -110,9 +112,7 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     assert twin.error_fraction < 0.1
 
 
-def test_a_poor_champion_is_improved_and_the_candidate_offered_with_its_lineage(
-    log, tmp_path, monkeypatch
-):
+def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finetune = load_pipeline("finetune")
     champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
@@ -120,10 +120,10 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered_with_its_lineage(
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     args = finetune.Args(
         log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=10,
-        generations=4, population=12, spread=0.4,
+        held_out=0.6, generations=6, population=16, spread=0.4, behaviour=0.01,
     )  # fmt: skip
     row = finetune.finetune(args, Console(quiet=True))
-    assert row["offered"] is True
+    assert row["offered"] is True, row
     assert row["delta_mean_ci_high"] < 0
     candidate = PolicyArtifact.load(out)
     lineage = candidate.metadata.lineage

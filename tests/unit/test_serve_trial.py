@@ -56,6 +56,7 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
         assert started["trial"]["mode"] == "shadow"
         assert await ask(client, 120) == [200] * 120
         await settled(lambda: gateway.desk.trial.shadow.num_asked == 120)
+        await settled(lambda: gateway.desk.trial.shadow.gains)
         seen = (await client.get(PATH)).json()["trial"]
         assert 0 < seen["agreement_fraction"] < 1  # The pools are equal: half by round robin.
         assert len(pools["a"].works) == len(pools["b"].works) == 60

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.recipes import Implementation, Recipe, build_config, recipe
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
@@ -187,6 +188,7 @@ class RouterTrainable(tune.Trainable):
             "recipe": config.recipe,
             "seed": str(config.seed),
             "env_steps": str(self.training.env_steps),
+            **lineage_of(load_scenario(config.scenario)),
         }
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

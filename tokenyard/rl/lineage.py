@@ -1,0 +1,31 @@
+"""What an artifact was made from, as short hashes: its traffic and its replicas."""
+
+from __future__ import annotations
+
+import hashlib
+
+from tokenyard.scenario import Scenario
+from tokenyard.workload.model import load_model
+
+
+def lineage_of(scenario: Scenario) -> dict[str, str]:
+    """Hashes of the traffic model, which is fitted to a trace, and of the replicas as calibrated.
+
+    Returns:
+        `trace_sha256` and `calibration_sha256`, 12 hex digits each.
+    """
+    speeds = []
+    if scenario.fleet is None:
+        speeds = [one.model_dump_json() for one in scenario.servers]
+    else:
+        # What the performance model makes of names changes with its calibration.
+        for one in scenario.fleet.replicas:
+            speeds += [one.model_dump_json(), repr(one.iteration.tolist())]
+    return {
+        "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
+        "calibration_sha256": _short("\n".join(speeds)),
+    }
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
