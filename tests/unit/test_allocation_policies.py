@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from allocation_report import SUITE
 
 from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
@@ -16,6 +17,7 @@ from tokenyard.policies.allocation import (
     ForecastPlanner,
     family,
     learned_allocation,
+    load_tuned_allocation,
     make_allocation_policy,
 )
 from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
@@ -124,3 +126,14 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
         resolve_allocation_champion("nowhere")
     with pytest.raises(ValueError, match="did you mean 'planner'"):
         make_allocation_policy("planer", context())
+
+
+@pytest.mark.parametrize("name", SUITE)
+def test_every_pool_of_the_suite_ships_with_tuned_rules_and_a_champion_that_plans(name):
+    scenario = load_allocation(name)
+    tuned = load_tuned_allocation(name)
+    assert tuned.static_plan in plan_table(scenario).plans
+    artifact, source = resolve_allocation_champion(name)
+    assert source == f"shipped allocation/{name}"
+    assert plan_table(artifact.metadata.scenario).plans == plan_table(scenario).plans
+    assert artifact.metadata.metrics["validation_cost_per_slot"] > 0
