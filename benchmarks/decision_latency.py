@@ -4,8 +4,9 @@ python benchmarks/decision_latency.py
 
 One call of `route` in the calling thread, as the server makes it: from snapshots to the index of a
 replica. The champion, policy files and tuned rules are for a fixed number of replicas and have rows
-for that number only; `linear` and `network_128x128` have random weights in the shapes that training
-makes, for every number.
+for that number only; `generic` is the policy that ships for any cluster, once for servers and once
+for replicas that batch; `linear` and `network_128x128` have random weights in the shapes that
+training makes, for every number.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.learned import learned_policy
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
-from tokenyard.types import ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 NUM_CASES = 256
 
@@ -40,7 +41,7 @@ class Args:
 
     scenario: str = "poisson_085"
     """Whose champion and tuned rules are measured."""
-    num_replicas: tuple[int, ...] = (3, 8, 64)
+    num_replicas: tuple[int, ...] = (3, 8, 64, 100)
     """Candidates per decision, one row each."""
     decisions: int = 5000
     """Measured decisions per row; a tenth as many come before, unmeasured."""
@@ -69,6 +70,7 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
         made["champion"] = learned_policy(artifact)
     else:
         left_out.append(f"champion, {num_replicas} replicas: trained on {trained_on}")
+    made["generic"] = learned_policy(resolve_champion("routing", "generic")[0])
     made["linear"] = learned_policy(random_linear(args.seed))
     made["network_128x128"] = learned_policy(random_network(num_replicas, args.seed))
     return made, left_out
@@ -110,20 +112,34 @@ def untrained(
     )
 
 
-def cases(num_replicas: int, seed: int) -> list[tuple[Request, list[ReplicaSnapshot]]]:
-    """Draw requests and the replicas they may go to."""
+def cases(
+    num_replicas: int, seed: int, batches: bool = False
+) -> list[tuple[Request, list[ReplicaSnapshot]]]:
+    """Draw requests and the replicas they may go to; such as batch continuously, if asked for."""
     rng = np.random.default_rng(seed)
     return [
         (
             Request(float(number), int(tokens), float(tokens)),
-            [random_snapshot(replica, rng) for replica in range(num_replicas)],
+            [random_snapshot(replica, rng, batches) for replica in range(num_replicas)],
         )
         for number, tokens in enumerate(rng.integers(1, 8000, NUM_CASES))
     ]
 
 
-def random_snapshot(replica: int, rng: np.random.Generator) -> ReplicaSnapshot:
+def random_snapshot(replica: int, rng: np.random.Generator, batches: bool) -> ReplicaSnapshot:
     waiting = int(rng.integers(0, 6))
+    engine = EngineSnapshot(
+        iteration_s=float(rng.choice([0.008, 0.02, 0.04])),
+        prefill_token_s=1e-4,
+        sequence_s=3e-4,
+        kv_token_s=4e-7,
+        token_budget=512,
+        kv_capacity_tokens=60_000.0,
+        kv_used_fraction=float(rng.random()),
+        prefill_in_flight_tokens=1500.0 * waiting,
+        output_in_flight_tokens=200.0 * (waiting + 1),
+        match_tokens=0,
+    )
     return ReplicaSnapshot(
         replica_id=f"replica-{replica}",
         tokens_per_s=float(rng.choice([3000.0, 5000.0, 7000.0])),
@@ -132,6 +148,7 @@ def random_snapshot(replica: int, rng: np.random.Generator) -> ReplicaSnapshot:
         num_waiting=waiting,
         num_running=1,
         tokens_in_flight=2000.0 * (waiting + 1),
+        engine=engine if batches else None,
     )
 
 
@@ -159,8 +176,11 @@ def main(args: Args) -> None:
         made, left_out = policies(args, num_replicas)
         notes += left_out
         some = cases(num_replicas, args.seed)
-        for name, policy in made.items():
-            p50_us, p99_us = measure(policy, some, args.decisions)
+        tried = [(name, policy, some) for name, policy in made.items()]
+        batching = cases(num_replicas, args.seed, batches=True)
+        tried.append(("generic, batching", made["generic"], batching))
+        for name, policy, offered in tried:
+            p50_us, p99_us = measure(policy, offered, args.decisions)
             row = {"policy": name, "num_replicas": num_replicas, "p50_us": p50_us, "p99_us": p99_us}
             rows.append(row)
     table = Table(*rows[0])

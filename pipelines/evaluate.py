@@ -3,6 +3,7 @@
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
 python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
+python pipelines/evaluate.py --suite regimes --policies sed,sed_dump,generic --baseline best
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
 python pipelines/evaluate.py --suite allocation
 python pipelines/evaluate.py --suite regions
@@ -14,8 +15,13 @@ import math
 import os
 import shlex
 import sys
+<<<<<<< HEAD
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+=======
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+>>>>>>> columnar
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -31,7 +37,7 @@ from rich.table import Table
 from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import RegistryLookup
 from tokenyard.candidates import Candidate, resolve_candidate, run_candidates
-from tokenyard.evaluation import Row, compare
+from tokenyard.evaluation import Row, Run, compare, mean_summary
 from tokenyard.figures import draw_evaluation, save_figures
 from tokenyard.policies import BASELINES
 from tokenyard.provenance import write_result
@@ -46,6 +52,7 @@ from tokenyard.sim.streams import (
 from tokenyard.suites import SUITES, SuiteName
 from tokenyard.workload.readers import read_trace
 
+BEST = "best"
 WIDTH = 170
 """Columns of a table that is not printed to a terminal."""
 
@@ -60,6 +67,7 @@ class Args:
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
+<<<<<<< HEAD
     policies: str | None = None
     """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
     every baseline and the champion, of allocation the bounds too."""
@@ -69,6 +77,15 @@ class Args:
     streams: int | None = None
     """Independent synthetic streams, or windows of the trace (30 by default); of allocation and
     regions draws of the demand (5)."""
+=======
+    policies: str = ",".join([*BASELINES, "champion"])
+    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas."""
+    baseline: str = "sed"
+    """Policy that differences are taken to; it is run even when it is not named. `best`: of the
+    rules that are named, the one with the best score in each scenario."""
+    streams: int = 30
+    """Independent synthetic streams, or windows of the trace."""
+>>>>>>> columnar
     seed: int = 2026
     """Of the streams and of the policies' own randomness."""
     source: Literal["synthetic", "held-out"] | None = None
@@ -118,7 +135,9 @@ def plan(args: Args, scenario: Scenario, registry: RegistryLookup | None) -> Pla
     source = StreamSource(scenario)
     streams, notes = find_streams(args, source)
     wanted = [name.strip() for name in args.policies.split(",") if name.strip()]
-    names = dict.fromkeys([*wanted, args.baseline])
+    if args.baseline == BEST and not set(wanted) & set(BASELINES):
+        raise ValueError(f"--baseline {BEST} needs a rule among --policies {args.policies}")
+    names = dict.fromkeys([*wanted, *([args.baseline] if args.baseline != BEST else [])])
     candidates = [resolve_candidate(name, scenario, registry) for name in names]
     notes.append(f"output length known to the router: {scenario.output_length}")
     notes += [f"{c.name}: {c.source}" for c in candidates if c.source != "baseline"]
@@ -144,6 +163,12 @@ def find_streams(args: Args, source: StreamSource) -> tuple[StreamSet, list[str]
         [] if source.scenario.held_out_trace is None or args.source else [f"synthetic: {missing}"]
     )
     return synthetic_streams(source, args.streams, args.seed), notes
+
+
+def best_rule(scenario: Scenario, runs: Mapping[str, Sequence[Run]]) -> str:
+    """Name the rule with the best mean score: a choice that no rule could make beforehand."""
+    rules = [name for name in runs if name in BASELINES]
+    return max(rules, key=lambda name: mean_summary(scenario, runs[name])["score"])
 
 
 def print_tables(console: Console, plan: Plan, rows: list[Row], baseline: str) -> None:
@@ -361,8 +386,10 @@ def main(args: Args) -> None:
     draw = args.figures is not None or args.mlflow
     for one in plans:
         runs = run_candidates(one.candidates, one.scenario, one.streams, args.seed, args.jobs)
-        compared = compare(one.scenario, runs, args.baseline, one.streams.bootstrap)
-        print_tables(console, one, compared, args.baseline)
+        baseline = best_rule(one.scenario, runs) if args.baseline == BEST else args.baseline
+        compared = compare(one.scenario, runs, baseline, one.streams.bootstrap)
+        compared = [{**row, "baseline": baseline} for row in compared]
+        print_tables(console, one, compared, baseline)
         rows += compared
         if draw:
             drawn = draw_evaluation(one.scenario, runs, compared, one.credit)

@@ -50,6 +50,17 @@ def numbers(run: Run) -> list[FloatArray]:
     return [run.outcomes.server, run.outcomes.response_s, run.rewards]
 
 
+@pytest.mark.parametrize("name", ["sed", "sed_reserve", "sed_dump"])
+def test_a_compiled_rule_gives_the_runs_of_its_policy(name):
+    scenario = load_scenario("poisson_085")
+    some = streams(400, 300, scenario=scenario)
+    found = resolve_candidate(name, scenario).run(scenario, some, 0)
+    expected = run_policy(scenario, some, baseline(name, scenario), seed=0)
+    for left, right in zip(found, expected, strict=True):
+        for a, b in zip(numbers(left), numbers(right), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 def test_equal_seeds_give_equal_runs_and_other_seeds_other_choices():
     some = streams(300, 300)
     first = run_policy(SCENARIO, some, baseline("random"), seed=1)

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenyard.scenario import Scenario
 from tokenyard.sim.batching_streams import Stream
-from tokenyard.sim.cluster import Outcomes
+from tokenyard.sim.cluster import ClusterSim, Outcomes
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet
 from tokenyard.types import FloatArray, IntArray, RoutingPolicy
@@ -71,6 +71,33 @@ def run_policy(
         for index in range(len(streams.requests))
     ]
     return run_each(scenario, streams, [choosing(policy) for policy in policies])
+
+
+def run_compiled(
+    scenario: Scenario, streams: StreamSet, decide: Callable[[ClusterSim], None]
+) -> list[Run] | None:
+    """Let a compiled policy decide on every stream, then repeat its decisions to see them paid.
+
+    Args:
+        scenario: Servers, queue rule and reward.
+        streams: What arrives.
+        decide: Runs all copies of a simulator to the end.
+
+    Returns:
+        One run per stream, in the order of `streams`; None for a fleet, and where a request was
+        dropped, so that it is not known whom it was sent to.
+    """
+    if scenario.fleet is not None:
+        return None
+    chosen = []
+    for stream in streams.requests:
+        sim = ClusterSim(scenario, 1, len(stream))
+        sim.load(0, stream)
+        decide(sim)
+        chosen.append(sim.outcomes().server)
+    if any((servers < 0).any() for servers in chosen):
+        return None
+    return run_each(scenario, streams, [repeating(servers) for servers in chosen])
 
 
 def run_each(
