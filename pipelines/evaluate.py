@@ -15,13 +15,8 @@ import math
 import os
 import shlex
 import sys
-<<<<<<< HEAD
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-=======
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
->>>>>>> columnar
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -67,25 +62,16 @@ class Args:
     """Several scenarios in one run, in place of one."""
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
-<<<<<<< HEAD
     policies: str | None = None
     """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
     every baseline and the champion, of allocation the bounds too."""
     baseline: str | None = None
     """Policy that differences are taken to; it is run even when it is not named. By default sed,
-    of allocation autoscaler_tuned, of regions skylb."""
+    of allocation autoscaler_tuned, of regions skylb. `best`: of the rules that are named, the one
+    with the best score in each scenario of routing."""
     streams: int | None = None
     """Independent synthetic streams, or windows of the trace (30 by default); of allocation and
     regions draws of the demand (5)."""
-=======
-    policies: str = ",".join([*BASELINES, "champion"])
-    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas."""
-    baseline: str = "sed"
-    """Policy that differences are taken to; it is run even when it is not named. `best`: of the
-    rules that are named, the one with the best score in each scenario."""
-    streams: int = 30
-    """Independent synthetic streams, or windows of the trace."""
->>>>>>> columnar
     seed: int = 2026
     """Of the streams and of the policies' own randomness."""
     source: Literal["synthetic", "held-out"] | None = None
