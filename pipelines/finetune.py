@@ -9,6 +9,10 @@ decision that a candidate would change; and the result is offered, as a file and
 `candidate`, only if it beats the champion on the last part, replayed in the twin, and the
 importance-weighted estimate does not speak of a disaster. It decides nothing before it has been in
 the shadow: `POST /v1/policies`.
+
+    python pipelines/finetune.py --problem allocation --log /var/log/decisions --scenario l4x4_7b
+
+does the same for the planner of an allocated pool, from the demand of its slots.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import finetune_allocation
 import numpy as np
 import tyro
 from mlflow import MlflowClient
@@ -43,6 +48,7 @@ from tune_configs.registry import model_name, offer
 
 Row = dict[str, str | float | int | bool]
 _MAX_COMPARED = 2_000
+_SPREAD, _ALLOCATION_SPREAD = 0.1, 0.5
 _CLOSE = 0.005
 """Difference of costs, relative to the champion's, that is not worth a lucky draw."""
 _DISASTER = 0.5
@@ -56,7 +62,7 @@ class Args:
 
     log: Path
     """Folder of `deploy.py --decision-log`."""
-    problem: Literal["routing"] = "routing"
+    problem: Literal["routing", "allocation"] = "routing"
     """What is decided."""
     scenario: str = "conversation_mixed_gpus"
     """Whose champion is continued, and whose traffic model and promises apply."""
@@ -74,8 +80,9 @@ class Args:
     """Of the search."""
     population: int = 24
     """Candidates in a generation."""
-    spread: float = 0.1
-    """Of the first generation around the champion, in units of the SLO per feature."""
+    spread: float | None = None
+    """Of the first generation around the champion: in units of the SLO per feature (0.1), of
+    allocation as a share of where a search from nothing begins (0.5)."""
     behaviour: float = 0.05
     """Price, as a share of the cost, of changing every logged decision."""
     seed: int = 0
@@ -141,7 +148,7 @@ def search(
     """Cross-entropy search from the champion's weights; the price keeps it near what is known."""
     rng = np.random.default_rng(args.seed)
     champion, as_champion = rehearsal.run(start), behaviour.choices(start)
-    mean, std = start.copy(), np.full(len(start), args.spread)
+    mean, std = start.copy(), np.full(len(start), _SPREAD if args.spread is None else args.spread)
     curve = []
 
     def cost(weights: FloatArray) -> float:
@@ -340,10 +347,21 @@ def report(
     }  # fmt: skip
 
 
+def of_allocation(args: Args, console: Console) -> Row:
+    """Fine-tune the allocation champion."""
+    options = finetune_allocation.Options(
+        log=args.log, scenario=args.scenario, champion=args.champion, out=args.out,
+        registry=args.registry, held_out=args.held_out, generations=args.generations,
+        population=args.population, behaviour=args.behaviour, seed=args.seed,
+        spread=_ALLOCATION_SPREAD if args.spread is None else args.spread,
+    )  # fmt: skip
+    return finetune_allocation.finetune(options, console)
+
+
 def main(args: Args) -> None:
     console = Console(highlight=False, width=200)
     try:
-        row = finetune(args, console)
+        row = finetune(args, console) if args.problem == "routing" else of_allocation(args, console)
     except (ValueError, OSError) as error:
         sys.exit(f"finetune: {error}")
     table = Table("", "")

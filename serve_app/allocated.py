@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from serve_app.shapes import ServeShapes
 from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
 from tokenyard.policies.allocation import (
     AllocationContext,
     learned_allocation,
@@ -96,6 +98,7 @@ def make_allocator(
     gateway: Gateway,
     backends: MutableMapping[str, Backend],
     registry: str | None = None,
+    log: Path | None = None,
 ) -> Allocator | None:
     """Make the allocator of a gateway; None: its cluster has no allocated pool.
 
@@ -104,6 +107,7 @@ def make_allocator(
         gateway: Whose demand counts.
         backends: The gateway's; pools are added and taken away.
         registry: MLflow URI where champions are looked up.
+        log: Folder that gets a line per slot (`tokenyard.allocation.telemetry`); None: no log.
 
     Raises:
         ValueError: As `check_allocation`.
@@ -124,6 +128,10 @@ def make_allocator(
     def num_waiting() -> int:
         return sum(one.published.num_waiting for one in gateway.collector.replicas.values())
 
+    def record(slot: SlotRecord) -> None:
+        if log is not None:
+            append_record(log / TELEMETRY_FILE, slot)
+
     period_s = cluster.routing_stats_period_s
     return Allocator(
         scenario,
@@ -141,4 +149,5 @@ def make_allocator(
         ),
         slow_down=allocation.slow_down,
         dry_run=allocation.dry_run,
+        record=record,
     )

@@ -24,11 +24,23 @@ from typing import Literal, Protocol
 import numpy as np
 
 from serve_app.reshape import Held, Shape, gpus_held, is_done, is_reachable, next_wanted, shape_of
-from tokenyard.allocation.dynamics import MISSED, NUM_OUT, USD, make_model, run_slot
+from tokenyard.allocation.dynamics import (
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    MISSED,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    USD,
+    make_model,
+    run_slot,
+)
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.policies.allocation import AllocationContext, make_allocation_policy
-from tokenyard.types import AllocationPolicy, AllocationState, Plan
+from tokenyard.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +115,7 @@ class Allocator:
         limits: Limits = Limits(),
         slow_down: float = 1.0,
         dry_run: bool = False,
+        record: Callable[[SlotRecord], None] = lambda _: None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         """Take everything; nothing is started before `run`.
@@ -118,6 +131,7 @@ class Allocator:
             limits: What no policy may pass.
             slow_down: Seconds of real time per second of the scenario.
             dry_run: Only say what would be done.
+            record: Told of every slot that is over, in a thread.
             clock_s: Unix time.
         """
         self.scenario, self.limits, self.slow_down = scenario, limits, slow_down
@@ -141,7 +155,7 @@ class Allocator:
         self._policy, self._stand_in = policy, make_allocation_policy(STAND_IN, context)
         self._hangs = False
         self._pool, self._num_offered, self._num_waiting = pool, num_offered, num_waiting
-        self._clock_s = clock_s
+        self._clock_s, self._record = clock_s, record
         self._model = make_model(scenario)
         self._out = np.zeros(NUM_OUT)
         self._change: Change | None = None
@@ -250,6 +264,36 @@ class Allocator:
         run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
         return float(self._out[USD]), float(self._out[MISSED])
 
+    @property
+    def _budget_left(self) -> float:
+        budget, left = self.scenario.switch_budget, self.switches_left
+        return 1.0 if budget is None or left is None else left / max(budget.switches, 1)
+
+    def _measured(self, demand_per_s: float) -> SlotMeasurements:
+        """The last slot as the performance model has it for the demand that came."""
+        self.predicted(self.plan, demand_per_s)
+        out = self._out
+        return SlotMeasurements(
+            load=float(out[LOAD]),
+            batch_share=float(out[BATCH]),
+            latency_s=float(out[MEAN_LATENCY_S]),
+            network_share=float(out[NETWORK]),
+            missed_fraction=float(out[MISSED] / max(out[OFFERED], 1e-9)),
+        )
+
+    async def _write(self, first_slot: int, num_slots: int) -> None:
+        demand = self.demand_per_s[-1]
+        for slot in range(first_slot, first_slot + num_slots):
+            record = SlotRecord(
+                slot=slot, time_s=self._clock_s(), demand_per_s=demand,
+                waiting=self._num_waiting(), gpus_held=self.gpus_held,
+                plan=words(self.plan), proposed=words(self.proposed),
+            )  # fmt: skip
+            try:
+                await asyncio.to_thread(self._record, record)
+            except OSError as error:
+                logger.warning("a slot is missing in the allocation log: %s", error)
+
     def _slot_now(self) -> int:
         return int(self._clock_s() / self.slot_s)
 
@@ -265,6 +309,7 @@ class Allocator:
         self._since_slots += slots
         wanted, by = await self._decide()
         self.proposed = wanted
+        await self._write(now - slots, min(slots, _HISTORY_SLOTS))
         if wanted == self.plan or self.by_hand:
             return
         plan = self._attainable(wanted)
@@ -291,6 +336,8 @@ class Allocator:
             slots_since_switch=self._since_slots,
             switches_left=self.switches_left,
             may_switch=self.may_switch,
+            budget_left=self._budget_left,
+            measured=self._measured(demand_per_s[-1]),
         )
         if not self._hangs:
             try:

@@ -152,7 +152,9 @@ class GatewayReplica:
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
         self._registry = registry
-        self._allocator = make_allocator(APP_NAME, self._gateway, backends, registry)
+        self._allocator = make_allocator(
+            APP_NAME, self._gateway, backends, registry, options.decision_log
+        )
         self._reshaping: asyncio.Task[None] | None = None
         # What is here stays: collections that look through it would hold requests up.
         gc.collect()

@@ -95,7 +95,7 @@ def register(
     return Registration(model, str(version.version), alias, champion.metadata.trainer)
 
 
-def offer(client: MlflowClient, model: str, artifact: PolicyArtifact) -> str:
+def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
     """Register an artifact as `candidate`, whoever is champion; return its version.
 
     Args:
