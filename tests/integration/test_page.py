@@ -13,12 +13,15 @@ import uvicorn
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
+from unit.test_serve_allocator import FOUR, ONE, World
 from unit.test_serve_gateway import FakePool, Letters, a_body, a_cluster
 
+from serve_app import allocation_api
 from serve_app.access import Access
 from serve_app.desk import PolicyDesk
 from serve_app.gateway import Gateway
 from serve_app.openai_api import create_gateway_api
+from tokenyard.policies.allocation import StaticPlan
 
 pytestmark = pytest.mark.integration
 
@@ -33,7 +36,7 @@ if MISSING:
 class Site:
     """A gateway behind uvicorn in a thread, with a client that asks without a pause."""
 
-    def __init__(self, token=None):
+    def __init__(self, token=None, allocator=None):
         cluster = a_cluster(pools=("large", "small", "spare"))
         desk = PolicyDesk(
             cluster.scenario, cluster.baseline, cluster.trust, np.random.default_rng(0)
@@ -41,6 +44,8 @@ class Site:
         desk.switch("champion")
         self.gateway = Gateway(cluster, desk, {p.name: FakePool(p.name) for p in cluster.pools})
         api = create_gateway_api(self.gateway, Letters(), Access(token))
+        if allocator is not None:
+            allocation_api.install(api, allocator, Access(token), lambda name: None)
         config = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="warning")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -155,5 +160,24 @@ def test_a_page_without_the_token_asks_for_it(browser):
         browser.find_element(By.ID, "token").send_keys("secret")
         browser.find_element(By.CSS_SELECTOR, "#login button").click()
         until(browser, lambda: text_of(browser, "#status") == "live", "the token is not used")
+    finally:
+        site.stop()
+
+
+def test_the_plan_its_reason_and_what_was_changed_appear_on_the_page(browser, tmp_path):
+    world = World(StaticPlan(FOUR), start=ONE)
+    world.slot(requests=60)
+    site = Site(allocator=world.allocator)
+    try:
+        browser.get(site.url)
+        until(browser, lambda: "4 of 4" in text_of(browser, "#allocation"), "no GPUs")
+        shown = text_of(browser, "#allocation")
+        assert "data on 4 GPUs (4 x 1)" in shown
+        assert "policy: data on 1 GPUs → data on 4 GPUs" in shown
+        assert "all ready" in shown
+        assert "demand was 10.00 per second" in shown
+        browser.find_element(By.ID, "allocation").screenshot(f"{tmp_path}/allocation.png")
+        if "TOKENYARD_SCREENSHOTS" in os.environ:
+            browser.save_screenshot(f"{os.environ['TOKENYARD_SCREENSHOTS']}/allocation.png")
     finally:
         site.stop()
