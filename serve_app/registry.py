@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -76,11 +77,10 @@ def promote(
     Raises:
         ArtifactError: The registry cannot be written; the alias has not moved.
     """
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
-        client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        client = _writer(tracking_uri)
         version = _find_version(client, model, artifact) or _add_version(client, model, artifact)
         # A policy from a sweep is registered with the run that made it.
         run = client.get_model_version(model, version).run_id or "unknown"
@@ -103,11 +103,10 @@ def restore(tracking_uri: str, model: str) -> str:
     Raises:
         ArtifactError: There is no previous one, or the registry cannot be written.
     """
-    import mlflow
     from mlflow.exceptions import MlflowException
 
     try:
-        client = mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+        client = _writer(tracking_uri)
         aliases = client.get_registered_model(model).aliases
         if PREVIOUS not in aliases:
             raise ArtifactError(f"registry {tracking_uri}: {model} has no previous champion")
@@ -118,6 +117,15 @@ def restore(tracking_uri: str, model: str) -> str:
     except (MlflowException, OSError) as error:
         raise ArtifactError(f"registry {tracking_uri}: {_sentence(error)}") from None
     return now
+
+
+def _writer(tracking_uri: str) -> MlflowClient:
+    # MLflow tries for minutes by itself; by then the caller has been told that it did not work.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    import mlflow
+
+    return mlflow.MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
 
 
 def _find_version(client: MlflowClient, model: str, artifact: PolicyArtifact) -> str | None:
