@@ -448,7 +448,7 @@ class Allocator:
             self._begin("undo", change.new, change.old, "the change took too long")
 
 
-def steady(requests: Sequence[float], enough: float = 1000.0, sigmas: float = 3.0) -> float:
+def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.0) -> float:
     """Requests per slot now: the mean of the last slots, as far back as they are alike.
 
     A slot of few requests says little. Slots are added, the latest first, until `enough` requests

@@ -272,7 +272,7 @@ def test_under_constant_load_it_settles_on_a_plan_near_the_best_and_stays(share)
     """Within 5 % of the cheapest of all plans, turning back at most once in ten minutes."""
     rng = np.random.default_rng(round(100 * share))
     demand = share * TABLE.pool_in_time_per_s
-    world = World(policy("myopic"), start=FOUR, limits=Limits(cooldown_slots=1))
+    world = World(policy("myopic_no_switching"), start=FOUR, limits=Limits(cooldown_slots=1))
     plans = []
     for _ in range(round(1800 / SCENARIO.slot_s)):
         world.slot(int(rng.poisson(demand * SCENARIO.slot_s)), ticks=8)
