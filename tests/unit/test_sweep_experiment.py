@@ -167,7 +167,6 @@ def test_where_a_trial_runs_does_not_change_what_it_is():
     assert here.sha256 == there.sha256
 
 
-<<<<<<< HEAD
 class Fitted:
     """Stands in for a tuner, and for its results."""
 
@@ -186,7 +185,8 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
     assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
     hopeless = Fitted(ActorDiedError())
     assert fit(hopeless, lambda: hopeless) is hopeless
-=======
+
+
 def test_a_router_is_shown_with_its_score_its_times_and_their_intervals():
     differences = {
         f"{name}_{part}": value
@@ -199,4 +199,3 @@ def test_a_router_is_shown_with_its_score_its_times_and_their_intervals():
     assert shown["mean s"] == "1.250"
     assert shown["SLO missed"] == "12.5%"
     assert shown["p99 vs sed"] == "-10.0% [-20.0%, +5.0%]"
->>>>>>> allocation
