@@ -118,6 +118,15 @@ _ENGINE = attrgetter(
 
 def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """Lay snapshots out as the table, shape (num_replicas, NUM_COLUMNS)."""
+    columns = unranked_columns(snapshots)
+    # Places of a batch are not slots of a server: there the speed of all of them together counts.
+    places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
+    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
+    return columns
+
+
+def unranked_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """The table of `snapshot_columns` for those who do not look at ranks, which are left 0."""
     # This runs at every decision, for every replica: no Python between one number and the next.
     num = len(snapshots)
     columns = np.zeros((num, NUM_COLUMNS))
@@ -131,9 +140,6 @@ def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         columns[which, ITERATION_S:AGE_S] = numbers.reshape(-1, AGE_S - ITERATION_S)
     columns[:, ROUTABLE] = 1.0
     _fill_waits(columns)
-    # Places of a batch are not slots of a server: there the speed of all of them together counts.
-    places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
-    columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
     return columns
 
 

@@ -7,8 +7,10 @@ import pytest
 
 from tokenyard import artifact as artifacts
 from tokenyard.artifact import ArtifactError, ArtifactMetadata, PolicyArtifact, resolve_champion
+from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
 from tokenyard.policies.learned import learned_policy
+from tokenyard.rl.generic_search import generic_artifact
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 
@@ -52,6 +54,14 @@ def an_equivariant_network(arrays=None, **changes):
     return PolicyArtifact(metadata, given | (arrays or {}))
 
 
+def a_generic_policy(arrays=None):
+    rng = np.random.default_rng(0)
+    given = generic_artifact(
+        rng.normal(size=NUM_SERVER_WEIGHTS), rng.normal(size=NUM_ENGINE_WEIGHTS)
+    )
+    return PolicyArtifact(given.metadata, {**given.arrays, **(arrays or {})})
+
+
 def snapshots(*waits):
     return [
         ReplicaSnapshot(f"r{i}", 1000.0 * (i + 1), 1, 5, int(w > 0), 1, 1000.0, w)
@@ -62,7 +72,9 @@ def snapshots(*waits):
 A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
 
 
-@pytest.mark.parametrize("make", [a_linear_policy, a_network, an_equivariant_network])
+@pytest.mark.parametrize(
+    "make", [a_linear_policy, a_network, an_equivariant_network, a_generic_policy]
+)
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")
     loaded = PolicyArtifact.load(tmp_path / "p.npz")
@@ -125,6 +137,13 @@ def test_layers_that_do_not_fit_are_refused():
         a_network({"w0": np.zeros((8, 39)), "b0": np.zeros(8)})
     with pytest.raises(ValueError, match="8 outputs where there must be 3"):
         a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
+
+
+def test_a_policy_for_any_cluster_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="'server_weights' has shape"):
+        a_generic_policy({"server_weights": np.zeros(3)})
+    with pytest.raises(ValueError, match="'engine_weights' has shape"):
+        a_generic_policy({"engine_weights": np.zeros(3)})
 
 
 def test_an_equivariant_network_that_does_not_fit_is_refused():

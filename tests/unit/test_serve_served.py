@@ -68,6 +68,19 @@ def test_the_champion_of_a_registry_is_preferred(tmp_path, monkeypatch):
     assert card.source == "registry tokenyard-routing-poisson_085@champion"
 
 
+@pytest.mark.parametrize("scenario", ["poisson_085", "churn"])
+def test_the_policy_for_any_cluster_takes_promise_and_predictor_from_the_scenario(scenario):
+    served = pickle.loads(pickle.dumps(resolve_policy("generic", scenario)))
+    assert (served.card.kind, served.card.num_replicas) == ("generic", None)
+    assert served.card.slo_response_s == load_scenario(scenario).slo_response_s
+    assert served.card.output_length == "by_context"
+    assert served.predicted_total_tokens(1000) > 1000
+    rehearse(served)
+    policy = served.make(np.random.default_rng(0))
+    some = [ReplicaSnapshot(f"r{i}", 1000.0 + i, 1, 5, 0, 0, 0.0) for i in range(7)]
+    assert policy.route(Request(0.0, 10, 20.0), some) in range(7)
+
+
 def test_a_policy_that_saw_true_lengths_is_refused_without_a_predictor():
     artifact = linear_artifact(output_length="oracle", predictor=None)
     with pytest.raises(ArtifactError, match="'oracle' but brings no predictor"):

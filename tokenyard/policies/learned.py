@@ -21,6 +21,7 @@ from tokenyard.observation import (
     observation_size,
     snapshot_columns,
     squash,
+    unranked_columns,
 )
 from tokenyard.types import Decision, FloatArray, ReplicaSnapshot, Request, Slo
 from tokenyard.workload.features import FeatureTracker
@@ -106,7 +107,7 @@ class GenericPolicy:
         self, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> tuple[int, FloatArray]:
         _check_count(None, snapshots)
-        columns = snapshot_columns(snapshots)
+        columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
         total = request.predicted_total_tokens
         # Where only some tell of their engine, all are taken for servers, which all can be.
