@@ -159,7 +159,7 @@ class _Copy:
         if self.config.action == "shares":
             flat = np.concatenate([flat, state.previous.ravel()])
         self.num_saturated += int((np.abs(flat) > LIMIT).sum())
-        return np.clip(flat, -LIMIT, LIMIT).astype(np.float32)
+        return np.asarray(np.clip(flat, -LIMIT, LIMIT), dtype=np.float32)
 
 
 def _spaces(

@@ -60,4 +60,4 @@ def targets_for(state: RegionState, inflow: FloatArray, rule: ActivationRule) ->
     first = np.where(reached.any(axis=1), reached.argmax(axis=1), reached.shape[1] - 1)
     upto = np.arange(there.shape[1]) <= first[:, None]
     counts = (there & upto).sum(axis=1)
-    return np.maximum(counts, np.minimum(1, there.sum(axis=1)))
+    return np.asarray(np.maximum(counts, np.minimum(1, there.sum(axis=1))))

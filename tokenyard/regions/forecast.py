@@ -12,7 +12,7 @@ from scipy.signal import lfilter
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import RegionStream, sample_rates
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.types import FloatArray
+from tokenyard.types import FloatArray, IntArray
 
 _SMALL = 1.0
 """The small number of Eq 12, tasks."""
@@ -89,7 +89,7 @@ class NoisyOracle:
         return np.asarray(truth * np.exp(self.sd * noise))
 
 
-def prediction_accuracy(forecast: FloatArray, actual: FloatArray) -> float:
+def prediction_accuracy(forecast: FloatArray, actual: FloatArray | IntArray) -> float:
     """exp(-mean |forecast - actual| / (actual + 1)): Eq 12, with the mean over regions too."""
     error = np.abs(forecast - actual) / (actual + _SMALL)
     return float(np.exp(-error.mean()))

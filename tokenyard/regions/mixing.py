@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.state import RegionState
-from tokenyard.types import FloatArray
+from tokenyard.types import BoolArray, FloatArray
 
 PLANS = ("forecast", "previous", "now", "local")
 FEATURES = ("one", "growth", "local_load", "waiting", "total_load")
@@ -134,7 +134,7 @@ def combine(state: RegionState, cost: TransportCost, logits: FloatArray) -> Floa
     return without(shares, there, ahead)
 
 
-def without(shares: FloatArray, there: FloatArray, instead: FloatArray) -> FloatArray:
+def without(shares: FloatArray, there: BoolArray, instead: FloatArray) -> FloatArray:
     """Send nothing to regions that are down: what is left is scaled up, else `instead` holds."""
     if there.all():
         return shares

@@ -57,7 +57,7 @@ class Topology:
         if mean_s is None:
             return self.path_km / KM_PER_S
         off_diagonal = self.path_km.sum() / (self.num_regions * (self.num_regions - 1))
-        return self.path_km * (mean_s / off_diagonal)
+        return np.asarray(self.path_km * (mean_s / off_diagonal))
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from tokenyard.types import FloatArray
 _WEIGHTS = {
     "total_cost": 1.0,
     "mean_response_s": 1.0,
-    "energy_cost": 0.5,
+    "energy_cost": 1.0,
     "overhead_fraction": 0.1,
     "load_balance": -1.0,
 }

@@ -119,13 +119,13 @@ class RegionSim:
         running = (w.servers[:, kernel.STATE] == kernel.ON) | (
             w.servers[:, kernel.STATE] == kernel.WARMING
         )
-        past = self.stream.counts[max(0, slot - HISTORY_SLOTS) : slot]
+        past: FloatArray = self.stream.counts[max(0, slot - HISTORY_SLOTS) : slot].astype(float)
         if not len(past):
             past = self.forecasts[0, :1]
         return RegionState(
             slot_s=self.scenario.slot_s,
             latency_s=w.latency,
-            arrivals=np.asarray(past, dtype=np.float64),
+            arrivals=past,
             forecast=self.forecasts[slot],
             waiting=w.region[:, kernel.NUM_WAITING].astype(np.float64),
             used=w.used[max(slot - 1, 0)],
@@ -148,7 +148,7 @@ class RegionSim:
         self.shares = np.ascontiguousarray(decision.shares, dtype=np.float64)
         active = np.ascontiguousarray(decision.active, dtype=np.int64)
         kernel.run_slot(self.world, self.shares, active, DISPATCH[decision.dispatch])
-        return self.world.out[slot]
+        return np.asarray(self.world.out[slot])
 
     def finish(self) -> None:
         """Serve what waits after the last slot, so that every task has an end."""
