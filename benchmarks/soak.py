@@ -170,10 +170,9 @@ def _titles() -> dict[psutil.Process, str]:
 
 
 def _the_gateway(args: Args) -> psutil.Process:
-    found = [
-        process for process, title in _titles().items()
-        if ":gateway" in title and args.pid in (None, process.pid)
-    ]  # fmt: skip
+    if args.pid is not None:
+        return psutil.Process(args.pid)
+    found = [process for process, title in _titles().items() if ":gateway" in title]
     if len(found) != 1:
         raise ValueError(f"{len(found)} gateways run on this machine: name one by --pid")
     return found[0]
@@ -217,7 +216,7 @@ def main(args: Args) -> None:
     try:
         soak = Soak(args)
         seen = asyncio.run(soak.run())
-    except (ValueError, httpx.HTTPError) as error:
+    except (ValueError, httpx.HTTPError, psutil.Error) as error:
         sys.exit(f"soak: {error or type(error).__name__}")
     for reason, count in seen.reasons.most_common(10):
         print(f"{count} x {reason}", file=sys.stderr)
