@@ -10,7 +10,8 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +47,17 @@ class Args:
 
     scenario: str = "conversation_mixed_gpus"
     """A fleet, as declared."""
-    policies: int = 24
-    """From which the pairs are drawn."""
+    worlds: int = 5
+    """With a log each: estimates from one log err together."""
+    policies: int = 8
+    """In a world, from which its pairs are drawn."""
     pairs: int = 50
-    """Half of them within 5 % of each other."""
-    windows: int = 24
+    """In all; half of them within 5 % of each other."""
+    windows: int = 12
     """Of the log."""
     requests: int = 2500
     """In a window."""
-    truth_streams: int = 80
+    truth_streams: int = 40
     """By which a policy's true value is known."""
     explore: float = 0.01
     """Share of the logged decisions that are drawn."""
@@ -256,37 +259,72 @@ def less_than_declared(world: Scenario) -> Scenario:
     return world.model_copy(update={"fleet": fleet})
 
 
-def main(args: Args) -> None:
-    console = Console(width=200)
+@dataclass(frozen=True)
+class Judged:
+    """What is said of some pairs, and what is true of them."""
+
+    found: list[dict[str, Interval]]
+    true: list[float]
+    truth_error: list[float]
+
+
+def judge_world(args: Args, number: int, console: Console) -> Judged:
+    """Simulate one world, its log and the truth, and estimate its pairs."""
+    args = replace(args, seed=1000 * args.seed + number, pairs=args.pairs // args.worlds)
     declared = load_scenario(args.scenario)
     rng = np.random.default_rng([args.seed, 3])
     factors = np.exp(rng.normal(scale=args.speed_error, size=declared.num_servers))
     world = replay.scaled(declared, factors)
     if args.misdeclared:
         world = less_than_declared(world)
-    source = StreamSource(world)
     num_weights = make_simulator(world, 1, 1).num_weights
     policies = make_policies(args.policies, num_weights, rng)
     truth = true_values(world, policies, args)
     logged = log_world(world, policies, args)
     fitted = replay.fit_speeds(declared, logged.windows)
     unfitted = replay.Twin(replay.scaled(declared, np.ones(len(factors))), np.ones(4), 0.0)
-    twins = {}
-    for name, twin in (("replay, as declared", unfitted), ("replay, fitted", fitted)):
-        streams = replay.streams_of(twin.scenario, logged.windows)
-        values = np.array([
-            [float(np.nanmean(one.outcomes.response_s)) for one in run_linear(
-                twin.scenario, streams, weights, source.mean_total_tokens
-            )]
-            for weights in policies
-        ])  # fmt: skip
-        twins[name] = (twin, values)
+    twins = {
+        name: (twin, values_in(twin, logged, policies))
+        for name, twin in (("replay, as declared", unfitted), ("replay, fitted", fitted))
+    }
     console.print(
         f"speed factors: true {factors.round(3)}, fitted {fitted.speed_factors.round(3)};"
         f" error on what was logged {fitted.error_fraction:.2%}"
     )
-    pairs = draw_pairs(truth, args.pairs, rng)
-    rows = judge(logged, twins, truth, pairs)
+    pairs, mean = draw_pairs(truth, args.pairs, rng), truth.mean(axis=1)
+    return Judged(
+        [estimates(logged, twins, pair) for pair in pairs],
+        [float(mean[a] / mean[b] - 1.0) for a, b in pairs],
+        [
+            float((truth[a] - truth[b]).std(ddof=1) / np.sqrt(truth.shape[1]) / mean[b])
+            for a, b in pairs
+        ],
+    )
+
+
+def values_in(twin: replay.Twin, logged: Logged, policies: Sequence[FloatArray]) -> FloatArray:
+    """Mean responses of all policies in a twin, seconds, shape (policies, windows)."""
+    tokens = sum(twin.scenario.mean_lengths_tokens)
+    return np.array(
+        [
+            replay.values(
+                twin, logged.windows, partial(run_linear, weights=weights, mean_tokens=tokens)
+            )
+            for weights in policies
+        ]
+    )
+
+
+def main(args: Args) -> None:
+    console = Console(width=200)
+    worlds = [judge_world(args, number, console) for number in range(args.worlds)]
+    rows = judge(
+        Judged(
+            [one for world in worlds for one in world.found],
+            [one for world in worlds for one in world.true],
+            [one for world in worlds for one in world.truth_error],
+        )
+    )
     table = Table(*rows[0])
     for row in rows:
         cells = row.values()
@@ -296,19 +334,9 @@ def main(args: Args) -> None:
         write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
 
 
-def judge(
-    logged: Logged,
-    twins: dict[str, tuple[replay.Twin, FloatArray]],
-    truth: FloatArray,
-    pairs: Sequence[tuple[int, int]],
-) -> list[Row]:
+def judge(judged: Judged) -> list[Row]:
     """One row per estimator: signs, coverage, error and width."""
-    found = [estimates(logged, twins, pair) for pair in pairs]
-    mean = truth.mean(axis=1)
-    true = np.array([mean[a] / mean[b] - 1.0 for a, b in pairs])
-    error_of_truth = np.array([
-        (truth[a] - truth[b]).std(ddof=1) / np.sqrt(truth.shape[1]) / mean[b] for a, b in pairs
-    ])  # fmt: skip
+    found, true = judged.found, np.array(judged.true)
     near = np.abs(true) <= NEAR
     rows: list[Row] = []
     for name in found[0]:
@@ -319,7 +347,7 @@ def judge(
         rows.append(
             {
                 "estimator": name,
-                "pairs": len(pairs),
+                "pairs": len(found),
                 "pairs_within_5_percent": int(near.sum()),
                 "sign_right_fraction": float(right.mean()),
                 "sign_right_near_fraction": float(right[near].mean()),
@@ -327,7 +355,7 @@ def judge(
                 "covered_fraction": float(((low <= true) & (true <= high)).mean()),
                 "mean_abs_error_fraction": float(np.abs(guess - true).mean()),
                 "mean_half_width_fraction": float((high - low).mean() / 2),
-                "truth_standard_error_fraction": float(error_of_truth.mean()),
+                "truth_standard_error_fraction": float(np.mean(judged.truth_error)),
             }
         )
     return rows

@@ -38,6 +38,8 @@ class Args:
 
     url: str = "http://127.0.0.1:8000"
     """Where the gateway listens, on this machine."""
+    pid: int | None = None
+    """Of the gateway's process, where several run on this machine."""
     minutes: float = 20.0
     warm_up_minutes: float = 3.0
     """Not judged: caches fill."""
@@ -74,7 +76,7 @@ class Soak:
             ValueError: There is not exactly one on this machine.
         """
         self._args = args
-        self._gateway = _the_gateway(args.url)
+        self._gateway = _the_gateway(args)
         self.seen = Seen([], [], Counter(), Counter())
         self._started_s = time.monotonic()
 
@@ -135,7 +137,7 @@ class Soak:
             ("/v1/policies", {"action": "promote"}),
             ("/v1/policies", {"action": "rollback"}),
             ("/v1/policy", {"policy": "least_loaded"}),
-            ("/v1/policy", {"policy": "champion"}),
+            ("/v1/policies", {"action": "rollback"}),
         ]
         for path, body in itertools.cycle(changes):
             await asyncio.sleep(self._args.change_every_s)
@@ -167,10 +169,12 @@ def _titles() -> dict[psutil.Process, str]:
     return found
 
 
-def _the_gateway(url: str) -> psutil.Process:
+def _the_gateway(args: Args) -> psutil.Process:
+    if args.pid is not None:
+        return psutil.Process(args.pid)
     found = [process for process, title in _titles().items() if ":gateway" in title]
     if len(found) != 1:
-        raise ValueError(f"{len(found)} gateways run on this machine; there must be one, at {url}")
+        raise ValueError(f"{len(found)} gateways run on this machine: name one by --pid")
     return found[0]
 
 
@@ -212,7 +216,7 @@ def main(args: Args) -> None:
     try:
         soak = Soak(args)
         seen = asyncio.run(soak.run())
-    except (ValueError, httpx.HTTPError) as error:
+    except (ValueError, httpx.HTTPError, psutil.Error) as error:
         sys.exit(f"soak: {error or type(error).__name__}")
     for reason, count in seen.reasons.most_common(10):
         print(f"{count} x {reason}", file=sys.stderr)

@@ -99,6 +99,9 @@ class _Answer:
         )
         if self.finish_reason in ("stop", "length"):
             return in_time
+        # Without a first token its promise is broken once its time has passed.
+        waited_s = now_s - self.arrival_s if math.isnan(ttft_s) else ttft_s
+        in_time = in_time and waited_s <= (promises.ttft_s or math.inf)
         return None if self.finish_reason == "abort" and in_time else False
 
 

@@ -168,7 +168,7 @@ class Lifecycle:
             version = await asyncio.wait_for(call, _REGISTRY_S)
             self._registry_note = f"{self._model} version {version} is champion again"
         except Exception as error:  # Stores fail in ways of their own.
-            self._registry_note = f"not rolled back in the registry: {error or 'it hangs'}"
+            self._registry_note = f"not rolled back in the registry: {_words(error)}"
             logger.error("%s", self._registry_note)
 
     async def _promote(self) -> None:
@@ -185,7 +185,7 @@ class Lifecycle:
                 )
                 version = await asyncio.wait_for(call, _REGISTRY_S)
             except Exception as error:  # Stores fail in ways of their own.
-                self._registry_note = f"not promoted: {error or 'the registry hangs'}"
+                self._registry_note = f"not promoted: {_words(error)}"
                 raise Conflict(self._registry_note) from None
             self._registry_note = f"{self._model} version {version} is champion"
         else:
@@ -214,6 +214,10 @@ def promotion_tags(
     if trial.test is not None:
         tags["promotion.verdict"] = trial.tally()
     return tags
+
+
+def _words(error: Exception) -> str:
+    return str(error) or "the registry does not answer in time"
 
 
 def _reference(policy: GuardedPolicy) -> PolicyReference:

@@ -120,6 +120,8 @@ class Shadow:
         self._rests_until_s = -math.inf
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._early: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        """Outcomes that were there before the shadow had said anything."""
         self._settled: deque[tuple[_Open, float, bool]] = deque(maxlen=_MAX_SETTLED)
         self.num_asked = 0
         self.num_agreed = 0
@@ -150,8 +152,14 @@ class Shadow:
         """Tell what became of a request that was answered."""
         with self._lock:
             found = self._open.pop(request_id, None)
-            if found is not None and math.isfinite(response_s):
+            if not math.isfinite(response_s):
+                return
+            if found is not None:
                 self._settled.append((found, response_s, good))
+                return
+            self._early[request_id] = (response_s, good)
+            while len(self._early) > _MAX_QUEUED:
+                self._early.popitem(last=False)
 
     def estimates(self) -> dict[str, Interval]:
         """Gains of the shadow over what was done, each with its 95 % interval.
@@ -224,8 +232,13 @@ class Shadow:
         self.num_asked += 1
         self.num_agreed += same
         expected = [finish_s(asked.request, asked.snapshots[i]) for i in (chosen, index)]
+        opened = _Open(same, asked.choice.propensity, *expected)
         with self._lock:
-            self._open[asked.request_id] = _Open(same, asked.choice.propensity, *expected)
+            early = self._early.pop(asked.request_id, None)
+            if early is not None:
+                self._settled.append((opened, *early))
+                return
+            self._open[asked.request_id] = opened
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
 

@@ -21,7 +21,7 @@ from serve_app.gateway import Gateway
 from serve_app.openai_api import create_gateway_api
 from serve_app.telemetry import Published
 from serve_app.work import Delta, ReplicaFull
-from tokenyard.observation import MARGINAL_WAIT, NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
+from tokenyard.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
 from tokenyard.types import Decision
 
 pytestmark = pytest.mark.drills
@@ -218,13 +218,16 @@ def test_a_truncated_file_is_refused_and_what_decided_goes_on(tmp_path):
 def test_poisoned_weights_that_send_everything_to_one_replica_fill_it_and_the_rest_spills(tmp_path):
     path = tmp_path / "poisoned.npz"
     weights = np.zeros(NUM_MARGINAL_WEIGHTS)
-    # Waiting is rewarded: where many wait, even more are sent.
-    weights[MARGINAL_WAIT::NUM_MARGINAL_FEATURES][:1] = -50.0
-    marginal_artifact(weights, num_replicas=None).save(path)
+    weights[NUM_MARGINAL_FEATURES] = -100.0  # A constant times the rank: always the same one.
+    marginal_artifact(weights).save(path)
 
     async def test(drill):
         assert (await drill.switch(str(path))).status_code == 200
         await drill.load()
+        picks = [one for one in drill.gateway.history.decisions() if len(one["candidates"]) == 3]
+        assert len({one["chosen"] for one in picks}) == 1
+        text = (await drill.client.get("/metrics")).text
+        assert "tokenyard_retries_total{" in text  # It was full, and the rest went elsewhere.
         back = await drill.client.post("/v1/policies", json={"action": "rollback"})
         assert back.status_code == 200
         assert drill.gateway.desk.name == "champion"

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -133,20 +134,21 @@ class Site:
 
 
 class Load:
-    """Clients, and what they heard."""
+    """Clients in a thread of their own, and what they heard."""
 
     def __init__(self, url):
         self._url, self._going = url, True
         self.heard = Counter()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
-    async def __aenter__(self):
-        self._task = asyncio.create_task(self._run())
-        await asyncio.sleep(2.0)
+    def __enter__(self):
+        self._thread.start()
+        time.sleep(2.0)
         return self
 
-    async def __aexit__(self, *_):
+    def __exit__(self, *_):
         self._going = False
-        await self._task
+        self._thread.join()
 
     async def _run(self):
         async with httpx.AsyncClient(base_url=self._url, timeout=90) as http:
@@ -198,18 +200,14 @@ def _is_ours(process):
 
 
 def under_load(site, break_it, heal):
-    """Break something while clients ask; return what they heard and how long it took to heal."""
-
-    async def run():
-        async with Load(site.url) as load:
-            await asyncio.to_thread(break_it)
-            started_s = time.monotonic()
-            await asyncio.to_thread(heal)
-            healed_s = time.monotonic() - started_s
-            await asyncio.sleep(1.0)
-        return load.heard, healed_s
-
-    heard, healed_s = asyncio.run(run())
+    """Break something while clients ask; return what they heard."""
+    with Load(site.url) as load:
+        break_it()
+        started_s = time.monotonic()
+        heal()
+        healed_s = time.monotonic() - started_s
+        time.sleep(1.0)
+    heard = load.heard
     sys.stdout.write(f"heard {dict(heard)}, healed after {healed_s:.1f} s\n")
     assert heard["lost"] == 0
     assert heard["answered"] > 0
