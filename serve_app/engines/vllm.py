@@ -1,8 +1,8 @@
 """The engine interface over vLLM's AsyncLLM, for GPUs.
 
-Written against the source of vLLM 0.29 and never run: neither with GPUs nor on CPUs. vLLM is
-imported when an engine starts; it is the extra `vllm`. It places its own workers: on one node as
-processes, on several as Ray actors in the placement group of the caller.
+Run with vLLM 0.29 on CPUs, never with GPUs. vLLM is imported when an engine starts; it is the extra
+`vllm`. It places its own workers: on one node as processes, on several as Ray actors in the
+placement group of the caller.
 """
 
 from __future__ import annotations
