@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tokenyard.policies.tuned import load_tuned
 from tokenyard.scenario import load_scenario, scenario_names
 from tokenyard.workload.readers import find_trace
 
@@ -96,6 +97,28 @@ def test_the_fleet_suite_names_every_fleet_that_ships():
     fleets = {name for name in scenario_names() if load_scenario(name).fleet is not None}
     # A rehearsal is no regime of its own: it is there to be compared with what is measured live.
     assert set(evaluate.SUITES["fleet"]) == fleets - {"rehearsal"}
+
+
+def test_every_regime_ships_with_the_rules_tuned_for_it():
+    regimes = evaluate.SUITES["regimes"]
+    assert len(set(regimes)) >= 12
+    for name in regimes:
+        assert load_tuned(name).scenario == load_scenario(name).name == name
+
+
+def test_best_is_the_named_rule_with_the_best_score(tmp_path):
+    out = tmp_path / "rows.json"
+    args = dict(scenario="poisson_085", streams=2, baseline="best", source="synthetic")
+    evaluate.main(evaluate.Args(**args, policies="round_robin,sed,generic", json=out))
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["baseline"] for row in rows} == {"sed"}
+    assert [row["policy"] for row in rows] == ["round_robin", "sed", "generic"]
+
+
+def test_best_of_no_rules_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(scenario="poisson_085", policies="generic", baseline="best"))
+    assert "needs a rule among --policies" in capsys.readouterr().err
 
 
 def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsys):
