@@ -24,7 +24,7 @@ FEATURES = ("one", "growth", "local_load", "waiting", "total_load")
 COSTS = ("usd_per_s", "energy_weight", "switching_usd", "cap", "waiting_weight")
 NUM_PARAMETERS = len(COSTS) + len(PLANS) * len(FEATURES)
 _START = np.log(np.array([1.0, 0.4, 0.05, 0.05]))
-_USD_PER_S, _SWITCHING_USD, _CAP, _WAITING = 2e-5, 1e-4, 0.8, 0.2
+_USD_PER_S, _SWITCHING_USD, _CAP, _WAITING = 2e-5, 1e-4, 0.65, 0.2
 
 
 @dataclass(frozen=True)
