@@ -1,3 +1,5 @@
+import logging
+
 """The slim learners compute what RLlib's compute: losses, gradients, steps, metrics."""
 
 from dataclasses import asdict
@@ -252,7 +254,9 @@ def test_the_advantages_of_ppo_are_standardised_over_all_rollouts():
     np.testing.assert_allclose(module.normaliser.mean, seen.mean(0), atol=1e-5)
 
 
-def test_a_gradient_that_is_not_a_number_is_left_to_rllib(caplog):
+def test_a_gradient_that_is_not_a_number_is_left_to_rllib(caplog, monkeypatch):
+    # Whoever has started Ray in this process has cut its loggers off.
+    monkeypatch.setattr(logging.getLogger("ray"), "propagate", True)
     learner = a_learner("ppo", PPOColumnarLearner)
     before = [p.clone() for p in learner.module[DEFAULT_MODULE_ID].parameters()]
     rows = on_policy_rows()

@@ -252,7 +252,9 @@ def test_health_schema_and_nothing_that_needs_the_network():
     assert set(call(api, "GET", "/openapi.json")[1]["paths"]) == {
         "/v1/route",
         "/v1/policy",
+        "/v1/regions",
         "/healthz",
+        "/metrics",
     }
     assert call(api, "GET", "/docs")[0] == 404
     assert call(api, "GET", "/v1/route")[0] == 405
