@@ -1,7 +1,7 @@
-import logging
 
 """The slim learners compute what RLlib's compute: losses, gradients, steps, metrics."""
 
+import logging
 from dataclasses import asdict
 
 import gymnasium
