@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -54,11 +55,11 @@ class BreakerAnswer(PolicyReference):
 
 
 class EstimateAnswer(BaseModel):
-    """A gain over what was done, with its 95 % interval."""
+    """A gain over what was done, with its 95 % interval; null: too little is known."""
 
-    estimate: float
-    low: float
-    high: float
+    estimate: float | None
+    low: float | None
+    high: float | None
 
 
 class TrialAnswer(BaseModel):
@@ -260,11 +261,15 @@ def _describe_trial(trial: Trial) -> TrialAnswer:
             "decisions_failed": shadow.num_failed,
             "decisions_left_out": shadow.num_left_out,
             "estimated_gains": {
-                key: EstimateAnswer(estimate=one.estimate, low=one.low, high=one.high)
+                key: EstimateAnswer(**{k: _or_none(v) for k, v in one._asdict().items()})
                 for key, one in shadow.gains.items()
             },
         }
     return answer.model_copy(update=more)
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _share(part: int, whole: int) -> float | None:
