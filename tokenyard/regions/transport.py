@@ -10,6 +10,7 @@ Solvers are POT's where it is installed, else scipy's HiGHS.
 from __future__ import annotations
 
 import importlib.util
+import os
 from functools import cache
 from typing import Any
 
@@ -40,6 +41,9 @@ def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArra
         The plan of least cost, shape (n, m).
     """
     if has_pot():
+        # POT would import every array library that is installed, torch too, which takes seconds.
+        for library in ("PYTORCH", "JAX", "TENSORFLOW", "CUPY"):
+            os.environ.setdefault(f"POT_BACKEND_DISABLE_{library}", "1")
         import ot
 
         return np.asarray(ot.emd(supply, demand, np.ascontiguousarray(cost), numItermax=1_000_000))
