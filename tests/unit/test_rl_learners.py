@@ -1,4 +1,3 @@
-
 """The slim learners compute what RLlib's compute: losses, gradients, steps, metrics."""
 
 import logging
