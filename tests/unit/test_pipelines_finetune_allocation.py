@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import finetune_allocation as finetune
 import numpy as np
 import pytest
 from rich.console import Console
 
-import pipelines.finetune_allocation as finetune
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.plans import plan_table
