@@ -15,13 +15,13 @@ from serve_app.gateway import Gateway
 from serve_app.pools import AllocatedPool, Pool
 from serve_app.registry import mlflow_lookup
 from serve_app.shapes import ServeShapes
-from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
 from tokenyard.policies.allocation import (
     AllocationContext,
-    learned_allocation,
+    learned_for,
     make_allocation_policy,
 )
 from tokenyard.types import AllocationPolicy, Plan
@@ -40,18 +40,7 @@ def make_plan_policy(
     lookup = mlflow_lookup(registry) if registry else None
     path = name if name.endswith(".npz") else None
     artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
-    _check_plans(artifact, scenario, found)
-    return learned_allocation(artifact)
-
-
-def _check_plans(artifact: AllocationArtifact, scenario: AllocationScenario, found: str) -> None:
-    trained = artifact.metadata.scenario
-    for what in ("pool", "llm", "precision", "memory_fractions", "max_batches"):
-        if getattr(trained, what) != getattr(scenario, what):
-            raise ValueError(
-                f"{found} was trained for {what} {getattr(trained, what)}, scenario "
-                f"{scenario.name!r} has {getattr(scenario, what)}"
-            )
+    return learned_for(artifact, scenario, found)
 
 
 def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> AllocationScenario:

@@ -139,7 +139,7 @@ class Allocator:
         self.slot_s = scenario.slot_s * slow_down
         self.table: PlanTable = plan_table(scenario)
         self.budget = scenario.num_gpus
-        self.policy_name, self.num_failures = policy_name, 0
+        self.policy_name = policy_name
         self.fallbacks: Counter[str] = Counter()
         self.plan = start or self._start()
         """In force, or about to be."""

@@ -33,6 +33,7 @@ from tokenyard.policies.allocation import (
     ALLOCATION_BASELINES,
     AllocationContext,
     learned_allocation,
+    learned_for,
     make_allocation_policy,
 )
 from tokenyard.sim.allocation import AllocationOutcomes
@@ -94,14 +95,9 @@ def resolve_allocation_candidate(
 def _trained(
     name: str, artifact: AllocationArtifact, source: str, scenario: AllocationScenario
 ) -> AllocationCandidate:
-    theirs = artifact.metadata.scenario
-    if plan_table(theirs).plans != plan_table(scenario).plans:
-        raise ValueError(
-            f"{source} decides between the plans of scenario {theirs.name!r}, which are not those "
-            f"of {scenario.name!r}"
-        )
+    policy = learned_for(artifact, scenario, source)
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
-    return AllocationCandidate(name, words, fixed(learned_allocation(artifact)))
+    return AllocationCandidate(name, words, fixed(policy))
 
 
 def _baseline(name: str) -> Runner:

@@ -9,7 +9,7 @@ import hashlib
 import io
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -320,19 +320,48 @@ def resolve_champion(
     Raises:
         ArtifactError: None of these is there, or the first that is there cannot be used.
     """
+    return find_champion(
+        problem, scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
+        (scenario, "generic"),
+    )  # fmt: skip
+
+
+def find_champion(
+    problem: str,
+    scenario: str,
+    load: Callable[[str | Path], _Artifact],
+    trainer: str,
+    path: str | Path | None = None,
+    registry: RegistryLookup | None = None,
+    shipped_names: Sequence[str] = (),
+) -> tuple[_Artifact, str]:
+    """Look for a champion of any problem, and say where it was found.
+
+    Args:
+        problem: Folder of the shipped artifacts, and part of the registered model's name.
+        scenario: Whose champion.
+        load: Reads a file of the problem's kind.
+        trainer: Command that makes one, for the error.
+        path: Counts before anything else.
+        registry: Looks registered champions up; it counts before what ships.
+        shipped_names: Shipped artifacts that will do, the best first.
+
+    Raises:
+        ArtifactError: None of these is there, or the first that is there cannot be used.
+    """
     if path is not None:
-        return PolicyArtifact.load(path), f"file {path}"
+        return load(path), f"file {path}"
     if registry is not None:
         name = f"tokenyard-{problem}-{scenario}"
         registered = registry(name)
         if registered is not None:
-            return PolicyArtifact.load(registered), f"registry {name}@champion"
-    for shipped in (scenario, "generic"):
+            return load(registered), f"registry {name}@champion"
+    for shipped in shipped_names:
         file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
         with resources.as_file(file) as local:
             if local.is_file():
-                return PolicyArtifact.load(local), f"shipped {problem}/{shipped}"
+                return load(local), f"shipped {problem}/{shipped}"
     raise ArtifactError(
         f"no champion for {problem}/{scenario}: none is registered or shipped; "
-        "train one with pipelines/sweep.py or name a policy file"
+        f"train one with {trainer} or name a policy file"
     )

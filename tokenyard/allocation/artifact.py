@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,9 +19,9 @@ from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.planner import NUM_PARAMETERS
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.artifact import (
-    ArtifactError,
     RegistryLookup,
     content_hash,
+    find_champion,
     read_arrays,
     write_arrays,
 )
@@ -126,18 +125,7 @@ def resolve_allocation_champion(
     Raises:
         ArtifactError: None of these is there, or the first that is there cannot be used.
     """
-    if path is not None:
-        return AllocationArtifact.load(path), f"file {path}"
-    if registry is not None:
-        name = f"tokenyard-allocation-{scenario}"
-        registered = registry(name)
-        if registered is not None:
-            return AllocationArtifact.load(registered), f"registry {name}@champion"
-    file = resources.files("tokenyard") / "artifacts" / "allocation" / f"{scenario}.npz"
-    with resources.as_file(file) as local:
-        if local.is_file():
-            return AllocationArtifact.load(local), f"shipped allocation/{scenario}"
-    raise ArtifactError(
-        f"no champion for allocation/{scenario}: none is registered or shipped; train one with "
-        f"python pipelines/tune_allocation.py --scenario {scenario}, or name a policy file"
+    trainer = f"python pipelines/tune_allocation.py --scenario {scenario}"
+    return find_champion(
+        "allocation", scenario, AllocationArtifact.load, trainer, path, registry, (scenario,)
     )

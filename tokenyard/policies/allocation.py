@@ -437,6 +437,28 @@ def network_outputs(
     return np.asarray(x @ weight.T + bias)
 
 
+def learned_for(
+    artifact: AllocationArtifact, scenario: AllocationScenario, source: str
+) -> AllocationPolicy:
+    """Make the policy of an artifact for a scenario that may not be the one it was trained on.
+
+    Args:
+        artifact: The trained policy.
+        scenario: Whose pool it is to decide for.
+        source: Where it was found, for the error.
+
+    Raises:
+        ValueError: It decides between other plans.
+    """
+    theirs = artifact.metadata.scenario
+    if plan_table(theirs).plans != plan_table(scenario).plans:
+        raise ValueError(
+            f"{source} decides between the plans of scenario {theirs.name!r}, which are not those "
+            f"of {scenario.name!r}"
+        )
+    return learned_allocation(artifact)
+
+
 def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
     """Make the policy of an artifact."""
     scenario = artifact.metadata.scenario

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.artifact import (
-    ArtifactError,
     RegistryLookup,
     content_hash,
+    find_champion,
     read_arrays,
     write_arrays,
 )
@@ -90,19 +89,7 @@ def resolve_region_champion(
     Raises:
         ArtifactError: None of these is there, or the first that is there cannot be used.
     """
-    if path is not None:
-        return RegionArtifact.load(path), f"file {path}"
-    if registry is not None:
-        name = f"tokenyard-regions-{scenario}"
-        registered = registry(name)
-        if registered is not None:
-            return RegionArtifact.load(registered), f"registry {name}@champion"
-    for shipped in (scenario, "generic"):
-        file = resources.files("tokenyard") / "artifacts" / "regions" / f"{shipped}.npz"
-        with resources.as_file(file) as local:
-            if local.is_file():
-                return RegionArtifact.load(local), f"shipped regions/{shipped}"
-    raise ArtifactError(
-        f"no policy for regions/{scenario}: none is registered or shipped; train one with "
-        "python pipelines/train_regions.py, or name a policy file"
-    )
+    return find_champion(
+        "regions", scenario, RegionArtifact.load, "python pipelines/train_regions.py", path,
+        registry, (scenario, "generic"),
+    )  # fmt: skip
