@@ -24,6 +24,8 @@ from cluster.hosts import CLEAN_ENVIRONMENT, REPOSITORY, Host, lan, why_not
 from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
+from tokenyard.rl.runner import ColumnarEnvRunner
+
 pytestmark = pytest.mark.cluster
 
 BUCKET = "s3://sweeps/runs"
@@ -231,7 +233,9 @@ def test_a_sweep_of_two_trials_runs_on_both_workers(lab):
 
     def done():
         # Asked while it runs: Ray forgets a job's actors once the job is over.
-        sampled_on.update(hosts.get(one["node_id"]) for one in lab.actors("RouterEnvRunner"))
+        sampled_on.update(
+            hosts.get(one["node_id"]) for one in lab.actors(ColumnarEnvRunner.__name__)
+        )
         return job.poll() is not None
 
     try:
