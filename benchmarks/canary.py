@@ -21,11 +21,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from serve_app.trial import GIVE_UP_AFTER
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.offpolicy.sequential import WorseTest
 from tokenyard.policies.learned import learned_policy
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
+from tokenyard.sim.batching import CONTEXT, OUTPUT
 from tokenyard.sim.run import run_each
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
@@ -141,25 +143,42 @@ def _bend(
     return start + (low + high) / 2 * direction
 
 
-def settled_order(arrival_s: FloatArray, response_s: FloatArray, slo_s: float) -> FloatArray:
-    """Indices in the order in which it is known who was good: at the end, or at the deadline."""
-    return np.argsort(arrival_s + np.minimum(response_s, slo_s), kind="stable")
+@dataclass(frozen=True)
+class Settled:
+    """What becomes of requests, a row each, in the order in which the test hears of them.
+
+    That is at their end, or when they are given up, as the gateway does it.
+    """
+
+    good: BoolArray
+    order: FloatArray
+    prompt_tokens: FloatArray
+    output_tokens: FloatArray
+    """NaN: it was given up."""
+
+    @staticmethod
+    def of(stream: object, arrival_s: FloatArray, response_s: FloatArray, slo_s: float) -> Settled:
+        """Judge a stream's requests by the response that was seen."""
+        given_up_s = GIVE_UP_AFTER * slo_s
+        requests = stream.requests  # type: ignore[attr-defined]
+        return Settled(
+            good=response_s <= slo_s,
+            order=np.argsort(arrival_s + np.minimum(response_s, given_up_s), kind="stable"),
+            prompt_tokens=requests[:, CONTEXT],
+            output_tokens=np.where(response_s <= given_up_s, requests[:, OUTPUT], np.nan),
+        )
 
 
-def run_test(
-    canary: BoolArray,
-    good: BoolArray,
-    arrival_s: FloatArray,
-    response_s: FloatArray,
-    share: float,
-    slo_s: float,
-) -> tuple[int | None, WorseTest]:
+def run_test(canary: BoolArray, settled: Settled, share: float) -> int | None:
     """Return after how many canary requests it was stopped, None: never."""
     test = WorseTest(share)
-    for index in settled_order(arrival_s, response_s, slo_s):
-        if test.record(bool(canary[index]), bool(good[index])):
-            return test.num_canary, test
-    return None, test
+    for index in settled.order:
+        tokens = settled.output_tokens[index]
+        output = None if np.isnan(tokens) else int(tokens)
+        sizes = int(settled.prompt_tokens[index]), output
+        if test.record(bool(canary[index]), bool(settled.good[index]), *sizes):
+            return test.num_canary
+    return None
 
 
 def in_worlds_of_their_own(world: World, policies: Policies, args: Args) -> list[Row]:
@@ -181,10 +200,8 @@ def in_worlds_of_their_own(world: World, policies: Policies, args: Args) -> list
                 _, ours_s = world.response_s(stream, weights)
             goodputs[kind].append(float((ours_s <= policies.slo_s).mean()))
             seen_s = np.where(hashed, ours_s, theirs_s)
-            good = seen_s <= policies.slo_s
-            stopped[kind].append(
-                run_test(hashed, good, arrival_s, seen_s, args.share, policies.slo_s)[0]
-            )
+            settled = Settled.of(stream, arrival_s, seen_s, policies.slo_s)
+            stopped[kind].append(run_test(hashed, settled, args.share))
     return [_row(kind, stopped[kind], goodputs, args) for kind in kinds]
 
 
@@ -194,15 +211,16 @@ def by_coins(args: Args) -> list[Row]:
     goodputs: dict[str, list[float]] = {"champion": [args.goodput]}
     goodputs |= {kind: [goodput] for kind, goodput in kinds.items()}
     rows = []
-    times_s = np.arange(args.requests, dtype=np.float64)
+    unknown = np.full(args.requests, np.nan)
     for kind, goodput in kinds.items():
         stopped = []
         for run in range(args.runs):
             rng = np.random.default_rng([args.seed, run])
             hashed = rng.random(args.requests) < args.share
             good = rng.random(args.requests) < np.where(hashed, goodput, args.goodput)
-            stopped.append(run_test(hashed, good, times_s, np.zeros_like(times_s), args.share, 1.0))
-        rows.append(_row(kind, [one for one, _ in stopped], goodputs, args))
+            settled = Settled(good, np.arange(args.requests), np.zeros(args.requests), unknown)
+            stopped.append(run_test(hashed, settled, args.share))
+        rows.append(_row(kind, stopped, goodputs, args))
     return rows
 
 
@@ -244,14 +262,10 @@ def in_one_world(world: World, policies: Policies, args: Args) -> Row:
 
         (ran,) = run_each(world.scenario, StreamSet([stream], "mixed"), [choose])  # type: ignore[list-item]
         seen_s = np.nan_to_num(ran.outcomes.response_s, nan=np.inf)
-        good = seen_s <= policies.slo_s
-        goodputs["champion"].append(float(good[~hashed].mean()))
-        goodputs["in one world"].append(float(good[hashed].mean()))
-        stopped.append(
-            run_test(
-                hashed, good, ran.outcomes.arrival_s, seen_s, args.share, policies.slo_s
-            )[0]
-        )  # fmt: skip
+        settled = Settled.of(stream, ran.outcomes.arrival_s, seen_s, policies.slo_s)
+        goodputs["champion"].append(float(settled.good[~hashed].mean()))
+        goodputs["in one world"].append(float(settled.good[hashed].mean()))
+        stopped.append(run_test(hashed, settled, args.share))
     return _row("in one world", stopped, goodputs, args)
 
 

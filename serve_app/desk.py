@@ -281,10 +281,17 @@ class PolicyDesk:
         policy = self._decides(arm)
         return RAY_DEFAULT if policy.name == RAY_DEFAULT else policy.label
 
-    def settle(self, request_id: str, good: bool | None, response_s: float, now_s: float) -> None:
+    def settle(
+        self,
+        request_id: str,
+        good: bool | None,
+        response_s: float,
+        output_tokens: int,
+        now_s: float,
+    ) -> None:
         """Tell the trial what became of a request; see `Trial.close`."""
         if self.trial is not None and self.trial.running:
-            self.trial.close(request_id, good, response_s, now_s)
+            self.trial.close(request_id, good, response_s, output_tokens, now_s)
             self._note_end()
 
     def stop(self) -> None:

@@ -150,8 +150,10 @@ class Gateway:
         self.in_flight += 1
         answer = _Answer(self.clock_s(), arm=self.desk.arm_of(work.request_id))
         if self.desk.trial is not None:
-            deadline_s = answer.arrival_s + service_class.response_s
-            self.desk.trial.open(work.request_id, answer.arm, deadline_s)
+            self.desk.trial.open(
+                work.request_id, answer.arm, len(work.token_ids), answer.arrival_s,
+                service_class.response_s,
+            )  # fmt: skip
         try:
             async with asyncio.timeout(self.cluster.limits.timeout_s):
                 async with aclosing(self._attempts(work, service_class, answer)) as deltas:
@@ -167,7 +169,9 @@ class Gateway:
             self.in_flight -= 1
             now_s = self.clock_s()
             kept = answer.kept(service_class, now_s)
-            self.desk.settle(work.request_id, kept, answer.response_s, now_s)
+            self.desk.settle(
+                work.request_id, kept, answer.response_s, answer.num_tokens, now_s
+            )  # fmt: skip
             if kept is not None:
                 ttft_s = answer.first_token_s - answer.arrival_s
                 self.history.finish(now_s, ttft_s, answer.response_s, kept)

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 Mode = Literal["shadow", "canary"]
 Arm = Literal["champion", "canary"]
 MAX_SHARE = 0.5
+GIVE_UP_AFTER = 2.0
+"""Promised times until a request counts as bad though it may still be answered."""
 _MAX_SETTLED = 20_000
 _ESTIMATES_EVERY_S = 2.0
 _MAX_OPEN = 10_000
@@ -48,41 +50,58 @@ _PATIENCE = 5.0
 """Budgets that a shadow may take: nobody waits for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a request whose outcome is settled."""
+
+    canary: bool
+    good: bool
+    prompt_tokens: int
+    output_tokens: int | None
+    """None: it was not answered."""
+
+
 class Verdicts:
-    """Which requests have kept their promises, known at their end or at their deadline."""
+    """Which requests have kept their promises, known when they end or are given up.
+
+    A late one is waited for, as the length of its answer says how much its lateness means.
+    """
 
     def __init__(self) -> None:
         """Wait for nothing."""
-        self._open: dict[str, tuple[bool, float]] = {}
-        self._deadlines: list[tuple[float, str]] = []
+        self._open: dict[str, tuple[bool, int]] = {}
+        self._given_up_at: list[tuple[float, str]] = []
 
-    def open(self, request_id: str, canary: bool, deadline_s: float) -> None:
-        """Note a request and until when its answer is due."""
-        self._open[request_id] = (canary, deadline_s)
-        heapq.heappush(self._deadlines, (deadline_s, request_id))
+    def open(self, request_id: str, canary: bool, prompt_tokens: int, give_up_s: float) -> None:
+        """Note a request, and when it is bad whatever becomes of it, Unix time, seconds."""
+        self._open[request_id] = (canary, prompt_tokens)
+        heapq.heappush(self._given_up_at, (give_up_s, request_id))
 
-    def close(self, request_id: str, good: bool | None, now_s: float) -> list[tuple[bool, bool]]:
-        """Take the end of a request; return whose requests are settled now, and whether good.
+    def close(
+        self, request_id: str, good: bool | None, output_tokens: int | None, now_s: float
+    ) -> list[Verdict]:
+        """Take the end of a request; return what is settled now.
 
         Args:
             request_id: Those that are settled already are ignored.
             good: None: it does not count, such as one whose client left in time.
+            output_tokens: Of the whole answer; None: there is none.
             now_s: Unix time, seconds.
         """
         settled = self.overdue(now_s)
         found = self._open.pop(request_id, None)
         if found is not None and good is not None:
-            settled.append((found[0], good))
+            settled.append(Verdict(found[0], good, found[1], output_tokens))
         return settled
 
-    def overdue(self, now_s: float) -> list[tuple[bool, bool]]:
-        """Settle what is too late already, whatever becomes of it."""
+    def overdue(self, now_s: float) -> list[Verdict]:
+        """Give up what has taken too long."""
         settled = []
-        while self._deadlines and self._deadlines[0][0] < now_s:
-            _, request_id = heapq.heappop(self._deadlines)
+        while self._given_up_at and self._given_up_at[0][0] < now_s:
+            _, request_id = heapq.heappop(self._given_up_at)
             found = self._open.pop(request_id, None)
             if found is not None:
-                settled.append((found[0], False))
+                settled.append(Verdict(found[0], False, found[1], None))
         return settled
 
 
@@ -292,18 +311,29 @@ class Trial:
         drawn = int.from_bytes(hashlib.blake2b(salted, digest_size=8).digest()) / 2**64
         return "canary" if drawn < self.share else "champion"
 
-    def open(self, request_id: str, arm: Arm, deadline_s: float) -> None:
-        """Note a request that was let in."""
+    def open(
+        self, request_id: str, arm: Arm, prompt_tokens: int, arrival_s: float, promise_s: float
+    ) -> None:
+        """Note a request that was let in, and in how many seconds its answer is due."""
         if self.running and self.test is not None:
-            self.verdicts.open(request_id, arm == "canary", deadline_s)
+            give_up_s = arrival_s + GIVE_UP_AFTER * promise_s
+            self.verdicts.open(request_id, arm == "canary", prompt_tokens, give_up_s)
 
-    def close(self, request_id: str, good: bool | None, response_s: float, now_s: float) -> None:
+    def close(
+        self,
+        request_id: str,
+        good: bool | None,
+        response_s: float,
+        output_tokens: int,
+        now_s: float,
+    ) -> None:
         """Note what became of it.
 
         Args:
             request_id: As it was opened.
             good: Whether it kept its promises; None: it does not count.
             response_s: NaN where it was not answered.
+            output_tokens: Generated so far.
             now_s: Unix time, seconds.
         """
         if not self.running:
@@ -312,8 +342,9 @@ class Trial:
             self.shadow.settle(request_id, response_s, bool(good))
         if self.test is None:
             return
-        for canary, kept in self.verdicts.close(request_id, good, now_s):
-            if self.test.record(canary, kept):
+        answered = output_tokens if math.isfinite(response_s) else None
+        for one in self.verdicts.close(request_id, good, answered, now_s):
+            if self.test.record(one.canary, one.good, one.prompt_tokens, one.output_tokens):
                 self.end("it is worse than the champion: " + self.tally(), now_s)
                 return
 

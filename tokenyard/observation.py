@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
 
@@ -86,8 +87,13 @@ def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
     if num == 1:
         return np.zeros(1)
     ranks = np.empty(num)
-    ranks[np.argsort(tokens_per_s, kind="stable")] = np.linspace(-1.0, 1.0, num)
+    ranks[np.argsort(tokens_per_s, kind="stable")] = _evenly_spaced(num)
     return ranks
+
+
+@lru_cache(maxsize=128)
+def _evenly_spaced(num: int) -> FloatArray:
+    return np.linspace(-1.0, 1.0, num)
 
 
 _STATE = attrgetter(

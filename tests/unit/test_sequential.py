@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenyard.offpolicy.sequential import WorseTest
 
 SHARE = 0.2
+TOKENS = st.none() | st.integers(0, 10_000)
 
 
 def stopped_after(champion_goodput, canary_goodput, num_requests, seed):
@@ -38,6 +39,24 @@ def test_a_better_canary_is_never_stopped():
     assert {stopped_after(0.85, 0.95, 4000, seed) for seed in range(20)} == {math.inf}
 
 
+def test_what_is_late_whoever_decides_hides_less_where_sizes_are_known():
+    """Long answers are late by themselves; among the short ones the canary doubles the late."""
+
+    def stopped(seed, sizes_are_known):
+        rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+        for _ in range(3000):
+            canary, long = rng.random() < SHARE, rng.random() < 0.3
+            bad = rng.random() < (0.95 if long else 0.08 if canary else 0.04)
+            if test.record(
+                canary, not bad, 100, (1000 if long else 50) if sizes_are_known else None
+            ):
+                return True
+        return False
+
+    known, unknown = (np.mean([stopped(s, given) for s in range(60)]) for given in (True, False))
+    assert known > unknown + 0.2
+
+
 def test_bursts_that_hit_both_do_not_count_against_the_canary():
     """All requests of a burst are bad, whoever decided."""
 
@@ -52,15 +71,16 @@ def test_bursts_that_hit_both_do_not_count_against_the_canary():
 @settings(max_examples=50, deadline=None)
 @given(
     share=st.floats(0.01, 0.5),
-    past=st.lists(st.tuples(st.booleans(), st.booleans()), max_size=60),
+    past=st.lists(st.tuples(st.booleans(), st.booleans(), TOKENS, TOKENS), max_size=60),
     good=st.booleans(),
+    sizes=st.tuples(TOKENS, TOKENS),
 )
-def test_the_capital_is_a_martingale_whatever_happened_before(share, past, good):
+def test_the_capital_is_a_martingale_whatever_happened_before(share, past, good, sizes):
     """Over whose the next request is, with the share as its probability, nothing is won."""
 
     def capital_after(canary):
         test = WorseTest(share)
-        for one in (*past, (canary, good)):
+        for one in (*past, (canary, good, *sizes)):
             test.record(*one)
         return math.exp(test.log_capital)
 

@@ -12,7 +12,7 @@ from unit.test_serve_gateway import a_body, check
 from serve_app import desk as desk_module
 from serve_app import lifecycle
 from serve_app.served import from_artifact
-from serve_app.trial import Trial, Verdicts
+from serve_app.trial import Trial, Verdict, Verdicts
 from serve_app.work import ReplicaFailed
 from tokenyard.observation import MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 from tokenyard.scenario import load_scenario
@@ -245,12 +245,15 @@ def test_changes_need_the_token():
     check(test, token="secret")
 
 
-def test_a_request_counts_as_bad_when_its_deadline_has_passed_not_when_it_ends():
+def test_a_late_request_is_waited_for_until_it_is_given_up():
     verdicts = Verdicts()
-    verdicts.open("late", canary=True, deadline_s=10.0)
-    verdicts.open("left", canary=True, deadline_s=30.0)
-    verdicts.open("good", canary=False, deadline_s=20.0)
-    assert verdicts.close("good", good=True, now_s=11.0) == [(True, False), (False, True)]
-    assert verdicts.close("late", good=True, now_s=12.0) == []
-    assert verdicts.close("left", good=None, now_s=13.0) == []
+    verdicts.open("never", canary=True, prompt_tokens=7, give_up_s=10.0)
+    verdicts.open("left", canary=True, prompt_tokens=7, give_up_s=30.0)
+    verdicts.open("late", canary=False, prompt_tokens=9, give_up_s=20.0)
+    assert verdicts.close("late", good=False, output_tokens=5, now_s=11.0) == [
+        Verdict(canary=True, good=False, prompt_tokens=7, output_tokens=None),
+        Verdict(canary=False, good=False, prompt_tokens=9, output_tokens=5),
+    ]
+    assert verdicts.close("never", good=True, output_tokens=5, now_s=12.0) == []
+    assert verdicts.close("left", good=None, output_tokens=None, now_s=13.0) == []
     assert verdicts.overdue(99.0) == []

@@ -7,6 +7,11 @@ and failing replicas change how many requests are bad, not whose they are. `Wors
 that. Its capital is a test martingale, and the chance that it ever exceeds `1 / alpha` is at most
 `alpha` (Ville's inequality; Shafer 2021, "Testing by betting"; Ramdas et al. 2023,
 arXiv:2210.01948). A bet against an assignment probability is a sequential randomisation test.
+
+A long answer is late under any policy, a short one under none, and neither tells much. So a model
+of the champion's requests says how likely one of this size is bad, and the bets follow it. How many
+tokens were asked for and generated does not depend on whose a request was, so the capital stays a
+martingale, however wrong the model.
 """
 
 from __future__ import annotations
@@ -15,10 +20,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-DEFAULT_ALPHA = 0.05
+DEFAULT_ALPHA = 0.025
 _MEMORY = 150.0
 """Requests over which the rate of bad ones is remembered: bursts are short."""
 _LEAST_RATE, _MOST_RATE = 1e-3, 0.98
+_USUAL_LOGIT = -2.2
+"""Of the rate of bad requests before any was seen: one in ten."""
+_STEP = 0.7
+_FEW = 20
+_FAR = 3.0
+"""Standard deviations; sizes beyond are taken for as large."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +42,77 @@ class Alternative:
     """Share of the capital that is bet on it."""
 
 
-ALTERNATIVES = (Alternative(1.45, 0.95), Alternative(1e4, 0.05))
-"""Mostly a difference that just matters (a goodput of 0.86 for 0.90), and a little on disasters.
+ALTERNATIVES = (Alternative(1.5, 0.95), Alternative(1e4, 0.05))
+"""Mostly a difference that just matters (a goodput of 0.857 for 0.90), and a little on disasters.
 Odds, because where every second request is bad, as in a burst, a worse policy loses more of them
 than in a lull."""
+
+
+@dataclass
+class _Size:
+    """Sizes of requests of one kind, in standard deviations of their logarithm."""
+
+    num: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def scaled(self, tokens: int | None) -> float:
+        """Return how far it is from the mean of those seen; 0 where it or they are not known."""
+        if tokens is None or self.num < _FEW:
+            return 0.0
+        deviation = max(math.sqrt(self.squares / self.num), 1e-3)
+        return min(max((math.log1p(tokens) - self.mean) / deviation, -_FAR), _FAR)
+
+    def add(self, tokens: int | None) -> None:
+        """Count one more (Welford's update)."""
+        if tokens is None:
+            return
+        self.num += 1
+        away = math.log1p(tokens) - self.mean
+        self.mean += away / self.num
+        self.squares += away * (math.log1p(tokens) - self.mean)
+
+
+class _BadRate:
+    """How likely a request of the champion's is bad: logistic regression, one step a request.
+
+    Features are the rate of late and the sizes with their squares; steps are AdaGrad's (Duchi et
+    al. 2011).
+    """
+
+    def __init__(self) -> None:
+        """Expect what is usual."""
+        self._bad, self._seen = 1.0, 10.0
+        self._prompt, self._output = _Size(), _Size()
+        self._weights = [_USUAL_LOGIT, *[0.0] * 5]
+        self._squares = [1.0] * 6
+
+    def features(self, prompt_tokens: int | None, output_tokens: int | None) -> list[float]:
+        rate = min(max(self._bad / self._seen, _LEAST_RATE), _MOST_RATE)
+        recent = math.log(rate / (1.0 - rate)) - _USUAL_LOGIT
+        prompt, output = self._prompt.scaled(prompt_tokens), self._output.scaled(output_tokens)
+        return [1.0, recent, output, output * output - 1.0, prompt, prompt * prompt - 1.0]
+
+    def of(self, features: Sequence[float]) -> float:
+        logit = sum(w * x for w, x in zip(self._weights, features, strict=True))
+        return min(
+            max(1.0 / (1.0 + math.exp(-min(max(logit, -7.0), 4.0))), _LEAST_RATE), _MOST_RATE
+        )
+
+    def see(self, prompt_tokens: int | None, output_tokens: int | None) -> None:
+        """Learn what sizes there are."""
+        self._prompt.add(prompt_tokens)
+        self._output.add(output_tokens)
+
+    def learn(self, features: Sequence[float], good: bool) -> None:
+        """Learn what became of one of the champion's."""
+        error = (not good) - self.of(features)
+        for i, one in enumerate(features):
+            slope = error * one
+            self._squares[i] += slope * slope
+            self._weights[i] += _STEP * slope / math.sqrt(self._squares[i])
+        fade = 1.0 - 1.0 / _MEMORY
+        self._bad, self._seen = fade * self._bad + (not good), fade * self._seen + 1.0
 
 
 @dataclass
@@ -51,8 +129,7 @@ class WorseTest:
     canary_good: int = 0
     champion_good: int = 0
     _log_capital: list[float] = field(default_factory=list)
-    _bad: float = 1.0
-    _seen: float = 10.0
+    _bad_rate: _BadRate = field(default_factory=_BadRate)
 
     def __post_init__(self) -> None:
         """Split the capital.
@@ -82,15 +159,24 @@ class WorseTest:
         """Whether the capital exceeds 1 / alpha now."""
         return self.log_capital >= self.stops_at
 
-    def record(self, canary: bool, good: bool) -> bool:
+    def record(
+        self,
+        canary: bool,
+        good: bool,
+        prompt_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> bool:
         """Take the next request that is settled; return whether the canary is worse.
 
         Args:
             canary: Whose request it was.
             good: Whether it kept its promises.
+            prompt_tokens: Its prompt; None: not known.
+            output_tokens: The answer, which must not depend on whose it was; None: not known.
         """
         # Bets are placed on what was known before this request.
-        bad_rate = min(max(self._bad / self._seen, _LEAST_RATE), _MOST_RATE)
+        features = self._bad_rate.features(prompt_tokens, output_tokens)
+        bad_rate = self._bad_rate.of(features)
         for index, alternative in enumerate(self.alternatives):
             self._log_capital[index] += self._gain(alternative, bad_rate, canary, good)
         if canary:
@@ -99,8 +185,8 @@ class WorseTest:
         else:
             self.num_champion += 1
             self.champion_good += good
-            fade = 1.0 - 1.0 / _MEMORY
-            self._bad, self._seen = fade * self._bad + (not good), fade * self._seen + 1.0
+            self._bad_rate.learn(features, good)
+        self._bad_rate.see(prompt_tokens, output_tokens)
         return self.is_worse
 
     def _gain(self, alternative: Alternative, bad_rate: float, canary: bool, good: bool) -> float:
