@@ -85,6 +85,11 @@ def test_a_forecast_made_live_is_the_one_that_training_saw():
     for slot in (3, 200, stream.first, len(stream.per_s) - 1):
         live = forecaster.forecast(stream.per_s[:slot], stream.start_slot + slot)
         assert live == pytest.approx(everything[slot], rel=1e-12)
+    outlooks = forecaster.outlook_all(stream)
+    for slot in (3, 20, 200, stream.first, len(stream.per_s) - 1):
+        live_outlook = forecaster.outlook(stream.per_s[:slot], stream.start_slot + slot)
+        for one, all_of_it in zip(live_outlook, outlooks, strict=True):
+            assert one == pytest.approx(all_of_it[slot], rel=1e-9)
 
 
 def test_no_forecast_sees_the_demand_it_forecasts():
@@ -93,8 +98,9 @@ def test_no_forecast_sees_the_demand_it_forecasts():
     other = stream.per_s.copy()
     other[slot:] *= 7
     changed = DemandStream(other, stream.first, stream.start_slot)
-    before, after = (forecaster.forecast_all(one)[: slot + 1] for one in (stream, changed))
-    assert np.array_equal(before, after)
+    for look in (forecaster.forecast_all, lambda one: np.hstack(forecaster.outlook_all(one)[:2])):
+        before, after = (look(one)[: slot + 1] for one in (stream, changed))
+        assert np.array_equal(before, after)
 
 
 def test_compiled_and_plain_slots_are_equal():

@@ -60,3 +60,29 @@ def test_a_forecaster_of_another_design_is_refused():
     forecaster = scenario_forecaster(load_allocation("a100x8_13b")).model_dump()
     with pytest.raises(ValueError, match="fit it anew"):
         Forecaster.model_validate({**forecaster, "profile": forecaster["profile"][:13]})
+
+
+def test_a_load_without_a_rhythm_is_noticed():
+    scenario = load_allocation("a100x8_13b")
+    level, forecaster = 5.0, scenario_forecaster(scenario)
+    flat = np.random.default_rng(0).poisson(level * scenario.slot_s, 144) / scenario.slot_s
+    outlook = forecaster.outlook(flat, end_slot=144)
+    assert outlook.weight < 0.1
+    assert outlook.median_per_s == pytest.approx(np.full(24, level), rel=0.04)
+    assert outlook.spread.max() < 0.5 * min(forecaster.spread)
+    # The regression alone goes on to expect an evening.
+    assert np.abs(np.log(forecaster.forecast(flat, 144) / level)).max() > 0.06
+
+
+def test_on_training_days_the_outlook_is_the_regression():
+    scenario = load_allocation("a100x8_13b")
+    stream, forecaster = demand_source(scenario).train(0), scenario_forecaster(scenario)
+    outlook, log = forecaster.outlook_all(stream), np.log(stream.per_s)
+    assert outlook.weight.mean() > 0.95
+    for horizon in (0, 5, 11):
+        due = log[horizon:]
+        rmse = [
+            np.sqrt(np.square(due - np.log(one[: len(due), horizon])).mean())
+            for one in (outlook.median_per_s, forecaster.forecast_all(stream))
+        ]
+        assert rmse[0] < 1.01 * rmse[1]

@@ -68,7 +68,7 @@ def test_compiled_and_plain_planners_agree():
     planner, rng = make_planner(SCENARIO), np.random.default_rng(0)
     for _ in range(5):
         forecast = rng.uniform(0.5, 20, 3)
-        arguments = (planner, forecast, np.full(3, 0.15), 0.1, 0.5, -0.5)
+        arguments = (planner, forecast, np.full(3, 0.15), 0.1, 0.5, -0.5, 0.7)
         theta, scratch = rng.normal(0, 0.1, NUM_PARAMETERS), np.zeros((2, 15))
         fast = best_next(*arguments, theta, 3, scratch)
         assert fast == best_next.py_func(*arguments, theta, 3, scratch)

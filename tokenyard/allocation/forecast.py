@@ -4,12 +4,16 @@ The logarithm of demand is a profile of the day and the hour plus a deviation. T
 slot to come is predicted linearly from the latest deviations and from those around its time of day
 on the two days before, one regression per horizon; its residuals give the spread. What history does
 not reach counts as on the profile.
+
+A load without a rhythm, such as a batch that is worked off, is none that training days show. So the
+outlook that plans are made on weighs the regression by its errors of the last hours against those
+of going on as it was (Bates and Granger 1969), and gives it up where these are far smaller.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,10 +30,29 @@ NUM_HORIZONS = 24
 """Slots ahead that are forecast: with 5 minutes, two hours."""
 _AROUND = 2
 """Slots before and after the same time of an earlier day that are averaged."""
+_LEVEL_SLOTS = 12
+"""Slots that going on as it was averages: an hour."""
+_LEAD = 5
+"""Horizon whose errors are compared: half an hour ahead."""
+_MEMORY = 48
+"""Slots whose errors count, of which half must be there."""
+_DOUBT, _SHARPNESS = 2.0, 4
+"""How many times the squared error of going on the regression's may be, and how sharp that is."""
 _SMALLEST_PER_S = 1e-6
 _NUM_DRAWS = 3
 """Draws of the noise over the training part that a scenario's forecaster is fitted to."""
 _RIDGE = 1.0
+
+
+class Outlook(NamedTuple):
+    """What to plan on, before one slot or before every slot of a stream."""
+
+    median_per_s: FloatArray
+    """Shape (..., NUM_HORIZONS)."""
+    spread: FloatArray
+    """Standard deviations of the logarithm of demand over the median, of that shape."""
+    weight: FloatArray
+    """Of the regression; the rest is going on as it was. Shape (...)."""
 
 
 class Forecaster(Frozen):
@@ -77,10 +100,57 @@ class Forecaster(Frozen):
         inputs = _inputs(deviation, np.arange(len(deviation)), self.slots_per_day)
         return self._predict(inputs, slots)
 
+    def outlook(self, demand_per_s: FloatArray, end_slot: int) -> Outlook:
+        """Return what to plan on before the next slot.
+
+        Args:
+            demand_per_s: As for `forecast`.
+            end_slot: Slot of the day that comes next.
+        """
+        num = len(demand_per_s)
+        slots = end_slot - num + np.arange(num)
+        log = _log(demand_per_s)
+        at = np.arange(max(num - _MEMORY - _LEAD, 0), num + 1)
+        inputs = _inputs(log - self._profile_at(slots), at, self.slots_per_day)
+        medians, spreads, weights = self._weighed(
+            log, self._predict(inputs, end_slot - num + at), at
+        )
+        return Outlook(medians[-1], spreads[-1], weights[-1])
+
+    def outlook_all(self, stream: DemandStream) -> Outlook:
+        """Return what `outlook` says before every slot of a stream."""
+        at = np.arange(len(stream.per_s))
+        return self._weighed(_log(stream.per_s), self.forecast_all(stream), at)
+
     def quantile(self, median_per_s: FloatArray, share: float) -> FloatArray:
         """Quantile of demand around forecasts, shape (..., NUM_HORIZONS)."""
         factor: FloatArray = np.exp(norm.ppf(share) * np.array(self.spread))
         return median_per_s * factor
+
+    def _weighed(self, log: FloatArray, medians: FloatArray, at: IntArray) -> Outlook:
+        """Weigh forecasts made before the consecutive slots `at` against going on as it was."""
+        summed = np.concatenate([[0.0], np.cumsum(log)])
+        low = np.maximum(at - _LEVEL_SLOTS, 0)
+        level = (summed[at] - summed[low]) / np.maximum(at - low, 1)
+        # Errors about the slot, made `_LEAD` slots before it; the last slot's is not known yet.
+        about = at[_LEAD:-1]
+        own = np.square(log[about] - np.log(medians[: len(about), _LEAD]))
+        steady = np.square(log[about] - level[: len(about)])
+        reached = about >= _LEAD + _LEVEL_SLOTS
+        sums = [
+            np.concatenate([[0.0], np.cumsum(one * reached)])
+            for one in (own, steady, np.ones(len(about)))
+        ]
+        high = np.clip(at - at[0] - _LEAD, 0, len(about))
+        since = np.maximum(high - _MEMORY, 0)
+        own_sum, steady_sum, known = (one[high] - one[since] for one in sums)
+        steady_error = steady_sum / np.maximum(known, 1.0) + 1e-9
+        ratio = own_sum / np.maximum(known, 1.0) / (_DOUBT * steady_error)
+        weight = np.where(known < _MEMORY // 2, 1.0, 1.0 / (1.0 + ratio**_SHARPNESS))
+        own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
+        mixed = own_share * np.log(medians) + steady_share * level[:, None]
+        spread = own_share * np.array(self.spread) + steady_share * np.sqrt(steady_error)[:, None]
+        return Outlook(np.exp(mixed), spread, weight)
 
     @functools.cached_property
     def _day(self) -> FloatArray:

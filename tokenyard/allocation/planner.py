@@ -92,7 +92,9 @@ def _certain_costs(model, candidates, demands, costs, out):
 
 
 @compiled
-def best_next(planner, forecast, spread, last_surprise, cosine, sine, theta, current, values):
+def best_next(
+    planner, forecast, spread, last_surprise, cosine, sine, weight, theta, current, values
+):  # fmt: skip
     """Return the candidate to be in force in the next slot.
 
     Args:
@@ -102,6 +104,7 @@ def best_next(planner, forecast, spread, last_surprise, cosine, sine, theta, cur
         last_surprise: Logarithm of the last slot's demand over the forecast for the next.
         cosine: Of the time of day.
         sine: Of the time of day.
+        weight: Of the forecaster's regression in `forecast`; what `theta` corrects is its errors.
         theta: Parameters, shape (NUM_PARAMETERS,).
         current: Candidate in force.
         values: Scratch, shape (2, S).
@@ -112,18 +115,19 @@ def best_next(planner, forecast, spread, last_surprise, cosine, sine, theta, cur
     values[:] = 0.0
     change = planner.pool_usd * theta[SWITCH]
     daily = theta[BIAS] + theta[COSINE] * cosine + theta[SINE] * sine
-    factor = np.exp(theta[SPREAD])
     keep = 1.0 - min(max(theta[DISCOUNT], 0.0), 1.0)
     best = current
     for h in range(horizon - 1, -1, -1):
         log = np.log(max(forecast[h], 1e-9) / planner.pool_per_s)
-        log += daily + theta[LAST] * last_surprise * np.exp(-max(theta[LAST_DECAY], 0.0) * h)
+        bias = daily + theta[LAST] * last_surprise * np.exp(-max(theta[LAST_DECAY], 0.0) * h)
         # Relative to a third of what the pool can serve.
-        log += theta[HIGH] * max(log + 1.1, 0.0) - theta[LOW] * max(-1.1 - log, 0.0)
+        third = log + bias + 1.1
+        bias += theta[HIGH] * max(third, 0.0) - theta[LOW] * max(-third, 0.0)
+        log += weight * bias
         at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
         level = int(at)
         a = at - level
-        width = spread[h] * factor * np.exp(theta[SKEW] * h / horizon)
+        width = spread[h] * np.exp(weight * (theta[SPREAD] + theta[SKEW] * h / horizon))
         k = 0
         while k < len(SPREADS) - 2 and SPREADS[k + 1] < width:
             k += 1

@@ -308,7 +308,6 @@ class ForecastPlanner:
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._theta = np.zeros(NUM_PARAMETERS) if theta is None else theta
         self._slot_s, self._slots_per_day = scenario.slot_s, scenario.slots_per_day
-        self._spread = np.array(self._forecaster.spread)
         self._scratch = np.zeros((2, len(self._planner.candidates)))
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -316,14 +315,14 @@ class ForecastPlanner:
         if not state.may_switch:
             return state.plan
         slot = round(state.time_s / self._slot_s)
-        forecast = self._forecaster.forecast(np.array(state.demand_per_s), slot)
+        forecast, spread, weight = self._forecaster.outlook(np.array(state.demand_per_s), slot)
         last = max(state.demand_per_s[-1], 1e-9)
         surprise = float(np.log(last / max(forecast[0], 1e-9)))
         angle = 2 * np.pi * slot / self._slots_per_day
         now = candidate_index(self._table, self._planner, state.plan)
         chosen = best_next(
-            self._planner, forecast[:HORIZON], self._spread, surprise, np.cos(angle), np.sin(angle),
-            self._theta, now, self._scratch,
+            self._planner, forecast[:HORIZON], spread, surprise, np.cos(angle), np.sin(angle),
+            float(weight), self._theta, now, self._scratch,
         )  # fmt: skip
         return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
 

@@ -19,7 +19,7 @@ from tokenyard.allocation.dynamics import (
     OFFERED,
     PAUSED_S,
 )
-from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.forecast import Forecaster, Outlook, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.compiled import compiled
@@ -113,6 +113,8 @@ class StreamRunner:
         self._forecaster = forecaster or scenario_forecaster(scenario)
         self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
+        outlook = self._forecaster.outlook_all(stream)
+        self.outlook = Outlook(*(one[stream.first :] for one in outlook))
         self.before = self.highest(1)
         self._sim.load(0, stream)
         self._start = self._sim.plan(0)
@@ -139,12 +141,13 @@ class StreamRunner:
         slots_per_day = self.scenario.slots_per_day
         slots = self.stream.start_slot + self.stream.first + np.arange(self.stream.num_slots)
         angle = 2 * np.pi * slots / slots_per_day
-        surprise = np.log(np.maximum(self.before, 1e-9) / np.maximum(self.forecasts[:, 0], 1e-9))
-        signals = np.column_stack([surprise, np.cos(angle), np.sin(angle)])
-        forecasts = np.ascontiguousarray(self.forecasts[:, :HORIZON])
+        medians, spreads, weights = self.outlook
+        surprise = np.log(np.maximum(self.before, 1e-9) / np.maximum(medians[:, 0], 1e-9))
+        signals = np.column_stack([surprise, np.cos(angle), np.sin(angle), weights])
+        forecasts = np.ascontiguousarray(medians[:, :HORIZON])
         run_planner(
             sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], planner,
-            forecasts, np.array(self._forecaster.spread), signals, theta, to_candidate,
+            forecasts, spreads, signals, theta, to_candidate,
             np.zeros((2, len(planner.candidates))), self._outs, self._plans,
         )  # fmt: skip
         return self._outcomes()
@@ -193,7 +196,7 @@ def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
 
 @compiled
 def run_planner(
-    model, stream, rules, counts, numbers, planner, forecasts, spread, signals, theta,
+    model, stream, rules, counts, numbers, planner, forecasts, spreads, signals, theta,
     to_candidate, scratch, outs, plans,
 ):  # fmt: skip
     """Plan and live through every slot."""
@@ -203,8 +206,8 @@ def run_planner(
         if may_switch(counts, rules):
             current = to_candidate[now]
             chosen = best_next(
-                planner, forecasts[t], spread, signals[t, 0], signals[t, 1], signals[t, 2], theta,
-                current, scratch,
+                planner, forecasts[t], spreads[t], signals[t, 0], signals[t, 1], signals[t, 2],
+                signals[t, 3], theta, current, scratch,
             )  # fmt: skip
             if chosen != current:
                 action = planner.candidates[chosen]
