@@ -22,6 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from serve_app.desk import RAY_DEFAULT
 from tokenyard.provenance import write_result
 
 
@@ -57,6 +58,8 @@ class Row:
     """Median over turns of the difference of medians to the first policy's turn."""
     decision_p50_us: float
     decision_p99_us: float
+    decision_cpu_p99_us: float
+    """What a decision computed; NaN for Ray's own."""
 
 
 def main(args: Args) -> None:
@@ -68,6 +71,7 @@ def main(args: Args) -> None:
                 "ignore_eos": True}  # fmt: skip
         times: dict[str, list[list[float]]] = {one: [] for one in args.policies}
         decisions: dict[str, list[float]] = {one: [] for one in args.policies}
+        computed: dict[str, list[float]] = {one: [] for one in args.policies}
         for policy in args.policies:
             _switch(client, policy)
             _ask(args, body, args.requests // 3)
@@ -77,16 +81,22 @@ def main(args: Args) -> None:
                 _switch(client, policy)
                 times[policy].append(_ask(args, body, args.requests))
                 # The last thousand decisions, of which the newest are this turn's.
-                decisions[policy] += client.get("/v1/policy").json()["last_decisions_us"][
-                    -args.requests :
-                ]
+                said = client.get("/v1/policy").json()
+                decisions[policy] += said["last_decisions_us"][-args.requests :]
+                if policy != RAY_DEFAULT:
+                    computed[policy] += said["last_decisions_cpu_us"][-args.requests :]
         _switch(client, before)
     first = np.array([np.median(block) for block in times[args.policies[0]]])
-    rows = [_row(policy, times[policy], decisions[policy], first) for policy in args.policies]
-    table = Table(*asdict(rows[0]))
-    for row in rows:
-        cells = asdict(row).values()
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    rows = [
+        _row(policy, times[policy], decisions[policy], computed[policy], first)
+        for policy in args.policies
+    ]
+    table = Table("", *args.policies)
+    for name in list(asdict(rows[0]))[1:]:
+        cells = [getattr(row, name) for row in rows]
+        table.add_row(
+            name, *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in cells)
+        )
     Console().print(table)
     if args.json is not None:
         write_result(args.json, join(sys.argv), None, [asdict(row) for row in rows])
@@ -114,13 +124,18 @@ def _ask(args: Args, body: dict[str, Any], num_requests: int) -> list[float]:
 
 
 def _row(
-    policy: str, blocks: list[list[float]], decisions: list[float], first: np.ndarray[Any, Any]
+    policy: str,
+    blocks: list[list[float]],
+    decisions: list[float],
+    computed: list[float],
+    first: np.ndarray[Any, Any],
 ) -> Row:
     every = [one for block in blocks for one in block]
     p50, p99 = np.percentile(every, [50, 99]).tolist()
     decision_p50, decision_p99 = np.percentile(decisions, [50, 99]).tolist()
     added = float(np.median(np.array([np.median(block) for block in blocks]) - first))
-    return Row(policy, len(every), p50, p99, added, decision_p50, decision_p99)
+    cpu_p99 = float(np.percentile(computed, 99)) if computed else float("nan")
+    return Row(policy, len(every), p50, p99, added, decision_p50, decision_p99, cpu_p99)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,8 @@ class PolicyDesk:
         self.fallbacks: Counter[str] = Counter()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """Times of the last decisions, the baseline's in their place included, microseconds."""
+        self.decision_cpu_us: deque[float] = deque(maxlen=_NUM_TIMES)
+        """What they computed, microseconds: on a busy machine a decision also waits its turn."""
         self.policy = self._guarded(baseline, served, 0.0)
         self._asks = False
         """Whether the policy is asked: Ray decides otherwise, or nobody was asked for."""
@@ -249,11 +251,12 @@ class PolicyDesk:
             stale: Whether none of them was heard of lately.
             arm: Whose decision it is.
         """
-        started_ns = time.perf_counter_ns()
+        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         choice, reason = self._ask(request, snapshots, stale, arm)
         if choice is None:
             choice = self._baseline.decide(request, snapshots)
         decision_us = (time.perf_counter_ns() - started_ns) / 1e3
+        self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)
         choice = replace(
             choice, decision_us=decision_us, fallback=reason is not None, fallback_reason=reason
         )

@@ -88,6 +88,8 @@ class GatewayPolicyAnswer(PolicyAnswer):
     decision_p99_us: float | None
     last_decisions_us: list[float]
     """Times of the last thousand decisions at most, oldest first, microseconds."""
+    last_decisions_cpu_us: list[float]
+    """What they computed, in microseconds of the processor; Ray's own are not among them."""
 
 
 class BadRequest(ValueError):
@@ -580,6 +582,7 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         decision_p50_us=p50,
         decision_p99_us=p99,
         last_decisions_us=times.tolist(),
+        last_decisions_cpu_us=list(desk.decision_cpu_us),
     )
 
 
