@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve_app.served import ServedPolicy
-from tokenyard.policies.delay import ShortestExpectedDelay, finish_s
+from tokenyard.policies.delay import ShortestExpectedDelay, finish_times_s
 from tokenyard.types import Decision, ReplicaSnapshot, Request, RoutingPolicy, ScoringPolicy
 
 logger = logging.getLogger(__name__)
@@ -141,9 +141,9 @@ class Decider:
         """Maybe draw another replica, and say how likely the returned one was."""
         safe = [
             i
-            for i, snapshot in enumerate(snapshots)
-            if snapshot.num_outstanding < snapshot.max_concurrency
-            and finish_s(request, snapshot) <= self.served.card.slo_response_s
+            for i, finish_s in enumerate(finish_times_s(request, snapshots))
+            if finish_s <= self.served.card.slo_response_s
+            and snapshots[i].num_outstanding < snapshots[i].max_concurrency
         ]
         if len(safe) < 2:
             return preferred, 1.0

@@ -17,7 +17,7 @@ from serve_app.messages import PolicyCard
 from serve_app.registry import CANDIDATE, mlflow_lookup
 from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.delay import finish_s
+from tokenyard.policies.delay import finish_times_s
 from tokenyard.policies.learned import learned_policy
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy, Slo
@@ -127,7 +127,7 @@ def rehearse(served: ServedPolicy) -> None:
         idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
         policy = served.make(np.random.default_rng(0))
         policy.route(request, [idle] * (served.card.num_replicas or 1))
-        finish_s(request, idle)  # Exploration asks it.
+        finish_times_s(request, [idle])  # Exploration asks it.
 
 
 def from_artifact(

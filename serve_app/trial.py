@@ -31,7 +31,7 @@ from serve_app.pools import Trust
 from tokenyard.intervals import Interval
 from tokenyard.offpolicy import estimate
 from tokenyard.offpolicy.sequential import WorseTest
-from tokenyard.policies.delay import finish_s
+from tokenyard.policies.delay import finish_times_s
 from tokenyard.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
@@ -250,7 +250,8 @@ class Shadow:
         same = chosen == index
         self.num_asked += 1
         self.num_agreed += same
-        expected = [finish_s(asked.request, asked.snapshots[i]) for i in (chosen, index)]
+        times_s = finish_times_s(asked.request, asked.snapshots)
+        expected = (times_s[chosen], times_s[index])
         opened = _Open(same, asked.choice.propensity, *expected)
         with self._lock:
             early = self._early.pop(asked.request_id, None)

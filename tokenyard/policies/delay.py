@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tokenyard.observation import WAIT_S, batching_delays, snapshot_columns
+from tokenyard.observation import WAIT_S, batching_delays, unranked_columns
 from tokenyard.policies.cost import LeastCost, cheapest
 from tokenyard.types import ReplicaSnapshot, Request, Slo
 
@@ -48,7 +48,7 @@ def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list
         AddedDelays(row[WAIT_S], *batching_delays(row, context, output_tokens))
         if snapshot.engine is not None
         else AddedDelays(snapshot.wait_s, finish_s(request, snapshot), 0.0, 0.0)
-        for snapshot, row in zip(snapshots, snapshot_columns(snapshots), strict=True)
+        for snapshot, row in zip(snapshots, unranked_columns(snapshots), strict=True)
     ]
 
 
