@@ -1,10 +1,11 @@
 """Search the policy for any cluster, choose among what was found, and export it.
 
-This is how the shipped one is made, in two steps that can be stopped and go on where they were:
+This is how the shipped one is made, in three steps that can be stopped and go on where they were:
 
     python pipelines/search_generic.py --kind servers --state servers.json
+    python pipelines/search_generic.py --kind slots --start servers.json --state slots.json
     python pipelines/search_generic.py --kind engines --state engines.json \
-        --servers servers.json --out tokenyard/artifacts/routing
+        --servers slots.json --out tokenyard/artifacts/routing
 
 Every tenth generation's centre is kept. The one that ships is the best of them on validation
 clusters, which no generation has seen: the cost of the search itself, over more streams.
