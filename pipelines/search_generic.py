@@ -61,6 +61,8 @@ class Args:
     """Requests per cluster."""
     std: float = 0.1
     """Spread of the first generation."""
+    only_hopeless: bool = False
+    """Of servers, move only the weights of what counts where no server can be in time."""
     start: Path | None = None
     """State of an earlier search whose chosen weights are begun with."""
     validation_clusters: int = 96
@@ -81,6 +83,7 @@ def go_on(args: Args) -> dict[str, Any]:
         requests_per_cluster=args.requests,
         num_generations=args.generations,
         initial_std=args.std,
+        only_hopeless=args.only_hopeless,
     )
     begin = None if args.start is None else chosen(json.loads(args.start.read_text()))
     search = GenericSearch(args.kind, config, args.seed, begin)

@@ -44,8 +44,10 @@ NUM_ENGINE_WEIGHTS = NUM_ENGINE_MODULATORS * NUM_ENGINE_FEATURES
 LATE_SCALE = 30.0
 """How late something must be for more of it to count half: where nothing can be in time a weight of
 lateness can send it to where it is later still, and this bounds how far."""
-SPREAD_SCALE = 0.2
+SPREAD_SCALE = 0.05
 """Coefficient of variation of the servers' speeds at which giving one up counts half."""
+FEW_SERVERS = 4
+"""One more than the servers of which giving one up counts whole: among more it is given up less."""
 AGE_SCALE = 10.0
 """Iterations after which what was seen of a replica counts as half old."""
 OUTPUT_SCALE = 60.0
@@ -108,7 +110,9 @@ def server_scores(
     variance = squares / columns.shape[0] / (mean_capacity * mean_capacity) - 1.0
     # Rounding must not make equal servers unequal.
     spread = math.sqrt(variance) if variance > 1e-9 else 0.0
-    hopeless = spread / (spread + SPREAD_SCALE) if first_s > slo_s else 0.0
+    hopeless = 0.0
+    if first_s > slo_s:
+        hopeless = spread / (spread + SPREAD_SCALE) * FEW_SERVERS / (columns.shape[0] + 1)
     unit_s = mean_total_tokens / mean_capacity
     backlog = math.log(1.0 + waiting / capacity / unit_s)
     z = size_tokens / mean_total_tokens
