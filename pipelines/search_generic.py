@@ -1,6 +1,7 @@
 """Search the policy for any cluster, choose among what was found, and export it.
 
-This is how the shipped one is made, in three steps that can be stopped and go on where they were:
+Three steps, which can be stopped and go on where they were; docs/results/regimes.md says how the
+shipped one was made:
 
     python pipelines/search_generic.py --kind servers --state servers.json
     python pipelines/search_generic.py --kind slots --start servers.json --state slots.json
@@ -26,6 +27,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard.artifact import PolicyArtifact
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.generic_search import (
     Found,
@@ -61,10 +63,8 @@ class Args:
     """Requests per cluster."""
     std: float = 0.1
     """Spread of the first generation."""
-    only_hopeless: bool = False
-    """Of servers, move only the weights of what counts where no server can be in time."""
     start: Path | None = None
-    """State of an earlier search whose chosen weights are begun with."""
+    """State of an earlier search, or a policy file (.npz), whose weights are begun with."""
     validation_clusters: int = 96
     servers: Path | None = None
     """State of the finished search over servers, to be exported together with this one."""
@@ -83,9 +83,8 @@ def go_on(args: Args) -> dict[str, Any]:
         requests_per_cluster=args.requests,
         num_generations=args.generations,
         initial_std=args.std,
-        only_hopeless=args.only_hopeless,
     )
-    begin = None if args.start is None else chosen(json.loads(args.start.read_text()))
+    begin = None if args.start is None else weights_of(args.start, args.kind)
     search = GenericSearch(args.kind, config, args.seed, begin)
     kept: list[list[float]] = [search.mean.tolist()]
     cpu_s = 0.0
@@ -107,6 +106,14 @@ def go_on(args: Args) -> dict[str, Any]:
     state["rows"] = validate(args, config, [np.array(one) for one in kept])
     args.state.write_text(json.dumps(state), encoding="utf-8")
     return dict(state)
+
+
+def weights_of(path: Path, kind: Kind) -> FloatArray:
+    """Weights of a policy file, or those chosen by a finished search."""
+    if path.suffix == ".npz":
+        arrays = PolicyArtifact.load(path).arrays
+        return arrays["engine_weights" if kind == "engines" else "server_weights"]
+    return chosen(json.loads(path.read_text()))
 
 
 def chosen(state: dict[str, Any]) -> FloatArray:

@@ -291,8 +291,6 @@ class GenericConfig:
     initial_std: float = 0.1
     noise: float = 0.3
     """Share of the first spread that is added to the elites' in the first generation."""
-    only_hopeless: bool = False
-    """Of servers, move only the weights of what counts where no server can be in time."""
     loss_guard: float = 4.0
     """Cost of each unit by which the mean of a kind of cluster exceeds the rule's, relative to it;
     half of it for a single cluster, above 2 %."""
@@ -337,8 +335,6 @@ class GenericSearch:
             slots = np.zeros(len(of_features), dtype=np.bool_)
             slots[SLOT_MODULATORS] = True
             of_features[slots != (kind == "slots")] = 0.0
-            if self.config.only_hopeless:
-                of_features[:, : HOPELESS_FEATURES.start] = 0.0
         self.std: FloatArray = self._first_std.copy()
 
     @property
