@@ -70,8 +70,9 @@ def server_scores(
     which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
     logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
     cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded
-    lateness l / (1 + l / LATE_SCALE), and n = e / (e + SPREAD_SCALE) with e the coefficient of
-    variation of capacities where no server can be in time, else 0, the cost is
+    lateness l / (1 + l / LATE_SCALE), and n = e / (e + SPREAD_SCALE) FEW_SERVERS / (servers + 1),
+    with e the coefficient of variation of capacities, where no server can be in time, else 0, the
+    cost is
 
         w + s + sum over m in (1, v, b, v b, c, v c) of m (weights[m] . f),
         f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
