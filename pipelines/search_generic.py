@@ -1,10 +1,12 @@
 """Search the policy for any cluster, choose among what was found, and export it.
 
-This is how the shipped one is made, in two steps that can be stopped and go on where they were:
+Three steps, which can be stopped and go on where they were; docs/results/regimes.md says how the
+shipped one was made:
 
     python pipelines/search_generic.py --kind servers --state servers.json
+    python pipelines/search_generic.py --kind slots --start servers.json --state slots.json
     python pipelines/search_generic.py --kind engines --state engines.json \
-        --servers servers.json --out tokenyard/artifacts/routing
+        --servers slots.json --out tokenyard/artifacts/routing
 
 Every tenth generation's centre is kept. The one that ships is the best of them on validation
 clusters, which no generation has seen: the cost of the search itself, over more streams.
@@ -25,6 +27,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard.artifact import PolicyArtifact
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.generic_search import (
     Found,
@@ -61,7 +64,7 @@ class Args:
     std: float = 0.1
     """Spread of the first generation."""
     start: Path | None = None
-    """State of an earlier search whose chosen weights are begun with."""
+    """State of an earlier search, or a policy file (.npz), whose weights are begun with."""
     validation_clusters: int = 96
     servers: Path | None = None
     """State of the finished search over servers, to be exported together with this one."""
@@ -81,7 +84,7 @@ def go_on(args: Args) -> dict[str, Any]:
         num_generations=args.generations,
         initial_std=args.std,
     )
-    begin = None if args.start is None else chosen(json.loads(args.start.read_text()))
+    begin = None if args.start is None else weights_of(args.start, args.kind)
     search = GenericSearch(args.kind, config, args.seed, begin)
     kept: list[list[float]] = [search.mean.tolist()]
     cpu_s = 0.0
@@ -103,6 +106,14 @@ def go_on(args: Args) -> dict[str, Any]:
     state["rows"] = validate(args, config, [np.array(one) for one in kept])
     args.state.write_text(json.dumps(state), encoding="utf-8")
     return dict(state)
+
+
+def weights_of(path: Path, kind: Kind) -> FloatArray:
+    """Weights of a policy file, or those chosen by a finished search."""
+    if path.suffix == ".npz":
+        arrays = PolicyArtifact.load(path).arrays
+        return arrays["engine_weights" if kind == "engines" else "server_weights"]
+    return chosen(json.loads(path.read_text()))
 
 
 def chosen(state: dict[str, Any]) -> FloatArray:

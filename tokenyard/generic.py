@@ -25,18 +25,33 @@ from tokenyard import observation as ob
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray
 
-NUM_MODULATORS = 4
-"""What weights depend on: 1, relative speed v, backlog b, and the product of both."""
-NUM_SERVER_FEATURES = 9
+NUM_SERVER_MODULATORS = 6
+"""What weights depend on: 1, relative speed v, backlog b, v b, then share of slots c and c v."""
+NUM_SERVER_FEATURES = 11
 LATE_FEATURES = slice(6, 8)
 """Places of those features of a server that are of what is late."""
-NUM_SERVER_WEIGHTS = NUM_MODULATORS * NUM_SERVER_FEATURES
-NUM_ENGINE_FEATURES = 7
-NUM_ENGINE_WEIGHTS = NUM_MODULATORS * NUM_ENGINE_FEATURES
+HOPELESS_FEATURES = slice(9, 11)
+"""Places of those that count only where no server can be in time."""
+SLOT_MODULATORS = slice(4, 6)
+"""Places of the modulators that are 0 where servers take one request at a time."""
+NUM_SERVER_WEIGHTS = NUM_SERVER_MODULATORS * NUM_SERVER_FEATURES
+NUM_ENGINE_MODULATORS = 7
+"""What weights depend on: 1, relative speed v, backlog b, share of prefill h, age of signals a,
+length of replies y, spread of speeds e."""
+NUM_ENGINE_FEATURES = 9
+NUM_ENGINE_WEIGHTS = NUM_ENGINE_MODULATORS * NUM_ENGINE_FEATURES
 
 LATE_SCALE = 30.0
 """How late something must be for more of it to count half: where nothing can be in time a weight of
 lateness can send it to where it is later still, and this bounds how far."""
+SPREAD_SCALE = 0.05
+"""Coefficient of variation of the servers' speeds at which giving one up counts half."""
+FEW_SERVERS = 4
+"""One more than the servers of which giving one up counts whole: among more it is given up less."""
+AGE_SCALE = 10.0
+"""Iterations after which what was seen of a replica counts as half old."""
+OUTPUT_SCALE = 60.0
+"""Tokens that requests in flight have left to generate at which replies count as half long."""
 
 
 @compiled
@@ -54,12 +69,17 @@ def server_scores(
     the wait and s the service time in units of u, z the size relative to the mean, x the time for
     which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
     logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
-    cluster would work off all that waits), the cost is
+    cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded
+    lateness l / (1 + l / LATE_SCALE), and n = e / (e + SPREAD_SCALE) FEW_SERVERS / (servers + 1),
+    with e the coefficient of variation of capacities, where no server can be in time, else 0, the
+    cost is
 
-        w + s + sum over m in (1, v, b, v b) of m (weights[m] . f),
-        f = (1, w, s, w z, x z, w sqrt(z), [l > 0], l / (1 + l / LATE_SCALE), [w = 0]).
+        w + s + sum over m in (1, v, b, v b, c, v c) of m (weights[m] . f),
+        f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
 
-    Zero weights are shortest expected delay.
+    Zero weights are shortest expected delay. Where servers have one slot, the last two modulators
+    are 0. What a rule that gives a server up does is only seen where no server can be in time: n is
+    what lets the formula do so. Between equal servers there is none to be given up, and n is 0.
 
     Args:
         weights: Shape (NUM_SERVER_WEIGHTS,), modulators first.
@@ -74,12 +94,26 @@ def server_scores(
     """
     capacity = 0.0
     waiting = 0.0
+    squares = 0.0
+    slots = 0.0
+    first_s = math.inf
     for server in range(columns.shape[0]):
         row = columns[server]
         own_capacity = row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS]
         capacity += own_capacity
         waiting += own_capacity * row[ob.WAIT_S]
+        squares += own_capacity * own_capacity
+        slots += row[ob.NUM_SLOTS]
+        first_s = min(first_s, row[ob.WAIT_S] + size_tokens / row[ob.TOKENS_PER_S])
+    slotted = 1.0 - columns.shape[0] / slots
+    num_modulators = NUM_SERVER_MODULATORS if slotted > 0.0 else SLOT_MODULATORS.start
     mean_capacity = capacity / columns.shape[0]
+    variance = squares / columns.shape[0] / (mean_capacity * mean_capacity) - 1.0
+    # Rounding must not make equal servers unequal.
+    spread = math.sqrt(variance) if variance > 1e-9 else 0.0
+    hopeless = 0.0
+    if first_s > slo_s:
+        hopeless = spread / (spread + SPREAD_SCALE) * FEW_SERVERS / (columns.shape[0] + 1)
     unit_s = mean_total_tokens / mean_capacity
     backlog = math.log(1.0 + waiting / capacity / unit_s)
     z = size_tokens / mean_total_tokens
@@ -95,13 +129,11 @@ def server_scores(
         miss = 1.0 if late > 0.0 else 0.0
         late = late / (1.0 + late / LATE_SCALE)
         idle = 1.0 if wait <= 0.0 else 0.0
+        modulators = (1.0, speed, backlog, backlog * speed, slotted, slotted * speed)
         cost = wait + service
-        for m in range(NUM_MODULATORS):
-            modulator = speed if m % 2 == 1 else 1.0
-            if m >= 2:
-                modulator *= backlog
+        for m in range(num_modulators):
             k = m * NUM_SERVER_FEATURES
-            cost += modulator * (
+            cost += modulators[m] * (
                 weights[k]
                 + weights[k + 1] * wait
                 + weights[k + 2] * service
@@ -111,6 +143,7 @@ def server_scores(
                 + weights[k + 6] * miss
                 + weights[k + 7] * late
                 + weights[k + 8] * idle
+                + hopeless * (weights[k + 9] + weights[k + 10] * late)
             )
         out[server] = cost
         if cost < out[best]:
@@ -123,6 +156,7 @@ def engine_scores(
     weights: FloatArray,
     context_tokens: float,
     output_tokens: float,
+    mean_total_tokens: float,
     slo_s: float,
     columns: FloatArray,
     out: FloatArray,
@@ -132,11 +166,15 @@ def engine_scores(
     The unit of time u is what the request would take from its admission to its last token, mean
     over replicas. With w the wait, p the prefill, d the decoding and o the delay of all others
     (`observation.batching_delays`, in units of u), k the share of KV memory in use, l by how much
-    w + p + d exceeds the SLO, g the share of u that is decoding less 1/2, v the logarithm of the
-    replica's speed relative to the mean, and b = log(1 + mean wait), the cost is
+    w + p + d exceeds the SLO, and q = z / (1 + z) with z the size relative to the mean, the cost is
 
-        w + p + d + o + sum over m in (1, v, b, g) of m (weights[m] . f),
-        f = (1, w, p, d, o, k, l / (1 + l / LATE_SCALE)).
+        w + p + d + o + sum over m in (1, v, b, h, a, y, e) of m (weights[m] . f),
+        f = (1, w, p, d, o, k, l / (1 + l / LATE_SCALE), w q, o q),
+
+    where v is the logarithm of the replica's speed relative to the mean, b = log(1 + mean wait),
+    h the share of u that is prefill, a = i / (i + AGE_SCALE) with i the mean number of iterations
+    since replicas were seen, y = t^2 / (t^2 + OUTPUT_SCALE^2) with t the tokens that requests in
+    flight have left on average, and e the coefficient of variation of speeds.
 
     Zero weights are least marginal delay. Replicas that are not routable cost infinity and count in
     no mean.
@@ -145,6 +183,7 @@ def engine_scores(
         weights: Shape (NUM_ENGINE_WEIGHTS,), modulators first.
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
         slo_s: Response-time SLO, seconds.
         columns: The table, shape (num_replicas, NUM_COLUMNS).
         out: Filled with the costs, in units of u, shape (num_replicas,).
@@ -154,21 +193,37 @@ def engine_scores(
     """
     num = 0
     speeds = 0.0
+    squares = 0.0
     waits_s = 0.0
     prefills_s = 0.0
     decodes_s = 0.0
+    iterations = 0.0
+    outstanding = 0.0
+    output_left = 0.0
     for replica in range(columns.shape[0]):
         row = columns[replica]
         if row[ob.ROUTABLE] != 0.0:
             first_s, decode_s, _ = ob.batching_delays(row, context_tokens, output_tokens)
             num += 1
-            speeds += row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS]
+            speed = row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS]
+            speeds += speed
+            squares += speed * speed
             waits_s += row[ob.WAIT_S]
             prefills_s += first_s - row[ob.WAIT_S]
             decodes_s += decode_s
+            iterations += row[ob.AGE_S] / row[ob.ITERATION_S]
+            outstanding += row[ob.NUM_WAITING] + row[ob.NUM_RUNNING]
+            output_left += row[ob.OUTPUT_IN_FLIGHT]
     unit_s = (prefills_s + decodes_s) / max(num, 1)
     backlog = math.log(1.0 + waits_s / max(num, 1) / unit_s) if num else 0.0
-    decoding = decodes_s / (prefills_s + decodes_s) - 0.5 if num else 0.0
+    prefill_share = prefills_s / (prefills_s + decodes_s) if num else 0.0
+    age = iterations / (iterations + AGE_SCALE * max(num, 1))
+    output_left /= max(outstanding, 1.0)
+    length = output_left * output_left / (output_left * output_left + OUTPUT_SCALE * OUTPUT_SCALE)
+    variance = squares * num / (speeds * speeds) - 1.0 if num else 0.0
+    spread = math.sqrt(max(variance, 0.0))
+    relative_size = (context_tokens + output_tokens) / mean_total_tokens
+    size = relative_size / (1.0 + relative_size)
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
@@ -183,17 +238,11 @@ def engine_scores(
         late = max(wait + prefill + decode - slo_s / unit_s, 0.0)
         late = late / (1.0 + late / LATE_SCALE)
         speed = math.log(row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] * num / speeds)
+        modulators = (1.0, speed, backlog, prefill_share, age, length, spread)
         cost = wait + prefill + decode + others
-        for m in range(NUM_MODULATORS):
-            modulator = 1.0
-            if m == 1:
-                modulator = speed
-            elif m == 2:
-                modulator = backlog
-            elif m == 3:
-                modulator = decoding
+        for m in range(NUM_ENGINE_MODULATORS):
             k = m * NUM_ENGINE_FEATURES
-            cost += modulator * (
+            cost += modulators[m] * (
                 weights[k]
                 + weights[k + 1] * wait
                 + weights[k + 2] * prefill
@@ -201,6 +250,7 @@ def engine_scores(
                 + weights[k + 4] * others
                 + weights[k + 5] * row[ob.KV_USED_FRACTION]
                 + weights[k + 6] * late
+                + size * (weights[k + 7] * wait + weights[k + 8] * others)
             )
         out[replica] = cost
         if cost < out[best]:

@@ -1,5 +1,7 @@
 """Laws of the policy for any cluster, and that simulator and server decide alike."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -49,6 +51,7 @@ def a_replica(rng, number, batches):
         num_waiting=int(rng.integers(0, 5)),
         num_running=int(rng.integers(0, 5)),
         tokens_in_flight=rng.uniform(0, 9000),
+        observed_at_s=-rng.uniform(0, 2),
         engine=engine if batches else None,
     )
 
@@ -112,7 +115,7 @@ def test_compiled_and_plain_scores_are_equal_and_replicas_that_are_down_are_not_
     found = []
     for function in (generic.engine_scores, generic.engine_scores.py_func):
         costs = np.empty(6)
-        found.append((function(weights, 900.0, 50.0, 2.0, columns, costs), costs))
+        found.append((function(weights, 900.0, 50.0, 2000.0, 2.0, columns, costs), costs))
     (choice, costs), (plain_choice, plain) = found
     assert choice == plain_choice
     assert plain == pytest.approx(costs, rel=1e-9)
@@ -177,6 +180,56 @@ def test_compiled_delay_rules_are_the_policies(seed, above, dump):
             stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
         stepped.drain()
         assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
+
+
+@some_cases
+@given(seed=seeds, num=st.integers(1, 9), slots=st.integers(1, 9))
+def test_weights_of_given_up_servers_do_nothing_between_equal_ones_or_in_time(seed, num, slots):
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=generic.NUM_SERVER_WEIGHTS)
+    without = weights.copy()
+    without.reshape(-1, generic.NUM_SERVER_FEATURES)[:, generic.HOPELESS_FEATURES] = 0.0
+    for equal, slo_s in ((True, 0.01), (False, 1e6)):
+        columns = observation.snapshot_columns([a_replica(rng, i, False) for i in range(num)])
+        if equal:
+            columns[:, observation.TOKENS_PER_S] = rng.uniform(1000, 9000)
+            columns[:, observation.NUM_SLOTS] = slots
+        found = []
+        for some in (weights, without):
+            costs = np.empty(num)
+            generic.server_scores(some, 1500.0, 2000.0, slo_s, columns, costs)
+            found.append(costs)
+        np.testing.assert_array_equal(*found)
+
+
+@some_cases
+@given(seed=seeds)
+def test_modulators_of_slots_do_nothing_where_servers_take_one_request_at_a_time(seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.normal(size=generic.NUM_SERVER_WEIGHTS)
+    without = weights.copy()
+    without.reshape(-1, generic.NUM_SERVER_FEATURES)[generic.SLOT_MODULATORS] = 0.0
+    columns = observation.snapshot_columns([a_replica(rng, i, False) for i in range(4)])
+    for slots in (1.0, 3.0):
+        columns[:, observation.NUM_SLOTS] = slots
+        found = []
+        for some in (weights, without):
+            costs = np.empty(4)
+            generic.server_scores(some, 1500.0, 2000.0, 2.0, columns, costs)
+            found.append(costs)
+        assert np.array_equal(*found) == (slots == 1.0)
+
+
+def test_how_old_signals_are_counts_where_replicas_batch():
+    rng = np.random.default_rng(2)
+    policy, request = a_policy(rng), a_request(rng)
+    some = [a_replica(rng, number, True) for number in range(4)]
+    older = [replace(one, observed_at_s=one.observed_at_s - 10.0) for one in some]
+    unborn = [replace(one, observed_at_s=one.observed_at_s + 10.0) for one in some]
+    fresh = [replace(one, observed_at_s=request.arrival_s) for one in some]
+    scores = [policy.decide(request, given).scores for given in (some, older, unborn, fresh)]
+    assert scores[0] != scores[1]
+    assert scores[2] == scores[3]
 
 
 def test_where_only_some_replicas_batch_all_are_taken_for_servers():

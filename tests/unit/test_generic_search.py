@@ -26,16 +26,18 @@ def test_drawn_servers_lie_in_the_documented_ranges(seed):
     assert 2 <= cluster.num_servers <= 32
     assert min(speeds) >= 2000
     assert max(speeds) <= 25_000
-    assert 0.12 <= cluster.arrivals.load <= 0.97
+    assert 0.12 <= cluster.arrivals.load <= 0.98
 
 
 def test_small_and_large_equal_and_unequal_clusters_are_drawn():
     drawn = [draw_cluster(np.random.default_rng(seed)) for seed in range(200)]
+    slotted = [draw_cluster(np.random.default_rng(seed), "slots") for seed in range(50)]
     kinds = [len({s.tokens_per_s for s in one.servers}) for one in drawn]
     assert {1, 2, 3} < set(kinds)
     assert min(one.num_servers for one in drawn) == 2
     assert max(one.num_servers for one in drawn) > 20
-    assert {one.discipline for one in drawn} == {"serial", "parallel_split", "parallel_full"}
+    assert {one.discipline for one in drawn} == {"serial"}
+    assert {one.discipline for one in slotted} == {"parallel_split", "parallel_full"}
     assert {one.output_length for one in drawn} == {"by_context", "none"}
 
 
@@ -48,8 +50,21 @@ def test_drawn_fleets_lie_in_the_documented_ranges(seed):
     assert fleet.num_routers in (1, 2)
 
 
+def test_fleets_with_fresh_and_with_stale_signals_with_churn_and_with_classes_are_drawn():
+    seeds = range(100)
+    drawn = [draw_cluster(np.random.default_rng(seed), "engines").fleet for seed in seeds]
+    assert {one.scrape_interval_s < 0.1 for one in drawn} == {True, False}
+    assert {one.churn is None for one in drawn} == {True, False}
+    assert {len(one.classes) for one in drawn} == {1, 2}
+
+
 @pytest.mark.parametrize(
-    ("kind", "num_weights"), [("servers", NUM_SERVER_WEIGHTS), ("engines", NUM_ENGINE_WEIGHTS)]
+    ("kind", "num_weights"),
+    [
+        ("servers", NUM_SERVER_WEIGHTS),
+        ("slots", NUM_SERVER_WEIGHTS),
+        ("engines", NUM_ENGINE_WEIGHTS),
+    ],
 )
 def test_equal_seeds_search_alike_and_a_restored_search_goes_on(kind, num_weights):
     one, same = GenericSearch(kind, TINY, 3), GenericSearch(kind, TINY, 3)
@@ -61,13 +76,22 @@ def test_equal_seeds_search_alike_and_a_restored_search_goes_on(kind, num_weight
     assert one.mean.any()
 
 
-@pytest.mark.parametrize("kind", ["servers", "engines"])
+def test_searches_of_servers_and_of_slots_move_different_weights():
+    moved = []
+    for kind in ("servers", "slots"):
+        search = GenericSearch(kind, TINY, 3)
+        search.step()
+        moved.append(search.mean != 0.0)
+    np.testing.assert_array_equal(moved[0], ~moved[1])
+
+
+@pytest.mark.parametrize("kind", ["servers", "slots", "engines"])
 def test_no_rule_of_a_cluster_scores_better_than_its_best_one(kind):
     """Zero weights are one of the rules that the best is chosen from."""
     rng = stream_rng(1, "training")
     cluster = TrainingCluster(draw_cluster(rng, kind), 2, 80, rng)
     best = cluster.best_rule()
-    weights = np.zeros(NUM_SERVER_WEIGHTS if kind == "servers" else NUM_ENGINE_WEIGHTS)
+    weights = np.zeros(NUM_ENGINE_WEIGHTS if kind == "engines" else NUM_SERVER_WEIGHTS)
     assert cluster.try_weights(weights).score.mean() <= best.score.mean()
 
 

@@ -16,6 +16,7 @@ from tokenyard.observation import (
     TOKENS_PER_S,
     WAIT_S,
     encode,
+    fill_ages,
     linear_scores,
     marginal_scores,
     observation_size,
@@ -112,9 +113,10 @@ class GenericPolicy:
         total = request.predicted_total_tokens
         # Where only some tell of their engine, all are taken for servers, which all can be.
         if columns[:, ITERATION_S].all():
-            context = request.context_tokens
+            context, mean = request.context_tokens, self._mean_total_tokens
+            fill_ages(columns, snapshots, request.arrival_s)
             best = engine_scores(
-                self._engine_weights, context, total - context, self._slo_s, columns, costs
+                self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
             )
         else:
             best = server_scores(

@@ -22,10 +22,12 @@ from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
 from tokenyard.generic import (
+    HOPELESS_FEATURES,
     LATE_FEATURES,
     NUM_ENGINE_WEIGHTS,
     NUM_SERVER_FEATURES,
     NUM_SERVER_WEIGHTS,
+    SLOT_MODULATORS,
 )
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 from tokenyard.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
@@ -35,8 +37,8 @@ from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray, IntArray
 
-Kind = Literal["servers", "engines"]
-"""Serial or slotted servers, or replicas that batch continuously."""
+Kind = Literal["servers", "slots", "engines"]
+"""Servers of one slot, of several, or replicas that batch continuously."""
 
 MEAN_TOTAL_TOKENS = 2000.0
 """What sizes are relative to, whatever the traffic."""
@@ -51,20 +53,21 @@ _GPUS = ("l4", "a10g", "a100_80g_sxm", "h100_sxm")
 
 def draw_cluster(rng: np.random.Generator, kind: Kind = "servers") -> Scenario:
     """Draw a cluster and its traffic."""
-    return _draw_servers(rng) if kind == "servers" else _draw_fleet(rng)
+    return _draw_fleet(rng) if kind == "engines" else _draw_servers(rng, kind == "slots")
 
 
-def _draw_servers(rng: np.random.Generator) -> Scenario:
+def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
     """2 to 32 servers, fewer more often, of one, two, three or as many speeds as servers."""
     num = round(np.exp(rng.uniform(np.log(2), np.log(32))) ** 0.9 * 2**0.1)
-    kinds = min(int(rng.choice([1, 2, 3, num], p=[0.1, 0.3, 0.3, 0.3])), num)
+    kinds = min(int(rng.choice([1, 2, 3, num], p=[0.15, 0.25, 0.3, 0.3])), num)
     slowest = rng.uniform(np.log(2000), np.log(5000))
     spread = rng.uniform(np.log(1.3), np.log(5.0))
     speeds = np.exp(slowest + rng.uniform(0, spread, kinds))
     # Each kind at least once.
     which = np.concatenate([np.arange(kinds), rng.integers(0, kinds, num)])[:num]
-    disciplines: tuple[Discipline, ...] = ("serial", "parallel_split", "parallel_full")
-    discipline = disciplines[int(rng.choice(3, p=[0.8, 0.12, 0.08]))]
+    discipline: Discipline = "serial"
+    if slotted:
+        discipline = "parallel_split" if rng.random() < 0.6 else "parallel_full"
     workload, arrivals = _draw_traffic(rng)
     return Scenario(
         name="drawn",
@@ -88,13 +91,33 @@ def _draw_servers(rng: np.random.Generator) -> Scenario:
 
 
 def _draw_fleet(rng: np.random.Generator) -> Scenario:
-    """2 to 8 GPUs of up to four kinds; scrapes 0 to 2 s old, up to two routers, some with churn."""
+    """2 to 8 GPUs of up to four kinds; scrapes 0 to 2 s old, up to two routers, some with churn.
+
+    Half of the conversations are of two classes, of which one goes first and is promised more.
+    """
     num = int(rng.integers(2, 9))
     kinds = rng.choice(_GPUS, int(rng.integers(1, 5)), replace=False)
     which = rng.choice(kinds, num)
     workload, arrivals = _draw_traffic(rng)
     conversation = workload == "azure_conv"
     slo_s = float(np.exp(rng.uniform(np.log(10), np.log(20)))) if conversation else 3.0
+    classes = [TrafficClass(name="all", ttft_s=2.0 if conversation else 1.0, tpot_s=0.1)]
+    if conversation and rng.random() < 0.5:
+        classes = [
+            TrafficClass(
+                name="first",
+                share=float(rng.uniform(0.4, 0.9)),
+                ttft_s=float(rng.uniform(0.5, 2.0)),
+                tpot_s=float(rng.uniform(0.05, 0.1)),
+            ),
+            TrafficClass(
+                name="last",
+                share=float(rng.uniform(0.1, 0.6)),
+                priority=1,
+                response_s=float(rng.uniform(3.0, 6.0)) * slo_s,
+                ttft_s=float(rng.uniform(1.0, 3.0)) * slo_s,
+            ),
+        ]
     churn = Churn(
         mean_up_s=float(rng.uniform(150, 400)),
         mean_down_s=float(rng.uniform(30, 90)),
@@ -110,7 +133,7 @@ def _draw_fleet(rng: np.random.Generator) -> Scenario:
             ),
             scrape_interval_s=float(rng.choice([0.05, rng.uniform(0.0, 2.0)])),
             num_routers=int(rng.integers(1, 3)),
-            classes=(TrafficClass(name="all", ttft_s=2.0 if conversation else 1.0, tpot_s=0.1),),
+            classes=tuple(classes),
             churn=churn if rng.random() < 0.3 else None,
         ),
         workload=workload,
@@ -128,8 +151,8 @@ def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
     """
     bursty = rng.random() < 0.4
     workload = "azure_code" if rng.random() < 0.6 else "azure_conv"
-    low, high = (0.12, 0.45) if bursty and workload == "azure_code" else (0.4, 0.97)
-    load = float(low + (high - low) * np.sqrt(rng.random()))
+    low, high = (0.12, 0.45) if bursty and workload == "azure_code" else (0.4, 0.98)
+    load = float(low + (high - low) * np.cbrt(rng.random()))
     return workload, Arrivals(process="mmpp" if bursty else "poisson", load=load)
 
 
@@ -219,6 +242,7 @@ class TrainingCluster:
             (1.0, 1.0),
             (0.25, 1.0),
             (3.0, 1.0),
+            (0.0, 3.0),
             (0.5, 2.0),
             (0.5, 3.0),
             (2.0, 2.0),
@@ -234,17 +258,22 @@ class TrainingCluster:
     def group(self) -> tuple[str, ...]:
         """What kind of cluster it is: guards hold on average over clusters of a kind."""
         scenario = self.scenario
-        arrivals = scenario.arrivals
+        arrivals, fleet = scenario.arrivals, scenario.fleet
+        if fleet is not None:
+            kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
+            seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
+            return (scenario.workload, kind, seen)
         assert arrivals.load is not None
         bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
-        high, middle = (0.28, 0.0) if bursts else (0.85, 0.7)
-        load = "high" if arrivals.load > high else "middle" if arrivals.load > middle else "low"
+        names = ("low", "middle", "high", "extreme")
+        edges = (0.2, 0.28, 0.38) if bursts else (0.7, 0.85, 0.92)
         equal = len(set(scenario.server_capacities_tokens_per_s)) == 1
         return (
             "bursts" if bursts else "steady",
-            load,
+            names[int(np.searchsorted(edges, arrivals.load))],
             "equal" if equal else "unequal",
             "many" if scenario.num_servers > 6 else "few",
+            scenario.discipline,
         )
 
 
@@ -265,9 +294,9 @@ class GenericConfig:
     loss_guard: float = 4.0
     """Cost of each unit by which the mean of a kind of cluster exceeds the rule's, relative to it;
     half of it for a single cluster, above 2 %."""
-    tail_guard: float = 2.0
+    tail_guard: float = 3.0
     """The same for p99; a quarter of it for a single cluster, above 5 %."""
-    violation_guard: float = 3.0
+    violation_guard: float = 4.0
     """Cost of each unit of the share of violations above the rule's."""
 
 
@@ -294,12 +323,18 @@ class GenericSearch:
         self.config = config or GenericConfig()
         self.seed = seed
         self.generation = 0
-        num = NUM_SERVER_WEIGHTS if kind == "servers" else NUM_ENGINE_WEIGHTS
+        num = NUM_ENGINE_WEIGHTS if kind == "engines" else NUM_SERVER_WEIGHTS
         self.mean: FloatArray = np.zeros(num) if start is None else start.copy()
         self._first_std: FloatArray = np.full(num, self.config.initial_std)
-        if kind == "servers":
+        if kind != "engines":
+            of_features = self._first_std.reshape(-1, NUM_SERVER_FEATURES)
             # What is late has to be moved further than the rest before it goes elsewhere at all.
-            self._first_std.reshape(-1, NUM_SERVER_FEATURES)[:, LATE_FEATURES] *= 2.0
+            of_features[:, LATE_FEATURES] *= 2.0
+            of_features[:, HOPELESS_FEATURES] *= 3.0
+            # Slots have modulators of their own: what is found for one slot stays as it is.
+            slots = np.zeros(len(of_features), dtype=np.bool_)
+            slots[SLOT_MODULATORS] = True
+            of_features[slots != (kind == "slots")] = 0.0
         self.std: FloatArray = self._first_std.copy()
 
     @property

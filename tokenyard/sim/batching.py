@@ -1660,16 +1660,21 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
 
 
 @compiled
-def run_generic(fleet, weights, slo_s, scores, rewards):
+def run_generic(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
     """Run every copy's whole stream under `engine_scores`, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, CURRENT] >= 0.0:
             fill_table(fleet, copy)
             request = fleet.requests[copy, int(fleet.clock[copy, CURRENT])]
+            # A policy is told when a request came, not when it is tried again.
+            since = fleet.clock[copy, NOW_S] - request[ARRIVAL_S]
+            for server in range(fleet.plant.shape[1]):
+                row = fleet.tables[copy, server]
+                row[ob.AGE_S] = max(row[ob.AGE_S] - since, 0.0)
             replica = engine_scores(
-                weights, request[CONTEXT], request[PREDICTED_OUTPUT], slo_s, fleet.tables[copy],
-                scores,
+                weights, request[CONTEXT], request[PREDICTED_OUTPUT], mean_total_tokens, slo_s,
+                fleet.tables[copy], scores,
             )  # fmt: skip
             _place(fleet, copy, replica)
             _find_decision(fleet, copy)

@@ -285,8 +285,9 @@ class BatchingSim:
 
     def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        scores, slo_s = np.empty(self.scenario.num_servers), self.scenario.slo_response_s
-        batching.run_generic(self.arrays, weights, slo_s, scores, self.rewards)
+        scores = np.empty(self.scenario.num_servers)
+        slo_s = self.scenario.slo_response_s
+        batching.run_generic(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
 
     def best_ahead(self, copy: int, others_weight: float) -> int:
         """Replica where the waiting request does best, seen from what no router knows.
