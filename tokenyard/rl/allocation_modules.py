@@ -1,7 +1,9 @@
-"""Networks of the allocation learners: RLlib's own, with a normaliser and a wish to stay.
+"""Networks of the allocation learners: RLlib's own, with a normaliser, a mask and a wish to stay.
 
 Every change of plan costs a restart, so random exploration is destructive: a bonus on what is in
-force makes a fresh network keep its plan, and the memory starts where most plans are good.
+force makes a fresh network keep its plan, and memory and limit of the batch start where most plans
+are good. Shapes that no memory makes feasible are not among the actions; where budget or hysteresis
+forbid a change, the mask leaves the shape in force.
 """
 
 from __future__ import annotations
@@ -9,15 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from gymnasium.spaces import Dict
+from gymnasium.spaces import Dict, Discrete
 from ray.rllib.algorithms.dqn.default_dqn_rl_module import QF_PREDS
 from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.core.columns import Columns
 from torch import Tensor, nn
 
+from tokenyard.allocation.observation import ALLOWED
 from tokenyard.policies.allocation import MEMORY_OUTPUTS
-from tokenyard.rl.modules import RunningNormaliser, linear_layers, shrink_last_layer
+from tokenyard.rl.modules import Observes, RunningNormaliser, linear_layers, shrink_last_layer
 
 STAY_BONUS = "stay_bonus"
 """Key of a module's `model_config`: what is added for what is in force, in logits or in values."""
@@ -25,19 +28,40 @@ _MEMORY_START = (0.9, -3.5)
 """First mean and logarithm of the spread of the memory, from -1 for 0 to 1 for 1."""
 
 
-class AllocationActorCritic(DefaultPPOTorchRLModule):
-    """Actor and critic of PPO and A2C for actions of shape and memory."""
+def with_stay(preferences: Tensor, observations: Tensor, bonus: float) -> Tensor:
+    """Add the bonus to the shape in force; rule the others out where no change is allowed.
+
+    Args:
+        preferences: For every shape, (..., S).
+        observations: Shape (..., observation size); the last S say which shape is in force.
+        bonus: In units of the preferences.
+    """
+    in_force = observations[..., -preferences.shape[-1] :]
+    fixed = observations[..., ALLOWED, None] == 0
+    return (preferences + bonus * in_force).masked_fill(fixed & (in_force == 0), -torch.inf)
+
+
+class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
+    """Actor and critic of PPO and A2C for actions of shape, memory and limit of the batch."""
 
     def setup(self) -> None:
         """Build the networks that RLlib ships, then the normaliser."""
         super().setup()
         assert isinstance(self.action_space, Dict)
-        assert list(self.action_space.spaces) == ["memory_fraction", "shape"]
+        spaces = self.action_space.spaces
+        limit, shape = spaces.get("max_batch"), spaces["shape"]
+        assert isinstance(shape, Discrete)
+        num_limits = int(limit.n) if isinstance(limit, Discrete) else 0
+        self.output_sizes = [num_limits, MEMORY_OUTPUTS, int(shape.n)]
+        """Outputs for the limit of the batch, for memory and for shapes, in this order."""
         self.normaliser = RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
         shrink_last_layer(self.pi)
         with torch.no_grad():
-            self.policy_layers[-1].bias[:MEMORY_OUTPUTS] = torch.tensor(_MEMORY_START)
+            limits, memory, _ = self.policy_layers[-1].bias.split(self.output_sizes)
+            memory.copy_(torch.tensor(_MEMORY_START))
+            # What is in force is not seen of the limit: a fresh network takes the highest.
+            limits[-1:] = self.stay_bonus
 
     @property
     def policy_layers(self) -> list[nn.Linear]:
@@ -59,15 +83,12 @@ class AllocationActorCritic(DefaultPPOTorchRLModule):
         return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
 
     def _staying(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        inputs = output[Columns.ACTION_DIST_INPUTS]
-        num_shapes = inputs.shape[-1] - MEMORY_OUTPUTS
-        in_force = self.stay_bonus * batch[Columns.OBS][..., -num_shapes:]
-        memory, preferences = inputs.split([MEMORY_OUTPUTS, num_shapes], dim=-1)
-        inputs = torch.cat([memory, preferences + in_force], dim=-1)
-        return {**output, Columns.ACTION_DIST_INPUTS: inputs}
+        *others, shapes = output[Columns.ACTION_DIST_INPUTS].split(self.output_sizes, -1)
+        shapes = with_stay(shapes, batch[Columns.OBS], self.stay_bonus)
+        return {**output, Columns.ACTION_DIST_INPUTS: torch.cat([*others, shapes], -1)}
 
 
-class AllocationQNetwork(DefaultDQNTorchRLModule):
+class AllocationQNetwork(Observes, DefaultDQNTorchRLModule):
     """Q-network of DQN over shapes."""
 
     def setup(self) -> None:
@@ -86,6 +107,4 @@ class AllocationQNetwork(DefaultDQNTorchRLModule):
         observations = batch[Columns.OBS]
         normalised = {**batch, Columns.OBS: self.normaliser(observations)}
         output = super()._qf_forward_helper(normalised, encoder, head)
-        values = output[QF_PREDS]
-        in_force = self.stay_bonus * observations[..., -values.shape[-1] :]
-        return {**output, QF_PREDS: values + in_force}
+        return {**output, QF_PREDS: with_stay(output[QF_PREDS], observations, self.stay_bonus)}

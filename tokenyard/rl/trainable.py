@@ -16,7 +16,8 @@ from ray import tune
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.recipes import Implementation, Recipe, build_config, recipe
+from tokenyard.rl.recipes import Recipe, build_config, recipe
+from tokenyard.rl.sampling import Implementation
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
 from tokenyard.scenario import RewardWeights, load_scenario
