@@ -75,9 +75,8 @@ def test_log_probabilities_of_what_was_sampled_are_those_of_the_modules_distribu
 
 def test_memory_beyond_the_bounds_is_clipped_and_counted():
     runner = a_runner()
-    with torch.no_grad():
-        # Far above the bound half of the time.
-        runner.module.policy_layers[-1].bias[:2] = torch.tensor([1.0, 1.0])
+    # Above the upper bound half of the time, and now and then below the lower one.
+    runner.module.output_shift[:2] = torch.tensor([1.0, 1.0])
     (rollout,) = runner.sample()
     memory = rollout.actions[..., 0][rollout.real]
     beyond = np.mean(np.abs(memory) > 1.0)

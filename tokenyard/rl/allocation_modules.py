@@ -44,6 +44,10 @@ def with_stay(preferences: Tensor, observations: Tensor, bonus: float) -> Tensor
 class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
     """Actor and critic of PPO and A2C for actions of shape, memory and limit of the batch."""
 
+    output_shift: Tensor
+    output_scale: Tensor
+    """What outputs of the network are times the scale, plus the shift."""
+
     def setup(self) -> None:
         """Build the networks that RLlib ships, then the normaliser."""
         super().setup()
@@ -57,16 +61,29 @@ class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
         self.normaliser = RunningNormaliser(self.observation_space.shape[0])
         self.stay_bonus = float(self.model_config[STAY_BONUS])
         shrink_last_layer(self.pi)
-        with torch.no_grad():
-            limits, memory, _ = self.policy_layers[-1].bias.split(self.output_sizes)
-            memory.copy_(torch.tensor(_MEMORY_START))
-            # What is in force is not seen of the limit: a fresh network takes the highest.
-            limits[-1:] = self.stay_bonus
+        shift, scale = torch.zeros(sum(self.output_sizes)), torch.ones(sum(self.output_sizes))
+        limits, memory, _ = shift.split(self.output_sizes)
+        # What is in force is not seen of the limit: a fresh network takes the highest.
+        limits[-1:] = self.stay_bonus
+        memory.copy_(torch.tensor(_MEMORY_START))
+        # The network says by how many spreads the memory differs. Were it the memory itself, the
+        # first step of the optimiser would move it by several of them, and no ratio would be left
+        # for PPO to learn from.
+        scale[num_limits] = torch.tensor(_MEMORY_START[1]).exp()
+        self.register_buffer("output_shift", shift, persistent=False)
+        self.register_buffer("output_scale", scale, persistent=False)
 
     @property
     def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers from observation to outputs; ReLU stands between them."""
+        """Linear layers of the network; ReLU stands between them."""
         return [*linear_layers(self.encoder.actor_encoder), *linear_layers(self.pi)]
+
+    @torch.no_grad()
+    def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and biases of a network without shift and scale of the outputs."""
+        *hidden, (weight, bias) = [(layer.weight, layer.bias) for layer in self.policy_layers]
+        scale = self.output_scale
+        return [*hidden, (scale[:, None] * weight, scale * bias + self.output_shift)]
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return self._staying(super()._forward(self._normalised(batch), **kwargs), batch)
@@ -83,7 +100,8 @@ class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
         return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
 
     def _staying(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        *others, shapes = output[Columns.ACTION_DIST_INPUTS].split(self.output_sizes, -1)
+        inputs = self.output_shift + self.output_scale * output[Columns.ACTION_DIST_INPUTS]
+        *others, shapes = inputs.split(self.output_sizes, -1)
         shapes = with_stay(shapes, batch[Columns.OBS], self.stay_bonus)
         return {**output, Columns.ACTION_DIST_INPUTS: torch.cat([*others, shapes], -1)}
 
@@ -102,6 +120,10 @@ class AllocationQNetwork(Observes, DefaultDQNTorchRLModule):
     def policy_layers(self) -> list[nn.Linear]:
         """Linear layers from observation to Q-values; ReLU stands between them."""
         return [*linear_layers(self.encoder), *linear_layers(self.af)]
+
+    def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Their weights and biases."""
+        return [(layer.weight, layer.bias) for layer in self.policy_layers]
 
     def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
         observations = batch[Columns.OBS]

@@ -201,9 +201,8 @@ class AllocationRllib(RllibLearner):
             "mean": _float64(module.normaliser.mean),
             "std": _float64(module.normaliser.std),
         }
-        for index, layer in enumerate(module.policy_layers):
-            arrays[f"w{index}"] = _float64(layer.weight)
-            arrays[f"b{index}"] = _float64(layer.bias)
+        for index, (weight, bias) in enumerate(module.exported_layers()):
+            arrays[f"w{index}"], arrays[f"b{index}"] = _float64(weight), _float64(bias)
         metadata = AllocationMetadata(
             kind="grid_network" if self._trainer == "dqn" else "hybrid_network",
             scenario=self._scenario,
