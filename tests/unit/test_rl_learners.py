@@ -196,8 +196,8 @@ def test_losses_gradients_and_metrics_are_those_of_the_stock_learner(algorithm, 
     torch.testing.assert_close(loss, expected_loss)
     assert any(gradient is not None for gradient in found)
     for one, other in zip(found, expected, strict=True):
-        # Densities of narrow normal distributions are large numbers.
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        # Densities of narrow normal distributions are large numbers: gradients go up to 1e4.
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     logged = {key: stock.metrics.peek((DEFAULT_MODULE_ID, key)) for key in metrics}
     logged = {key: float(torch.as_tensor(value).detach()) for key, value in logged.items()}
     assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
