@@ -169,6 +169,7 @@ def population() -> Experiment:
         trials=tuple(trials),
         scheduler=_population_scheduler,
         max_concurrent_trials=len(trials),
+        checkpoints_kept=None,
     )
 
 

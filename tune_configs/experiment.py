@@ -56,6 +56,9 @@ class Experiment:
     max_concurrent_trials: int = 2
     checkpoint_every: int = 1
     """Iterations between checkpoints; what comes after the last one is lost with a killed trial."""
+    checkpoints_kept: int | None = 2
+    """Best checkpoints of a trial that are kept beside its latest; None: all, which a population
+    needs, since a trial may go on from another's after that one has gone on too."""
     max_failures: int = 2
     """How often a trial is started again from its checkpoint before it counts as failed."""
     baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")
