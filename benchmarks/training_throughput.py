@@ -1,6 +1,7 @@
 """How fast routers are trained, beside Stable-Baselines3 and RLlib as shipped, in one run.
 
 python benchmarks/training_throughput.py
+python benchmarks/training_throughput.py --problem allocation
 
 Everyone trains the same two networks (128 x 128, ReLU) on the same environment and reward, with
 equal batches, epochs and step sizes, in one process with one thread. They take turns, slice by
@@ -18,6 +19,11 @@ shortest expected delay's, null if that takes longer than the budget.
 
 The recipe `ours` is what `make sweep` trains: normalised observations and a network that corrects
 shortest expected delay, which Stable-Baselines3 does not have.
+
+Allocators have hybrid actions and a recipe of their own; arrays and RLlib as shipped take turns in
+the same way, judged by their cost per hour against the tuned autoscaler's. `--budget-cpu-s 0` gives
+all of them `--least-slices` slices, so that what they have learned from as many slots can be
+compared.
 """
 
 from __future__ import annotations
@@ -30,7 +36,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import join
-from typing import Any
+from typing import Any, Literal
 
 # Ray starts its workers with a lower priority; on a busy machine they would come last.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -45,9 +51,18 @@ from rich.table import Table
 import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
+from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation_evaluation import (
+    AllocationValidation,
+    daily_cost,
+    resolve_allocation_candidate,
+    validation_streams,
+)
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.policies.allocation import load_tuned_allocation
 from tokenyard.provenance import write_result
+from tokenyard.rl.allocation_training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.export import export_network
 from tokenyard.rl.recipes import (
     RESPONSE_REWARD,
@@ -63,6 +78,7 @@ from tokenyard.scenario import load_scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, synthetic_streams
 
+_SCENARIOS = {"routing": "poisson_085", "allocation": "a100x8_13b"}
 REWARD_SCALE = 0.1
 HIDDEN = (128, 128)
 COPIES = 64
@@ -81,16 +97,20 @@ SLICE = {"ppo": 16_384, "a2c": 16_384, "dqn": 4_096}
 class Args:
     """Measure the throughput of training and the time to beat the baseline."""
 
-    scenario: str = "poisson_085"
-    """Name or YAML path."""
-    algorithms: tuple[str, ...] = ("ppo", "a2c", "dqn")
+    problem: Literal["routing", "allocation"] = "routing"
+    """What is learned."""
+    scenario: str | None = None
+    """Name or YAML path; poisson_085 for routing, a100x8_13b for allocation."""
+    algorithms: tuple[RllibAlgorithm, ...] = ("ppo", "a2c", "dqn")
     """Of ppo, a2c and dqn."""
     budget_cpu_s: float = 30.0
     """CPU time that each may spend in training."""
     least_slices: int = 3
     """Slices that each trains at least."""
     validation_streams: int = 4
-    """Streams on which policies are judged."""
+    """Streams on which routers are judged."""
+    cloned: bool = False
+    """Whether actors of allocation first learn what the tuned autoscaler does (not counted)."""
     slice_fraction: float = 1.0
     """Share of the usual length of a slice; less only to try the benchmark out."""
     scaling: bool = False
@@ -99,6 +119,11 @@ class Args:
     """Of networks, exploration and traffic."""
     json: Path | None = None
     """Write the result rows to this file."""
+
+    @property
+    def scenario_name(self) -> str:
+        """What was asked for, or else the scenario of the problem."""
+        return self.scenario or _SCENARIOS[self.problem]
 
 
 @dataclass
@@ -110,15 +135,18 @@ class Contestant:
     recipe: str
     train: Callable[[int], int]
     """Train for at least so many environment steps and return how many it were."""
-    policy: Callable[[], PolicyArtifact]
+    policy: Callable[[], Any]
+    """What has been learned so far, exported."""
     stop: Callable[[], None] = lambda: None
     sample: Callable[[], int] | None = None
     """Sample one batch without learning and return its steps."""
     cpu_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     seconds_to_baseline: float | None = None
+    judged: float = float("nan")
+    """What the policy after the last slice costs."""
 
-    def row(self) -> dict[str, Any]:
+    def row(self, measure: str) -> dict[str, Any]:
         """What is reported of it."""
         # The first slice holds what happens once.
         rates = [num / s for num, s in zip(self.steps[1:], self.cpu_s[1:], strict=True)]
@@ -131,7 +159,23 @@ class Contestant:
             "seconds_to_baseline": self.seconds_to_baseline,
             "env_steps": sum(self.steps),
             "cpu_s": sum(self.cpu_s),
+            measure: self.judged,
         }
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Who takes part, and by what policies are judged."""
+
+    contestants: list[Contestant]
+    notes: list[str]
+    """What could not be measured here."""
+    judge: Callable[[Any], float]
+    """What a policy costs on validation streams."""
+    to_beat: float
+    """What the baseline costs there."""
+    measure: str
+    """Name of that cost, with its unit."""
 
 
 def _rate(sample: Callable[[], int]) -> float:
@@ -171,24 +215,49 @@ def plain(copies: int) -> Recipe:
 
 def rllib(args: Args, source: StreamSource, algorithm: str, implementation: str) -> Contestant:
     """Ours, or RLlib as shipped, with the plain recipe."""
-    return _rllib(args, source, algorithm, implementation, plain(COPIES), "plain")
+    return _router(args, source, algorithm, implementation, plain(COPIES), "plain")
 
 
-def _rllib(
+def _router(
     args: Args, source: StreamSource, algorithm: str, implementation: Any, recipe: Recipe, name: str
 ) -> Contestant:
     config = build_config(
         algorithm,
         recipe,
         envs.LOAD_BALANCING_ENV,
-        {"scenario": args.scenario},
+        {"scenario": args.scenario_name},
         seed=args.seed,
         num_env_runners=0,
         steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
         implementation=implementation,
     )
     training = RllibTraining(config, source, algorithm, recipe.reward_scale)
+    return _contestant(training, implementation, algorithm, name)
 
+
+def allocator(
+    args: Args, scenario: AllocationScenario, algorithm: RllibAlgorithm, implementation: Any
+) -> Contestant:
+    """Ours, or RLlib as shipped, over the allocation environment."""
+    config = allocation_config(
+        algorithm,
+        envs.PARALLELISM_ENV,
+        scenario,
+        seed=args.seed,
+        num_env_runners=0,
+        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
+        implementation=implementation,
+    )
+    training = AllocationRllib(config, scenario, algorithm)
+    cloned = args.cloned and algorithm != "dqn"
+    if cloned:
+        training.clone(load_tuned_allocation(scenario.name).autoscaler, args.seed)
+    return _contestant(training, implementation, algorithm, "cloned" if cloned else "plain")
+
+
+def _contestant(
+    training: RllibTraining | AllocationRllib, trainer: str, algorithm: str, recipe: str
+) -> Contestant:
     def train(num_steps: int) -> int:
         first = training.env_steps
         while training.env_steps < first + num_steps:
@@ -199,9 +268,8 @@ def _rllib(
         return sum(map(len, training.env_runner.sample()))
 
     return Contestant(
-        implementation, algorithm, name, train, lambda: training.artifact({}, {}),
-        training.stop, sample,
-    )  # fmt: skip
+        trainer, algorithm, recipe, train, lambda: training.artifact({}, {}), training.stop, sample
+    )
 
 
 def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: str) -> Contestant:
@@ -210,7 +278,7 @@ def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: 
     from stable_baselines3 import DQN as Sb3DQN
     from stable_baselines3 import PPO as Sb3PPO
 
-    env_config = {"scenario": args.scenario, "reward": scaled(RESPONSE_REWARD, REWARD_SCALE)}
+    env_config = {"scenario": args.scenario_name, "reward": scaled(RESPONSE_REWARD, REWARD_SCALE)}
     num = COPIES if trainer == "sb3_vec" else DUMMY_COPIES
     env = _sb3_vec_env(env_config, num, trainer)
     env.seed(args.seed)
@@ -320,18 +388,19 @@ def _sb3_vec_env(env_config: dict[str, Any], num: int, trainer: str) -> Any:
     return Adapter()
 
 
-def contestants(args: Args, source: StreamSource) -> tuple[list[Contestant], list[str]]:
-    """Make all that can be measured here, and say what cannot."""
+def routers(args: Args, source: StreamSource) -> Contest:
+    """All that can learn to route here, and what cannot."""
     some = [
         rllib(args, source, algorithm, implementation)
         for algorithm in args.algorithms
         for implementation in ("tokenyard", "rllib_stock")
     ]
     some += [
-        _rllib(args, source, name, "tokenyard", ours(), "ours")
+        _router(args, source, name, "tokenyard", ours(), "ours")
         for name in args.algorithms
         if name != "dqn"
     ]
+    notes = []
     try:
         some += [
             stable_baselines(args, source, algorithm, trainer)
@@ -339,8 +408,35 @@ def contestants(args: Args, source: StreamSource) -> tuple[list[Contestant], lis
             for trainer in ("sb3_dummy", "sb3_vec")
         ]
     except ImportError:
-        return some, ["Stable-Baselines3 is not installed (extra `bench`): its rows are left out"]
-    return some, []
+        notes = ["Stable-Baselines3 is not installed (extra `bench`): its rows are left out"]
+    validate = Validation(source, args.validation_streams)
+    return Contest(
+        some,
+        notes,
+        judge=lambda policy: validate(policy)["mean_response_s"],
+        to_beat=baseline_response_s(source, args.validation_streams),
+        measure="mean_response_s",
+    )
+
+
+def allocators(args: Args, scenario: AllocationScenario) -> Contest:
+    """All that learn to allocate through RLlib's algorithms."""
+    some = [
+        allocator(args, scenario, algorithm, implementation)
+        for algorithm in args.algorithms
+        for implementation in ("tokenyard", "rllib_stock")
+    ]
+    validate = AllocationValidation(scenario)
+    streams = validation_streams(scenario)
+    autoscaler = resolve_allocation_candidate("autoscaler_tuned", scenario).run
+    runs = [autoscaler(scenario, stream, args.seed) for stream in streams]
+    return Contest(
+        some,
+        notes=[],
+        judge=lambda policy: -validate(policy)["score"],
+        to_beat=float(daily_cost(scenario, runs).mean()),
+        measure="cost_per_hour",
+    )
 
 
 def baseline_response_s(source: StreamSource, num_streams: int) -> float:
@@ -354,27 +450,26 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
     return float(np.mean(each))
 
 
-def take_turns(args: Args, source: StreamSource, some: list[Contestant]) -> None:
+def take_turns(args: Args, contest: Contest) -> None:
     """Train slice by slice in turn until everyone has beaten the baseline or spent the budget."""
-    validate = Validation(source, args.validation_streams)
-    to_beat_s = baseline_response_s(source, args.validation_streams)
-    left = list(some)
+    left = list(contest.contestants)
     while left:
         for one in list(left):
             num_steps = int(SLICE[one.algorithm] * args.slice_fraction)
             started_s = time.process_time()
             one.steps.append(one.train(num_steps))
             one.cpu_s.append(time.process_time() - started_s)
-            mean_s = validate(one.policy())["mean_response_s"]
-            if one.seconds_to_baseline is None and mean_s < to_beat_s:
+            one.judged = contest.judge(one.policy())
+            if one.seconds_to_baseline is None and one.judged < contest.to_beat:
                 one.seconds_to_baseline = sum(one.cpu_s)
             print(
                 f"{one.trainer} {one.algorithm} {one.recipe}: {sum(one.steps)} steps in "
-                f"{sum(one.cpu_s):.1f} s, mean {mean_s:.3f} s against {to_beat_s:.3f} s",
+                f"{sum(one.cpu_s):.1f} s, {contest.measure} {one.judged:.3f} against "
+                f"{contest.to_beat:.3f}",
                 file=sys.stderr,
             )
             enough = len(one.steps) >= args.least_slices
-            done = one.seconds_to_baseline is not None or sum(one.cpu_s) > args.budget_cpu_s
+            done = one.seconds_to_baseline is not None or sum(one.cpu_s) >= args.budget_cpu_s
             if enough and done:
                 left.remove(one)
 
@@ -383,7 +478,8 @@ def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
     """Steps that remote env runners sample per second of wall time."""
     for num_env_runners in (1, 2):
         config = build_config(
-            "ppo", plain(COPIES), envs.LOAD_BALANCING_ENV, {"scenario": args.scenario},
+            "ppo", plain(COPIES), envs.LOAD_BALANCING_ENV,
+            {"scenario": args.scenario_name},
             num_env_runners=num_env_runners,
         )  # fmt: skip
         algorithm = config.build_algo()
@@ -432,14 +528,16 @@ def local_ray() -> Iterator[None]:
 def main(args: Args) -> None:
     """Measure, print a table and write the rows."""
     torch.set_num_threads(1)
-    source = StreamSource(load_scenario(args.scenario))
     with local_ray():
         envs.register()
-        some, notes = contestants(args, source)
-        take_turns(args, source, some)
-        rows = [one.row() for one in some]
+        if args.problem == "routing":
+            contest = routers(args, StreamSource(load_scenario(args.scenario_name)))
+        else:
+            contest = allocators(args, load_allocation(args.scenario_name))
+        take_turns(args, contest)
+        rows = [one.row(contest.measure) for one in contest.contestants]
         scaling = list(scaling_rows(args)) if args.scaling else []
-        for one in some:
+        for one in contest.contestants:
             one.stop()
     table = Table(*rows[0])
     for row in rows:
@@ -452,15 +550,17 @@ def main(args: Args) -> None:
         console.print(
             f"{num} remote env runner(s): {rate:,.0f} env steps/s, {own:,.0f} per CPU-second"
         )
-    for note in notes:
+    for note in contest.notes:
         console.print(note)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes, scaling=scaling)
+        write_result(
+            args.json, join(sys.argv), args.seed, rows, notes=contest.notes, scaling=scaling
+        )
 
 
 def _shown(cell: Any) -> str:
     if isinstance(cell, float):
-        return f"{cell:,.1f}" if cell < 100 else f"{cell:,.0f}"
+        return f"{cell:,.2f}" if cell < 100 else f"{cell:,.0f}"
     return "-" if cell is None else f"{cell:,}" if isinstance(cell, int) else str(cell)
 
 

@@ -68,6 +68,8 @@ class Args:
     mlflow.db in that folder, unless MLFLOW_TRACKING_URI names another."""
     resume: bool = False
     """Go on with the sweep of that --name; what it finished is kept."""
+    budget: float = 1.0
+    """Share of its environment steps that each trial is given; less to try an experiment out."""
     env_runners: int | None = None
     """Env-runner actors per trial, in place of the experiment's."""
     cpus_per_actor: float | None = None
@@ -131,7 +133,7 @@ def main(args: Args) -> None:
 def fitted(experiment: Experiment, args: Args) -> Experiment:
     values = (args.env_runners, args.cpus_per_actor, args.placement)
     reserved = {k: v for k, v in zip(RESOURCES, values, strict=True) if v is not None}
-    return experiment.fitted(reserved, args.concurrent, args.max_failures)
+    return experiment.fitted(reserved, args.concurrent, args.max_failures, args.budget)
 
 
 def print_report(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchCon
 from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
 from tokenyard.rl.tabular import TabularLearner
 from tune_configs.allocation_judge import AllocationJudge
-from tune_configs.experiment import ENV_STEPS, RESOURCES, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 
 SCENARIO = "a100x8_13b"
 RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
@@ -33,10 +32,6 @@ class AllocationTrial(AllocationTrainable):
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trainer that the values name."""
         super().setup(trainer_config(config))
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Turn the actor to another trial."""
-        return bool(super().reset_config(trainer_config(new_config)))
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +141,7 @@ def smoke() -> Experiment:
 def two_stages() -> Experiment:
     """PPO and A2C after cloning the tuned autoscaler, five seeds."""
     trials = [
-        _trial(algorithm, 400_000, seed, iterations=16)
+        _trial(algorithm, 400_000, seed, iterations=8)
         for algorithm in ("cloned_ppo", "cloned_a2c")
         for seed in range(5)
     ]
@@ -172,16 +167,17 @@ def population() -> Experiment:
     return replace(
         default(),
         trials=tuple(trials),
-        scheduler=partial(_population_scheduler, 40_000),
+        scheduler=_population_scheduler,
         max_concurrent_trials=len(trials),
+        checkpoints_kept=None,
     )
 
 
-def _population_scheduler(every_env_steps: int) -> TrialScheduler:
+def _population_scheduler() -> TrialScheduler:
     return PopulationBasedTraining(
-        time_attr=ENV_STEPS,
+        time_attr="training_iteration",
         metric=None,
-        perturbation_interval=every_env_steps,
+        perturbation_interval=2,
         hyperparam_mutations={"missed_factor": tune.uniform(0.5, 3.0)},
         quantile_fraction=0.5,
     )

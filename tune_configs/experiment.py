@@ -56,6 +56,9 @@ class Experiment:
     max_concurrent_trials: int = 2
     checkpoint_every: int = 1
     """Iterations between checkpoints; what comes after the last one is lost with a killed trial."""
+    checkpoints_kept: int | None = 2
+    """Best checkpoints of a trial that are kept beside its latest; None: all, which a population
+    needs, since a trial may go on from another's after that one has gone on too."""
     max_failures: int = 2
     """How often a trial is started again from its checkpoint before it counts as failed."""
     baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")
@@ -88,21 +91,31 @@ class Experiment:
         reserved: Mapping[str, Any],
         max_concurrent_trials: int | None = None,
         max_failures: int | None = None,
+        budget: float = 1.0,
     ) -> Experiment:
-        """The same experiment on another cluster.
+        """The same experiment on another cluster, or with less time.
 
         Args:
             reserved: Values for some of `RESOURCES`, set for every trial.
             max_concurrent_trials: In place of the experiment's; None: that one.
             max_failures: In place of the experiment's; None: that one. -1: no limit.
+            budget: Share of its environment steps that each designed trial is given.
+
+        Raises:
+            ValueError: A budget that is not in (0, 1].
         """
+        if not 0.0 < budget <= 1.0:
+            raise ValueError(f"budget {budget} must be above 0 and at most 1")
         unknown = set(reserved) - set(RESOURCES)
         assert not unknown, f"not resources: {sorted(unknown)}"
         # A designed trial overwrites all of the space, so both need every key.
         space = {**self.space, **reserved} if self.space else self.space
         return replace(
             self,
-            trials=tuple({**trial, **reserved} for trial in self.trials),
+            trials=tuple(
+                {**trial, **reserved, "env_steps": max(1, round(trial["env_steps"] * budget))}
+                for trial in self.trials
+            ),
             space=space,
             max_concurrent_trials=max_concurrent_trials or self.max_concurrent_trials,
             max_failures=self.max_failures if max_failures is None else max_failures,

@@ -43,10 +43,6 @@ class RoutingTrial(RouterTrainable):
         """Build the trainer that the values name."""
         super().setup(trainer_config(config))
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Turn the actor to another trial."""
-        return bool(super().reset_config(trainer_config(new_config)))
-
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         """What the trial and its env runners reserve, one bundle each.

@@ -39,6 +39,13 @@ ROOT = Path(__file__).parents[2]
             {"trainer", "algorithm", "env_steps_per_cpu_s", "seconds_to_baseline"},
         ),
         (
+            [
+                *("training_throughput.py", "--problem", "allocation", "--algorithms", "a2c"),
+                *("--slice-fraction", "0.05", "--budget-cpu-s", "0", "--least-slices", "2"),
+            ],
+            {"trainer", "algorithm", "env_steps_per_cpu_s", "cost_per_hour"},
+        ),
+        (
             ["engine_throughput.py", "--models", "tiny", "--repetitions", "1"],
             {"model", "batch", "generate_tokens_per_s", "engine_tokens_per_s", "ratio"},
         ),

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 import envs
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.scenario import SwitchBudget, load_allocation
 from tokenyard.policies.allocation import AutoscalerRule, NetworkPlan, learned_allocation
 from tokenyard.rl.allocation_trainable import (
     AllocationTrialConfig,
@@ -24,7 +26,7 @@ SCENARIO = SCENARIO.model_copy(
 RULE = AutoscalerRule(tensor_parallel=1)
 
 
-def training(algorithm, **fields):
+def training(algorithm, scenario=SCENARIO, **fields):
     config = AllocationTrialConfig(
         algorithm=algorithm,
         scenario="a100x8_13b",
@@ -32,18 +34,23 @@ def training(algorithm, **fields):
         num_env_runners=0,
         **fields,
     )
-    return make_allocation_training(config, SCENARIO)
+    return make_allocation_training(config, scenario)
 
 
-@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
-def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, tmp_path):
-    import torch
-
-    learner = training(algorithm)
+@pytest.mark.parametrize(
+    ("algorithm", "max_batches"), [("ppo", (256,)), ("ppo", (32, 128, 256)), ("dqn", (256,))]
+)
+def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, max_batches, tmp_path):
+    scenario = SCENARIO.model_copy(update={"max_batches": max_batches})
+    learner = training(algorithm, scenario)
     try:
-        learner.artifact({}, {}).save(tmp_path / "p.npz")
         module = learner.module
-        stream = demand_source(SCENARIO).episode(20, np.random.default_rng(0))
+        rng = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            # A fresh network hardly decides anything.
+            module.policy_layers[-1].weight.normal_(0.0, 0.5, generator=rng)
+        learner.artifact({}, {}).save(tmp_path / "p.npz")
+        stream = demand_source(scenario).episode(20, np.random.default_rng(0))
         policy = learned_allocation(AllocationArtifact.load(tmp_path / "p.npz"))
         assert isinstance(policy, NetworkPlan)
         seen = []
@@ -53,8 +60,8 @@ def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, tmp
                 seen.append(policy.observe(state).copy())
                 return policy.allocate(state)
 
-        outcomes = run_allocation(SCENARIO, stream, Spy())
-        runner = StreamRunner(SCENARIO, stream)
+        outcomes = run_allocation(scenario, stream, Spy())
+        runner = StreamRunner(scenario, stream)
         shapes = runner.sim.shapes
         for plan, row in zip(outcomes.plans, seen, strict=True):
             shown = runner.sim.observe()[0]
@@ -64,7 +71,11 @@ def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, tmp
                 if algorithm == "dqn":
                     preferences = module.compute_q_values(batch)["qf_preds"][0]
                 else:
-                    preferences = module.forward_inference(batch)["action_dist_inputs"][0, 2:]
+                    inputs = module.forward_inference(batch)["action_dist_inputs"][0]
+                    limits, _, preferences = inputs.split(module.output_sizes)
+                    if len(limits):
+                        limit = max_batches[int(limits.argmax())]
+                        assert runner.sim.table.plans[plan].max_batch == limit
             assert int(preferences.argmax()) == shapes[plan]
             runner.sim.step(np.array([plan]))
     finally:
@@ -76,6 +87,21 @@ def test_a_cloned_actor_agrees_with_what_it_was_shown():
     try:
         assert learner.clone(RULE, seed=0) > 0.8
         assert learner.artifact({}, {}).metadata.trainer == "ppo_cloned"
+    finally:
+        learner.stop()
+
+
+def test_what_is_demonstrated_where_no_change_is_allowed_is_to_stay():
+    budget = SwitchBudget(switches=1, period_slots=288)
+    scenario = SCENARIO.model_copy(update={"switch_budget": budget})
+    observations, shapes = demonstrations(scenario, RULE, seed=0)
+    fixed = observations[:, ALLOWED] == 0
+    in_force = observations[:, -int(plan_table(scenario).shape_mask.sum()) :].argmax(axis=1)
+    assert fixed.mean() > 0.1
+    assert (shapes == in_force)[fixed].all()
+    learner = training("ppo", scenario)
+    try:
+        assert learner.clone(RULE, seed=0) > 0.8
     finally:
         learner.stop()
 

@@ -24,6 +24,12 @@ def test_every_trial_of_every_experiment_can_be_built(name):
         assert config.cloned == str(trial["algorithm"]).startswith("cloned")
 
 
+def test_a_population_keeps_every_checkpoint_since_others_may_still_go_on_from_it():
+    experiment = load_experiment("allocation:population")
+    assert experiment.checkpoints_kept is None
+    assert experiment.max_concurrent_trials == len(experiment.trials)
+
+
 def test_reward_weights_that_are_unknown_are_refused():
     trial = dict(load_experiment("allocation:smoke").trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):

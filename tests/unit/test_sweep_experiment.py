@@ -143,6 +143,17 @@ def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
         check_resources(large, 0, [{"CPU": 2.0}] * 8)
 
 
+def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else():
+    whole = load_experiment("allocation:two_stages")
+    tenth = whole.fitted({}, budget=0.1)
+    for less, full in zip(tenth.trials, whole.trials, strict=True):
+        assert less == {**full, "env_steps": full["env_steps"] // 10}
+    assert whole.fitted({}) == whole
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="must be above 0 and at most 1"):
+            whole.fitted({}, budget=wrong)
+
+
 def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
     reserved = {"num_env_runners": 3, "cpus_per_actor": 2.0}
     designed = load_experiment("routing:default").fitted(reserved, 8, -1)

@@ -32,6 +32,8 @@ HORIZONS_SHOWN = (0, 1, 2, 5, 11, 23)
 NUM_RECENT_SHOWN = 6
 NUM_KNOWN = 2 + NUM_RECENT_SHOWN + len(HORIZONS_SHOWN)
 NUM_STATE_FEATURES = 13
+ALLOWED = 9
+"""Where an observation says whether another plan is allowed now: 1 if so, else 0."""
 OBSERVATION_LIMIT = 5.0
 
 
@@ -91,7 +93,7 @@ def write_observation(model, plan, since, left, allowed, out, known, shape, scal
     row[6] = out[PAUSED_S] / model.constants[SLOT_S]
     row[7] = min(since, 72) / 72.0
     row[8] = left
-    row[9] = 1.0 if allowed else 0.0
+    row[ALLOWED] = 1.0 if allowed else 0.0
     row[10] = model.plans[plan, IN_TIME_PER_S] / scale_per_s
     row[11] = model.plans[plan, GPUS] / 8.0
     row[12] = 0.0 if out[OFFERED] <= 0.0 else out[MISSED] / out[OFFERED]

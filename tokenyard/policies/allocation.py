@@ -357,8 +357,9 @@ class ValueTable:
 
 
 MEMORY_OUTPUTS = 2
-"""Outputs of a hybrid network before its preferences: mean and logarithm of the spread of the
-memory fraction, which run from -1 for 0 to 1 for 1."""
+"""Outputs of a hybrid network for the memory fraction: its mean and the logarithm of its spread,
+from -1 for 0 to 1 for 1. Before them come preferences for the limits of the batch, where the
+scenario has several, and after them those for shapes."""
 
 
 class NetworkPlan:
@@ -413,15 +414,16 @@ class NetworkPlan:
             return state.plan
         table, metadata = self._table, self._artifact.metadata
         outputs = network_outputs(self._artifact, self.observe(state)[None])[0]
-        is_grid = metadata.kind == "grid_network"
-        preferences = outputs if is_grid else outputs[MEMORY_OUTPUTS:]
+        preferences = outputs[-int(table.shape_mask.sum()) :]
         preferences[self._shapes[table.find(state.plan)]] += metadata.stay_bonus
-        if is_grid:
+        if metadata.kind == "grid_network":
             return table.plans[table.best_memory[int(preferences.argmax())]]
         kind, gpus = np.argwhere(table.shape_mask)[int(preferences.argmax())]
-        memory = float(np.clip((outputs[0] + 1.0) / 2.0, 0.0, 1.0))
+        *limits, mean, _ = outputs[: -len(preferences)]
+        memory = float(np.clip((mean + 1.0) / 2.0, 0.0, 1.0))
         step = max(int(np.searchsorted(self._memories, memory + 1e-6, side="right")) - 1, 0)
-        return table.plans[int(table.index[kind, gpus, step, -1])]
+        limit = int(np.argmax(limits)) if limits else 0
+        return table.plans[int(table.index[kind, gpus, step, limit])]
 
 
 def network_outputs(

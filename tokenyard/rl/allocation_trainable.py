@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
-from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation_evaluation import AllocationValidation
 from tokenyard.policies.allocation import load_tuned_allocation
@@ -25,7 +21,7 @@ from tokenyard.rl.allocation_training import (
     allocation_config,
 )
 from tokenyard.rl.tabular import TabularConfig, TabularLearner
-from tokenyard.rl.trainable import ARTIFACT_FILE, Placement, trial_bundles
+from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
 
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 
@@ -119,72 +115,22 @@ def make_allocation_training(
     return training
 
 
-class AllocationTrainable(tune.Trainable):
-    """Trains one allocator and scores it on the training part under noise of its own.
+class AllocationTrainable(PolicyTrainable):
+    """Trains one allocator from the fields of `AllocationTrialConfig`.
 
-    Every result holds `timesteps_total` (slots), `score` (minus dollars per hour, missed requests
-    included, whatever the reward), `cost_per_hour`, `slo_attainment`, `switches`,
-    `env_steps_per_s` and what the learner says of itself. Every checkpoint holds `artifact.npz`.
+    It is scored on the training part under noise of its own: by minus dollars per hour, missed
+    requests included, whatever the reward. The validation also finds `cost_per_hour`,
+    `slo_attainment`, `switches` and `refused`.
     """
 
-    def setup(self, config: dict[str, Any]) -> None:
+    def begin(self, config: dict[str, Any]) -> None:
         """Build the learner from the fields of `AllocationTrialConfig`."""
-        self._start(config)
-
-    def _start(self, config: Mapping[str, Any]) -> None:
-        # More threads than cores make small networks many times slower.
-        torch.set_num_threads(1)
-        self.trial_config = AllocationTrialConfig.model_validate(dict(config))
+        self.trial_config = AllocationTrialConfig.model_validate(config)
         scenario = load_allocation(self.trial_config.scenario)
-        self._validate = AllocationValidation(scenario)
-        self._validated: dict[str, float] = {}
+        self.validate = AllocationValidation(scenario)
         if self.trial_config.objective is not None:
             scenario = scenario.model_copy(update={"objective": self.trial_config.objective})
         self.training = make_allocation_training(self.trial_config, scenario)
-
-    def step(self) -> dict[str, float]:
-        """Train one iteration and score the policy."""
-        steps_before, started = self.training.env_steps, time.perf_counter()
-        learned = self.training.step()
-        training_s = time.perf_counter() - started
-        self._validated = self._validate(self.training.artifact({}, {}))
-        env_steps = self.training.env_steps
-        return {
-            **learned,
-            **self._validated,
-            "timesteps_total": env_steps,
-            "env_steps_per_s": (env_steps - steps_before) / training_s,
-            "training_s": training_s,
-        }
-
-    def artifact(self) -> AllocationArtifact:
-        """The present policy, with what it last scored and what it was made from."""
-        lineage = {
-            "trial_sha256": self.trial_config.sha256,
-            "seed": str(self.trial_config.seed),
-            "env_steps": str(self.training.env_steps),
-        }
-        return self.training.artifact(self._validated, lineage)
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the learner's state and the policy as it would be served."""
-        folder = Path(checkpoint_dir)
-        self.training.save(folder)
-        self.artifact().save(folder / ARTIFACT_FILE)
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Go on from a checkpoint."""
-        self.training.restore(Path(checkpoint_dir))
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Become another trial in the same process."""
-        self.training.stop()
-        self._start(new_config)
-        return True
-
-    def cleanup(self) -> None:
-        """Stop the learner's actors."""
-        self.training.stop()
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:

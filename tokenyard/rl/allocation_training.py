@@ -17,9 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.dqn import DQNConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
@@ -30,12 +28,12 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.policies.allocation import MEMORY_OUTPUTS, AutoscalerRule, family
+from tokenyard.policies.allocation import AutoscalerRule, family
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.allocation_modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.allocation_search import AllocationSearch
-from tokenyard.rl.modules import UpdateNormaliser
-from tokenyard.rl.runner import RouterEnvRunner
+from tokenyard.rl.rounds import RoundsDQNConfig
+from tokenyard.rl.sampling import REPLAY_CAPACITY, Implementation, with_sampling
 from tokenyard.rl.tabular import TabularLearner
 from tokenyard.rl.training import RllibLearner
 from tokenyard.sim.allocation import SINCE
@@ -203,9 +201,8 @@ class AllocationRllib(RllibLearner):
             "mean": _float64(module.normaliser.mean),
             "std": _float64(module.normaliser.std),
         }
-        for index, layer in enumerate(module.policy_layers):
-            arrays[f"w{index}"] = _float64(layer.weight)
-            arrays[f"b{index}"] = _float64(layer.bias)
+        for index, (weight, bias) in enumerate(module.exported_layers()):
+            arrays[f"w{index}"], arrays[f"b{index}"] = _float64(weight), _float64(bias)
         metadata = AllocationMetadata(
             kind="grid_network" if self._trainer == "dqn" else "hybrid_network",
             scenario=self._scenario,
@@ -249,7 +246,7 @@ def demonstrations(
                 may_return,
             )  # fmt: skip
             rows.append(sim.observe()[0].copy())
-            labels.append(shapes[wanted])
+            labels.append(shapes[wanted if sim.may_switch(0) else sim.plan(0)])
             taken = rng.integers(table.num_plans) if rng.random() < _WANDER else wanted
             sim.step(np.array([taken]))
     return np.stack(rows), np.array(labels, np.int64)
@@ -276,7 +273,7 @@ def _fit_actor(
 
 def _preferences(module: AllocationActorCritic, observations: torch.Tensor) -> torch.Tensor:
     output = module._forward_train({"obs": observations})
-    preferences: torch.Tensor = output["action_dist_inputs"][:, MEMORY_OUTPUTS:]
+    preferences: torch.Tensor = output["action_dist_inputs"].split(module.output_sizes, -1)[-1]
     return preferences
 
 
@@ -291,6 +288,7 @@ def allocation_config(
     cpus_per_env_runner: float = 0.5,
     train_steps: int = 200_000,
     steps_per_iteration: int = 4096,
+    implementation: Implementation = "tokenyard",
 ) -> AlgorithmConfig:
     """Configure one algorithm.
 
@@ -304,10 +302,11 @@ def allocation_config(
         cpus_per_env_runner: What each reserves.
         train_steps: Slots the training is planned for: schedules end with it.
         steps_per_iteration: Fewest slots between two results.
+        implementation: Who samples and learns (`sampling.with_sampling`).
     """
     usd = float(plan_table(scenario).usd_per_hour.max()) * scenario.slot_s / 3600
-    fragment = _FRAGMENT_STEPS[algorithm]
-    batch_size = NUM_ENVS * fragment * max(num_env_runners, 1)
+    fragment_steps = _FRAGMENT_STEPS[algorithm]
+    batch_size = NUM_ENVS * fragment_steps * max(num_env_runners, 1)
     config = _base(algorithm, batch_size, train_steps)
     config = config.training(**{"gamma": _GAMMA, **(training or {})})
     hidden = DefaultModelConfig(
@@ -315,37 +314,30 @@ def allocation_config(
     )
     module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
     model_config = {**asdict(hidden), STAY_BONUS: _STAY_BONUS[algorithm]}
-    return (
-        config.learners(num_learners=0, learner_connector=_update_normaliser)
-        .rl_module(rl_module_spec=RLModuleSpec(module_class=module, model_config=model_config))
-        .environment(
-            env,
-            env_config={
-                "scenario": scenario.model_dump(),
-                "action": "grid" if algorithm == "dqn" else "shape",
-                # In units of the whole pool's price for a slot, where dollars count.
-                "reward_scale": 1.0 / (usd * scenario.reward.usd) if scenario.reward.usd else 1.0,
-                "subtract_bound": True,
-            },
-        )
-        .env_runners(
-            env_runner_cls=RouterEnvRunner,
-            num_env_runners=num_env_runners,
-            num_cpus_per_env_runner=cpus_per_env_runner,
-            num_envs_per_env_runner=NUM_ENVS,
-            gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
-            rollout_fragment_length=fragment,
-        )
-        .fault_tolerance(restart_failed_env_runners=True)
-        .reporting(
-            min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=steps_per_iteration
-        )
-        .debugging(seed=seed, log_level="ERROR")
+    config = config.rl_module(
+        rl_module_spec=RLModuleSpec(module_class=module, model_config=model_config)
+    ).environment(
+        env,
+        env_config={
+            "scenario": scenario.model_dump(),
+            "action": "grid" if algorithm == "dqn" else "shape",
+            # In units of the whole pool's price for a slot, where dollars count.
+            "reward_scale": 1.0 / (usd * scenario.reward.usd) if scenario.reward.usd else 1.0,
+            "subtract_bound": True,
+        },
     )
-
-
-def _update_normaliser(*_: Any) -> UpdateNormaliser:
-    return UpdateNormaliser()
+    return with_sampling(
+        config,
+        algorithm,
+        implementation,
+        num_envs=NUM_ENVS,
+        fragment_steps=fragment_steps,
+        normalise=True,
+        seed=seed,
+        num_env_runners=num_env_runners,
+        cpus_per_env_runner=cpus_per_env_runner,
+        steps_per_iteration=steps_per_iteration,
+    )
 
 
 def _base(algorithm: RllibAlgorithm, batch_size: int, train_steps: int) -> AlgorithmConfig:
@@ -374,12 +366,12 @@ def _base(algorithm: RllibAlgorithm, batch_size: int, train_steps: int) -> Algor
             train_batch_size_per_learner=batch_size,
             **clipped,
         )
-    return DQNConfig().training(
+    return RoundsDQNConfig().training(
         lr=1e-4,
         train_batch_size_per_learner=256,
         target_network_update_freq=2_000,
         num_steps_sampled_before_learning_starts=1_000,
-        replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": 50_000},
+        replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": REPLAY_CAPACITY},
         # Every random action is a restart.
         epsilon=[[0, 0.1], [max(train_steps // 2, 1), 0.01]],
         double_q=True,

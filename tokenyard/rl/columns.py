@@ -1,6 +1,7 @@
 """What env runners hand to learners on the columnar path: arrays instead of episode objects.
 
-Shapes: T steps, N copies of the environment, F numbers of an observation, A actions.
+Shapes: T steps, N copies of the environment, F numbers of an observation, C columns of an action,
+I outputs of the network that it is drawn from (`tokenyard.rl.actions`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Rollout:
 
     observations: Floats
     """What was decided on, and what was seen last, shape (T + 1, N, F)."""
-    actions: IntArray
-    """Shape (T, N)."""
+    actions: IntArray | Floats
+    """As `tokenyard.rl.actions` keeps them: shape (T, N) of choices, else (T, N, C)."""
     rewards: Floats
     """Shape (T, N)."""
     terminated: BoolArray
@@ -38,7 +39,7 @@ class Rollout:
     real: BoolArray
     """False where a step only started the next episode, its action ignored, shape (T, N)."""
     action_inputs: Floats | None
-    """Logits that actions were drawn from, shape (T, N, A); None where none were drawn."""
+    """What actions were drawn from, shape (T, N, I); None where none were drawn."""
     weights_seq_no: int
     """Which weights decided: the learner's count of updates."""
 

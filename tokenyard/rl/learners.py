@@ -51,6 +51,7 @@ from ray.rllib.utils.torch_utils import explained_variance
 from torch import Tensor, nn
 
 from tokenyard.rl.a2c import A2CTorchLearner
+from tokenyard.rl.actions import actions_of
 from tokenyard.rl.columns import Rollout, Transitions, generalised_advantages, minibatches
 
 Batch = dict[str, Tensor]
@@ -68,7 +69,11 @@ class ColumnarLearner(TorchLearner):
     _weights_seq_no: int
 
     def build(self) -> None:
-        """Build as RLlib does, and seed the order of minibatches."""
+        """Build as RLlib does, and seed the order of minibatches.
+
+        Raises:
+            ValueError: More than one learner, or actions that are no columns.
+        """
         super().build()
         if self.config.num_learners > 1:
             raise ValueError(
@@ -76,6 +81,7 @@ class ColumnarLearner(TorchLearner):
                 "learners here; choose 0 or 1, or the implementation 'rllib_stock'"
             )
         self._shuffler = np.random.default_rng(self.config.seed)
+        self._actions = actions_of(self.module[DEFAULT_MODULE_ID].unwrapped().action_space)
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """Adam as in RLlib, computed for all parameters in one call."""
@@ -214,8 +220,8 @@ class _OnPolicyColumns(ColumnarLearner):
         with torch.no_grad():
             values = module.compute_values({Columns.OBS: seen.flatten(0, 1)})
             inputs = _tensor(rollout.action_inputs).to(self._device).flatten(0, 1)
-            actions = _tensor(rollout.actions).to(self._device).flatten()
-            log_probs = torch.log_softmax(inputs, -1).gather(1, actions[:, None]).squeeze(1)
+            actions = _tensor(rollout.actions).to(self._device).flatten(0, 1)
+            log_probs = self._actions.distribution(inputs).log_prob(actions)
         values_TN = values.reshape(seen.shape[:2])
         advantages = torch.from_numpy(
             generalised_advantages(
@@ -250,8 +256,8 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
         """Clipped surrogate, clipped value error, entropy and, if configured, KL term."""
         config = self.config
         output = module._forward_train(batch)
-        log_probs = torch.log_softmax(output[Columns.ACTION_DIST_INPUTS], -1)
-        taken = log_probs.gather(1, batch[Columns.ACTIONS][:, None]).squeeze(1)
+        policy = self._actions.distribution(output[Columns.ACTION_DIST_INPUTS])
+        taken = policy.log_prob(batch[Columns.ACTIONS])
         ratio = torch.exp(taken - batch[Columns.ACTION_LOGP])
         advantages = batch[Postprocessing.ADVANTAGES]
         clipped = ratio.clamp(1 - config.clip_param, 1 + config.clip_param)
@@ -269,12 +275,13 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
         ].get_current_value()
         entropy = None
         if coefficient != 0.0:
-            entropy = _entropy(log_probs)
+            entropy = policy.entropy()
             total = total - coefficient * entropy
         loss = total.mean()
         divergence = torch.zeros(())
         if config.use_kl_loss:
-            divergence = _divergence(batch[Columns.ACTION_DIST_INPUTS], log_probs).mean()
+            old = self._actions.distribution(batch[Columns.ACTION_DIST_INPUTS])
+            divergence = policy.divergence_from(old).mean()
             loss = loss + self.curr_kl_coeffs_per_module[DEFAULT_MODULE_ID] * divergence
         if not report:
             return loss, {}
@@ -289,7 +296,7 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
                 )
                 if config.use_critic
                 else zero,
-                ENTROPY_KEY: (_entropy(log_probs) if entropy is None else entropy).mean(),
+                ENTROPY_KEY: (policy.entropy() if entropy is None else entropy).mean(),
                 LEARNER_RESULTS_KL_KEY: divergence.detach(),
             }
 
@@ -307,8 +314,8 @@ class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
         """The three terms of `a2c.a2c_losses`."""
         config = self.config
         output = module._forward_train(batch)
-        log_probs = torch.log_softmax(output[Columns.ACTION_DIST_INPUTS], -1)
-        taken = log_probs.gather(1, batch[Columns.ACTIONS][:, None]).squeeze(1)
+        policy = self._actions.distribution(output[Columns.ACTION_DIST_INPUTS])
+        taken = policy.log_prob(batch[Columns.ACTIONS])
         values = module.compute_values(batch, embeddings=output.get(Columns.EMBEDDINGS))
         targets = batch[Postprocessing.VALUE_TARGETS]
         policy_loss = -((targets - values).detach() * taken).mean()
@@ -316,7 +323,7 @@ class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
         loss = policy_loss + config.vf_loss_coeff * value_loss
         entropy = None
         if config.entropy_coeff != 0.0:
-            entropy = _entropy(log_probs).mean()
+            entropy = policy.entropy().mean()
             loss = loss - config.entropy_coeff * entropy
         if not report:
             return loss, {}
@@ -324,7 +331,7 @@ class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
             return loss, {
                 POLICY_LOSS_KEY: policy_loss.detach(),
                 VF_LOSS_KEY: value_loss.detach(),
-                ENTROPY_KEY: _entropy(log_probs).mean() if entropy is None else entropy.detach(),
+                ENTROPY_KEY: policy.entropy().mean() if entropy is None else entropy.detach(),
             }
 
 
@@ -379,16 +386,3 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
                 QF_MIN_KEY: q.min(),
                 TD_ERROR_MEAN_KEY: (q - wanted).abs().mean(),
             }
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    """Entropy of each row, nats; what cannot be chosen adds nothing (log-probability -inf)."""
-    finite = log_probs.clamp_min(torch.finfo(log_probs.dtype).min)
-    return -(finite * finite.exp()).sum(-1)
-
-
-def _divergence(old_inputs: Tensor, log_probs: Tensor) -> Tensor:
-    """KL divergence from the old policy to the present one, of each row."""
-    old = torch.log_softmax(old_inputs, -1)
-    terms = old.exp() * (old - log_probs)
-    return terms.masked_fill(old == -torch.inf, 0.0).sum(-1)

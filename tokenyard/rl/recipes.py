@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
@@ -24,25 +23,10 @@ from tokenyard.equivariant import BASELINES
 from tokenyard.fleet import Randomisation
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.equivariant import BASELINE, EquivariantActorCritic, EquivariantQNetwork
-from tokenyard.rl.learners import A2CColumnarLearner, DQNColumnarLearner, PPOColumnarLearner
-from tokenyard.rl.modules import (
-    NORMALISE,
-    RESIDUAL_SCALE,
-    RouterActorCritic,
-    RouterQNetwork,
-    UpdateNormaliser,
-)
+from tokenyard.rl.modules import NORMALISE, RESIDUAL_SCALE, RouterActorCritic, RouterQNetwork
 from tokenyard.rl.rounds import RoundsDQNConfig
-from tokenyard.rl.runner import ColumnarEnvRunner, RouterEnvRunner
+from tokenyard.rl.sampling import REPLAY_CAPACITY, Implementation, with_sampling
 from tokenyard.scenario import RewardWeights
-
-Implementation = Literal["tokenyard", "rllib_stock"]
-"""Who samples and learns: our arrays, or RLlib's episodes."""
-
-COLUMNAR_REPLAY = "tokenyard.rl.replay.ColumnarEpisodeReplayBuffer"
-"""Import path, by which RLlib makes the buffer."""
-REPLAY_CAPACITY = 50_000
-"""Transitions that DQN keeps."""
 
 PAPER_REWARD = RewardWeights()
 """The five terms at their printed values."""
@@ -238,8 +222,7 @@ def build_config(
         cpus_per_env_runner: CPUs that each of them reserves.
         train_steps: Environment steps the training is planned for: schedules end with it.
         steps_per_iteration: Fewest environment steps between two results.
-        implementation: "tokenyard" samples, replays and learns from arrays; "rllib_stock" with
-            RLlib's episodes, connectors and learners.
+        implementation: Who samples and learns (`sampling.with_sampling`).
 
     Raises:
         ValueError: Unknown algorithm or baseline, or a residual without finish times in the
@@ -251,43 +234,27 @@ def build_config(
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, train_steps)
-    columnar = implementation == "tokenyard"
-    if columnar:
-        config = config.learners(learner_class=_COLUMNAR_LEARNERS[algorithm])
-        if algorithm != "ppo":
-            sampled = recipe.num_envs * own.fragment_steps
-            config.rounds_per_training_step = -(-steps_per_iteration // sampled)
-        if algorithm == "dqn":
-            replay = {"type": COLUMNAR_REPLAY, "capacity": REPLAY_CAPACITY, "seed": seed}
-            config = config.training(replay_buffer_config=replay)
-    elif recipe.normalise:
-        config = config.learners(learner_connector=_update_normaliser)
-    return (
-        config.rl_module(rl_module_spec=_module(algorithm, recipe))
-        .environment(
-            env,
-            env_config={
-                **env_config,
-                "reward": _told_reward(recipe, own).model_dump(),
-                "expected_finish": recipe.expected_finish,
-                "episode_requests": recipe.episode_requests,
-                "randomisation": recipe.randomisation.model_dump(),
-            },
-        )
-        .env_runners(
-            env_runner_cls=ColumnarEnvRunner if columnar else RouterEnvRunner,
-            num_env_runners=num_env_runners,
-            num_cpus_per_env_runner=cpus_per_env_runner,
-            num_envs_per_env_runner=recipe.num_envs,
-            gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
-            rollout_fragment_length=own.fragment_steps,
-        )
-        .learners(num_learners=0)
-        .fault_tolerance(restart_failed_env_runners=True)
-        .reporting(
-            min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=steps_per_iteration
-        )
-        .debugging(seed=seed, log_level="ERROR")
+    config = config.rl_module(rl_module_spec=_module(algorithm, recipe)).environment(
+        env,
+        env_config={
+            **env_config,
+            "reward": _told_reward(recipe, own).model_dump(),
+            "expected_finish": recipe.expected_finish,
+            "episode_requests": recipe.episode_requests,
+            "randomisation": recipe.randomisation.model_dump(),
+        },
+    )
+    return with_sampling(
+        config,
+        algorithm,
+        implementation,
+        num_envs=recipe.num_envs,
+        fragment_steps=own.fragment_steps,
+        normalise=recipe.normalise,
+        seed=seed,
+        num_env_runners=num_env_runners,
+        cpus_per_env_runner=cpus_per_env_runner,
+        steps_per_iteration=steps_per_iteration,
     )
 
 
@@ -314,10 +281,6 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     return RewardWeights.model_validate(weights)
 
 
-def _update_normaliser(*_: Any) -> UpdateNormaliser:
-    return UpdateNormaliser()
-
-
 def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
     hidden = DefaultModelConfig(
         fcnet_hiddens=list(recipe.hidden), fcnet_activation="relu", vf_share_layers=False
@@ -333,12 +296,6 @@ def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
         model_config={**asdict(hidden), **extra},
     )
 
-
-_COLUMNAR_LEARNERS = {
-    "ppo": PPOColumnarLearner,
-    "a2c": A2CColumnarLearner,
-    "dqn": DQNColumnarLearner,
-}
 
 _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
     "flat": (RouterActorCritic, RouterQNetwork),

@@ -112,6 +112,8 @@ class RoundsDQN(DQN, LocalRounds):
         if num_sampled < self.config.num_steps_sampled_before_learning_starts:
             return []
         drawn: list[Any] = self.local_replay_buffer.sample(
-            num_items=self.config.total_train_batch_size, n_step=self.config.n_step
+            num_items=self.config.total_train_batch_size,
+            n_step=self.config.n_step,
+            sample_episodes=True,
         )
         return drawn

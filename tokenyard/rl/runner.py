@@ -15,8 +15,12 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 from ray.rllib.utils import force_list
 from ray.rllib.utils.metrics import RLMODULE_INFERENCE_TIMER
 
+from tokenyard.rl.actions import Choice, actions_of
 from tokenyard.rl.columns import Rollout
 
+CLIPPED_FRACTION = "actions_clipped_fraction"
+"""Metric of the env runner: share of a round's actions with a number beyond the bounds of its
+space, in place of which the environment got the bound; only of actions that have numbers."""
 REWARD_PER_REQUEST = "reward_per_request"
 """Metric of the env runner: mean reward of the steps of one sampling round."""
 
@@ -61,8 +65,9 @@ class ColumnarEnvRunner(RouterEnvRunner):
 
     RLlib's env runner makes an episode object per copy and sends every observation and action
     through connector pipelines: nine tenths of its time. Here the module reads the environment's
-    own arrays and the environment the module's. Connectors are bypassed, so what they would do
-    belongs into the module: normalising observations, masking actions (minus infinity as logit).
+    own arrays and the environment the module's. Connectors are bypassed: what they would do to
+    observations and masks belongs into the module (minus infinity as logit), and what they would do
+    to actions, bringing them into the bounds of the space, is `tokenyard.rl.actions`.
 
     Training samples come this way. Whole episodes, which evaluation asks for, come as RLlib's
     objects through its own code, and so does whatever is sampled without exploration.
@@ -72,10 +77,12 @@ class ColumnarEnvRunner(RouterEnvRunner):
         """Build environment, module and the pipelines of RLlib's own code.
 
         Raises:
-            ValueError: Callbacks that need episode objects.
+            ValueError: Callbacks that need episode objects, or actions that are no columns.
         """
         super().__init__(**kwargs)
         _refuse_episode_callbacks(self.config)
+        assert self.module is not None
+        self._actions = actions_of(self.module.action_space)
         # What is drawn here is independent of torch's global generator, which others use too.
         self._noise = torch.Generator().manual_seed(self._seed or 0)
         self._observations: np.ndarray | None = None
@@ -158,15 +165,15 @@ class ColumnarEnvRunner(RouterEnvRunner):
             if Columns.ACTIONS in output:
                 chosen = output[Columns.ACTIONS]
             else:
-                logits = output[Columns.ACTION_DIST_INPUTS]
+                drawn_from = output[Columns.ACTION_DIST_INPUTS]
                 if len(steps) % NOISE_STEPS == 0:
-                    noise = _gumbel((NOISE_STEPS, *logits.shape), self._noise).to(self._device)
-                # The largest of logits plus Gumbel noise is a draw from the softmax of the logits.
-                chosen = (logits + noise[len(steps) % NOISE_STEPS]).argmax(-1)
-                inputs.append(logits)
+                    shape = (NOISE_STEPS, *drawn_from.shape[:-1])
+                    noise = self._actions.noise(shape, self._noise).to(self._device)
+                chosen = self._actions.draw(drawn_from, noise[len(steps) % NOISE_STEPS])
+                inputs.append(drawn_from)
             actions = chosen.cpu().numpy()
             inference_s += time.perf_counter() - started_s
-            result = self._try_env_step(actions)
+            result = self._try_env_step(self._actions.for_env(actions))
             if result == ENV_STEP_FAILURE:
                 self._observations = None
                 return None
@@ -183,6 +190,9 @@ class ColumnarEnvRunner(RouterEnvRunner):
         all_actions, all_rewards, terminations, truncations, all_real = (
             np.stack(column) for column in zip(*steps, strict=True)
         )
+        if not isinstance(self._actions, Choice):
+            clipped = self._actions.clipped(all_actions[all_real])
+            self.metrics.log_value(CLIPPED_FRACTION, float(clipped.mean()))
         return Rollout(
             observations=np.stack(observations),
             actions=all_actions,
@@ -210,11 +220,6 @@ class ColumnarEnvRunner(RouterEnvRunner):
         self._returns[self._ended] = 0.0
         self._lengths[self._ended] = 0
         self._started_s[self._ended] = now_s
-
-
-def _gumbel(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Standard Gumbel noise: minus the logarithm of standard exponential noise."""
-    return -torch.empty(shape).exponential_(generator=generator).log_()
 
 
 def _rewards(sampled: Any) -> np.ndarray:

@@ -13,10 +13,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.recipes import Implementation, Recipe, build_config, recipe
+from tokenyard.rl.recipes import Recipe, build_config, recipe
+from tokenyard.rl.sampling import Implementation
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
 from tokenyard.scenario import RewardWeights, load_scenario
@@ -135,29 +135,42 @@ def make_training(config: TrialConfig, source: StreamSource) -> Training:
     return RllibTraining(algorithm, source, config.algorithm, adapted.reward_scale)
 
 
-class RouterTrainable(tune.Trainable):
-    """Trains one router and scores it on validation streams.
+class PolicyTrainable(tune.Trainable):
+    """Trains one policy, whatever it decides, and scores it on validation streams.
 
     Every result holds `timesteps_total` (environment steps), `score` (higher is better, whatever
-    the reward), `mean_response_s`, `p99_response_s`, `slo_violation_fraction`, `env_steps_per_s`
-    and what the learner says of itself. Every checkpoint holds `artifact.npz`, the policy as it
-    would be served.
+    the reward), what else the validation found, `env_steps_per_s` and what the learner says of
+    itself. Every checkpoint holds `artifact.npz`, the policy as it would be served.
     """
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the learner from the fields of `TrialConfig`."""
-        self._start(config)
+    trial_config: Any
+    """The validated fields, with a `seed` and a `sha256`."""
+    training: Any
+    """A `Training`, or what is like one for another kind of policy."""
+    validate: Callable[[Any], dict[str, float]]
+    """Scores an exported policy."""
+    validate_every = 1
+    """Iterations between validations; results in between repeat the last one."""
 
-    def _start(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: dict[str, Any]) -> None:
+        """Set `trial_config`, `training` and `validate` from a trial's configuration."""
+        raise NotImplementedError
+
+    def lineage(self) -> dict[str, str]:
+        """What the policy was made from."""
+        return {
+            "trial_sha256": self.trial_config.sha256,
+            "seed": str(self.trial_config.seed),
+            "env_steps": str(self.training.env_steps),
+        }
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the learner."""
         # More threads than cores make small networks many times slower.
         torch.set_num_threads(1)
-        self.trial_config = TrialConfig.model_validate(dict(config))
-        source = StreamSource(load_scenario(self.trial_config.scenario))
-        streams, seed = self.trial_config.validation_streams, self.trial_config.validation_seed
-        self._validate = Validation(source, streams, seed)
         self._validated: dict[str, float] = {}
         self._until_validation = 0
-        self.training = make_training(self.trial_config, source)
+        self.begin(config)
 
     def step(self) -> dict[str, float]:
         """Train one iteration; score the policy when it is due."""
@@ -165,8 +178,8 @@ class RouterTrainable(tune.Trainable):
         learned = self.training.step()
         training_s = time.perf_counter() - started
         if self._until_validation == 0:
-            self._validated = self._validate(self.training.artifact({}, {}))
-            self._until_validation = self.trial_config.validate_every
+            self._validated = self.validate(self.training.artifact({}, {}))
+            self._until_validation = self.validate_every
         self._until_validation -= 1
         env_steps = self.training.env_steps
         return {
@@ -177,19 +190,9 @@ class RouterTrainable(tune.Trainable):
             "training_s": training_s,
         }
 
-    def artifact(self) -> PolicyArtifact:
+    def artifact(self) -> Any:
         """The present policy, with what it last scored and what it was made from."""
-        return self.training.artifact(self._validated, self._lineage())
-
-    def _lineage(self) -> dict[str, str]:
-        config = self.trial_config
-        return {
-            "trial_sha256": config.sha256,
-            "recipe": config.recipe,
-            "seed": str(config.seed),
-            "env_steps": str(self.training.env_steps),
-            **lineage_of(load_scenario(config.scenario)),
-        }
+        return self.training.artifact(self._validated, self.lineage())
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the learner's state and the policy as it would be served."""
@@ -204,12 +207,35 @@ class RouterTrainable(tune.Trainable):
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Become another trial in the same process."""
         self.training.stop()
-        self._start(new_config)
+        self.setup(new_config)
         return True
 
     def cleanup(self) -> None:
         """Stop the learner's actors."""
         self.training.stop()
+
+
+class RouterTrainable(PolicyTrainable):
+    """Trains one router from the fields of `TrialConfig`.
+
+    Its validation finds `mean_response_s`, `p99_response_s` and `slo_violation_fraction`.
+    """
+
+    def begin(self, config: dict[str, Any]) -> None:
+        """Build the learner from the fields of `TrialConfig`."""
+        self.trial_config = TrialConfig.model_validate(config)
+        source = StreamSource(load_scenario(self.trial_config.scenario))
+        streams, seed = self.trial_config.validation_streams, self.trial_config.validation_seed
+        self.validate = Validation(source, streams, seed)
+        self.validate_every = self.trial_config.validate_every
+        self.training = make_training(self.trial_config, source)
+
+    def lineage(self) -> dict[str, str]:
+        """The recipe and the data as well."""
+        scenario = load_scenario(self.trial_config.scenario)
+        return {
+            **super().lineage(), "recipe": self.trial_config.recipe, **lineage_of(scenario)
+        }  # fmt: skip
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:

@@ -20,7 +20,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.export import RouterModule, export_network
 from tokenyard.rl.policy_search import PolicySearch
-from tokenyard.rl.runner import REWARD_PER_REQUEST
+from tokenyard.rl.runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
 from tokenyard.sim.streams import StreamSource
 
 
@@ -154,6 +154,8 @@ class RllibLearner:
         found = {ours: learner[key] for key, ours in _LEARNER_METRICS.items() if key in learner}
         if REWARD_PER_REQUEST in runners:
             found[REWARD_PER_REQUEST] = runners[REWARD_PER_REQUEST] / self._reward_scale
+        if CLIPPED_FRACTION in runners:
+            found[CLIPPED_FRACTION] = runners[CLIPPED_FRACTION]
         self._env_steps = int(runners.get("num_env_steps_sampled_lifetime", self._env_steps))
         return {name: float(value) for name, value in found.items() if np.isfinite(value)}
 
