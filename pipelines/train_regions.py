@@ -24,8 +24,8 @@ class Args:
     """The artifact; beside it a .json with the state of the search."""
     scenarios: str = "abilene,polska,gabriel"
     """Names or YAML paths, separated by commas."""
-    generations: int = 8
-    population: int = 14
+    generations: int = 24
+    population: int = 24
     slots: int = 160
     """Length of training episodes."""
     seed: int = 0

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from fastapi import FastAPI, Response
 from prometheus_client import (
@@ -99,6 +100,7 @@ class RegionDesk:
             shares=decision.shares.tolist(),
             active=decision.active.tolist(),
             dispatch=decision.dispatch,
+            live=asdict(decision.live),
             policy=name,
             fallback_reason=reason,
             decision_us=1e6 * elapsed,

@@ -13,7 +13,14 @@ from tokenyard.policies.regions import (
 )
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, resolve_region_champion
-from tokenyard.regions.mixing import NUM_PARAMETERS, TransportCost, combine, mix
+from tokenyard.regions.mixing import (
+    NUM_PARAMETERS,
+    START_LIVE,
+    TransportCost,
+    combine,
+    live_of,
+    mix,
+)
 from tokenyard.regions.scenario import Failure
 from tokenyard.regions.state import check_decision
 from tokenyard.regions_evaluation import (
@@ -87,6 +94,21 @@ def test_the_mix_renames_with_the_regions():
     theta = np.random.default_rng(0).normal(0, 0.5, NUM_PARAMETERS)
     expected = mix(state, theta)[np.ix_(order, order)]
     assert mix(renamed, theta) == pytest.approx(expected, abs=1e-6)
+
+
+def test_zero_parameters_stand_for_the_start_and_any_for_finite_positive_costs():
+    assert live_of(np.zeros(NUM_PARAMETERS), 0.7) == START_LIVE
+    wild = live_of(np.full(NUM_PARAMETERS, 50.0), 2.0)
+    assert np.isfinite(wild.weights).all()
+    assert min(wild.weights) > 0
+
+
+def test_a_reserve_leaves_room_in_small_regions():
+    state = STATES[6]
+    demand = 0.5 * state.forecast[0]
+    bound = state.capacity * (1 - 1 / np.sqrt(state.capacity))
+    spared = TransportCost(cap=1.0, reserve=1.0).shares(state, demand)
+    assert (demand @ spared <= bound + 1e-6).all()
 
 
 def test_weights_that_choose_one_plan_give_that_plan():

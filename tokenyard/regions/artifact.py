@@ -25,7 +25,7 @@ from tokenyard.regions.mixing import NUM_PARAMETERS
 class RegionMetadata(Frozen):
     """What a regional policy is and where it comes from; it decides for any regions."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     problem: Literal["regions"] = "regions"
     kind: Literal["mix"] = "mix"
     """`mix`: parameters of `tokenyard.regions.mixing`, array `theta`."""
