@@ -77,7 +77,7 @@ def main(args: Args) -> None:
     rows: list[dict[str, str | float]] = []
     for num_regions, servers, tasks in SIZES:
         scenario = a_scenario(num_regions, servers, tasks)
-        for policy in ("round_robin", "prox_ot_forecast_live"):
+        for policy in ("round_robin", "prox_ot_forecast_live", "prox_ot_forecast_live_cost"):
             seconds, per_slot = episode_s(scenario, policy, args)
             row: dict[str, str | float] = {
                 "what": "episode of 480 slots",

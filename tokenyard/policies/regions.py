@@ -19,11 +19,12 @@ from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.mixing import (
     START_CAP,
     START_LIVE,
-    TransportCost,
+    START_SMOOTHING,
     live_of,
     mix,
     total_load,
 )
+from tokenyard.regions.observation import LIMIT, encode, observation_size, shares_of
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import (
     Dispatch,
@@ -38,8 +39,6 @@ PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
 """w1 and w2 of the paper's cost, whose values it does not give; w1 is to be much the greater."""
 SMOOTHING = 0.4
 """lambda1: steps are 2.5 times smaller, the paper's target, where plans are independent."""
-START_SMOOTHING = 0.15
-"""The weight with which the search for `torta` starts."""
 CAP, LIVE_CAP = 0.55, 0.65
 """Share of a region's capacity that plans fill, where tasks go by the shares alone and where they
 also go by what is free. Tuned on training streams of two clusters (docs/results/torta.md): servers
@@ -149,6 +148,11 @@ def ot_slack_live(state: RegionState, demand: FloatArray) -> FloatArray:
     return ot_slack(state, demand, LIVE_CAP)
 
 
+def ot_slack_live_cost(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The same, for tasks that go by what they cost where at the moment."""
+    return ot_slack(state, demand, START_CAP)
+
+
 def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
     """`ot_slack` with an entropy term."""
     plan = transport.sinkhorn(demand, CAP * state.capacity, paper_cost(state))
@@ -224,9 +228,42 @@ class LearnedMix:
         return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, live)
 
 
-def learned_regions(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
-    """Make the policy of an artifact for a scenario."""
-    return LearnedMix(artifact.arrays["theta"], ActivationRule.of(scenario))
+@dataclass(frozen=True, eq=False)
+class RegionNetwork:
+    """A network that was trained for its own regions: the mean of what it would draw."""
+
+    artifact: RegionArtifact
+    rule: ActivationRule
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Run the network, and turn servers on for the shares it means.
+
+        Raises:
+            ValueError: Another number of regions than it was trained for.
+        """
+        metadata, arrays = self.artifact.metadata, self.artifact.arrays
+        seen = observation_size(state.num_regions, metadata.action)
+        if seen != len(arrays["mean"]):
+            raise ValueError(
+                f"the network sees {len(arrays['mean'])} numbers, {state.num_regions} regions "
+                f"have {seen}: it was trained for {metadata.scenarios}"
+            )
+        x = np.clip(encode(state, metadata.action), -LIMIT, LIMIT)
+        x = (x - arrays["mean"]) / arrays["std"]
+        depth = (len(arrays) - 2) // 2
+        for i in range(depth):
+            x = arrays[f"w{i}"] @ x + arrays[f"b{i}"]
+            x = np.maximum(x, 0.0) if i < depth - 1 else x
+        shares = shares_of(np.clip(x, -1.0, 1.0), state, metadata.action)
+        active = targets(state, shares, self.rule)
+        return RegionDecision(shares, active, metadata.dispatch, START_LIVE)
+
+
+def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
+    """Make the policy of an artifact."""
+    if artifact.metadata.kind == "network":
+        return RegionNetwork(artifact, rule)
+    return LearnedMix(artifact.arrays["theta"], rule)
 
 
 def _planned(
@@ -252,13 +289,9 @@ REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
     "ot_slack_forecast": _planned(ot_slack, demand_ahead),
     "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
     "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
-    "prox_cost_forecast": _planned(TransportCost(cap=CAP).shares, demand_ahead, SMOOTHING),
     "prox_ot_forecast_live": _planned(ot_slack_live, demand_ahead, SMOOTHING, "live_shares"),
-    "prox_cost_forecast_live": _planned(
-        TransportCost().shares, demand_ahead, SMOOTHING, "live_shares"
-    ),
-    "prox_cost_forecast_live_cost": _planned(
-        TransportCost(cap=START_CAP).shares, demand_ahead, START_SMOOTHING, "live_cost", START_LIVE
+    "prox_ot_forecast_live_cost": _planned(
+        ot_slack_live_cost, demand_ahead, START_SMOOTHING, "live_cost", START_LIVE
     ),
     "receding_horizon": RecedingHorizon,
     "receding_horizon_live": lambda rule: RecedingHorizon(rule, LIVE_CAP, "live_shares"),
@@ -266,8 +299,9 @@ REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
         rule, START_CAP, "live_cost", START_LIVE
     ),
 }
-"""Every baseline by name. `prox_cost_forecast_live_cost` has the costs with which the search for
-`torta` starts, and learns nothing: what `torta` gains over it is what learning gains."""
+"""Every baseline by name. `prox_ot_forecast_live_cost` has the fill, the smoothing and the live
+costs with which the search for `torta` starts, and learns nothing: what `torta` gains over it is
+what learning gains."""
 
 
 def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:

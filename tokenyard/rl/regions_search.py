@@ -20,7 +20,7 @@ from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.mixing import COSTS, NUM_PARAMETERS
+from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import measure
@@ -36,7 +36,7 @@ _MARGINS = {
 """By how much to differ from the rival: the greatest of the TORTA paper's margins over SkyLB on its
 four topologies (arXiv 2507.10259v2, figures 8 to 10), and something on top."""
 INITIAL_STD = np.concatenate(
-    [(0.5, 0.4, 0.7, 1.0, 0.3, 0.5, 0.4), np.full(NUM_PARAMETERS - len(COSTS), 0.4)]
+    [(0.7, 0.7, 0.5, 0.3, 0.8, 0.4, 0.4, 0.4, 0.4), np.full(NUM_PARAMETERS - 9, 0.4)]
 )
 """How far from the start the first generation looks, by parameter."""
 
