@@ -25,6 +25,8 @@ PLANS = ("forecast", "previous", "now", "local")
 FEATURES = ("one", "growth", "local_load", "waiting", "total_load")
 COSTS = ("latency", "start", "efficiency", "reserve")
 FILL = ("one", "total_load", "total_growth", "total_waiting", "total_used")
+_NUM_BRAKES = 2
+"""The last of `FILL` may only lower the fill."""
 LIVE_FEATURES = ("one", "total_load")
 LIVE = tuple(one.name for one in fields(LiveCost))
 _SIZES = (
@@ -82,7 +84,10 @@ class PlanCost:
 
 def cost_of(theta: FloatArray, state: RegionState) -> PlanCost:
     """Costs that parameters stand for in a state; all zero give the start's."""
-    fill = float(theta[_AT_FILL:_AT_MIX] @ fill_features(state))
+    weights = theta[_AT_FILL:_AT_MIX].copy()
+    # A search over short episodes likes to pack the more, the more is at work: it runs away later.
+    weights[-_NUM_BRAKES:] = np.minimum(weights[-_NUM_BRAKES:], 0.0)
+    fill = float(weights @ fill_features(state))
     return PlanCost(
         latency=_LATENCY * math.exp(np.clip(theta[0], -3.0, 3.0)),
         start=_START_COST * math.exp(np.clip(theta[1], -3.0, 3.0)),
