@@ -101,12 +101,14 @@ def default() -> Experiment:
 
 
 def faithful() -> Experiment:
-    """The paper's recipe beside PPO on the mix of plans, as far as five minutes of a core go."""
-    trials = (
-        _trial(FAITHFUL, 24_000, iterations=5, weights=PAPER),
-        _trial("ppo", 24_000, iterations=5),
+    """The paper's recipe alone, for a few minutes: thirty episodes."""
+    return replace(
+        default(),
+        trials=(_trial(FAITHFUL, 14_400, iterations=3, weights=PAPER),),
+        baselines=("prox_ot", "prox_ot_forecast"),
+        promotion_streams=2,
+        evaluation_streams=3,
     )
-    return replace(default(), trials=trials, max_concurrent_trials=1)
 
 
 def smoke() -> Experiment:
