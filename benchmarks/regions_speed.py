@@ -14,17 +14,18 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tokenyard.policies.regions import make_region_policy
 from tokenyard.provenance import write_result
 from tokenyard.regions import transport
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions_evaluation import resolve_region_candidate
 from tokenyard.sim.regions_run import run_regions
 
 SIZES = ((12, 250, 100), (37, 600, 300))
 """Regions, servers, tasks per slot."""
+POLICIES = ("round_robin", "prox_ot_forecast_live", "prox_ot_forecast_live_cost", "torta")
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,11 @@ def a_scenario(num_regions: int, num_servers: int, tasks: float) -> RegionScenar
 def episode_s(scenario: RegionScenario, policy: str, args: Args) -> tuple[float, float]:
     forecaster = fit_seasonal(scenario)
     stream = sample_stream(scenario, stream_rng(args.seed, "training", 0))
+    candidate = resolve_region_candidate(policy, scenario)
     times = []
     for _ in range(args.runs + 1):  # the first compiles
         started = time.process_time()
-        run_regions(scenario, stream, make_region_policy(policy, scenario), forecaster)
+        run_regions(scenario, stream, candidate.make(scenario), forecaster)
         times.append(time.process_time() - started)
     return min(times[1:]), len(stream.numbers) / stream.num_slots
 
@@ -77,7 +79,7 @@ def main(args: Args) -> None:
     rows: list[dict[str, str | float]] = []
     for num_regions, servers, tasks in SIZES:
         scenario = a_scenario(num_regions, servers, tasks)
-        for policy in ("round_robin", "prox_ot_forecast_live"):
+        for policy in POLICIES:
             seconds, per_slot = episode_s(scenario, policy, args)
             row: dict[str, str | float] = {
                 "what": "episode of 480 slots",

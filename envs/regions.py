@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
@@ -14,12 +14,20 @@ from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
 from tokenyard.frozen import Frozen
-from tokenyard.policies.regions import ot_slack
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.mixing import PLANS, TransportCost, combine
+from tokenyard.regions.mixing import START_LIVE
+from tokenyard.regions.observation import (
+    LIMIT,
+    Action,
+    action_size,
+    encode,
+    observation_size,
+    shares_of,
+    wanted_shares,
+)
 from tokenyard.regions.scenario import RegionScenario, load_regions
 from tokenyard.regions.state import Dispatch, RegionDecision, RegionState
 from tokenyard.sim import regions as kernel
@@ -27,11 +35,6 @@ from tokenyard.sim.regions_run import RegionSim
 from tokenyard.types import FloatArray
 
 Observations = npt.NDArray[np.float32]
-LIMIT = 10.0
-"""Observations lie within plus and minus this."""
-LOGIT_SCALE = 5.0
-"""Logits are actions times this."""
-PER_REGION = 8
 _MEASURED = {
     "offered_tasks": kernel.OUT_OFFERED,
     "dropped_tasks": kernel.OUT_DROPPED,
@@ -72,8 +75,7 @@ class RegionEnvConfig(Frozen):
 
     scenario: RegionScenario
     """A scenario, or the name or YAML path of one."""
-    action: Literal["mix", "shares"] = "mix"
-    """`mix`: weights of four plans by row; `shares`: all shares freely, as the paper has it."""
+    action: Action = "mix"
     reward: RegionReward = RegionReward()
     dispatch: Dispatch = "shares"
     """How tasks are sent within a slot."""
@@ -106,15 +108,9 @@ class _Copy:
     def step(self, action: npt.NDArray[Any]) -> tuple[float, FloatArray]:
         """Run a slot; return its reward and what it measured."""
         before, state = self.sim.shares, self.state
-        logits = LOGIT_SCALE * np.asarray(action, dtype=np.float64).reshape(self.num_regions, -1)
-        if not np.isfinite(logits).all():
-            raise ValueError("the action is not finite")
-        if self.config.action == "mix":
-            shares = combine(state, TransportCost(), logits)
-        else:
-            raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-            shares = raised / raised.sum(axis=1, keepdims=True)
-        decision = RegionDecision(shares, targets(state, shares, self._rule), self.config.dispatch)
+        shares = shares_of(action, state, self.config.action)
+        active = targets(state, shares, self._rule)
+        decision = RegionDecision(shares, active, self.config.dispatch, START_LIVE)
         out = self.sim.step(decision)
         reward = self._reward(shares, before, state, out)
         # After the last slot the state before it stands in: nothing follows.
@@ -131,7 +127,7 @@ class _Copy:
             mean_s = out[kernel.OUT_RESPONSE_S] / max(out[kernel.OUT_PLACED], 1.0)
             reward -= weights.response * mean_s / 20.0
         if weights.transport:
-            wanted = ot_slack(state, state.forecast[0])
+            wanted = wanted_shares(state)
             reward -= weights.transport * ((shares - wanted) ** 2).sum() / size
         if weights.smoothness:
             reward -= weights.smoothness * ((shares - before) ** 2).sum() / size
@@ -141,23 +137,8 @@ class _Copy:
         return float(reward)
 
     def observe(self) -> Observations:
-        """Return features by region and, where shares are free, the last shares."""
-        state = self.state
-        capacity = np.maximum(state.capacity, 1e-9)
-        servers = np.maximum((state.server_tasks > 0).sum(axis=1), 1)
-        columns = [
-            state.arrivals[-1] / capacity,
-            state.forecast[0] / capacity,
-            state.forecast[-1] / capacity,
-            np.log1p(state.waiting / capacity),
-            state.used,
-            state.num_active / servers,
-            state.usd_per_kwh / max(float(state.usd_per_kwh.mean()), 1e-9) - 1.0,
-            capacity / capacity.sum() * len(capacity) - 1.0,
-        ]
-        flat = np.column_stack(columns).ravel()
-        if self.config.action == "shares":
-            flat = np.concatenate([flat, state.previous.ravel()])
+        """Return `tokenyard.regions.observation.encode` within its limits."""
+        flat = encode(self.state, self.config.action)
         self.num_saturated += int((np.abs(flat) > LIMIT).sum())
         return np.asarray(np.clip(flat, -LIMIT, LIMIT), dtype=np.float32)
 
@@ -165,11 +146,10 @@ class _Copy:
 def _spaces(
     config: RegionEnvConfig, num_regions: int
 ) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Box]:
-    free = config.action == "shares"
-    size = PER_REGION * num_regions + (num_regions**2 if free else 0)
-    columns = num_regions if free else len(PLANS)
-    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (size,), np.float32)
-    action = gymnasium.spaces.Box(-1.0, 1.0, (num_regions * columns,), np.float32)
+    seen = observation_size(num_regions, config.action)
+    told = action_size(num_regions, config.action)
+    observation = gymnasium.spaces.Box(-LIMIT, LIMIT, (seen,), np.float32)
+    action = gymnasium.spaces.Box(-1.0, 1.0, (told,), np.float32)
     return observation, action
 
 
@@ -183,8 +163,9 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         slot's arrivals, the forecast of this slot and of the last one foretold; log(1 + tasks that
         wait, likewise); share of the last slot in which its servers were at work; servers on over
         servers; price of electricity over the mean, minus 1; share of all capacity times R, minus
-        1. With `action="shares"` the last shares follow: (8 R + R^2,). All within [-10, 10];
-        `num_saturated` counts numbers set to the limit.
+        1. With `action="shares"` the last shares follow, and those of the transport of the
+        forecast: (8 R + 2 R^2,). All within [-10, 10]; `num_saturated` counts numbers set to the
+        limit.
 
     Action:
         float32 in [-1, 1], shape (4 R,): a fifth of the logits of the weights of four plans by row

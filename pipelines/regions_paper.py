@@ -47,7 +47,7 @@ class Args:
     study: Annotated[Study, tyro.conf.Positional]
     scenario: str = "abilene"
     """Name or YAML path."""
-    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_cost_forecast_live,torta"
+    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_ot_forecast_live_cost,torta"
     """By name, separated by commas; `ablation` takes the first and the last."""
     streams: int = 3
     seed: int = 2026

@@ -29,7 +29,8 @@ DEFAULT_BASELINE = "skylb"
 DEFAULT_STREAMS = 5
 RIVALS = (
     "skylb", "sdib", "round_robin", "prox_ot_forecast", "prox_ot_forecast_live",
-    "prox_cost_forecast_live", "receding_horizon",
+    "prox_ot_forecast_live_cost", "receding_horizon", "receding_horizon_live",
+    "receding_horizon_live_cost",
 )  # fmt: skip
 """Policies that `torta` is set beside, one by one."""
 

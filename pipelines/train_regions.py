@@ -12,6 +12,7 @@ from pathlib import Path
 
 import tyro
 
+from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.scenario import load_regions
 from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
 
@@ -24,10 +25,15 @@ class Args:
     """The artifact; beside it a .json with the state of the search."""
     scenarios: str = "abilene,polska,gabriel"
     """Names or YAML paths, separated by commas."""
-    generations: int = 8
-    population: int = 14
+    generations: int = 24
+    population: int = 24
     slots: int = 160
     """Length of training episodes."""
+    start: Path | None = None
+    """Artifact to start from; by default all parameters are zero."""
+    spread: float = 1.0
+    """How far the first generation looks, as a share of the usual."""
+    elites: int = 6
     seed: int = 0
 
 
@@ -38,9 +44,14 @@ def main(args: Args) -> None:
         print(f"train_regions: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     config = RegionSearchConfig(
-        population=args.population, slots=args.slots, num_generations=args.generations
+        population=args.population,
+        num_elites=args.elites,
+        slots=args.slots,
+        spread=args.spread,
+        num_generations=args.generations,
     )
-    search = RegionSearch(scenarios, config, args.seed)
+    start = RegionArtifact.load(args.start).arrays["theta"] if args.start else None
+    search = RegionSearch(scenarios, config, args.seed, start)
     saved = args.out.with_suffix(".json")
     if saved.exists():
         search.restore(json.loads(saved.read_text(encoding="utf-8")))

@@ -131,6 +131,8 @@ class RegionsAnswer(BaseModel):
     """Servers that should be on, by region."""
     dispatch: Dispatch
     """How to send single tasks within the slot."""
+    live: dict[str, float]
+    """Weights of `tokenyard.regions.state.LiveCost`, for dispatch `live_cost`."""
     policy: str
     """What decided."""
     fallback_reason: str | None

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from fastapi import FastAPI, Response
 from prometheus_client import (
@@ -19,7 +20,7 @@ from prometheus_client import (
 from serve_app.messages import Problem
 from serve_app.region_messages import RegionsAnswer, RegionsCard, RegionsMessage
 from tokenyard.artifact import ArtifactError
-from tokenyard.policies.regions import REGION_BASELINES, LearnedMix
+from tokenyard.policies.regions import REGION_BASELINES, learned_regions
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import resolve_region_champion
 from tokenyard.regions.state import RegionDecision, RegionPolicy, RegionState, check_decision
@@ -78,7 +79,7 @@ class RegionDesk:
         except ArtifactError as error:
             logger.warning("fallbacks decide about regions: %s", error)
             return cls(None, source=str(error), rule=rule)
-        policy = LearnedMix(artifact.arrays["theta"], rule)
+        policy = learned_regions(artifact, rule)
         return cls(policy, "torta", source, artifact.sha256, rule)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:
@@ -99,6 +100,7 @@ class RegionDesk:
             shares=decision.shares.tolist(),
             active=decision.active.tolist(),
             dispatch=decision.dispatch,
+            live=asdict(decision.live),
             policy=name,
             fallback_reason=reason,
             decision_us=1e6 * elapsed,

@@ -69,8 +69,8 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
     return _bars(rows, "reward", 1.0, "cumulative reward per stream", credit)
 
 
-def draw_allocation(rows: Sequence[Row], credit: str = "") -> Figure:
-    """Draw what allocators cost against the baseline of `rows`, with 95 % intervals."""
+def draw_cost(rows: Sequence[Row], label: str, credit: str = "") -> Figure:
+    """Draw what policies cost against the baseline of `rows`, with 95 % intervals."""
     shown = [
         {
             "policy": row["policy"],
@@ -80,7 +80,7 @@ def draw_allocation(rows: Sequence[Row], credit: str = "") -> Figure:
         }
         for row in rows
     ]
-    return _bars(shown, "cost", 100.0, "cost with missed requests, % above the baseline", credit)
+    return _bars(shown, "cost", 100.0, f"{label}, % above the baseline", credit)
 
 
 def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:

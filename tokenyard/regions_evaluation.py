@@ -10,7 +10,8 @@ import numpy as np
 from tokenyard.artifact import RegistryLookup
 from tokenyard.intervals import Interval, t_interval
 from tokenyard.policies.regions import REGION_BASELINES, learned_regions, make_region_policy
-from tokenyard.regions.artifact import resolve_region_champion
+from tokenyard.regions.activation import ActivationRule
+from tokenyard.regions.artifact import RegionArtifact, resolve_region_champion
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.scenario import RegionScenario
@@ -50,7 +51,9 @@ def resolve_region_candidate(
         path = name if name.endswith(".npz") else None
         artifact, source = resolve_region_champion(scenario.name, path, registry)
         words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
-        return RegionCandidate(name, words, lambda one: learned_regions(artifact, one))
+        return RegionCandidate(
+            name, words, lambda one: learned_regions(artifact, ActivationRule.of(one))
+        )
     raise ValueError(
         f"unknown regional policy {name!r}; give a policy file (.npz) or one of "
         f"{[*REGION_BASELINES, *LEARNED]}"
@@ -177,3 +180,32 @@ def margins(
     return {
         other: region_row(scenario, measured, name, other) for other in others if other in measured
     }
+
+
+def validation_streams(scenario: RegionScenario, num_streams: int, seed: int) -> list[RegionStream]:
+    """Streams by which policies are chosen, and on which none is judged in the end."""
+    return [sample_stream(scenario, stream_rng(seed, "validation", i)) for i in range(num_streams)]
+
+
+class RegionValidation:
+    """Scores a policy on validation streams, the same for all trials of all sweeps."""
+
+    def __init__(self, scenario: RegionScenario, num_streams: int = 2, seed: int = 0) -> None:
+        """Draw the streams."""
+        self.scenario = scenario
+        self.streams = validation_streams(scenario, num_streams, seed)
+        self._forecaster = fit_seasonal(scenario)
+
+    def __call__(self, artifact: RegionArtifact) -> dict[str, float]:
+        """Return mean measures, and `score`: minus the total cost of an episode, dollars."""
+        rule = ActivationRule.of(self.scenario)
+        found = [
+            measure(
+                run_regions(
+                    self.scenario, stream, learned_regions(artifact, rule), self._forecaster
+                )
+            )
+            for stream in self.streams
+        ]
+        means = {key: float(np.mean([one[key] for one in found])) for key in found[0]}
+        return {"score": -means["total_cost"], **means}

@@ -20,7 +20,7 @@ from tokenyard.allocation_evaluation import (
     validation_streams,
 )
 from tokenyard.evaluation import Row
-from tokenyard.figures import draw_allocation
+from tokenyard.figures import draw_cost
 from tokenyard.policies.allocation import learned_allocation
 from tune_configs.judge import Columns, Comparison, change
 
@@ -95,7 +95,7 @@ class AllocationJudge:
     def figures(self, comparison: Comparison) -> dict[str, Figure]:
         """Costs of every policy with their differences to the baseline."""
         credit = f"Demand: {demand_source(self.scenario).origin}"
-        return {"cost": draw_allocation(comparison.rows, credit)}
+        return {"cost": draw_cost(comparison.rows, "cost with missed requests", credit)}
 
     def columns(self, baseline: str) -> Columns:
         """Score, cost, promises, changes and the difference to the baseline."""

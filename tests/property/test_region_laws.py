@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions.scenario import Failure
-from tokenyard.regions.state import RegionDecision
+from tokenyard.regions.state import LiveCost, RegionDecision
 from tokenyard.sim import regions as kernel
 from tokenyard.sim.regions_run import DISPATCH, RegionSim
 
@@ -43,7 +43,8 @@ def episodes(draw):
 def any_decision(rng, num_regions):
     shares = rng.dirichlet(np.full(num_regions, 0.5), num_regions)
     dispatch = rng.choice(list(DISPATCH))
-    return RegionDecision(shares, rng.integers(0, 12, num_regions), dispatch)
+    live = LiveCost(*rng.exponential([2.0, 1.0, 1.0, 1e4, 3.0]))
+    return RegionDecision(shares, rng.integers(0, 12, num_regions), dispatch, live)
 
 
 @few
@@ -141,6 +142,47 @@ def test_a_region_that_fails_loses_no_task_without_it_being_counted():
     assert total[kernel.OUT_RESTARTED] > 0
     assert total[kernel.OUT_REROUTED] > 0
     assert total[kernel.OUT_LOST_S] > 0
+
+
+def two_regions(**live):
+    """A world of two regions, each with one free server of one kind that holds the model."""
+    scenario = a_scenario(
+        num_slots=3, topology="synthetic/gabriel/2/1", mean_latency_ms=10.0,
+        server_counts={"A100": 4}, demand={"load": 0.3, "model_shares": (1.0,)},
+    )  # fmt: skip
+    w = RegionSim(scenario, a_stream(scenario), an_oracle(scenario)).world
+    w.servers[:, kernel.STATE] = np.where(np.arange(4) % 2 == 0, kernel.ON, kernel.OFF)
+    w.servers[:, kernel.HELD_MODEL] = 0
+    w.weights[:] = LiveCost(**live).weights
+    w.prices[:] = 0.2
+    return w
+
+
+def test_by_live_cost_a_task_goes_where_a_server_is_ready_soonest_unless_debts_weigh_more():
+    local = np.eye(2)
+    w = two_regions(debt_s=0.0)
+    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 0
+    w.times[0, kernel.FREE_S] = 5.0
+    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 1
+    w = two_regions(debt_s=10.0)
+    w.times[0, kernel.FREE_S] = 5.0
+    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 0
+
+
+def test_live_cost_levels_use_and_prefers_cheap_energy_as_far_as_they_weigh():
+    w = two_regions(debt_s=0.0, use=0.5)
+    w.times[0, kernel.BUSY_S] = 20.0
+    assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
+    for usd_s, expected in ((0.0, 0), (2e4, 1)):
+        w = two_regions(debt_s=0.0, usd_s=usd_s)
+        w.prices[:, 0] = 0.4
+        assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == expected
+
+
+def test_live_cost_sends_nothing_to_a_region_that_is_down():
+    w = two_regions(debt_s=0.0)
+    w.region[0, kernel.IS_DOWN] = 1
+    assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
 
 
 def test_half_a_regions_capacity_lost_moves_what_runs_there_at_a_cost():

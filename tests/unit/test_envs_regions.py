@@ -6,7 +6,8 @@ from gymnasium.utils.env_checker import check_env
 from unit.region_builders import a_scenario
 
 from envs import RegionEnv, RegionVectorEnv
-from envs.regions import LOGIT_SCALE, PAPER_REWARD
+from envs.regions import PAPER_REWARD
+from tokenyard.regions.observation import LOGIT_SCALE, wanted_shares
 
 TINY = a_scenario(num_slots=6)
 
@@ -44,10 +45,9 @@ def test_the_papers_reward_is_best_where_its_optimum_in_closed_form_is():
         update={"waiting": 0.0}
     ))  # fmt: skip
     env.reset(seed=0)
-    from tokenyard.policies.regions import ot_slack
     from tokenyard.regions.transport import prox
 
-    wanted = ot_slack(env.state, env.state.forecast[0])
+    wanted = wanted_shares(env.state)
     best = prox(wanted, env.state.previous, PAPER_REWARD.smoothness)
     worst = -((best - wanted) ** 2).sum() - 0.4 * ((best - env.state.previous) ** 2).sum()
     _, reward, *_ = env.step(np.log(np.maximum(best, 1e-9)).ravel() / LOGIT_SCALE)

@@ -13,7 +13,14 @@ from tokenyard.policies.regions import (
 )
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, resolve_region_champion
-from tokenyard.regions.mixing import NUM_PARAMETERS, TransportCost, combine, mix
+from tokenyard.regions.mixing import (
+    NUM_PARAMETERS,
+    START_LIVE,
+    PlanCost,
+    combine,
+    live_of,
+    mix,
+)
 from tokenyard.regions.scenario import Failure
 from tokenyard.regions.state import check_decision
 from tokenyard.regions_evaluation import (
@@ -50,7 +57,7 @@ def test_every_policy_gives_shares_and_serves_or_counts_every_task(name, scenari
     assert parts == pytest.approx(measured["mean_response_s"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ot_slack", "prox_ot", "prox_cost_forecast", "torta"])
+@pytest.mark.parametrize("name", ["ot_slack", "prox_ot", "prox_ot_forecast_live_cost", "torta"])
 def test_what_plans_sends_nothing_to_a_region_that_is_down(name):
     policy = resolve_region_candidate(name, DOWN).make(DOWN)
     for state in states(DOWN):
@@ -89,20 +96,35 @@ def test_the_mix_renames_with_the_regions():
     assert mix(renamed, theta) == pytest.approx(expected, abs=1e-6)
 
 
+def test_zero_parameters_stand_for_the_start_and_any_for_finite_positive_costs():
+    assert live_of(np.zeros(NUM_PARAMETERS), 0.7) == START_LIVE
+    wild = live_of(np.full(NUM_PARAMETERS, 50.0), 2.0)
+    assert np.isfinite(wild.weights).all()
+    assert min(wild.weights) > 0
+
+
+def test_a_reserve_leaves_room_in_small_regions():
+    state = STATES[6]
+    demand = 0.5 * state.forecast[0]
+    bound = state.capacity * (1 - 1 / np.sqrt(state.capacity))
+    spared = PlanCost(cap=1.0, reserve=1.0).shares(state, demand)
+    assert (demand @ spared <= bound + 1e-6).all()
+
+
 def test_weights_that_choose_one_plan_give_that_plan():
     state = STATES[6]
     only = np.full((4, 4), -50.0)
     only[:, 1] = 50.0
-    assert combine(state, TransportCost(), only) == pytest.approx(state.previous)
+    assert combine(state, PlanCost(), only) == pytest.approx(state.previous)
 
 
-def test_cheaper_energy_draws_more_tasks_the_more_it_counts():
+def test_cheaper_energy_draws_more_tasks_the_less_distance_counts():
     state = STATES[6]
+    demand = 0.5 * state.forecast[0]
     paid = [
-        float((state.forecast[0] @ TransportCost(energy_weight=w).shares(state, state.forecast[0]))
-              @ state.usd_per_kwh)
-        for w in (0.0, 100.0)
-    ]  # fmt: skip
+        float((demand @ PlanCost(latency=weight).shares(state, demand)) @ state.usd_per_kwh)
+        for weight in (100.0, 0.0)
+    ]
     assert paid[1] <= paid[0] + 1e-9
     assert ot_slack(state, state.forecast[0]).sum(axis=1) == pytest.approx(np.ones(4))
 
@@ -113,7 +135,7 @@ def test_artifacts_come_back_as_they_were_and_bad_ones_are_refused(tmp_path):
     artifact.save(tmp_path / "a.npz")
     back = RegionArtifact.load(tmp_path / "a.npz")
     assert back.sha256 == artifact.sha256
-    assert learned_regions(back, SCENARIO).theta == pytest.approx(np.arange(NUM_PARAMETERS))
+    assert learned_regions(back, ActivationRule()).theta == pytest.approx(np.arange(NUM_PARAMETERS))
     with pytest.raises(ValueError, match="not finite"):
         RegionArtifact(metadata, {"theta": np.full(NUM_PARAMETERS, np.nan)})
     assert resolve_region_champion("no such scenario")[1] == "shipped regions/generic"

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.artifact import RegionArtifact
-from tokenyard.regions.mixing import TransportCost, mix
+from tokenyard.regions.mixing import (
+    START_CAP,
+    START_LIVE,
+    START_SMOOTHING,
+    live_of,
+    mix,
+    total_load,
+)
+from tokenyard.regions.observation import LIMIT, encode, observation_size, shares_of
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.state import Dispatch, RegionDecision, RegionPolicy, RegionState
+from tokenyard.regions.state import (
+    Dispatch,
+    LiveCost,
+    RegionDecision,
+    RegionPolicy,
+    RegionState,
+)
 from tokenyard.types import FloatArray
 
 PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
@@ -63,13 +77,14 @@ class Planned:
     smoothing: float = 0.0
     """Weight of the last slot's shares (`transport.prox`)."""
     dispatch: Dispatch = "shares"
+    live: LiveCost = field(default_factory=LiveCost)
 
     def decide(self, state: RegionState) -> RegionDecision:
         """Plan, smooth, and turn servers on for it."""
         shares = self.plan(state, self.demand(state))
         if self.smoothing:
             shares = transport.prox(shares, state.previous, self.smoothing)
-        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, self.live)
 
 
 def stay_local(state: RegionState, _: FloatArray) -> FloatArray:
@@ -133,6 +148,11 @@ def ot_slack_live(state: RegionState, demand: FloatArray) -> FloatArray:
     return ot_slack(state, demand, LIVE_CAP)
 
 
+def ot_slack_live_cost(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The same, for tasks that go by what they cost where at the moment."""
+    return ot_slack(state, demand, START_CAP)
+
+
 def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
     """`ot_slack` with an entropy term."""
     plan = transport.sinkhorn(demand, CAP * state.capacity, paper_cost(state))
@@ -146,17 +166,27 @@ class RecedingHorizon:
     """
 
     def __init__(
-        self, rule: ActivationRule, num_slots: int = 4, switching_cost: float = 0.05
+        self,
+        rule: ActivationRule,
+        cap: float = CAP,
+        dispatch: Dispatch = "shares",
+        live: LiveCost | None = None,
+        num_slots: int = 4,
+        switching_cost: float = 0.05,
     ) -> None:
         """Start without a plan.
 
         Args:
             rule: For activation.
+            cap: Share of a region's capacity that plans fill.
+            dispatch: How tasks are sent.
+            live: What they cost where, for dispatch by cost.
             num_slots: Slots of a plan.
             switching_cost: Of a task that another region served in the slot before, in units of
                 the paper's cost.
         """
-        self._rule, self._num_slots, self._cost = rule, num_slots, switching_cost
+        self._rule, self._cap, self._num_slots, self._cost = rule, cap, num_slots, switching_cost
+        self._dispatch, self._live = dispatch, live or LiveCost()
         self._plans: list[FloatArray] = []
         self._capacity: FloatArray | None = None
 
@@ -166,35 +196,74 @@ class RecedingHorizon:
         changed = self._capacity is None or not np.array_equal(self._capacity, capacity)
         if capacity.sum() <= 0:
             shares = stay_local(state, demand_ahead(state))
-            return RegionDecision(shares, targets(state, shares, self._rule))
+            return self._decision(state, shares)
         if not self._plans or changed:
             ahead = state.forecast[: self._num_slots]
             cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
             before = demand_now(state) @ state.previous
-            plans = transport.receding_horizon(ahead, CAP * capacity, cost, before, self._cost)
+            plans = transport.receding_horizon(
+                ahead, self._cap * capacity, cost, before, self._cost
+            )
             self._plans = [transport.as_shares(plan) for plan in plans]
             self._capacity = capacity
-        shares = self._plans.pop(0)
-        return RegionDecision(shares, targets(state, shares, self._rule))
+        return self._decision(state, self._plans.pop(0))
+
+    def _decision(self, state: RegionState, shares: FloatArray) -> RegionDecision:
+        active = targets(state, shares, self._rule)
+        return RegionDecision(shares, active, self._dispatch, self._live)
 
 
 @dataclass(frozen=True)
 class LearnedMix:
-    """`torta`: the learned mix of plans (`tokenyard.regions.mixing`), sent by what is free."""
+    """`torta`: the learned mix of plans and costs (`tokenyard.regions.mixing`)."""
 
     theta: FloatArray
     rule: ActivationRule
-    dispatch: Dispatch = "live_shares"
+    dispatch: Dispatch = "live_cost"
 
     def decide(self, state: RegionState) -> RegionDecision:
-        """Mix the plans, and turn servers on for the mix."""
+        """Mix the plans, turn servers on for the mix, and say what single tasks cost where."""
         shares = mix(state, self.theta)
-        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch)
+        live = live_of(self.theta, total_load(state))
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, live)
 
 
-def learned_regions(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
-    """Make the policy of an artifact for a scenario."""
-    return LearnedMix(artifact.arrays["theta"], ActivationRule.of(scenario))
+@dataclass(frozen=True, eq=False)
+class RegionNetwork:
+    """A network that was trained for its own regions: the mean of what it would draw."""
+
+    artifact: RegionArtifact
+    rule: ActivationRule
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Run the network, and turn servers on for the shares it means.
+
+        Raises:
+            ValueError: Another number of regions than it was trained for.
+        """
+        metadata, arrays = self.artifact.metadata, self.artifact.arrays
+        seen = observation_size(state.num_regions, metadata.action)
+        if seen != len(arrays["mean"]):
+            raise ValueError(
+                f"the network sees {len(arrays['mean'])} numbers, {state.num_regions} regions "
+                f"have {seen}: it was trained for {metadata.scenarios}"
+            )
+        x = np.clip(encode(state, metadata.action), -LIMIT, LIMIT)
+        x = (x - arrays["mean"]) / arrays["std"]
+        depth = (len(arrays) - 2) // 2
+        for i in range(depth):
+            x = arrays[f"w{i}"] @ x + arrays[f"b{i}"]
+            x = np.maximum(x, 0.0) if i < depth - 1 else x
+        shares = shares_of(np.clip(x, -1.0, 1.0), state, metadata.action)
+        active = targets(state, shares, self.rule)
+        return RegionDecision(shares, active, metadata.dispatch, START_LIVE)
+
+
+def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
+    """Make the policy of an artifact."""
+    if artifact.metadata.kind == "network":
+        return RegionNetwork(artifact, rule)
+    return LearnedMix(artifact.arrays["theta"], rule)
 
 
 def _planned(
@@ -202,8 +271,9 @@ def _planned(
     demand: Demand = demand_now,
     smoothing: float = 0.0,
     dispatch: Dispatch = "shares",
+    live: LiveCost | None = None,
 ) -> Callable[[ActivationRule], RegionPolicy]:
-    return lambda rule: Planned(plan, rule, demand, smoothing, dispatch)
+    return lambda rule: Planned(plan, rule, demand, smoothing, dispatch, live or LiveCost())
 
 
 REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
@@ -219,15 +289,19 @@ REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
     "ot_slack_forecast": _planned(ot_slack, demand_ahead),
     "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
     "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
-    "prox_cost_forecast": _planned(TransportCost(cap=CAP).shares, demand_ahead, SMOOTHING),
     "prox_ot_forecast_live": _planned(ot_slack_live, demand_ahead, SMOOTHING, "live_shares"),
-    "prox_cost_forecast_live": _planned(
-        TransportCost().shares, demand_ahead, SMOOTHING, "live_shares"
+    "prox_ot_forecast_live_cost": _planned(
+        ot_slack_live_cost, demand_ahead, START_SMOOTHING, "live_cost", START_LIVE
     ),
     "receding_horizon": RecedingHorizon,
+    "receding_horizon_live": lambda rule: RecedingHorizon(rule, LIVE_CAP, "live_shares"),
+    "receding_horizon_live_cost": lambda rule: RecedingHorizon(
+        rule, START_CAP, "live_cost", START_LIVE
+    ),
 }
-"""Every baseline by name. `prox_cost_forecast` has the learned policy's costs, and learns nothing:
-what `torta` gains over it is what learning gains."""
+"""Every baseline by name. `prox_ot_forecast_live_cost` has the fill, the smoothing and the live
+costs with which the search for `torta` starts, and learns nothing: what `torta` gains over it is
+what learning gains."""
 
 
 def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:

@@ -20,15 +20,22 @@ from tokenyard.artifact import (
 )
 from tokenyard.frozen import Frozen
 from tokenyard.regions.mixing import NUM_PARAMETERS
+from tokenyard.regions.observation import Action
+from tokenyard.regions.state import Dispatch
 
 
 class RegionMetadata(Frozen):
-    """What a regional policy is and where it comes from; it decides for any regions."""
+    """What a regional policy is and where it comes from."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     problem: Literal["regions"] = "regions"
-    kind: Literal["mix"] = "mix"
-    """`mix`: parameters of `tokenyard.regions.mixing`, array `theta`."""
+    kind: Literal["mix", "network"] = "mix"
+    """`mix`: parameters of `tokenyard.regions.mixing`, array `theta`, for any regions. `network`:
+    layers `w0 b0 w1 ...` with ReLU between them, after `mean` and `std`, for its own regions."""
+    action: Action = "mix"
+    """What the outputs of a network mean."""
+    dispatch: Dispatch = "live_cost"
+    """How tasks are sent that a network decides about."""
     scenarios: tuple[str, ...]
     """What it was trained on."""
     trainer: str
@@ -51,14 +58,18 @@ class RegionArtifact:
     arrays: Mapping[str, npt.NDArray[Any]]
 
     def __post_init__(self) -> None:
-        """Check that the parameters are there, and finite."""
-        if set(self.arrays) != {"theta"}:
-            raise ValueError(f"arrays {sorted(self.arrays)} must be ['theta']")
-        theta = self.arrays["theta"]
-        if theta.shape != (NUM_PARAMETERS,):
-            raise ValueError(f"array 'theta' has shape {theta.shape}, not ({NUM_PARAMETERS},)")
-        if not np.isfinite(theta).all():
-            raise ValueError("array 'theta' holds numbers that are not finite")
+        """Check that the parameters are there, fit together and are finite."""
+        if self.metadata.kind == "mix":
+            expected: dict[str, tuple[int, ...]] = {"theta": (NUM_PARAMETERS,)}
+        else:
+            expected = _network_shapes(self.arrays)
+        if set(self.arrays) != set(expected):
+            raise ValueError(f"arrays {sorted(self.arrays)} must be {sorted(expected)}")
+        for name, shape in expected.items():
+            if self.arrays[name].shape != shape:
+                raise ValueError(f"array {name!r} has shape {self.arrays[name].shape}, not {shape}")
+            if not np.isfinite(self.arrays[name]).all():
+                raise ValueError(f"array {name!r} holds numbers that are not finite")
 
     @cached_property
     def sha256(self) -> str:
@@ -79,6 +90,24 @@ class RegionArtifact:
         return read_arrays(
             path, lambda text, arrays: cls(RegionMetadata.model_validate_json(text), arrays)
         )
+
+
+def _network_shapes(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+    """Shapes that layers must have to follow each other.
+
+    Raises:
+        ValueError: There is no layer at all.
+    """
+    depth = sum(name.startswith("w") for name in arrays)
+    if not depth:
+        raise ValueError(f"arrays {sorted(arrays)} hold no layer w0")
+    sizes = [arrays[f"w{i}"].shape[0] for i in range(depth) if f"w{i}" in arrays]
+    before = arrays["w0"].shape[-1] if "w0" in arrays else 0
+    shapes: dict[str, tuple[int, ...]] = {"mean": (before,), "std": (before,)}
+    for i, size in enumerate(sizes):
+        shapes |= {f"w{i}": (size, before), f"b{i}": (size,)}
+        before = size
+    return shapes
 
 
 def resolve_region_champion(

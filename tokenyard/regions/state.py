@@ -9,10 +9,36 @@ import numpy as np
 
 from tokenyard.types import FloatArray, IntArray
 
-Dispatch = Literal["shares", "live_shares", "spill", "least_loaded", "balance"]
+Dispatch = Literal["shares", "live_shares", "live_cost", "spill", "least_loaded", "balance"]
 """How the tasks of a slot are sent: by the decided shares; by these and by where a server with the
-task's model is free at the moment; local first and to the nearest region
-with a free server; to the least work per server; to the least spread of work and idle time."""
+task's model is free at the moment; by these and by `LiveCost` at the moment; local first and to the
+nearest region with a free server; to the least work per server; to the least spread of work and
+idle time."""
+
+
+@dataclass(frozen=True)
+class LiveCost:
+    """What sending one task to a region costs at the moment, in seconds.
+
+    The least over the region's servers that are on of: the time until it is free and has the task's
+    model, plus the weighted terms below; plus the way there and back.
+    """
+
+    debt_s: float = 2.0
+    """Per task that the shares owe to the region, taken off."""
+    service: float = 0.0
+    """Per second that the server needs for the task."""
+    use: float = 0.0
+    """Per second for which the server is already at work in this slot: levels use."""
+    usd_s: float = 0.0
+    """Per dollar of energy that the task takes there beyond an idle server's."""
+    late: float = 0.0
+    """Per second after the task's deadline."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The fields in their order."""
+        return (self.debt_s, self.service, self.use, self.usd_s, self.late)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +98,8 @@ class RegionDecision:
     active: IntArray
     """Servers that should be on, shape (R,)."""
     dispatch: Dispatch = "shares"
+    live: LiveCost = LiveCost()
+    """Read where dispatch is `live_cost`."""
 
 
 class RegionPolicy(Protocol):

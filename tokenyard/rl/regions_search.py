@@ -1,56 +1,65 @@
 """Direct policy search over the parameters of the regional mix.
 
 The cross-entropy method of `tokenyard.rl.policy_search`, over several clusters at once: all
-candidates of a generation live through the same streams, and every cost counts relative to that of
-the start, the mix with all parameters zero, on the same stream.
+candidates of a generation live through the same streams. What it makes small is the total cost over
+that of the start, the policy with all parameters zero, plus what is missing to given margins over a
+rival that decides without plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tokenyard.policies.regions import LearnedMix
+from tokenyard.policies.regions import LearnedMix, make_region_policy
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.mixing import COSTS, NUM_PARAMETERS
+from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import measure
 from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
 
-_WEIGHTS = {
-    "total_cost": 1.0,
-    "mean_response_s": 1.0,
-    "energy_cost": 1.0,
-    "overhead_fraction": 0.1,
-    "load_balance": -1.0,
+_MARGINS = {
+    "mean_response_s": -0.15,
+    "energy_cost": -0.20,
+    "overhead_fraction": -0.76,
+    "load_balance": 0.06,
 }
-
-
-def _initial_std() -> tuple[float, ...]:
-    return (0.7, 0.3, 0.7, 0.5, 0.3) + (0.4,) * (NUM_PARAMETERS - len(COSTS))
+"""By how much to differ from the rival: the greatest of the TORTA paper's margins over SkyLB on its
+four topologies (arXiv 2507.10259v2, figures 8 to 10), and something on top."""
+INITIAL_STD = np.concatenate(
+    [(0.7, 0.7, 0.5, 0.3, 0.8, 0.4, 0.4, 0.4, 0.4), np.full(NUM_PARAMETERS - 9, 0.4)]
+)
+"""How far from the start the first generation looks, by parameter."""
 
 
 @dataclass(frozen=True)
 class RegionSearchConfig:
     """How wide and how long the search looks."""
 
-    weights: Mapping[str, float] = field(default_factory=lambda: dict(_WEIGHTS))
-    """Of the measures over those of the start, in what the search makes small."""
-    population: int = 14
-    num_elites: int = 4
+    rival: str = "skylb"
+    margins: Mapping[str, float] = field(default_factory=lambda: dict(_MARGINS))
+    """Wanted relative differences to the rival by measure; the sign says which way is good."""
+    hinge: float = 5.0
+    """Cost of a margin that is missed by its whole rival, in units of the start's total cost."""
+    population: int = 24
+    num_elites: int = 6
     slots: int = 160
     """Length of training episodes."""
+    spread: float = 1.0
+    """Of the first generation, as a share of `INITIAL_STD`."""
     noise: float = 0.2
     """Share of the first spread that is added to the elites' in the first generation; fades to
     nothing over the search."""
-    num_generations: int = 8
+    num_generations: int = 24
 
 
 class RegionSearch:
@@ -61,21 +70,22 @@ class RegionSearch:
         scenarios: Sequence[RegionScenario],
         config: RegionSearchConfig | None = None,
         seed: int = 0,
+        start: FloatArray | None = None,
     ) -> None:
-        """Start at the mix as it is: all parameters zero."""
+        """Start at the parameters `start`, by default all zero, and measure costs against zero."""
         self.config = config or RegionSearchConfig()
         self.seed, self.generation = seed, 0
         self._scenarios = list(scenarios)
         self._short = [one.model_copy(update={"num_slots": self.config.slots}) for one in scenarios]
         self._forecasters = [fit_seasonal(one) for one in scenarios]
-        self.mean: FloatArray = np.zeros(NUM_PARAMETERS)
-        self.std: FloatArray = np.array(_initial_std())
+        self.mean: FloatArray = np.zeros(NUM_PARAMETERS) if start is None else start.copy()
+        self.std: FloatArray = self.config.spread * INITIAL_STD
 
     @property
     def env_steps(self) -> int:
         """Slots lived through so far, over all candidates."""
         per_candidate = len(self._scenarios) * self.config.slots
-        return self.generation * (self.config.population + 1) * per_candidate
+        return self.generation * (self.config.population + 2) * per_candidate
 
     def step(self) -> dict[str, float]:
         """Run one generation and return its costs relative to the start."""
@@ -86,39 +96,45 @@ class RegionSearch:
         costs = np.zeros(config.population)
         for scenario, forecaster in zip(self._short, self._forecasters, strict=True):
             stream = sample_stream(scenario, stream_rng(self.seed, "training", self.generation))
-            base = self._measure(np.zeros(NUM_PARAMETERS), scenario, stream, forecaster)
+            judge = self._judge(scenario, stream, forecaster)
             for i, theta in enumerate(candidates):
-                ours = self._measure(theta, scenario, stream, forecaster)
-                costs[i] += self.relative_cost(ours, base) / len(self._short)
+                costs[i] += judge(theta) / len(self._short)
         elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
         self.generation += 1
         fade = max(0.0, 1.0 - self.generation / config.num_generations)
         self.mean = elites.mean(axis=0)
-        self.std = elites.std(axis=0) + config.noise * fade * np.array(_initial_std())
+        self.std = elites.std(axis=0) + config.noise * config.spread * fade * INITIAL_STD
         return {
             "cost_over_start": float(costs[0]),
             "best_cost_over_start": float(costs.min()),
             "mean_std": float(self.std.mean()),
         }
 
-    def relative_cost(self, ours: Mapping[str, float], base: Mapping[str, float]) -> float:
-        """Weighted sum of measures over those of the start, over the same sum of the start."""
-        weights = self.config.weights
-        total = sum(w * ours[key] / max(base[key], 1e-12) for key, w in weights.items())
-        return total / sum(weights.values())
+    def _judge(
+        self, scenario: RegionScenario, stream: RegionStream, forecaster: DemandForecaster
+    ) -> Callable[[FloatArray], float]:
+        """Return what gives the cost of parameters on a stream."""
 
-    def _measure(
-        self,
-        theta: FloatArray,
-        scenario: RegionScenario,
-        stream: RegionStream,
-        forecaster: DemandForecaster,
-    ) -> dict[str, float]:
-        policy = LearnedMix(theta, ActivationRule.of(scenario))
-        return measure(run_regions(scenario, stream, policy, forecaster))
+        def measured(policy: RegionPolicy) -> dict[str, float]:
+            return measure(run_regions(scenario, stream, policy, forecaster))
+
+        rule = ActivationRule.of(scenario)
+        start = measured(LearnedMix(np.zeros(NUM_PARAMETERS), rule))
+        rival = measured(make_region_policy(self.config.rival, scenario))
+        return lambda theta: self.cost(measured(LearnedMix(theta, rule)), start, rival)
+
+    def cost(
+        self, ours: Mapping[str, float], start: Mapping[str, float], rival: Mapping[str, float]
+    ) -> float:
+        """Total cost over the start's, and what is missing to the margins over the rival."""
+        missing = 0.0
+        for key, margin in self.config.margins.items():
+            difference = ours[key] / max(rival[key], 1e-12) - 1.0
+            missing += max(0.0, math.copysign(1.0, margin) * (margin - difference))
+        return ours["total_cost"] / max(start["total_cost"], 1e-12) + self.config.hinge * missing
 
     def validate(self, theta: FloatArray | None = None, index: int = 0) -> float:
-        """Mean relative cost over whole episodes that no search saw.
+        """Mean cost over whole episodes that no search saw.
 
         Args:
             theta: Parameters; None: the centre of the search.
@@ -128,10 +144,7 @@ class RegionSearch:
         costs = []
         for scenario, forecaster in zip(self._scenarios, self._forecasters, strict=True):
             stream = sample_stream(scenario, stream_rng(self.seed, "validation", index))
-            base = self._measure(np.zeros(NUM_PARAMETERS), scenario, stream, forecaster)
-            costs.append(
-                self.relative_cost(self._measure(centre, scenario, stream, forecaster), base)
-            )
+            costs.append(self._judge(scenario, stream, forecaster)(centre))
         return float(np.mean(costs))
 
     def state(self) -> dict[str, Any]:

@@ -44,7 +44,9 @@ NUM_WAITING, SURPLUS, IS_DOWN, NUM_REGION_INTS = range(4)
 # Entries of `World.clock`.
 SLOT, NEXT_TASK, FIRST_OPEN, NUM_CLOCK = range(4)
 # How a slot's tasks are sent to regions.
-BY_SHARES, LIVE_SHARES, SPILL, LEAST_LOADED, BALANCE = range(5)
+BY_SHARES, LIVE_SHARES, SPILL, LEAST_LOADED, BALANCE, LIVE_COST = range(6)
+# Entries of `World.weights`, see `tokenyard.regions.state.LiveCost`.
+DEBT_S, SERVICE, USE, USD_S, LATE, NUM_WEIGHTS = range(6)
 # Columns of what a slot measures.
 (
     OUT_OFFERED, OUT_PLACED, OUT_DROPPED, OUT_RESPONSE_S, OUT_NETWORK_S, OUT_INFERENCE_S,
@@ -65,6 +67,8 @@ class World(NamedTuple):
     """One copy of the simulator. R regions, S servers, K kinds, M models, N tasks, B buffer."""
 
     rules: FloatArray
+    weights: FloatArray
+    """Of dispatch by cost, in force in this slot, (NUM_WEIGHTS,)."""
     kinds: FloatArray
     """(K, NUM_KIND)."""
     factor: FloatArray
@@ -550,6 +554,53 @@ def by_live_shares(w, origin, model, shares, now):
 
 
 @compiled
+def cost_there(w, task, region, at, usd):
+    """Least cost of a task over the servers of a region, seconds; infinite where none is on."""
+    weights, deadline = (
+        w.weights,
+        w.tasks[task, DEADLINE_S] - w.latency[w.labels[task, ORIGIN], region],
+    )
+    least = math.inf
+    for s in range(w.first[region], w.first[region + 1]):
+        if w.servers[s, STATE] != ON:
+            continue
+        cost = max(w.times[s, FREE_S] - at, 0.0)
+        if cost >= least:
+            continue
+        cost += switch_s(w, task, s)
+        serve = service_s(w, task, s)
+        late = max(0.0, at + cost + serve - deadline)
+        kind = w.kinds[w.servers[s, KIND]]
+        cost += weights[SERVICE] * serve + weights[USE] * w.times[s, BUSY_S] + weights[LATE] * late
+        cost += usd * serve * (kind[KIND_PEAK_W] - kind[KIND_IDLE_W])
+        least = min(least, cost)
+    return least
+
+
+@compiled
+def by_live_cost(w, task, origin, shares, now):
+    """Least expected cost at the moment, less what the shares owe to the region."""
+    credit, weights = w.credit[origin], w.weights
+    best, least = -1, math.inf
+    for j in range(len(credit)):
+        credit[j] = min(credit[j] + shares[origin, j], _MOST_CREDIT)
+    for j in w.near[origin]:
+        if w.region[j, IS_DOWN] != 0:
+            continue
+        travel = w.latency[origin, j]
+        # Dollars in seconds, of a watt that draws for a second.
+        usd = weights[USD_S] * w.prices[w.clock[SLOT], j] * w.rules[PUE] / 3.6e6
+        cost = 2 * travel - weights[DEBT_S] * credit[j]
+        cost += min(cost_there(w, task, j, now + travel, usd), w.rules[PATIENCE_S])
+        if cost < least - 1e-9:
+            best, least = j, cost
+    if best < 0:
+        best = origin
+    credit[best] = max(credit[best] - 1.0, -_MOST_CREDIT)
+    return best
+
+
+@compiled
 def by_spilling(w, origin, now):
     """Local first; to the nearest with a free server and no longer queue when there is none."""
     if w.region[origin, IS_DOWN] == 0 and has_idle(w, origin, now):
@@ -616,6 +667,8 @@ def arrive(w, task, shares, dispatch, now):
         target = by_shares(w, origin, shares)
     elif dispatch == LIVE_SHARES:
         target = by_live_shares(w, origin, label[MODEL], shares, now)
+    elif dispatch == LIVE_COST:
+        target = by_live_cost(w, task, origin, shares, now)
     elif dispatch == SPILL:
         target = by_spilling(w, origin, now)
     else:

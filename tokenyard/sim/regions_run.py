@@ -31,6 +31,7 @@ DISPATCH: dict[Dispatch, int] = {
     "spill": kernel.SPILL,
     "least_loaded": kernel.LEAST_LOADED,
     "balance": kernel.BALANCE,
+    "live_cost": kernel.LIVE_COST,
 }
 HISTORY_SLOTS = 8
 """Slots of past arrivals that a state holds."""
@@ -147,6 +148,7 @@ class RegionSim:
         self._break(slot)
         self.shares = np.ascontiguousarray(decision.shares, dtype=np.float64)
         active = np.ascontiguousarray(decision.active, dtype=np.int64)
+        self.world.weights[:] = decision.live.weights
         kernel.run_slot(self.world, self.shares, active, DISPATCH[decision.dispatch])
         return np.asarray(self.world.out[slot])
 
@@ -249,6 +251,7 @@ def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream
     slots = stream.num_slots
     return World(
         rules=_rules(scenario),
+        weights=np.zeros(kernel.NUM_WEIGHTS),
         kinds=_kinds(scenario, cluster),
         factor=cluster.service_factor,
         fit=_fit(scenario),

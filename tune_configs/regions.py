@@ -1,0 +1,125 @@
+"""Regional experiments: who learns to divide demand over regions, from what, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+import envs
+from envs.regions import PAPER_REWARD, RegionReward
+from tokenyard.rl.regions_search import RegionSearchConfig
+from tokenyard.rl.regions_trainable import RegionTrainable, search_env_steps
+from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
+from tune_configs.regions_judge import RegionJudge
+
+SCENARIO = "abilene"
+RULES = ("skylb", "prox_ot_forecast", "prox_ot_forecast_live", "prox_ot_forecast_live_cost")
+FAITHFUL = "torta_faithful"
+COST, PAPER = "cost", "paper"
+"""Reward weightings: dollars, and the paper's Eq 3."""
+
+
+class RegionTrial(RegionTrainable):
+    """`RegionTrainable` from the few values by which trials are told apart."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build the trainer that the values name."""
+        super().setup(trainer_config(config))
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        """Turn the actor to another trial."""
+        return bool(super().reset_config(trainer_config(new_config)))
+
+
+def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
+    """Spell a trial out for `RegionTrainable`.
+
+    Raises:
+        ValueError: Unknown reward weights.
+    """
+    rewards = {COST: RegionReward(), PAPER: PAPER_REWARD}
+    if trial["reward_weights"] not in rewards:
+        raise ValueError(
+            f"unknown reward weights {trial['reward_weights']!r}; choose {COST!r} or {PAPER!r}"
+        )
+    return {
+        "algorithm": trial["algorithm"],
+        "scenario": trial["scenario"],
+        "register_env": envs.register,
+        "reward": rewards[trial["reward_weights"]].model_dump(),
+        # The paper's policy sends by its shares, which are free, and by nothing else.
+        "action": "shares" if trial["algorithm"] == FAITHFUL else "mix",
+        "dispatch": "shares" if trial["algorithm"] == FAITHFUL else "live_cost",
+        "seed": trial["seed"],
+        "train_steps": trial["env_steps"],
+        "iterations": trial["iterations"],
+        **{key: trial[key] for key in RESOURCES if key in trial},
+    }
+
+
+def _trial(
+    algorithm: str, env_steps: int, seed: int = 0, iterations: int = 10, weights: str = COST
+) -> TrialConfig:
+    return {
+        "algorithm": algorithm,
+        "reward_weights": weights,
+        "scenario": SCENARIO,
+        "env_steps": env_steps,
+        "iterations": iterations,
+        "seed": seed,
+    }
+
+
+def _compile_kernels() -> None:
+    env = envs.RegionVectorEnv(1, scenario=SCENARIO)
+    env.reset(seed=0)
+    env.step(np.zeros(env.action_space.shape or ()))
+
+
+def default() -> Experiment:
+    """The paper's recipe, PPO on the mix of plans, and policy search, some minutes each."""
+    generations = RegionSearchConfig.num_generations
+    return Experiment(
+        problem="regions",
+        scenario=SCENARIO,
+        trainable=RegionTrial,
+        trials=(
+            _trial(FAITHFUL, 96_000, weights=PAPER),
+            _trial("ppo", 96_000),
+            _trial("policy_search", search_env_steps(generations), iterations=4),
+        ),
+        baselines=RULES,
+        baseline="prox_ot_forecast",
+        warm_up=_compile_kernels,
+        promotion_streams=5,
+        evaluation_streams=5,
+        judge=RegionJudge,
+    )
+
+
+def faithful() -> Experiment:
+    """The paper's recipe alone, for a few minutes: thirty episodes."""
+    return replace(
+        default(),
+        trials=(_trial(FAITHFUL, 14_400, iterations=3, weights=PAPER),),
+        baselines=("prox_ot", "prox_ot_forecast"),
+        promotion_streams=2,
+        evaluation_streams=3,
+    )
+
+
+def smoke() -> Experiment:
+    """The smallest sweep with everything in it."""
+    return replace(
+        default(),
+        trials=(
+            _trial(FAITHFUL, 4_800, iterations=1, weights=PAPER),
+            _trial("policy_search", search_env_steps(1), iterations=1),
+        ),
+        baselines=("prox_ot_forecast",),
+        promotion_streams=2,
+        evaluation_streams=2,
+    )
