@@ -203,7 +203,9 @@ class Interval:
 
     def for_env(self, actions: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Scale to the bounds and clip; what is not a number stays so, for the environment."""
-        scaled = self.low + (actions + np.float32(1.0)) * (self.high - self.low) / np.float32(2.0)
+        # Clipped before and after: the largest floats overflow, and rounding can pass a bound.
+        within = np.clip(actions, np.float32(-1.0), np.float32(1.0))
+        scaled = self.low + (within + np.float32(1.0)) * (self.high - self.low) / np.float32(2.0)
         return np.clip(scaled, self.low, self.high)
 
     def clipped(self, actions: npt.NDArray[Any]) -> BoolArray:
