@@ -124,7 +124,7 @@ class GatewayOptions(BaseModel):
     """Bearer token that callers need; None: that of the environment, or none."""
 
 
-_SWITCH_S = 5e-4
+_SWITCH_S = 1e-3
 """Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
 5 ms would be the longest part of a decision that was interrupted."""
 

@@ -320,6 +320,8 @@ class Gateway:
     async def _pick(self, work: Work, answer: _Answer, tried: set[str]) -> _Pick | None:
         """Choose a replica and put the request on its book; None: there is none left."""
         by_ray = self.desk.name == RAY_DEFAULT
+        # Threads that wait for the interpreter go first, or they interrupt the decision.
+        time.sleep(0)
         started_ns = time.perf_counter_ns()
         chosen = await self._ask_ray(tried) if by_ray else None
         now_s = self.refresh()
