@@ -29,10 +29,6 @@ class RegionTrial(RegionTrainable):
         """Build the trainer that the values name."""
         super().setup(trainer_config(config))
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Turn the actor to another trial."""
-        return bool(super().reset_config(trainer_config(new_config)))
-
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `RegionTrainable`.

@@ -206,7 +206,7 @@ class Interval:
         # Clipped before and after: the largest floats overflow, and rounding can pass a bound.
         within = np.clip(actions, np.float32(-1.0), np.float32(1.0))
         scaled = self.low + (within + np.float32(1.0)) * (self.high - self.low) / np.float32(2.0)
-        return np.clip(scaled, self.low, self.high)
+        return np.asarray(np.clip(scaled, self.low, self.high), np.float32)
 
     def clipped(self, actions: npt.NDArray[Any]) -> BoolArray:
         """Whether one of the numbers was beyond a bound."""

@@ -9,19 +9,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
+from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation_evaluation import AllocationValidation
 from tokenyard.policies.allocation import load_tuned_allocation
 from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
 from tokenyard.rl.allocation_training import (
     AllocationRllib,
-    AllocationSearchTraining,
-    AllocationTraining,
     TabularTraining,
     allocation_config,
 )
 from tokenyard.rl.tabular import TabularConfig, TabularLearner
 from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
+from tokenyard.rl.training import SearchTraining, Training
 
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 
@@ -73,7 +73,7 @@ def search_env_steps(scenario: AllocationScenario, num_generations: int) -> int:
 
 def make_allocation_training(
     config: AllocationTrialConfig, scenario: AllocationScenario
-) -> AllocationTraining:
+) -> Training[AllocationArtifact]:
     """Build the learner that a configuration names.
 
     Args:
@@ -91,7 +91,7 @@ def make_allocation_training(
         search = AllocationSearch(
             scenario, AllocationSearchConfig(num_generations=max(generations, 1)), config.seed
         )
-        return AllocationSearchTraining(search, max(1, generations // config.iterations))
+        return SearchTraining(search, max(1, generations // config.iterations))
     if config.algorithm == "q_learning" or config.algorithm == "sarsa":
         table = TabularConfig(config.algorithm, num_steps=config.train_steps)
         return TabularTraining(TabularLearner(scenario, table, config.seed), per_iteration)

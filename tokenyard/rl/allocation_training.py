@@ -9,11 +9,10 @@ from rewards.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,7 +30,6 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.policies.allocation import AutoscalerRule, family
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.allocation_modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
-from tokenyard.rl.allocation_search import AllocationSearch
 from tokenyard.rl.rounds import RoundsDQNConfig
 from tokenyard.rl.sampling import REPLAY_CAPACITY, Implementation, with_sampling
 from tokenyard.rl.tabular import TabularLearner
@@ -54,73 +52,6 @@ _NUM_DEMONSTRATIONS = 4
 """Draws of the training part that a demonstrator lives through."""
 _WANDER = 0.1
 """Share of the demonstrator's slots in which another plan is taken than it wanted."""
-
-
-class AllocationTraining(Protocol):
-    """A learner that is advanced step by step, as `tokenyard.rl.training.Training`."""
-
-    @property
-    def env_steps(self) -> int:
-        """Slots lived through so far."""
-        ...
-
-    def step(self) -> dict[str, float]:
-        """Learn for a while and return what there is to say about it."""
-        ...
-
-    def artifact(
-        self, metrics: Mapping[str, float], lineage: Mapping[str, str]
-    ) -> AllocationArtifact:
-        """The present policy, with what it scored and what it was made from."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write what `restore` needs into an existing folder."""
-        ...
-
-    def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        ...
-
-    def stop(self) -> None:
-        """Let go of actors and memory."""
-        ...
-
-
-class AllocationSearchTraining:
-    """Direct policy search over the planner's parameters."""
-
-    def __init__(self, search: AllocationSearch, generations_per_step: int) -> None:
-        """Advance `search` by so many generations at a time."""
-        self._search, self._generations_per_step = search, generations_per_step
-
-    @property
-    def env_steps(self) -> int:
-        """Slots lived through so far, over all candidates."""
-        return self._search.env_steps
-
-    def step(self) -> dict[str, float]:
-        """Run some generations and return the last one's costs."""
-        for _ in range(self._generations_per_step):
-            found = self._search.step()
-        return found
-
-    def artifact(
-        self, metrics: Mapping[str, float], lineage: Mapping[str, str]
-    ) -> AllocationArtifact:
-        """The centre of the search."""
-        return self._search.artifact(metrics, lineage)
-
-    def save(self, folder: Path) -> None:
-        """Write the state of the search as JSON."""
-        (folder / "search.json").write_text(json.dumps(self._search.state()), encoding="utf-8")
-
-    def restore(self, folder: Path) -> None:
-        """Read the state of the search."""
-        self._search.restore(json.loads((folder / "search.json").read_text(encoding="utf-8")))
-
-    def stop(self) -> None:
-        """Nothing is held."""
 
 
 class TabularTraining:

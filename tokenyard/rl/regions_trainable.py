@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
@@ -20,11 +17,10 @@ from tokenyard.regions_evaluation import RegionValidation
 from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
 from tokenyard.rl.regions_training import (
     RegionRllib,
-    RegionSearchTraining,
-    RegionTraining,
     regions_config,
 )
-from tokenyard.rl.trainable import ARTIFACT_FILE, Placement, trial_bundles
+from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
+from tokenyard.rl.training import SearchTraining, Training
 
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 
@@ -71,7 +67,9 @@ def search_env_steps(num_generations: int, config: RegionSearchConfig | None = N
     return num_generations * (config.population + 2) * config.slots
 
 
-def make_region_training(config: RegionTrialConfig, scenario: RegionScenario) -> RegionTraining:
+def make_region_training(
+    config: RegionTrialConfig, scenario: RegionScenario
+) -> Training[RegionArtifact]:
     """Build the learner that a configuration names.
 
     Raises:
@@ -82,7 +80,7 @@ def make_region_training(config: RegionTrialConfig, scenario: RegionScenario) ->
         search = RegionSearch(
             [scenario], RegionSearchConfig(num_generations=generations), config.seed
         )
-        return RegionSearchTraining(search, max(1, generations // config.iterations))
+        return SearchTraining(search, max(1, generations // config.iterations))
     if config.register_env is None:
         raise ValueError(f"a {config.algorithm} trial needs register_env, such as envs.register")
     config.register_env()
@@ -102,70 +100,19 @@ def make_region_training(config: RegionTrialConfig, scenario: RegionScenario) ->
     return RegionRllib(algorithm, scenario, config.algorithm)
 
 
-class RegionTrainable(tune.Trainable):
-    """Trains one regional policy and scores it on validation streams.
+class RegionTrainable(PolicyTrainable):
+    """Trains one regional policy from the fields of `RegionTrialConfig`.
 
-    Every result holds `timesteps_total` (slots), `score` (minus dollars of an episode, whatever the
-    reward), the measures of docs/metrics.md, `env_steps_per_s` and what the learner says of itself.
-    Every checkpoint holds `artifact.npz`.
+    Steps are slots, and it is scored on validation streams by minus dollars of an episode, whatever
+    the reward; the validation also finds the measures of docs/metrics.md.
     """
 
-    def setup(self, config: dict[str, Any]) -> None:
+    def begin(self, config: dict[str, Any]) -> None:
         """Build the learner from the fields of `RegionTrialConfig`."""
-        self._start(config)
-
-    def _start(self, config: Mapping[str, Any]) -> None:
-        # More threads than cores make small networks many times slower.
-        torch.set_num_threads(1)
-        self.trial_config = RegionTrialConfig.model_validate(dict(config))
+        self.trial_config = RegionTrialConfig.model_validate(config)
         scenario = load_regions(self.trial_config.scenario)
-        self._validate = RegionValidation(scenario)
-        self._validated: dict[str, float] = {}
+        self.validate = RegionValidation(scenario)
         self.training = make_region_training(self.trial_config, scenario)
-
-    def step(self) -> dict[str, float]:
-        """Train one iteration and score the policy."""
-        steps_before, started = self.training.env_steps, time.perf_counter()
-        learned = self.training.step()
-        training_s = time.perf_counter() - started
-        self._validated = self._validate(self.training.artifact({}, {}))
-        env_steps = self.training.env_steps
-        return {
-            **learned,
-            **self._validated,
-            "timesteps_total": env_steps,
-            "env_steps_per_s": (env_steps - steps_before) / training_s,
-            "training_s": training_s,
-        }
-
-    def artifact(self) -> RegionArtifact:
-        """The present policy, with what it last scored and what it was made from."""
-        lineage = {
-            "trial_sha256": self.trial_config.sha256,
-            "seed": str(self.trial_config.seed),
-            "env_steps": str(self.training.env_steps),
-        }
-        return self.training.artifact(self._validated, lineage)
-
-    def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the learner's state and the policy as it would be served."""
-        folder = Path(checkpoint_dir)
-        self.training.save(folder)
-        self.artifact().save(folder / ARTIFACT_FILE)
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Go on from a checkpoint."""
-        self.training.restore(Path(checkpoint_dir))
-
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Become another trial in the same process."""
-        self.training.stop()
-        self._start(new_config)
-        return True
-
-    def cleanup(self) -> None:
-        """Stop the learner's actors."""
-        self.training.stop()
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:

@@ -9,15 +9,12 @@ on the mean of the policy's distribution, since sampled actions have no gradient
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from gymnasium import VectorizeMode
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
@@ -35,9 +32,8 @@ from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import Dispatch
 from tokenyard.regions_evaluation import measure
 from tokenyard.rl.a2c import A2CConfig
-from tokenyard.rl.modules import NORMALISE, RouterActorCritic, UpdateNormaliser
-from tokenyard.rl.regions_search import RegionSearch
-from tokenyard.rl.runner import RouterEnvRunner
+from tokenyard.rl.modules import NORMALISE, RouterActorCritic
+from tokenyard.rl.sampling import with_sampling
 from tokenyard.rl.training import RllibLearner
 from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
@@ -51,69 +47,6 @@ _FIRST_LOG_STD = -2.0
 """Of a fresh policy; in logits a spread of 0.7."""
 _EPS_TARGET, _S_TARGET = 0.15, 2.5
 _GAMMA0, _DELTA0, _MOST = 1.0, 0.1, 100.0
-
-
-class RegionTraining(Protocol):
-    """A learner that is advanced step by step, as `tokenyard.rl.training.Training`."""
-
-    @property
-    def env_steps(self) -> int:
-        """Slots lived through so far."""
-        ...
-
-    def step(self) -> dict[str, float]:
-        """Learn for a while and return what there is to say about it."""
-        ...
-
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> RegionArtifact:
-        """The present policy, with what it scored and what it was made from."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write what `restore` needs into an existing folder."""
-        ...
-
-    def restore(self, folder: Path) -> None:
-        """Go on from what `save` wrote."""
-        ...
-
-    def stop(self) -> None:
-        """Let go of actors and memory."""
-        ...
-
-
-class RegionSearchTraining:
-    """Direct policy search over the parameters of the mix."""
-
-    def __init__(self, search: RegionSearch, generations_per_step: int) -> None:
-        """Advance `search` by so many generations at a time."""
-        self._search, self._generations_per_step = search, generations_per_step
-
-    @property
-    def env_steps(self) -> int:
-        """Slots lived through so far, over all candidates."""
-        return self._search.env_steps
-
-    def step(self) -> dict[str, float]:
-        """Run some generations and return the last one's costs."""
-        for _ in range(self._generations_per_step):
-            found = self._search.step()
-        return found
-
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> RegionArtifact:
-        """The centre of the search."""
-        return self._search.artifact(metrics, lineage)
-
-    def save(self, folder: Path) -> None:
-        """Write the state of the search as JSON."""
-        (folder / "search.json").write_text(json.dumps(self._search.state()), encoding="utf-8")
-
-    def restore(self, folder: Path) -> None:
-        """Read the state of the search."""
-        self._search.restore(json.loads((folder / "search.json").read_text(encoding="utf-8")))
-
-    def stop(self) -> None:
-        """Nothing is held."""
 
 
 class RegionActorCritic(RouterActorCritic):
@@ -265,40 +198,31 @@ def regions_config(
         fcnet_activation="relu",
         vf_share_layers=False,
     )
-    return (
-        config.learners(num_learners=0, learner_connector=_update_normaliser)
-        .rl_module(
-            rl_module_spec=RLModuleSpec(
-                module_class=RegionActorCritic, model_config={**asdict(hidden), NORMALISE: True}
-            )
+    config = config.rl_module(
+        rl_module_spec=RLModuleSpec(
+            module_class=RegionActorCritic, model_config={**asdict(hidden), NORMALISE: True}
         )
-        .environment(
-            env,
-            env_config={
-                "scenario": scenario.model_dump(),
-                "action": action,
-                "dispatch": dispatch,
-                "reward": dict(reward),
-            },
-        )
-        .env_runners(
-            env_runner_cls=RouterEnvRunner,
-            num_env_runners=num_env_runners,
-            num_cpus_per_env_runner=cpus_per_env_runner,
-            num_envs_per_env_runner=NUM_ENVS,
-            gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
-            rollout_fragment_length=max(1, batch_size // NUM_ENVS // max(num_env_runners, 1)),
-        )
-        .fault_tolerance(restart_failed_env_runners=True)
-        .reporting(
-            min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=steps_per_iteration
-        )
-        .debugging(seed=seed, log_level="ERROR")
+    ).environment(
+        env,
+        env_config={
+            "scenario": scenario.model_dump(),
+            "action": action,
+            "dispatch": dispatch,
+            "reward": dict(reward),
+        },
     )
-
-
-def _update_normaliser(*_: Any) -> UpdateNormaliser:
-    return UpdateNormaliser()
+    return with_sampling(
+        config,
+        algorithm,
+        "rllib_stock",
+        num_envs=NUM_ENVS,
+        fragment_steps=max(1, batch_size // NUM_ENVS // max(num_env_runners, 1)),
+        normalise=True,
+        seed=seed,
+        num_env_runners=num_env_runners,
+        cpus_per_env_runner=cpus_per_env_runner,
+        steps_per_iteration=steps_per_iteration,
+    )
 
 
 def _base(

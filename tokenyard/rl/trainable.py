@@ -13,6 +13,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
+from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.recipes import Recipe, build_config, recipe
@@ -104,7 +105,7 @@ class TrialConfig(BaseModel):
         )
 
 
-def make_training(config: TrialConfig, source: StreamSource) -> Training:
+def make_training(config: TrialConfig, source: StreamSource) -> Training[PolicyArtifact]:
     """Build the learner that a configuration names.
 
     Raises:
@@ -145,8 +146,7 @@ class PolicyTrainable(tune.Trainable):
 
     trial_config: Any
     """The validated fields, with a `seed` and a `sha256`."""
-    training: Any
-    """A `Training`, or what is like one for another kind of policy."""
+    training: Training[Any]
     validate: Callable[[Any], dict[str, float]]
     """Scores an exported policy."""
     validate_every = 1

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from ray.rllib.algorithms.algorithm import Algorithm
@@ -19,24 +19,26 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.export import RouterModule, export_network
-from tokenyard.rl.policy_search import PolicySearch
 from tokenyard.rl.runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
 from tokenyard.sim.streams import StreamSource
 
+ArtifactT = TypeVar("ArtifactT", covariant=True)
+"""Of routing, allocation or regions."""
 
-class Training(Protocol):
+
+class Training(Protocol[ArtifactT]):
     """A learner that is advanced step by step."""
 
     @property
     def env_steps(self) -> int:
-        """Requests routed so far."""
+        """Steps of its environment so far: requests routed, or slots lived through."""
         ...
 
     def step(self) -> dict[str, float]:
         """Learn for a while and return what there is to say about it."""
         ...
 
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The present policy, with what it scored and what it was made from."""
         ...
 
@@ -53,17 +55,42 @@ class Training(Protocol):
         ...
 
 
-class SearchTraining:
-    """Direct policy search over the linear policy."""
+class Search(Protocol[ArtifactT]):
+    """Direct policy search, generation by generation."""
 
-    def __init__(self, search: PolicySearch, generations_per_step: int) -> None:
+    @property
+    def env_steps(self) -> int:
+        """As a `Training`'s, over all candidates."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Run a generation and return its costs."""
+        ...
+
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
+        """The centre of the search."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, as JSON has it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        ...
+
+
+class SearchTraining(Generic[ArtifactT]):
+    """A policy search as a `Training`, whatever it searches."""
+
+    def __init__(self, search: Search[ArtifactT], generations_per_step: int) -> None:
         """Advance `search` by so many generations at a time."""
         self._search = search
         self._generations_per_step = generations_per_step
 
     @property
     def env_steps(self) -> int:
-        """Requests routed so far, over all candidates."""
+        """Of all candidates."""
         return self._search.env_steps
 
     def step(self) -> dict[str, float]:
@@ -72,7 +99,7 @@ class SearchTraining:
             found = self._search.step()
         return found
 
-    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> ArtifactT:
         """The centre of the search."""
         return self._search.artifact(metrics, lineage)
 
