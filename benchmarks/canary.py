@@ -22,16 +22,18 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.trial import GIVE_UP_AFTER
+from tokenyard.artifact import PolicyArtifact, resolve_champion
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.offpolicy.sequential import WorseTest
 from tokenyard.policies.learned import learned_policy
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.batching import CONTEXT, OUTPUT
+from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.run import run_each
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
-from tokenyard.types import BoolArray, FloatArray
+from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Row = dict[str, str | int | float]
 _DEVELOPMENT_SEED = 41
@@ -77,13 +79,17 @@ class World:
         self._sim: Simulator = make_simulator(self.scenario, 1, num_requests)
         self.num_weights = self._sim.num_weights
 
-    def stream(self, seed: int, index: int) -> object:
+    def stream(self, seed: int, index: int) -> BatchingStream:
         """One stream of requests."""
-        return self.source.sample(self.num_requests, stream_rng(seed, "evaluation", index))
+        stream = self.source.sample(self.num_requests, stream_rng(seed, "evaluation", index))
+        assert isinstance(stream, BatchingStream)
+        return stream
 
-    def response_s(self, stream: object, weights: FloatArray) -> tuple[FloatArray, FloatArray]:
+    def response_s(
+        self, stream: BatchingStream, weights: FloatArray
+    ) -> tuple[FloatArray, FloatArray]:
         """Arrival and response of every request, seconds; infinity where it was dropped."""
-        self._sim.load(0, stream)  # type: ignore[arg-type]
+        self._sim.load(0, stream)
         self._sim.run_linear(weights, self.source.mean_total_tokens)
         outcomes = self._sim.outcomes(0)
         return outcomes.arrival_s, np.nan_to_num(outcomes.response_s, nan=np.inf)
@@ -151,21 +157,22 @@ class Settled:
     """
 
     good: BoolArray
-    order: FloatArray
+    order: IntArray
     prompt_tokens: FloatArray
     output_tokens: FloatArray
     """NaN: it was given up."""
 
     @staticmethod
-    def of(stream: object, arrival_s: FloatArray, response_s: FloatArray, slo_s: float) -> Settled:
+    def of(
+        stream: BatchingStream, arrival_s: FloatArray, response_s: FloatArray, slo_s: float
+    ) -> Settled:
         """Judge a stream's requests by the response that was seen."""
         given_up_s = GIVE_UP_AFTER * slo_s
-        requests = stream.requests  # type: ignore[attr-defined]
         return Settled(
             good=response_s <= slo_s,
             order=np.argsort(arrival_s + np.minimum(response_s, given_up_s), kind="stable"),
-            prompt_tokens=requests[:, CONTEXT],
-            output_tokens=np.where(response_s <= given_up_s, requests[:, OUTPUT], np.nan),
+            prompt_tokens=stream.requests[:, CONTEXT],
+            output_tokens=np.where(response_s <= given_up_s, stream.requests[:, OUTPUT], np.nan),
         )
 
 
@@ -243,8 +250,6 @@ def _row(kind: str, stopped: list[int | None], goodputs: dict[str, list[float]],
 
 def in_one_world(world: World, policies: Policies, args: Args) -> Row:
     """Let the worse canary and the champion share their replicas."""
-    from tokenyard.artifact import resolve_champion
-
     base, _ = resolve_champion("routing", world.scenario.name)
     make = {
         arm: learned_policy(_with_weights(base, weights, world))
@@ -260,7 +265,7 @@ def in_one_world(world: World, policies: Policies, args: Args) -> Row:
             policy = make[bool(hashed[sim.current(copy)])]
             return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
 
-        (ran,) = run_each(world.scenario, StreamSet([stream], "mixed"), [choose])  # type: ignore[list-item]
+        (ran,) = run_each(world.scenario, StreamSet([stream], "mixed"), [choose])
         seen_s = np.nan_to_num(ran.outcomes.response_s, nan=np.inf)
         settled = Settled.of(stream, ran.outcomes.arrival_s, seen_s, policies.slo_s)
         goodputs["champion"].append(float(settled.good[~hashed].mean()))
@@ -269,10 +274,7 @@ def in_one_world(world: World, policies: Policies, args: Args) -> Row:
     return _row("in one world", stopped, goodputs, args)
 
 
-def _with_weights(base: object, weights: FloatArray, world: World) -> object:
-    from tokenyard.artifact import PolicyArtifact
-
-    assert isinstance(base, PolicyArtifact)
+def _with_weights(base: PolicyArtifact, weights: FloatArray, world: World) -> PolicyArtifact:
     metadata = base.metadata.model_copy(
         update={"mean_total_tokens": world.source.mean_total_tokens, "kind": "marginal"}
     )
