@@ -12,6 +12,7 @@ import contextlib
 import copy
 import math
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -47,6 +48,7 @@ from serve_app.engines import attention
 from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampling
 from serve_app.engines.messages import Limits, Progress, Report
 from serve_app.engines.models import find_model
+from serve_app.engines.packed import make_packable, pack_linears
 from serve_app.engines.rehearsal import Pace
 from serve_app.engines.sampling import GumbelDraws
 
@@ -57,6 +59,7 @@ PAGE_TOKENS = 32
 """Tokens whose keys and values are allocated together."""
 DEFAULT_KV_BYTES = 256 << 20
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+_SWITCH_S = 2e-4
 _TRASH_BLOCKS = 2
 """Blocks that the paged cache allocates on top, for padding."""
 _GPU_WORKSPACE_FRACTION = 0.1
@@ -104,6 +107,8 @@ def load_share(config: EngineConfig) -> Any:
     if not torch.cuda.is_available():
         # More threads than cores only wait for each other at every layer.
         torch.set_num_threads(1)
+        # The thread that computes needs the interpreter for a moment at every operator.
+        sys.setswitchinterval(_SWITCH_S)
         _yield_to_the_gateway()
     _repair_transformers()
     divided = None
@@ -117,8 +122,10 @@ def load_share(config: EngineConfig) -> Any:
         attn_implementation="sdpa",
         distributed_config=divided,
         device_map=None if divided or not torch.cuda.is_available() else "cuda",
-    )
-    return model.eval()
+    ).eval()
+    if model.device.type == "cpu":
+        pack_linears(model)
+    return model
 
 
 def _repair_transformers() -> None:
@@ -142,6 +149,7 @@ def _repair_transformers() -> None:
             if not isinstance(module, pipeline_parallel.PipelineIdentityLayer)
         }
         here |= {name for name, _ in model.named_parameters()}
+        make_packable(model)
         return shard(model, mesh, {name: style for name, style in plan.items() if name in here})
 
     def bind_flat(signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -269,6 +277,20 @@ class StageCache(PagedAttentionCache):
     """A paged cache for the layers and the heads of this rank alone."""
 
     first_layer = 0
+    _plan: attention.Plan | None = None
+
+    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.Plan:
+        """Return how the batch attends, and let what is read be in the plan's order."""
+        if layer == self.first_layer or self._plan is None:
+            self._plan = attention.make_plan(
+                kwargs["cu_seq_lens_q"].tolist(),
+                kwargs["cu_seq_lens_k"]["full_attention"].tolist(),
+                kwargs["read_index"][0],
+                group,
+                dtype,
+            )
+        kwargs["read_index"] = [self._plan.read_index]
+        return self._plan
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
         """Number the layers from this rank's first."""
