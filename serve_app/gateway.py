@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from serve_app.ahead import Ahead
 from serve_app.backends import Backend
 from serve_app.decider import Choice
 from serve_app.desk import RAY_DEFAULT, PolicyDesk
@@ -130,6 +131,7 @@ class Gateway:
         self.collector = Collector(means)
         self.history = History()
         self._ray: RayDefault | None = None
+        self._ahead = Ahead()
         self._suspects: dict[str, float] = {}
 
     def service_class(self, name: str | None) -> SloClass | None:
@@ -324,33 +326,34 @@ class Gateway:
         time.sleep(0)
         started_ns = time.perf_counter_ns()
         chosen = await self._ask_ray(tried) if by_ray else None
-        now_s = self.refresh()
-        needed = len(work.token_ids) + work.sampling.max_tokens
-        replicas = [
-            one for one in self._offered(now_s)
-            if one.replica_id not in tried
-            and self.backends[one.pool].max_model_tokens >= needed
-        ]  # fmt: skip
-        if not replicas:
-            return None
-        snapshots = self.collector.snapshots(replicas, work.token_ids)
-        context = len(work.token_ids)
-        total = min(self.desk.predicted_total_tokens(context, answer.arm), needed)
-        # Always a float: compiled policies are compiled anew for other types.
-        request = Request(answer.arrival_s, context, float(max(total, context + 1)))
-        ids = [one.replica_id for one in replicas]
-        if chosen in ids:
-            us = (time.perf_counter_ns() - started_ns) / 1e3
-            choice = Choice(ids.index(chosen), None, None, False, False, us)
-            self.desk.decision_us.append(us)
-            self.desk.num_decisions += 1
-        else:
-            if chosen is not None and self._ray is not None:
-                self._ray.finished(chosen)
-            stale = self._all_stale(replicas, now_s)
-            choice = self.desk.pick(request, snapshots, stale, answer.arm)
-            if not tried:
-                self.desk.observe(work.request_id, request, snapshots, choice)
+        with self._ahead.of_others():
+            now_s = self.refresh()
+            needed = len(work.token_ids) + work.sampling.max_tokens
+            replicas = [
+                one for one in self._offered(now_s)
+                if one.replica_id not in tried
+                and self.backends[one.pool].max_model_tokens >= needed
+            ]  # fmt: skip
+            if not replicas:
+                return None
+            snapshots = self.collector.snapshots(replicas, work.token_ids)
+            context = len(work.token_ids)
+            total = min(self.desk.predicted_total_tokens(context, answer.arm), needed)
+            # Always a float: compiled policies are compiled anew for other types.
+            request = Request(answer.arrival_s, context, float(max(total, context + 1)))
+            ids = [one.replica_id for one in replicas]
+            if chosen in ids:
+                us = (time.perf_counter_ns() - started_ns) / 1e3
+                choice = Choice(ids.index(chosen), None, None, False, False, us)
+                self.desk.decision_us.append(us)
+                self.desk.num_decisions += 1
+            else:
+                if chosen is not None and self._ray is not None:
+                    self._ray.finished(chosen)
+                stale = self._all_stale(replicas, now_s)
+                choice = self.desk.pick(request, snapshots, stale, answer.arm)
+                if not tried:
+                    self.desk.observe(work.request_id, request, snapshots, choice)
         by_ray = by_ray and chosen in ids
         tracked = replicas[choice.index]
         output = request.predicted_total_tokens - context
