@@ -46,6 +46,8 @@ LATE_SCALE = 30.0
 lateness can send it to where it is later still, and this bounds how far."""
 SPREAD_SCALE = 0.05
 """Coefficient of variation of the servers' speeds at which giving one up counts half."""
+SPREAD_LIMIT = 0.5
+"""Where none is given up any more: what the slowest takes then is what the p99 is made of."""
 FEW_SERVERS = 4
 """One more than the servers of which giving one up counts whole: among more it is given up less."""
 AGE_SCALE = 10.0
@@ -70,9 +72,9 @@ def server_scores(
     which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
     logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
     cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded
-    lateness l / (1 + l / LATE_SCALE), and n = e / (e + SPREAD_SCALE) FEW_SERVERS / (servers + 1),
-    with e the coefficient of variation of capacities, where no server can be in time, else 0, the
-    cost is
+    lateness l / (1 + l / LATE_SCALE), and, where no server can be in time, else 0,
+    n = e / (e + SPREAD_SCALE) max(1 - (e / SPREAD_LIMIT)^4, 0) FEW_SERVERS / (servers + 1)
+    with e the coefficient of variation of capacities, the cost is
 
         w + s + sum over m in (1, v, b, v b, c, v c) of m (weights[m] . f),
         f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
@@ -113,7 +115,8 @@ def server_scores(
     spread = math.sqrt(variance) if variance > 1e-9 else 0.0
     hopeless = 0.0
     if first_s > slo_s:
-        hopeless = spread / (spread + SPREAD_SCALE) * FEW_SERVERS / (columns.shape[0] + 1)
+        fades = max(1.0 - (spread / SPREAD_LIMIT) ** 4, 0.0)
+        hopeless = spread / (spread + SPREAD_SCALE) * fades * FEW_SERVERS / (columns.shape[0] + 1)
     unit_s = mean_total_tokens / mean_capacity
     backlog = math.log(1.0 + waiting / capacity / unit_s)
     z = size_tokens / mean_total_tokens
