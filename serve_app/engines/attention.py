@@ -80,7 +80,7 @@ def attend(
         asked = query[0, :, part.queries].unflatten(1, shape).transpose(0, 1)
         seen = scaled_dot_product_attention(
             # Heads that share keys stand in a row: for them it is one matrix.
-            asked.reshape(*shape[:1], kv_heads, -1, width),
+            asked.reshape(part.num_sequences, kv_heads, -1, width),
             key[0, :, part.keys].unflatten(1, shape).transpose(0, 1),
             value[0, :, part.keys].unflatten(1, shape).transpose(0, 1),
             attn_mask=part.mask,
