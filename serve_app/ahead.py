@@ -1,7 +1,7 @@
 """A moment in which a thread goes before all others of the machine.
 
 A decision takes a quarter of a millisecond. On a few cores that also run proxies, controllers and
-engines, every third is interrupted by one of them, and then takes as long as that one's turn.
+engines, every fourth is interrupted by one of them, and then takes as long as that one's turn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Ahead:
             return
         # A thread that is born in a block is an ordinary one.
         self._raised = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_LOWEST_REALTIME)
-        self._usual = os.SCHED_OTHER, os.sched_param(0)
+        self._usual = os.sched_getscheduler(0), os.sched_getparam(0)
         try:
             with self.of_others():
                 pass

@@ -60,6 +60,7 @@ PAGE_TOKENS = 32
 DEFAULT_KV_BYTES = 256 << 20
 _COLLECTIVE_TIMEOUT = timedelta(seconds=300)
 _SWITCH_S = 2e-4
+"""Time for which a thread of a rank keeps the interpreter while the one that computes wants it."""
 _TRASH_BLOCKS = 2
 """Blocks that the paged cache allocates on top, for padding."""
 _GPU_WORKSPACE_FRACTION = 0.1
