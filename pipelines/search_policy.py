@@ -23,26 +23,14 @@ from rich.table import Table
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.fleet import Randomisation
-from tokenyard.intervals import t_interval
-from tokenyard.observation import (
-    MARGINAL_OTHERS,
-    MARGINAL_WAIT,
-    NUM_MARGINAL_WEIGHTS,
-    NUM_SCORE_WEIGHTS,
-)
+from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
+from tokenyard.rl.validation import AgainstRule, worst_p99
 from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.simulator import make_simulator
-from tokenyard.sim.streams import (
-    StreamSet,
-    StreamSource,
-    recorded_training_streams,
-    synthetic_streams,
-)
-from tokenyard.types import FloatArray
+from tokenyard.sim.streams import StreamSource
 
 
 @dataclass(frozen=True)
@@ -114,90 +102,39 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
         policy.step()
     row: dict[str, float | int | str] = {"seed": seed, "env_steps": policy.env_steps}
     row |= {f"objective_{name}": value for name, value in asdict(objective).items()}
-    return Found(row | validate(args.scenario, policy.mean, start), policy.mean.tolist())
+    return Found(row | validate(policy, start), policy.mean.tolist())
 
 
 def stand_still(scenario_name: str) -> Found:
     """The hand rule itself: no champion is worse on validation than where it began."""
-    start = hand_rule(load_scenario(scenario_name))
+    scenario = load_scenario(scenario_name)
+    start = hand_rule(scenario)
+    rule = PolicySearch(scenario, SearchConfig(start=start))
     row: dict[str, float | int | str] = {"seed": 0, "env_steps": 0}
     row |= {f"objective_{name}": 0.0 for name in asdict(OBJECTIVES[0])}
-    return Found(row | validate(scenario_name, np.array(start), start), list(start))
+    return Found(row | validate(rule, start), list(start))
 
 
 def hand_rule(scenario: Scenario) -> tuple[float, ...]:
     """Weights of the strongest hand rule: shortest expected delay, or tuned marginal delay."""
     if scenario.fleet is None:
         return (0.0,) * NUM_SCORE_WEIGHTS
-    tuned = load_tuned(scenario.name).fleet
-    weights = np.zeros(NUM_MARGINAL_WEIGHTS)
-    weights[MARGINAL_WAIT] = tuned.wait_weight - 1.0
-    weights[MARGINAL_OTHERS] = tuned.others_weight - 1.0
-    return tuple(weights.tolist())
+    return load_tuned(scenario.name).fleet.marginal_weights
 
 
-def validate(scenario_name: str, weights: FloatArray, start: tuple[float, ...]) -> dict[str, float]:
-    """Compare weights with those of the hand rule on what no search was trained on.
-
-    That is fresh synthetic streams and, where the file is found, the recorded requests that the
-    traffic model was fitted to. The recorded test part is not touched.
-    """
-    source = StreamSource(load_scenario(scenario_name))
-    streams = synthetic_streams(source, NUM_VALIDATION_STREAMS, seed=0, purpose="validation")
-    rule = np.array(start)
-    ours, theirs = (measure(source, streams, w) for w in (weights, rule))
-    score, mean_s, p99_s, violations = ours.mean(axis=0)
-    _, rule_mean_s, rule_p99_s, rule_violations = theirs.mean(axis=0)
-    found = {
-        "score": float(score),
-        "mean_response_s": float(mean_s),
-        "p99_response_s": float(p99_s),
-        "slo_violation_fraction": float(violations),
-        "delta_mean_fraction": float(mean_s / rule_mean_s - 1),
-        "delta_p99_fraction": float(p99_s / rule_p99_s - 1),
-        "delta_p99_ci_high": float(t_interval(ours[:, 2] - theirs[:, 2]).high / rule_p99_s),
-        "delta_slo_violation": float(violations - rule_violations),
-    }
-    recorded = recorded_training_streams(source)
-    if recorded is not None:
-        ours, theirs = (measure(source, recorded, w) for w in (weights, rule))
-        found["recorded_delta_mean_fraction"] = float(ours[0, 1] / theirs[0, 1] - 1)
-        found["recorded_delta_p99_fraction"] = float(ours[0, 2] / theirs[0, 2] - 1)
-    return found
-
-
-def measure(source: StreamSource, streams: StreamSet, weights: FloatArray) -> FloatArray:
-    """Score, mean, p99 and share of violations of every stream, shape (num_streams, 4)."""
-    sim = make_simulator(source.scenario, len(streams.requests), len(streams.requests[0]))
-    for copy, requests in enumerate(streams.requests):
-        sim.load(copy, requests)
-    sim.run_linear(weights, source.mean_total_tokens)
-    slo_s = source.scenario.slo_response_s
-    return np.array(
-        [
-            [
-                metrics.score(one.response_s, one.missed(slo_s)),
-                metrics.mean_response_s(one.response_s),
-                metrics.percentile_response_s(one.response_s, 99.0),
-                metrics.slo_violation_fraction(one.missed(slo_s)),
-            ]
-            for one in (sim.outcomes(copy) for copy in range(len(streams.requests)))
-        ]
-    )
-
-
-def worst_p99(found: Found) -> float:
-    """How far p99 may exceed that of the hand rule, by all that validation shows."""
-    recorded = float(found.row.get("recorded_delta_p99_fraction", -1.0))
-    return max(float(found.row["delta_p99_ci_high"]), recorded)
+def validate(policy: PolicySearch, start: tuple[float, ...]) -> dict[str, float]:
+    """Compare what a search found with the hand rule on streams that it was not trained on."""
+    rule = PolicySearch(policy.scenario, SearchConfig(start=start))
+    source = StreamSource(policy.scenario)
+    return AgainstRule(source, rule.artifact(), NUM_VALIDATION_STREAMS)(policy.artifact())
 
 
 def choose(found: list[Found], p99_margin: float) -> Found:
     """Return the best of mean and violations that keeps the tail; if none does, the best tail."""
-    keeps_tail = [f for f in found if worst_p99(f) <= p99_margin]
+    keeps_tail = [f for f in found if worst_p99(f.row) <= p99_margin]
     if keeps_tail:
         return min(keeps_tail, key=_mean_and_violations)
-    return min(found, key=worst_p99)
+    return min(found, key=lambda f: worst_p99(f.row))
 
 
 def _mean_and_violations(found: Found) -> float:
@@ -236,7 +173,7 @@ def report(found: list[Found], best: Found) -> None:
             f"{row['score']:.4f}",
             f"{row['delta_mean_fraction']:+.1%}",
             f"{row['delta_p99_fraction']:+.1%}",
-            f"{worst_p99(one):+.1%}",
+            f"{worst_p99(one.row):+.1%}",
             f"{row['delta_slo_violation']:+.2%}",
             style="bold" if one is best else "",
         )

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, ValidationError
 
+from tokenyard import corrected
 from tokenyard.equivariant import BASELINES, Layout
 from tokenyard.frozen import Frozen
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
@@ -66,16 +67,17 @@ class ArtifactMetadata(Frozen):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "generic", "mlp", "equivariant"]
+    kind: Literal["linear", "marginal", "generic", "mlp", "equivariant", "corrected"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.observation.linear_scores`); `marginal`: one of the delay that a request adds, for
     replicas that batch continuously (`marginal_scores`); `generic`: one of either for any cluster
     (`tokenyard.generic`); `mlp`: a network over the flat observation; `equivariant`: one that
-    scores every replica alike (`tokenyard.equivariant`)."""
+    scores every replica alike (`tokenyard.equivariant`); `corrected`: a `marginal` policy and a
+    network of that kind that corrects it (`tokenyard.corrected`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
-    """Algorithm that made it: policy_search, ppo, a2c or dqn."""
+    """Algorithm that made it: policy_search, rollouts, ppo, a2c or dqn."""
     num_replicas: int | None
     """Replicas it decides between, in the order it was trained on; None: any."""
     expected_finish: bool = True
@@ -121,7 +123,8 @@ class PolicyArtifact:
     `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
     (outputs, inputs); the network's outputs are one preference per replica, higher is better.
     An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
-    and layers from `Layout.num_inputs` numbers to the preference for one replica.
+    and layers from `Layout.num_inputs` numbers to the preference for one replica. A `corrected`
+    policy has the `weights` of a `marginal` one and the arrays of such a network, of three layers.
 
     Raises:
         ValueError: The arrays do not fit the metadata.
@@ -152,7 +155,11 @@ class PolicyArtifact:
         if metadata.residual_scale and not metadata.expected_finish:
             raise ValueError("residual_scale needs expected_finish in the observation")
         if metadata.kind == "equivariant":
-            self._check_equivariant()
+            self._check_baseline()
+            self._check_scorer()
+            return
+        if metadata.kind == "corrected":
+            self._check_corrected()
             return
         if metadata.num_replicas is None:
             raise ValueError("a network needs num_replicas in its metadata")
@@ -161,10 +168,21 @@ class PolicyArtifact:
         _check_shape(self.arrays, "std", (inputs,))
         self._check_layers(inputs, metadata.num_replicas)
 
-    def _check_equivariant(self) -> None:
-        baseline, layout = self.metadata.baseline, self.layout
+    def _check_baseline(self) -> None:
+        baseline = self.metadata.baseline
         if baseline not in BASELINES:
             raise ValueError(f"unknown baseline {baseline!r}; choose one of {sorted(BASELINES)}")
+
+    def _check_corrected(self) -> None:
+        _check_shape(self.arrays, "weights", (NUM_MARGINAL_WEIGHTS,))
+        if self.layout != corrected.LAYOUT:
+            raise ValueError(f"a corrected policy observes {corrected.LAYOUT}, not {self.layout}")
+        self._check_scorer()
+        if len(self.layers) != corrected.NUM_LAYERS or self.metadata.activation != "tanh":
+            raise ValueError(f"a corrected policy has {corrected.NUM_LAYERS} layers with tanh")
+
+    def _check_scorer(self) -> None:
+        layout = self.layout
         for kind, size in (("request", NUM_REQUEST_FEATURES), ("replica", layout.num_features)):
             _check_shape(self.arrays, f"{kind}_mean", (size,))
             _check_shape(self.arrays, f"{kind}_std", (size,))
@@ -183,7 +201,8 @@ class PolicyArtifact:
     @property
     def needs_engine(self) -> bool | None:
         """Whether it decides between replicas that batch continuously; None: between any."""
-        by_kind = {"linear": None, "marginal": True, "generic": None, "mlp": False}
+        by_kind = {"linear": None, "generic": None, "mlp": False}
+        by_kind |= {"marginal": True, "corrected": True}
         kind = self.metadata.kind
         return self.layout.batches if kind == "equivariant" else by_kind[kind]
 
@@ -210,6 +229,11 @@ class PolicyArtifact:
     def sha256(self) -> str:
         """First 12 hex digits of a hash over all that the policy is."""
         return content_hash(self.metadata.to_json(), self.arrays)
+
+    def described(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
+        """The same policy with what it scored and what it was made from."""
+        metadata = self.metadata.model_copy(update={"metrics": metrics, "lineage": lineage})
+        return PolicyArtifact(metadata, self.arrays)
 
     def save(self, path: str | Path) -> None:
         """Write the npz file; equal policies give equal bytes.

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
+from tokenyard.corrected import corrected_scores, fold, make_scratch
 from tokenyard.equivariant import BASELINES, scorer_inputs
 from tokenyard.generic import engine_scores, server_scores
 from tokenyard.observation import (
@@ -216,6 +217,51 @@ class EquivariantPolicy:
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
 
+class CorrectedPolicy:
+    """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
+
+    def __init__(self, artifact: PolicyArtifact, started_at: datetime | None = None) -> None:
+        """Take weights, network and units from a `corrected` artifact.
+
+        Args:
+            artifact: The trained policy.
+            started_at: Calendar time of second 0, where training traffic had a calendar.
+        """
+        self._metadata = artifact.metadata
+        self._features = _RequestFeatures(artifact.metadata, started_at)
+        self._correction = fold(artifact.arrays, artifact.layers)
+        self._scratch = make_scratch(self._correction, 0)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the SLO.
+
+        Raises:
+            ValueError: No replica, or a snapshot of one that does not batch continuously.
+        """
+        _check_count(None, snapshots)
+        _check_engines(True, snapshots)
+        num = len(snapshots)
+        if len(self._scratch.observation) != observation_size(num, True, True):
+            self._scratch = make_scratch(self._correction, num)
+        costs = np.empty(num)
+        best = corrected_scores(
+            self._correction,
+            self._features.push(request),
+            request.context_tokens,
+            request.predicted_total_tokens - request.context_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            snapshot_columns(snapshots),
+            self._scratch,
+            costs,
+        )
+        return Decision(best, tuple(costs.tolist()))
+
+
 def equivariant_preferences(
     artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
 ) -> FloatArray:
@@ -262,7 +308,7 @@ class _RequestFeatures:
         return squash((self._tracker.push(request) - self._medians) / self._scales)
 
 
-LearnedPolicy = LinearPolicy | GenericPolicy | NetworkPolicy | EquivariantPolicy
+LearnedPolicy = LinearPolicy | GenericPolicy | NetworkPolicy | EquivariantPolicy | CorrectedPolicy
 
 
 def learned_policy(
@@ -284,6 +330,8 @@ def learned_policy(
         return MarginalPolicy(artifact)
     if artifact.metadata.kind == "equivariant":
         return EquivariantPolicy(artifact, started_at)
+    if artifact.metadata.kind == "corrected":
+        return CorrectedPolicy(artifact, started_at)
     return NetworkPolicy(artifact, started_at)
 
 

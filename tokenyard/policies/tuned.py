@@ -8,6 +8,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from tokenyard.frozen import Frozen
+from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 
 
 class FleetRules(Frozen):
@@ -32,6 +33,14 @@ class FleetRules(Frozen):
     """Tuned marginal delay: weight of the request's own wait."""
     others_weight: Annotated[float, Field(ge=0)] = 1.0
     """Tuned marginal delay: weight of what the others are delayed by."""
+
+    @property
+    def marginal_weights(self) -> tuple[float, ...]:
+        """Tuned marginal delay as weights of `observation.marginal_scores`."""
+        weights = [0.0] * NUM_MARGINAL_WEIGHTS
+        weights[MARGINAL_WAIT] = self.wait_weight - 1.0
+        weights[MARGINAL_OTHERS] = self.others_weight - 1.0
+        return tuple(weights)
 
 
 class TunedRules(Frozen):

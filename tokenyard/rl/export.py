@@ -7,13 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor, nn
 
-from tokenyard.artifact import (
-    ArtifactMetadata,
-    FeatureScaling,
-    LengthPredictor,
-    PolicyArtifact,
-)
+from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.rl.equivariant import EquivariantActorCritic, EquivariantQNetwork
+from tokenyard.rl.lineage import feature_scaling, length_predictor
 from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
 from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
@@ -42,7 +38,6 @@ def export_network(
         lineage: What it was made from, for the record.
     """
     scenario = source.scenario
-    lengths = source.model.lengths
     metadata = ArtifactMetadata(
         kind="equivariant" if isinstance(module, Equivariant) else "mlp",
         scenario=scenario.name,
@@ -52,14 +47,8 @@ def export_network(
         slo_response_s=scenario.slo_response_s,
         mean_total_tokens=source.mean_total_tokens,
         output_length=scenario.output_length,
-        predictor=LengthPredictor(
-            bin_edges_tokens=lengths.bin_edges_tokens,
-            mean_generated_tokens=lengths.mean_generated_tokens,
-        ),
-        scaling=FeatureScaling(
-            medians=tuple(source.scaler.center.tolist()),
-            scales=tuple(source.scaler.scale.tolist()),
-        ),
+        predictor=length_predictor(source),
+        scaling=feature_scaling(source),
         residual_scale=module.residual_scale,
         baseline=module.baseline if isinstance(module, Equivariant) else None,
         metrics=metrics or {},

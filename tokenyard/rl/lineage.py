@@ -1,10 +1,12 @@
-"""What an artifact was made from, as short hashes: its traffic and its replicas."""
+"""What an artifact takes from what it was made from: the traffic's units, and short hashes."""
 
 from __future__ import annotations
 
 import hashlib
 
+from tokenyard.artifact import FeatureScaling, LengthPredictor
 from tokenyard.scenario import Scenario
+from tokenyard.sim.streams import StreamSource
 from tokenyard.workload.model import load_model
 
 
@@ -25,6 +27,22 @@ def lineage_of(scenario: Scenario) -> dict[str, str]:
         "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
         "calibration_sha256": _short("\n".join(speeds)),
     }
+
+
+def length_predictor(source: StreamSource) -> LengthPredictor:
+    """Mean output by context length in the traffic of training."""
+    lengths = source.model.lengths
+    return LengthPredictor(
+        bin_edges_tokens=lengths.bin_edges_tokens,
+        mean_generated_tokens=lengths.mean_generated_tokens,
+    )
+
+
+def feature_scaling(source: StreamSource) -> FeatureScaling:
+    """Units of the request features in the traffic of training."""
+    return FeatureScaling(
+        medians=tuple(source.scaler.center.tolist()), scales=tuple(source.scaler.scale.tolist())
+    )
 
 
 def _short(text: str) -> str:

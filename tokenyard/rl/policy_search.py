@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import ArtifactMetadata, LengthPredictor, PolicyArtifact
+from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.fleet import Randomisation
+from tokenyard.rl.lineage import length_predictor
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
@@ -204,7 +205,6 @@ class PolicySearch:
                 were searched over many clusters.
         """
         scenario = self.scenario
-        lengths = self._source.model.lengths
         metadata = ArtifactMetadata(
             kind="linear" if scenario.fleet is None else "marginal",
             scenario=scenario.name,
@@ -214,10 +214,7 @@ class PolicySearch:
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,
-            predictor=LengthPredictor(
-                bin_edges_tokens=lengths.bin_edges_tokens,
-                mean_generated_tokens=lengths.mean_generated_tokens,
-            ),
+            predictor=length_predictor(self._source),
             metrics=metrics_found or {},
             lineage=lineage or {},
         )

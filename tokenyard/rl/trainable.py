@@ -17,6 +17,7 @@ from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.recipes import Recipe, build_config, recipe
+from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.sampling import Implementation
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
@@ -38,7 +39,7 @@ class TrialConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    algorithm: Literal["ppo", "a2c", "dqn", "policy_search"]
+    algorithm: Literal["ppo", "a2c", "dqn", "policy_search", "rollouts"]
     scenario: str
     """Name or YAML path."""
     register_env: Callable[[], None] | None = None
@@ -70,7 +71,7 @@ class TrialConfig(BaseModel):
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
-    """Generations of policy search between two results."""
+    """Generations of policy search, or rounds of rollouts, between two results."""
     validate_every: Annotated[int, Field(ge=1)] = 1
     """Iterations between validations; results in between repeat the last one."""
     validation_streams: Annotated[int, Field(ge=1)] = 8
@@ -109,12 +110,20 @@ def make_training(config: TrialConfig, source: StreamSource) -> Training[PolicyA
     """Build the learner that a configuration names.
 
     Raises:
-        ValueError: An RLlib trial without `register_env`, or a flat network for a fleet.
+        ValueError: An RLlib trial without `register_env`, a flat network for a fleet, or rollouts
+            without one.
     """
     if config.algorithm == "policy_search":
         like_the_others = SearchConfig(randomisation=recipe(config.recipe).randomisation)
         search = PolicySearch(source.scenario, like_the_others, config.seed)
         return SearchTraining(search, config.generations_per_iteration)
+    if config.algorithm == "rollouts":
+        improvement = RolloutImprovement(
+            source.scenario,
+            RolloutConfig(load_factor=recipe(config.recipe).randomisation.load_factor),
+            config.seed,
+        )
+        return SearchTraining(improvement, config.generations_per_iteration)
     if config.register_env is None:
         raise ValueError(f"a {config.algorithm} trial needs register_env, such as envs.register")
     adapted = config.adapted_recipe()
@@ -240,7 +249,7 @@ class RouterTrainable(PolicyTrainable):
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         """What the trial and its env runners reserve, one bundle each."""
-        search = config["algorithm"] == "policy_search"
+        search = config["algorithm"] in ("policy_search", "rollouts")
         num_env_runners = 0 if search else config.get("num_env_runners", 1)
         return trial_bundles(config, 1 + num_env_runners)
 

@@ -7,45 +7,74 @@ run after every iteration.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.corrected import fold
+from tokenyard.intervals import t_interval
 from tokenyard.policies.learned import equivariant_preferences
 from tokenyard.rl.modules import finish_columns
 from tokenyard.sim.cluster import Observations, Outcomes
+from tokenyard.sim.engines import BatchingSim
+from tokenyard.sim.rollouts import run_corrected
 from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSource, synthetic_streams
+from tokenyard.sim.streams import (
+    StreamSet,
+    StreamSource,
+    recorded_training_streams,
+    synthetic_streams,
+)
 from tokenyard.types import FloatArray
+
+NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
+"""What validation finds: the score in seconds, higher is better, and what it is made of."""
+_SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
 
 
 class Validation:
     """A fixed set of streams of one scenario."""
 
-    def __init__(self, source: StreamSource, num_streams: int, seed: int = 0) -> None:
-        """Draw the streams; equal arguments give equal streams in every trial."""
+    def __init__(
+        self,
+        source: StreamSource,
+        num_streams: int,
+        seed: int = 0,
+        streams: StreamSet | None = None,
+    ) -> None:
+        """Draw the streams; equal arguments give equal streams in every trial.
+
+        Args:
+            source: Traffic of the scenario.
+            num_streams: How many to draw.
+            seed: Of what is drawn.
+            streams: Taken in place of any that would be drawn.
+        """
         self._source = source
-        self._streams = synthetic_streams(source, num_streams, seed, "validation").requests
+        drawn = streams or synthetic_streams(source, num_streams, seed, "validation")
+        self._streams = drawn.requests
 
     def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
-        """Run the greedy policy on every stream and average over streams.
+        """Run the greedy policy on every stream and average over streams; keys are NAMES."""
+        return dict(zip(NAMES, self.rows(artifact).mean(axis=0).tolist(), strict=True))
 
-        Returns:
-            score (seconds, higher is better), mean_response_s, p99_response_s and
-            slo_violation_fraction.
-        """
+    def rows(self, artifact: PolicyArtifact) -> FloatArray:
+        """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
         slo_s = self._source.scenario.slo_response_s
-        rows = [
-            (
-                metrics.score(one.response_s, one.missed(slo_s)),
-                metrics.mean_response_s(one.response_s),
-                metrics.percentile_response_s(one.response_s, 99.0),
-                metrics.slo_violation_fraction(one.missed(slo_s)),
-            )
-            for one in self._outcomes(artifact)
-        ]
-        names = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
-        return dict(zip(names, np.mean(rows, axis=0).tolist(), strict=True))
+        return np.array(
+            [
+                (
+                    metrics.score(one.response_s, one.missed(slo_s)),
+                    metrics.mean_response_s(one.response_s),
+                    metrics.percentile_response_s(one.response_s, 99.0),
+                    metrics.slo_violation_fraction(one.missed(slo_s)),
+                )
+                for one in self._outcomes(artifact)
+            ]
+        )
 
     def _outcomes(self, artifact: PolicyArtifact) -> list[Outcomes]:
         metadata = artifact.metadata
@@ -59,9 +88,56 @@ class Validation:
             sim.load(copy, requests)
         if metadata.kind in ("linear", "marginal"):
             sim.run_linear(artifact.arrays["weights"], metadata.mean_total_tokens)
+        elif metadata.kind == "corrected":
+            correction = fold(artifact.arrays, artifact.layers)
+            run_corrected(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
         else:
             _run_network(sim, artifact)
         return [sim.outcomes(copy) for copy in range(len(self._streams))]
+
+
+class AgainstRule:
+    """Compares policies with a hand rule on what no search was trained on.
+
+    That is fresh synthetic streams and, where the file is found, the recorded requests that the
+    traffic model was fitted to. The recorded test part is not touched.
+    """
+
+    def __init__(self, source: StreamSource, rule: PolicyArtifact, num_streams: int) -> None:
+        """Draw the streams and run the rule on them."""
+        self._drawn = Validation(source, num_streams)
+        self._rule_rows = self._drawn.rows(rule)
+        streams = recorded_training_streams(source)
+        self._recorded = None if streams is None else Validation(source, 1, streams=streams)
+        self._rule_recorded = None if self._recorded is None else self._recorded.rows(rule)[0]
+
+    @property
+    def rule_p99_s(self) -> float:
+        """The rule's 99th percentile of response times, mean over streams, seconds."""
+        return float(self._rule_rows[:, _P99].mean())
+
+    def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
+        """What the policy does, and by how much it differs from the rule."""
+        ours, theirs = self._drawn.rows(artifact), self._rule_rows
+        mean, rule = ours.mean(axis=0), theirs.mean(axis=0)
+        p99_beyond = t_interval(ours[:, _P99] - theirs[:, _P99]).high / rule[_P99]
+        found = dict(zip(NAMES, mean.tolist(), strict=True)) | {
+            "delta_mean_fraction": float(mean[_MEAN] / rule[_MEAN] - 1),
+            "delta_p99_fraction": float(mean[_P99] / rule[_P99] - 1),
+            "delta_p99_ci_high": float(p99_beyond),
+            "delta_slo_violation": float(mean[_VIOLATIONS] - rule[_VIOLATIONS]),
+        }
+        if self._recorded is not None and self._rule_recorded is not None:
+            recorded = self._recorded.rows(artifact)[0] / self._rule_recorded - 1.0
+            found["recorded_delta_mean_fraction"] = float(recorded[_MEAN])
+            found["recorded_delta_p99_fraction"] = float(recorded[_P99])
+        return found
+
+
+def worst_p99(found: Mapping[str, Any]) -> float:
+    """How far p99 may exceed that of the hand rule, by all that `AgainstRule` shows."""
+    recorded = float(found.get("recorded_delta_p99_fraction", -1.0))
+    return max(float(found["delta_p99_ci_high"]), recorded)
 
 
 def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
