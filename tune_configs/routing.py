@@ -17,6 +17,7 @@ from ray.tune.search import Searcher
 
 import envs
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
+from tokenyard.rl.rollouts import RolloutConfig
 from tokenyard.rl.trainable import RouterTrainable, trial_bundles
 from tokenyard.scenario import load_scenario
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
@@ -27,6 +28,7 @@ from tune_configs.schedulers import AshaPerAlgorithm
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
 POLICY_SEARCH = "policy_search"
+ROLLOUTS = "rollouts"
 WEIGHTINGS = (PAPER, "response", "response_slo_tail")
 """The reward weightings of the default sweep."""
 
@@ -68,7 +70,10 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
-        config["generations_per_iteration"] = generations // trial["iterations"]
+        config["generations_per_iteration"] = max(1, generations // trial["iterations"])
+    elif trial["algorithm"] == ROLLOUTS:
+        rounds = trial["env_steps"] // RolloutConfig().env_steps_per_round(scenario.num_servers)
+        config["generations_per_iteration"] = max(1, rounds // trial["iterations"])
     else:
         config["reward"] = reward_weights(trial["reward_weights"], scenario)
         config["train_steps"] = trial["env_steps"]
@@ -108,6 +113,13 @@ def _search_trial(num_generations: int | None = None, iterations: int = 10) -> T
     env_steps = _search_env_steps(num_generations or SearchConfig().num_generations)
     # It looks at the score itself, so no reward is involved.
     return _trial(POLICY_SEARCH, "score", env_steps=env_steps, iterations=iterations)
+
+
+def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
+    """Improve least marginal delay, over as many requests as policy search places in all."""
+    per_round = RolloutConfig().env_steps_per_round(load_scenario(scenario).num_servers)
+    env_steps = rounds * per_round
+    return _trial(ROLLOUTS, "score", scenario, env_steps, "fleet", iterations=rounds)
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -206,10 +218,11 @@ def fleet() -> Experiment:
         _trial(algorithm, "response", FLEET, env_steps, "fleet", iterations=10)
         for algorithm, env_steps in plans
     ]
+    search = {**_search_trial(), "scenario": FLEET, "recipe": "fleet"}
     return replace(
         default(),
         scenario=FLEET,
-        trials=({**_search_trial(), "scenario": FLEET, "recipe": "fleet"}, *learners),
+        trials=(_rollouts_trial(FLEET), search, *learners),
         baselines=(
             "round_robin",
             "least_connections",

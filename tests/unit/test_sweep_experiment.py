@@ -76,6 +76,11 @@ def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name
         assert config.seed == trial["seed"]
 
 
+def test_a_share_of_the_budget_is_at_least_one_generation_or_round():
+    for trial in routing.fleet().fitted({}, 2, 0, 0.01).designed_trials(3):
+        assert TrialConfig.model_validate(routing.trainer_config(trial))
+
+
 def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():
     trials = routing.default().designed_trials(0)
     learners = [t for t in trials if t["algorithm"] != "policy_search"]
