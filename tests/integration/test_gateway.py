@@ -266,14 +266,16 @@ def test_a_replica_killed_under_load_costs_no_answer_without_a_reason(url, folde
     with ThreadPoolExecutor(6) as pool:
         for _ in range(6):
             pool.submit(keep_asking)
-        wait_until(lambda: len(found) > 20)
-        killed_s = time.monotonic()
-        os.kill(int(alive[0].name), signal.SIGKILL)
-        time.sleep(1.0)
-        wait_until(lambda: len(list((folder / "pids").iterdir())) == 4, 60.0)
-        wait_until(lambda: health(url)["replicas"] == 3, 30.0)
-        back_s = time.monotonic() - killed_s
-        stop.set()
+        try:
+            wait_until(lambda: len(found) > 20)
+            killed_s = time.monotonic()
+            os.kill(int(alive[0].name), signal.SIGKILL)
+            time.sleep(1.0)
+            wait_until(lambda: len(list((folder / "pids").iterdir())) == 4, 60.0)
+            wait_until(lambda: health(url)["replicas"] == 3, 30.0)
+            back_s = time.monotonic() - killed_s
+        finally:
+            stop.set()  # Else the pool waits for those who ask for ever.
     # What the cluster knows of a pool need not be measured again.
     assert profiles(url) == speeds
     failed = [one for one in found if one[0] != 200]
@@ -401,9 +403,16 @@ def test_any_deployment_can_name_the_policy_as_its_router(cluster):
             await asyncio.sleep(0.3)
             return os.getpid()
 
-    handle = serve.run(Sleeper.bind(), name="sleepers", route_prefix="/sleepers")
-    responses = [handle.remote({"prompt": PROMPT}) for _ in range(8)]
-    pids = [response.result(timeout_s=30) for response in responses]
+    # A handle that was used leaves threads of gRPC, which can crash an interpreter that ends; in a
+    # worker Ray sees to them.
+    @ray.remote(num_cpus=0)
+    def answers():
+        handle = serve.get_app_handle("sleepers")
+        responses = [handle.remote({"prompt": PROMPT}) for _ in range(8)]
+        return [response.result(timeout_s=30) for response in responses]
+
+    serve.run(Sleeper.bind(), name="sleepers", route_prefix="/sleepers")
+    pids = ray.get(answers.remote())
     # Of equal replicas each gets half, since the router counts what it has sent; Serve takes the
     # second choice where the first does not tell its queue in time.
     assert min(pids.count(pid) for pid in set(pids)) >= 3
