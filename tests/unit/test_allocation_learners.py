@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 import envs
@@ -24,6 +25,14 @@ SCENARIO = SCENARIO.model_copy(
     update={"demand": SCENARIO.demand.model_copy(update={"source": "generator"})}
 )
 RULE = AutoscalerRule(tensor_parallel=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cluster():
+    """RLlib starts one where there is none."""
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 def training(algorithm, scenario=SCENARIO, **fields):
