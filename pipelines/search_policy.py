@@ -11,7 +11,8 @@ import itertools
 import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from rich.table import Table
 from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.fleet import Randomisation
-from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.observation import NUM_PROMISE_WEIGHTS, NUM_SCORE_WEIGHTS
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
@@ -44,7 +45,8 @@ class Args:
     seeds: int = 3
     """Independent searches per objective."""
     objectives: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """Which of the objectives to search with: 0 is eager for the mean, 4 careful with the tail."""
+    """Which of the objectives to search with: 0 is eager for the mean, 4 careful with the tail, 5
+    wants promises kept at any price; give it a `p99_margin` that lets it."""
     generations: int = 50
     streams: int = 6
     """Streams per generation, of 5000 requests each."""
@@ -54,6 +56,11 @@ class Args:
     """Range of factors on the speed of every replica of a fleet."""
     scrape_range: tuple[float, float] | None = None
     """Range of a fleet's scrape interval, seconds."""
+    promises: bool = True
+    """Search the prices of promises that are likely to be broken too, on a fleet."""
+    missed_s: float | None = None
+    """Seconds that a share of 1 of broken promises costs; None: what each objective says, and
+    what the score says in choosing between them."""
     p99_margin: float = 0.01
     """How far p99 may exceed that of the hand rule, as a fraction: at the upper end of
     its 95 % interval over validation streams, and on the recorded training part where found."""
@@ -70,8 +77,10 @@ OBJECTIVES = (
     Objective(cvar99=0.1, violation=2.0, tail_guard=5.0),
     Objective(cvar99=0.2, violation=1.0, tail_guard=5.0),
     Objective(cvar99=0.3, violation=1.0, tail_guard=5.0),
+    Objective(cvar99=0.0, violation=30.0, tail_guard=0.0),
 )
-"""From eager for the mean to careful with the tail; validation decides between them."""
+"""From eager for the mean to careful with the tail, and one for promises at any price; validation
+decides between them."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
     """Run one search to the end and judge it on the validation streams."""
     scenario = load_scenario(args.scenario)
     start = hand_rule(scenario)
+    if args.promises and scenario.fleet is not None:
+        start += (0.0,) * NUM_PROMISE_WEIGHTS
+    if args.missed_s is not None:
+        objective = replace(objective, violation=args.missed_s)
     config = SearchConfig(
         start=start,
         objective=objective,
@@ -129,18 +142,18 @@ def validate(policy: PolicySearch, start: tuple[float, ...]) -> dict[str, float]
     return AgainstRule(source, rule.artifact(), NUM_VALIDATION_STREAMS)(policy.artifact())
 
 
-def choose(found: list[Found], p99_margin: float) -> Found:
+def choose(found: list[Found], args: Args) -> Found:
     """Return the best of mean and violations that keeps the tail; if none does, the best tail."""
-    keeps_tail = [f for f in found if worst_p99(f.row) <= p99_margin]
+    keeps_tail = [f for f in found if worst_p99(f.row) <= args.p99_margin]
     if keeps_tail:
-        return min(keeps_tail, key=_mean_and_violations)
+        return min(keeps_tail, key=partial(_mean_and_violations, args))
     return min(found, key=lambda f: worst_p99(f.row))
 
 
-def _mean_and_violations(found: Found) -> float:
+def _mean_and_violations(args: Args, found: Found) -> float:
     row = found.row
-    lateness_s = metrics.VIOLATION_WEIGHT_S * float(row["slo_violation_fraction"])
-    return float(row["mean_response_s"]) + lateness_s
+    missed_s = metrics.VIOLATION_WEIGHT_S if args.missed_s is None else args.missed_s
+    return float(row["mean_response_s"]) + missed_s * float(row["slo_violation_fraction"])
 
 
 def export(args: Args, best: Found) -> PolicyArtifact:
@@ -156,11 +169,11 @@ def command_line() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def report(found: list[Found], best: Found) -> None:
+def report(args: Args, found: list[Found], best: Found) -> None:
     table = Table(
         "objective (cvar99, violation, guard)", "seed", "score", "mean", "p99", "at most", "late"
     )
-    for one in sorted(found, key=_mean_and_violations):
+    for one in sorted(found, key=partial(_mean_and_violations, args)):
         row = one.row
         objective = (
             row["objective_cvar99"],
@@ -187,8 +200,8 @@ def main(args: Args) -> None:
         futures = [pool.submit(search, args, objective, seed) for objective, seed in tasks]
         found = [future.result() for future in futures]
     found.append(stand_still(args.scenario))
-    best = choose(found, args.p99_margin)
-    report(found, best)
+    best = choose(found, args)
+    report(args, found, best)
     artifact = export(args, best)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

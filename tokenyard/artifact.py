@@ -26,6 +26,7 @@ from tokenyard.frozen import Frozen
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
+    NUM_PROMISING_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
@@ -118,10 +119,11 @@ class PolicyArtifact:
     """A trained policy.
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,). Arrays of a `generic` one: `server_weights`, shape
-    (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`:
-    `mean` and `std` of the observation, then `w0`, `b0`, `w1`, `b1`, ... with `w` of shape
-    (outputs, inputs); the network's outputs are one preference per replica, higher is better.
+    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_PROMISING_WEIGHTS,). Arrays of a `generic` one:
+    `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
+    (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`: `mean` and `std` of the observation, then `w0`,
+    `b0`, `w1`, `b1`, ... with `w` of shape (outputs, inputs); the network's outputs are one
+    preference per replica, higher is better.
     An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
     and layers from `Layout.num_inputs` numbers to the preference for one replica. A `corrected`
     policy has the `weights` of a `marginal` one and the arrays of such a network, of three layers.
@@ -141,7 +143,7 @@ class PolicyArtifact:
         if self.metadata.kind == "linear":
             _check_shape(self.arrays, "weights", (NUM_SCORE_WEIGHTS,))
         elif self.metadata.kind == "marginal":
-            _check_shape(self.arrays, "weights", (NUM_MARGINAL_WEIGHTS,))
+            self._check_marginal_weights()
         elif self.metadata.kind == "generic":
             _check_shape(self.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
             _check_shape(self.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
@@ -173,8 +175,13 @@ class PolicyArtifact:
         if baseline not in BASELINES:
             raise ValueError(f"unknown baseline {baseline!r}; choose one of {sorted(BASELINES)}")
 
+    def _check_marginal_weights(self) -> None:
+        promising = len(self.arrays.get("weights", ())) == NUM_PROMISING_WEIGHTS
+        size = NUM_PROMISING_WEIGHTS if promising else NUM_MARGINAL_WEIGHTS
+        _check_shape(self.arrays, "weights", (size,))
+
     def _check_corrected(self) -> None:
-        _check_shape(self.arrays, "weights", (NUM_MARGINAL_WEIGHTS,))
+        self._check_marginal_weights()
         if self.layout != corrected.LAYOUT:
             raise ValueError(f"a corrected policy observes {corrected.LAYOUT}, not {self.layout}")
         self._check_scorer()

@@ -39,7 +39,7 @@ class Correction(NamedTuple):
     """The arrays of the policy, with the units of its inputs folded into the first layer."""
 
     weights: FloatArray
-    """Of the rule, shape (NUM_MARGINAL_WEIGHTS,)."""
+    """Of the rule, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_PROMISING_WEIGHTS,)."""
     first: FloatArray
     """Shape (F + NUM_REQUEST_FEATURES + F, H): the replica, the request, the mean replica."""
     first_bias: FloatArray

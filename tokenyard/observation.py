@@ -59,6 +59,11 @@ NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
 NUM_MARGINAL_FEATURES = 9
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
+NUM_PROMISE_PRICES = 2 * NUM_SCORE_POWERS
+NUM_PROMISE_LIMITS = 5
+NUM_PROMISE_WEIGHTS = NUM_PROMISE_PRICES + NUM_PROMISE_LIMITS
+NUM_PROMISING_WEIGHTS = NUM_MARGINAL_WEIGHTS + NUM_PROMISE_WEIGHTS
+"""Length of a marginal policy's weights where it prices promises that may be broken."""
 MARGINAL_WAIT = 1
 MARGINAL_OTHERS = 4
 """Places of the weights, for all replicas alike, of the request's wait and of others' delays."""
@@ -241,6 +246,34 @@ def _fill_waits(columns: FloatArray) -> None:
             row[WAIT_S] = row[TOKENS_IN_FLIGHT] / (row[TOKENS_PER_S] * row[NUM_SLOTS])
 
 
+_TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
+"""Of the first token, of each one after it, of the response (in units of the SLO), of the size
+(relative to the mean), and of the first token again; where weights of zero put them."""
+
+
+@compiled
+def _promise_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
+    w = NUM_MARGINAL_WEIGHTS + NUM_PROMISE_PRICES
+    return (
+        _TYPICAL_LIMITS[0] * math.exp(weights[w]),
+        _TYPICAL_LIMITS[1] * math.exp(weights[w + 1]),
+        _TYPICAL_LIMITS[2] * math.exp(weights[w + 2]),
+        _TYPICAL_LIMITS[3] * math.exp(weights[w + 3]),
+        _TYPICAL_LIMITS[4] * math.exp(weights[w + 4]),
+    )
+
+
+@compiled
+def _promise_price(weights: FloatArray, risky: bool, late: float, rank: float) -> float:
+    price = 0.0
+    power = 1.0
+    for p in range(NUM_SCORE_POWERS):
+        w = NUM_MARGINAL_WEIGHTS + p
+        price += power * (risky * weights[w] + late * weights[w + NUM_SCORE_POWERS])
+        power *= rank
+    return price
+
+
 @compiled
 def marginal_scores(
     weights: FloatArray,
@@ -264,8 +297,19 @@ def marginal_scores(
     Zero weights are the rule of least marginal delay. Replicas that are not routable cost
     infinity.
 
+    Behind these weights there may be those of promises: two prices with three powers of the rank,
+    a and b, and the logarithms of five limits, v, relative to what is typical. They add
+
+        sum over p in 0..2 of r^p * (a[p] [risky] + b[p] max((q + t) / limit_4 - 1, 0)),
+
+    with a choice risky where (q + t) > limit_0, the time per token after the first is more than
+    limit_1, (q + t + u) > limit_2 or z > limit_3. A promise is kept or it is not, which no
+    sum of delays says: what would be late wherever it goes does the least harm where nobody else
+    is made late, and a fast replica is best kept just below what breaks its promises.
+
     Args:
-        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first.
+        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first, or with the promises'
+            behind them (NUM_PROMISING_WEIGHTS,): a, b, v.
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
         mean_total_tokens: Typical size of a request, tokens.
@@ -277,6 +321,8 @@ def marginal_scores(
         Index of the cheapest replica, the first of equals.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
+    promises = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    limits = _promise_limits(weights) if promises else _TYPICAL_LIMITS
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
@@ -302,6 +348,16 @@ def marginal_scores(
                 + weights[w + 8] * max(own - 1.0, 0.0)
             )
             power *= row[SPEED_RANK]
+        if promises:
+            token = decode / max(output_tokens - 1.0, 1.0)
+            risky = (
+                wait + prefill > limits[0]
+                or token > limits[1]
+                or own > limits[2]
+                or excess + 1.0 > limits[3]
+            )
+            late = max((wait + prefill) / limits[4] - 1.0, 0.0)
+            cost += _promise_price(weights, risky, late, row[SPEED_RANK])
         out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
         if out[replica] < out[best]:
             best = replica

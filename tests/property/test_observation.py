@@ -14,6 +14,7 @@ from tokenyard.policies.delay import MarginalDelay
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 seeds = st.integers(0, 2**32 - 1)
+marginal_sizes = st.sampled_from([ob.NUM_MARGINAL_WEIGHTS, ob.NUM_PROMISING_WEIGHTS])
 amounts = st.floats(0, 1e6)
 
 snapshots = st.builds(
@@ -153,10 +154,10 @@ def test_speed_ranks_run_from_slowest_to_fastest_and_tell_equals_apart(speeds, r
 
 
 @settings(max_examples=100, deadline=None)
-@given(seeds, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
-def test_compiled_and_plain_marginal_scores_are_equal(seed, context, output, some):
+@given(seeds, marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, output, some):
     columns = ob.snapshot_columns(some)
-    weights = np.random.default_rng(seed).normal(size=ob.NUM_MARGINAL_WEIGHTS)
+    weights = np.random.default_rng(seed).normal(size=size)
     scores, plain = np.empty(len(some)), np.empty(len(some))
     choice = ob.marginal_scores(weights, context, output, 2000.0, 2.0, columns, scores)
     ob.marginal_scores.py_func(weights, context, output, 2000.0, 2.0, columns, plain)
@@ -165,15 +166,40 @@ def test_compiled_and_plain_marginal_scores_are_equal(seed, context, output, som
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+@given(marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
 def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
-    context, output, some
+    size, context, output, some
 ):
     scores = np.empty(len(some))
-    weights = np.zeros(ob.NUM_MARGINAL_WEIGHTS)
+    weights = np.zeros(size)
     ob.marginal_scores(weights, context, output, 2000.0, 2.0, ob.snapshot_columns(some), scores)
     rule = MarginalDelay().costs(Request(0.0, context, context + output), some)
     assert 2.0 * scores == pytest.approx(np.array(rule), rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+def test_prices_are_added_where_a_promise_is_likely_to_be_broken(seed, context, output, some):
+    """Against the formula of the docstring, by names and not by places."""
+    rng = np.random.default_rng(seed)
+    plain, risky_prices, late_prices, logs = (rng.normal(size=n) for n in (27, 3, 3, 5))
+    columns, slo_s = ob.snapshot_columns(some), 2.0
+    without, priced = np.empty(len(some)), np.empty(len(some))
+    ob.marginal_scores(plain, context, output, 2000.0, slo_s, columns, without)
+    weights = np.concatenate([plain, risky_prices, late_prices, logs])
+    ob.marginal_scores(weights, context, output, 2000.0, slo_s, columns, priced)
+    first, token, response, size, late = ob._TYPICAL_LIMITS * np.exp(logs)
+    for row, before, after in zip(columns, without, priced, strict=True):
+        to_first_s, decode_s, _ = ob.batching_delays(row, context, output)
+        seen = np.array([to_first_s, decode_s / max(output - 1, 1), to_first_s + decode_s]) / slo_s
+        limits = np.array([first, token, response])
+        if np.isclose(seen, limits, rtol=1e-9).any():
+            continue
+        risky = (seen > limits).any() or (context + output) / 2000.0 > size
+        powers = row[ob.SPEED_RANK] ** np.arange(3)
+        added = risky * risky_prices @ powers
+        added += max(seen[0] / late - 1.0, 0.0) * late_prices @ powers
+        assert after == pytest.approx(before + added, rel=1e-9, abs=1e-9)
 
 
 def test_a_replica_that_is_not_routable_costs_infinity():

@@ -115,7 +115,7 @@ class PolicySearch:
         )
         self._start: FloatArray = np.array(self.config.start or np.zeros(self._sim.num_weights))
         self.mean: FloatArray = self._start.copy()
-        self.std: FloatArray = np.full(self._sim.num_weights, self.config.initial_std)
+        self.std: FloatArray = np.full(len(self._start), self.config.initial_std)
 
     @property
     def env_steps(self) -> int:

@@ -1,0 +1,47 @@
+"""Direct policy search from the command line."""
+
+from dataclasses import replace
+
+import pytest
+from search_policy import OBJECTIVES, Args, choose, main, search, stand_still
+
+from tokenyard.artifact import PolicyArtifact
+from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
+
+PROMISES = OBJECTIVES[-1]
+MIXED = Args(
+    scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=5, streams=2,
+    missed_s=300.0, p99_margin=10.0, jobs=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(MIXED, PROMISES, seed=0)
+
+
+def test_a_search_that_prices_promises_keeps_more_of_them_than_the_hand_rule(found):
+    assert len(found.weights) == NUM_PROMISING_WEIGHTS
+    assert found.row["objective_violation"] == 300.0
+    assert found.row["delta_slo_violation"] < -0.02
+
+
+def test_without_promises_the_weights_are_those_of_delays():
+    args = replace(MIXED, promises=False, generations=1, streams=1)
+    assert len(search(args, PROMISES, seed=0).weights) == NUM_MARGINAL_WEIGHTS
+
+
+def test_what_is_kept_is_what_was_asked_for(found):
+    rule = stand_still(MIXED.scenario)
+    assert choose([rule, found], MIXED) is found
+    assert (
+        choose([rule, found], replace(MIXED, p99_margin=float(rule.row["delta_p99_ci_high"])))
+        is rule
+    )
+
+
+def test_the_best_is_written(tmp_path):
+    main(replace(MIXED, generations=1, streams=1, out=tmp_path))
+    artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")
+    assert artifact.metadata.kind == "marginal"
+    assert "slo_violation_fraction" in artifact.metadata.metrics
