@@ -12,6 +12,7 @@ SUITES: dict[SuiteName, tuple[str, ...]] = {
     "fleet": (
         "azure_code_mixed_gpus",
         "azure_code_mixed_gpus_085",
+        "azure_code_promises",
         "conversation_mixed_gpus",
         "multi_turn_prefix",
         "two_classes_slo",
