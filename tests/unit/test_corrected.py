@@ -11,6 +11,7 @@ from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import (
     NUM_COLUMNS,
     NUM_MARGINAL_WEIGHTS,
+    NUM_PROMISING_WEIGHTS,
     NUM_REQUEST_FEATURES,
     ROUTABLE,
     encode,
@@ -18,6 +19,7 @@ from tokenyard.observation import (
     observation_size,
 )
 from tokenyard.policies.learned import learned_policy
+from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.validation import Validation
 from tokenyard.scenario import load_scenario
@@ -31,7 +33,8 @@ seeds = st.integers(0, 2**32 - 1)
 def some_artifact(scenario_name=MIXED, seed=0, size=0.3):
     """A policy whose every number does something."""
     rng = np.random.default_rng(seed)
-    fresh = RolloutImprovement(load_scenario(scenario_name), RolloutConfig(hidden=8)).artifact()
+    config = RolloutConfig(start=(0.0,) * NUM_PROMISING_WEIGHTS, hidden=8)
+    fresh = RolloutImprovement(load_scenario(scenario_name), config).artifact()
     arrays = {
         name: np.abs(array) + rng.uniform(0.5, 2.0, array.shape)
         if name.endswith("_std")
@@ -122,12 +125,18 @@ def test_without_a_network_it_is_the_rule():
     np.testing.assert_array_equal(scored(artifact, table)[1], rule)
 
 
-@pytest.mark.parametrize("name", [MIXED, "multi_turn_prefix"])
-def test_kernel_and_served_policy_decide_alike(name):
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(MIXED, "corrected"), ("multi_turn_prefix", "corrected"), (MIXED, "marginal")],
+)
+def test_kernel_and_served_policy_decide_alike(name, kind):
     """The one runs in the simulator on its rows, the other on snapshots and remembered requests."""
     scenario = load_scenario(name)
     source = StreamSource(scenario)
     artifact = some_artifact(name)
+    if kind == "marginal":
+        start = tuple(artifact.arrays["weights"].tolist())
+        artifact = PolicySearch(scenario, SearchConfig(start=start)).artifact()
     streams = short_streams(source, 2)
     runs = run_policy(scenario, streams, lambda rng: learned_policy(artifact), 0)
     rows = Validation(source, 2, streams=streams).rows(artifact)

@@ -10,7 +10,7 @@ from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
 
 PROMISES = OBJECTIVES[-1]
 MIXED = Args(
-    scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=5, streams=2,
+    scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=4, streams=2,
     missed_s=300.0, p99_margin=10.0, jobs=1,
 )  # fmt: skip
 
