@@ -9,6 +9,8 @@ KERNELS := $(sort $(wildcard tokenyard/*.py tokenyard/sim/*.py tokenyard/workloa
 export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256sum | cut -c1-12)
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
+# Of a process that crashes after pytest has let go of it, all that is known is what it says itself.
+export PYTHONFAULTHANDLER := 1
 
 .PHONY: sweep test test-slow test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
