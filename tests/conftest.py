@@ -16,4 +16,17 @@ def _ends_its_ray():
     """A cluster that no test ends is ended by the interpreter, which then crashes at times."""
     yield
     ray = sys.modules.get("ray")
-    assert ray is None or not ray.is_initialized(), "a test of this module left Ray running"
+    left_running = ray is not None and ray.is_initialized()
+    if left_running:
+        ray.shutdown()
+    assert not left_running, "a test of this module left Ray running"
+
+
+@pytest.fixture(scope="module")
+def rllib_cluster():
+    """RLlib starts one, and does not end it, where there is none."""
+    import ray
+
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import ray
 import torch
 
 import envs
@@ -20,19 +19,13 @@ from tokenyard.rl.allocation_trainable import (
 from tokenyard.rl.allocation_training import demonstrations
 from tokenyard.sim.allocation_run import StreamRunner, run_allocation
 
+pytestmark = pytest.mark.usefixtures("rllib_cluster")
+
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(
     update={"demand": SCENARIO.demand.model_copy(update={"source": "generator"})}
 )
 RULE = AutoscalerRule(tensor_parallel=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cluster():
-    """RLlib starts one where there is none."""
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def training(algorithm, scenario=SCENARIO, **fields):

@@ -18,6 +18,8 @@ from tune_configs.experiment import load_experiment
 from tune_configs.regions import trainer_config
 from tune_configs.regions_judge import RegionJudge
 
+pytestmark = pytest.mark.usefixtures("rllib_cluster")
+
 TINY = a_scenario(num_slots=12)
 
 
