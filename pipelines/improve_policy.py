@@ -26,7 +26,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import AgainstRule, worst_p99
+from tokenyard.rl.validation import AgainstRule, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -99,19 +99,6 @@ def start_policy(args: Args, source: StreamSource) -> PolicyArtifact:
     if artifact.metadata.kind not in ("marginal", "corrected"):
         raise ValueError(f"{where} is {artifact.metadata.kind}; start from a `marginal` policy")
     return artifact
-
-
-def choose(rows: list[dict[str, float]], missed_s: float, p99_margin: float) -> int:
-    """Round of least mean and misses that keeps the tail; if none does, of the best tail."""
-
-    def cost_s(index: int) -> float:
-        missed = rows[index]["slo_violation_fraction"]
-        return rows[index]["mean_response_s"] + missed_s * missed
-
-    keeps_tail = [index for index, row in enumerate(rows) if worst_p99(row) <= p99_margin]
-    if keeps_tail:
-        return min(keeps_tail, key=cost_s)
-    return min(range(len(rows)), key=lambda index: worst_p99(rows[index]))
 
 
 def report(rows: list[dict[str, float]], best: int) -> None:

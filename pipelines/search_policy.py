@@ -12,7 +12,6 @@ import shlex
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
-from tokenyard.rl.validation import AgainstRule, worst_p99
+from tokenyard.rl.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -142,20 +141,6 @@ def validate(policy: PolicySearch, start: tuple[float, ...]) -> dict[str, float]
     return AgainstRule(source, rule.artifact(), NUM_VALIDATION_STREAMS)(policy.artifact())
 
 
-def choose(found: list[Found], args: Args) -> Found:
-    """Return the best of mean and violations that keeps the tail; if none does, the best tail."""
-    keeps_tail = [f for f in found if worst_p99(f.row) <= args.p99_margin]
-    if keeps_tail:
-        return min(keeps_tail, key=partial(_mean_and_violations, args))
-    return min(found, key=lambda f: worst_p99(f.row))
-
-
-def _mean_and_violations(args: Args, found: Found) -> float:
-    row = found.row
-    missed_s = metrics.VIOLATION_WEIGHT_S if args.missed_s is None else args.missed_s
-    return float(row["mean_response_s"]) + missed_s * float(row["slo_violation_fraction"])
-
-
 def export(args: Args, best: Found) -> PolicyArtifact:
     policy = PolicySearch(load_scenario(args.scenario), seed=int(best.row["seed"]))
     policy.mean = np.array(best.weights)
@@ -169,11 +154,11 @@ def command_line() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def report(args: Args, found: list[Found], best: Found) -> None:
+def report(found: list[Found], best: Found, missed_s: float) -> None:
     table = Table(
         "objective (cvar99, violation, guard)", "seed", "score", "mean", "p99", "at most", "late"
     )
-    for one in sorted(found, key=partial(_mean_and_violations, args)):
+    for one in sorted(found, key=lambda one: mean_and_misses_s(one.row, missed_s)):
         row = one.row
         objective = (
             row["objective_cvar99"],
@@ -200,8 +185,9 @@ def main(args: Args) -> None:
         futures = [pool.submit(search, args, objective, seed) for objective, seed in tasks]
         found = [future.result() for future in futures]
     found.append(stand_still(args.scenario))
-    best = choose(found, args)
-    report(args, found, best)
+    missed_s = metrics.VIOLATION_WEIGHT_S if args.missed_s is None else args.missed_s
+    best = found[choose([one.row for one in found], missed_s, args.p99_margin)]
+    report(found, best, missed_s)
     artifact = export(args, best)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

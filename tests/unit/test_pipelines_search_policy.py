@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from search_policy import OBJECTIVES, Args, choose, main, search, stand_still
+from search_policy import OBJECTIVES, Args, main, search, stand_still
 
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
+from tokenyard.rl.validation import choose
 
 PROMISES = OBJECTIVES[-1]
 MIXED = Args(
@@ -33,11 +34,9 @@ def test_without_promises_the_weights_are_those_of_delays():
 
 def test_what_is_kept_is_what_was_asked_for(found):
     rule = stand_still(MIXED.scenario)
-    assert choose([rule, found], MIXED) is found
-    assert (
-        choose([rule, found], replace(MIXED, p99_margin=float(rule.row["delta_p99_ci_high"])))
-        is rule
-    )
+    rows = [rule.row, found.row]
+    assert choose(rows, missed_s=300.0, p99_margin=10.0) == 1
+    assert choose(rows, missed_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
 
 
 def test_the_best_is_written(tmp_path):

@@ -7,7 +7,7 @@ run after every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -138,6 +138,28 @@ def worst_p99(found: Mapping[str, Any]) -> float:
     """How far p99 may exceed that of the hand rule, by all that `AgainstRule` shows."""
     recorded = float(found.get("recorded_delta_p99_fraction", -1.0))
     return max(float(found["delta_p99_ci_high"]), recorded)
+
+
+def choose(rows: Sequence[Mapping[str, Any]], missed_s: float, p99_margin: float) -> int:
+    """Pick one of what `AgainstRule` found.
+
+    Returns:
+        Index of the least mean and misses, at `missed_s` seconds for a share of 1, of those whose
+        tail exceeds the hand rule's by no more than `p99_margin`; if none does, of the best tail.
+    """
+
+    def cost_s(index: int) -> float:
+        return mean_and_misses_s(rows[index], missed_s)
+
+    keeps_tail = [index for index, row in enumerate(rows) if worst_p99(row) <= p99_margin]
+    if keeps_tail:
+        return min(keeps_tail, key=cost_s)
+    return min(range(len(rows)), key=lambda index: worst_p99(rows[index]))
+
+
+def mean_and_misses_s(found: Mapping[str, Any], missed_s: float) -> float:
+    """Mean response time, and the share of misses at `missed_s` seconds."""
+    return float(found["mean_response_s"]) + missed_s * float(found["slo_violation_fraction"])
 
 
 def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
