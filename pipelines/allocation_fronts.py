@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
 from tokenyard.allocation.dynamics import (
     ENERGY_J,
     MISSED,
@@ -40,7 +41,6 @@ from tokenyard.allocation_evaluation import validation_streams
 from tokenyard.figures import save_figures
 from tokenyard.pareto import front, hypervolume
 from tokenyard.provenance import write_result
-from tokenyard.rl.dual_ascent import attainment, dual_ascent, run_planner
 from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.provenance import git_sha, write_result
-from tokenyard.rl.generic_search import (
+from tokenyard.routing.search_any_cluster import (
     Found,
     GenericConfig,
     GenericSearch,

@@ -14,7 +14,7 @@ import tyro
 
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.scenario import load_regions
-from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 import envs
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
-from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
-from tokenyard.rl.tabular import TabularLearner
 from tune_configs.allocation_judge import AllocationJudge
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import envs
 from envs.regions import PAPER_REWARD, RegionReward
-from tokenyard.rl.regions_search import RegionSearchConfig
+from tokenyard.regions.search import RegionSearchConfig
 from tokenyard.rl.regions_trainable import RegionTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 from tune_configs.regions_judge import RegionJudge

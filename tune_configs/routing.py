@@ -16,9 +16,9 @@ from ray import tune
 from ray.tune.search import Searcher
 
 import envs
-from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.rollouts import RolloutConfig
 from tokenyard.rl.trainable import RouterTrainable, trial_bundles
+from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
 from tune_configs.judge import VALIDATION_SEED, VALIDATION_STREAMS

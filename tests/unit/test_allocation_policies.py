@@ -8,6 +8,8 @@ from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.artifact import ArtifactError
 from tokenyard.policies.allocation import (
     ALLOCATION_BASELINES,
@@ -20,8 +22,6 @@ from tokenyard.policies.allocation import (
     load_tuned_allocation,
     make_allocation_policy,
 )
-from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
-from tokenyard.rl.tabular import TabularConfig, TabularLearner
 from tokenyard.sim.allocation_run import StreamRunner, run_allocation
 from tokenyard.types import AllocationState
 

@@ -10,7 +10,7 @@ from tokenyard.artifact import ArtifactError, ArtifactMetadata, PolicyArtifact, 
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
 from tokenyard.policies.learned import learned_policy
-from tokenyard.rl.generic_search import generic_artifact
+from tokenyard.routing.search_any_cluster import generic_artifact
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.rl.generic_search import (
+from tokenyard.routing.search_any_cluster import (
     Found,
     GenericConfig,
     GenericSearch,

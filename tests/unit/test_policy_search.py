@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.policies.learned import learned_policy
-from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig, StreamCosts
+from tokenyard.routing.search import Objective, PolicySearch, SearchConfig, StreamCosts
 from tokenyard.scenario import Arrivals, Server, load_scenario
 
 SMALL = SearchConfig(

@@ -6,7 +6,7 @@ is charged for the times when it does not. `best_next` then looks for the cheape
 over the horizon by dynamic programming and returns its first step. Backlogs are left out.
 
 Twelve parameters correct what forecasts and model get wrong (`NUM_PARAMETERS`); all zero is the
-planner as it is. `tokenyard.rl.allocation_search` finds them.
+planner as it is. `tokenyard.allocation.search` finds them.
 """
 
 from __future__ import annotations

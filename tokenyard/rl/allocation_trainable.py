@@ -11,15 +11,15 @@ from ray import tune
 
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation_evaluation import AllocationValidation
 from tokenyard.policies.allocation import load_tuned_allocation
-from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
 from tokenyard.rl.allocation_training import (
     AllocationRllib,
     TabularTraining,
     allocation_config,
 )
-from tokenyard.rl.tabular import TabularConfig, TabularLearner
 from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
 from tokenyard.rl.training import SearchTraining, Training
 

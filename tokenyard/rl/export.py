@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.rl.equivariant import EquivariantActorCritic, EquivariantQNetwork
-from tokenyard.rl.lineage import feature_scaling, length_predictor
 from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
+from tokenyard.routing.artifact import feature_scaling, length_predictor
 from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 
@@ -47,8 +47,8 @@ def export_network(
         slo_response_s=scenario.slo_response_s,
         mean_total_tokens=source.mean_total_tokens,
         output_length=scenario.output_length,
-        predictor=length_predictor(source),
-        scaling=feature_scaling(source),
+        predictor=length_predictor(source.model),
+        scaling=feature_scaling(source.scaler),
         residual_scale=module.residual_scale,
         baseline=module.baseline if isinstance(module, Equivariant) else None,
         metrics=metrics or {},

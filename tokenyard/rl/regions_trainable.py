@@ -12,9 +12,9 @@ from ray import tune
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.observation import Action
 from tokenyard.regions.scenario import RegionScenario, load_regions
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.regions.state import Dispatch
 from tokenyard.regions_evaluation import RegionValidation
-from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
 from tokenyard.rl.regions_training import (
     RegionRllib,
     regions_config,

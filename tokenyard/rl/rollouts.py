@@ -30,7 +30,7 @@ from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.corrected import LAYOUT, Correction, fold
 from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_REQUEST_FEATURES
-from tokenyard.rl.lineage import feature_scaling, length_predictor
+from tokenyard.routing.artifact import feature_scaling, length_predictor
 from tokenyard.scenario import Scenario
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.rollouts import MISSED, RESPONSE, SLOW, RolloutSim, Samples, concatenate
@@ -249,8 +249,8 @@ class RolloutImprovement:
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,
-            predictor=length_predictor(self._source),
-            scaling=feature_scaling(self._source),
+            predictor=length_predictor(self._source.model),
+            scaling=feature_scaling(self._source.scaler),
             activation="tanh",
             metrics=metrics_found or {},
             lineage=lineage or {},

@@ -6,20 +6,20 @@ Run this file to record again, and say in the commit why a search has changed.
 import json
 from pathlib import Path
 
-import finetune
-import finetune_allocation
 import numpy as np
 import pytest
 from unit.region_builders import a_scenario
 
+from tokenyard.allocation import finetune as of_demand_log
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
-from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
-from tokenyard.rl.generic_search import GenericConfig, GenericSearch
-from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig
+from tokenyard.routing import finetune as of_routing_log
+from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search_any_cluster import GenericConfig, GenericSearch
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.allocation_run import StreamRunner
 
@@ -75,19 +75,16 @@ class Valley:
 
 
 def of_routing_finetuning():
-    args = finetune.Args(log=Path(), generations=5, population=8, spread=0.3, seed=1)
-    found, curve = finetune.search(np.zeros(4), Valley(), Valley(), args)
+    config = of_routing_log.FinetuneConfig(generations=5, population=8, spread=0.3, seed=1)
+    found, curve = of_routing_log.search(np.zeros(4), Valley(), Valley(), config)
     return [found.tolist(), curve]
 
 
 def of_allocation_finetuning():
     runner = StreamRunner(POOL, demand_source(POOL).episode(200, np.random.default_rng(0)))
-    options = finetune_allocation.Options(
-        Path(), "", None, None, None, 0.4, generations=4, population=6, spread=0.5,
-        behaviour=0.05, seed=1,
-    )  # fmt: skip
+    config = of_demand_log.FinetuneConfig(generations=4, population=6, seed=1)
     start = np.linspace(-0.05, 0.05, NUM_PARAMETERS)
-    found = finetune_allocation.search(start, make_planner(POOL), runner, runner, options)
+    found = of_demand_log.search(start, make_planner(POOL), runner, runner, config)
     return [found.tolist()]
 
 

@@ -1,4 +1,4 @@
-"""The allocation half of `finetune.py`: go on from the champion on the demand that a pool has seen.
+"""Go on from an allocation champion on the demand that a pool has seen, and judge what came of it.
 
 Demand does not depend on what the allocator does, so a logged stretch can be lived through again
 under any policy: what differs is computed by the same performance model for both, and no
@@ -7,108 +7,116 @@ importance weights are needed. The first part of the log is learned from, the la
 
 from __future__ import annotations
 
-import shlex
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
-from mlflow import MlflowClient
-from rich.console import Console
 
-from serve_app.registry import mlflow_lookup
-from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import HISTORY_DAYS, DemandStream
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import Forecaster, fit_forecaster
 from tokenyard.allocation.planner import PlannerModel, make_planner
-from tokenyard.allocation.telemetry import read_telemetry
+from tokenyard.allocation.search import AllocationSearchConfig
 from tokenyard.artifact import ArtifactError
+from tokenyard.cross_entropy import CrossEntropy, minimise
 from tokenyard.intervals import BlockBootstrap, Interval, block_length, percentile_interval
-from tokenyard.provenance import git_sha
-from tokenyard.rl.allocation_search import AllocationSearchConfig
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray, IntArray
-from tune_configs.registry import model_name, offer
 
-Row = dict[str, str | float | int | bool]
 _LEAST_DAYS = 3
 """Days of learning from which on the forecaster is fitted anew; fewer know no daily rhythm."""
 _LEAST_SLOTS = 48
 
 
 @dataclass(frozen=True)
-class Options:
-    """What `finetune.py` was asked for."""
+class FinetuneConfig:
+    """How the log is cut, and how wide and how long the search looks."""
 
-    log: Path
-    scenario: str
-    champion: Path | None
-    out: Path | None
-    registry: str | None
-    held_out: float
-    generations: int
-    population: int
-    spread: float
-    behaviour: float
-    seed: int
+    held_out: float = 0.4
+    """Share of the log, the last part, that judges."""
+    generations: int = 12
+    population: int = 24
+    spread: float = 0.5
+    """Of the first generation around the champion, as a share of where a search from nothing
+    begins."""
+    behaviour: float = 0.05
+    """Price, as a share of the cost, of another plan in every slot."""
+    seed: int = 0
 
 
-def finetune(options: Options, console: Console) -> Row:
-    """Learn, judge, and offer.
+@dataclass(frozen=True)
+class Finetuned:
+    """What fine-tuning came to."""
+
+    candidate: AllocationArtifact
+    """The champion with other parameters, and where they come from."""
+    change: Interval
+    """Relative change of the cost on the held-out part."""
+    changed: float
+    """Share of held-out slots with another plan."""
+    held_out_slots: int
+    forecaster_refitted: bool
+
+    @property
+    def objection(self) -> str | None:
+        """Why the candidate is not worth offering; None: it is."""
+        return None if self.change.high < 0.0 else "its interval does not lie below the champion"
+
+    @property
+    def remark(self) -> str:
+        """What was found out on the way."""
+        fitted = "fitted to the log" if self.forecaster_refitted else "the champion keeps its own"
+        return f"forecaster: {fitted}"
+
+    def row(self) -> dict[str, str | float | int | bool]:
+        """The judgement as a row."""
+        return {
+            "held_out_slots": self.held_out_slots, "forecaster_refitted": self.forecaster_refitted,
+            "delta_cost_fraction": self.change.estimate, "delta_cost_ci_low": self.change.low,
+            "delta_cost_ci_high": self.change.high, "changed_fraction": self.changed,
+        }  # fmt: skip
+
+
+def finetune(
+    champion: AllocationArtifact,
+    stream: DemandStream,
+    config: FinetuneConfig,
+    lineage: Mapping[str, str],
+) -> Finetuned:
+    """Learn from the first part of a log, and judge on the last.
+
+    Args:
+        champion: Where the search begins; it brings its scenario.
+        stream: The demand that was logged.
+        config: How the log is cut and searched.
+        lineage: Where the log comes from, for the record.
 
     Raises:
-        ValueError: The log or the champion cannot be used.
+        ArtifactError: The champion is of a kind that is not fine-tuned.
+        ValueError: The log is too short.
     """
-    registry = mlflow_lookup(options.registry) if options.registry else None
-    champion, source = resolve_allocation_champion(options.scenario, options.champion, registry)
     if champion.metadata.kind != "planner":
         raise ArtifactError(
-            f"{source} is of kind {champion.metadata.kind!r}; only planners are fine-tuned"
+            f"the champion is of kind {champion.metadata.kind!r}; only planners are fine-tuned"
         )
-    scenario = champion.metadata.scenario
-    stream, trace_hash = read_telemetry(options.log, scenario.slots_per_day)
-    console.print(f"champion: {source}, {champion.sha256}; log: {len(stream.per_s)} slots")
-    learned, held_out = split(stream, options.held_out, scenario.slots_per_day)
-    before = champion.metadata.forecaster
+    scenario, before = champion.metadata.scenario, champion.metadata.forecaster
     assert before is not None
-    forecaster = before
-    if learned.num_slots >= _LEAST_DAYS * scenario.slots_per_day:
-        forecaster = fit_forecaster([learned], scenario.slots_per_day)
-    refitted = forecaster is not before
-    console.print(
-        f"forecaster: {'fitted to the log' if refitted else 'the champion keeps its own'}"
-    )
+    learned, held_out = split(stream, config.held_out, scenario.slots_per_day)
+    refitted = learned.num_slots >= _LEAST_DAYS * scenario.slots_per_day
+    forecaster = fit_forecaster([learned], scenario.slots_per_day) if refitted else before
     planner = make_planner(scenario)
     theta = np.ascontiguousarray(champion.arrays["theta"], dtype=np.float64)
     found = search(
         theta, planner, StreamRunner(scenario, learned, before),
-        StreamRunner(scenario, learned, forecaster), options,
+        StreamRunner(scenario, learned, forecaster), config,
     )  # fmt: skip
-    change, differs = judge(
+    change, changed = judge(
         planner, StreamRunner(scenario, held_out, before), theta,
-        StreamRunner(scenario, held_out, forecaster), found, options.seed,
+        StreamRunner(scenario, held_out, forecaster), found, config.seed,
     )  # fmt: skip
-    candidate = continued(champion, found, forecaster, change, trace_hash)
-    offered = change.high < 0.0
-    row: Row = {
-        "champion": champion.sha256, "candidate": candidate.sha256,
-        "slots": len(stream.per_s), "held_out_slots": held_out.num_slots,
-        "forecaster_refitted": refitted,
-        "delta_cost_fraction": change.estimate, "delta_cost_ci_low": change.low,
-        "delta_cost_ci_high": change.high, "changed_fraction": differs, "offered": offered,
-    }  # fmt: skip
-    if not offered:
-        console.print("not offered: its interval does not lie below the champion")
-        return row
-    if options.out is not None:
-        candidate.save(options.out)
-        console.print(f"wrote {options.out} ({candidate.sha256}); try it with dry_run first")
-    if options.registry:
-        client = MlflowClient(options.registry, options.registry)
-        version = offer(client, model_name("allocation", scenario.name), candidate)
-        console.print(f"registered as version {version}, alias candidate")
-    return row
+    candidate = continued(champion, found, forecaster, change, lineage)
+    return Finetuned(candidate, change, changed, held_out.num_slots, refitted)
 
 
 def split(
@@ -143,33 +151,26 @@ def cost_and_plans(
 
 def search(
     start: FloatArray, planner: PlannerModel, as_champion: StreamRunner, runner: StreamRunner,
-    options: Options,
+    config: FinetuneConfig,
 ) -> FloatArray:  # fmt: skip
-    """Cross-entropy search from the champion's parameters.
+    """Search from the champion's parameters.
 
     Every slot in which a candidate would have another plan than the champion has a price, so that
     it stays near what is known to work.
     """
-    rng = np.random.default_rng(options.seed)
     known, plans = cost_and_plans(as_champion, planner, start)
     scale = max(float(known.mean()), 1e-12)
 
     def cost(theta: FloatArray) -> float:
         costs, chosen = cost_and_plans(runner, planner, theta)
-        return float(costs.mean() / scale + options.behaviour * (chosen != plans).mean())
+        return float(costs.mean() / scale + config.behaviour * (chosen != plans).mean())
 
-    std = options.spread * np.array(AllocationSearchConfig.initial_std)
-    mean, found, least = start.copy(), start, cost(start)
-    elites = max(2, options.population // 5)
-    for _ in range(options.generations):
-        drawn = rng.normal(mean, std, (options.population, len(mean)))
-        drawn[0] = mean
-        costs = np.array([cost(theta) for theta in drawn])
-        best = drawn[np.argsort(costs, kind="stable")[:elites]]
-        if costs.min() < least:
-            found, least = best[0], float(costs.min())
-        mean, std = best.mean(axis=0), best.std(axis=0)
-    return mean if cost(mean) <= least else found
+    loop = CrossEntropy(
+        start, config.spread * np.array(AllocationSearchConfig.initial_std),
+        population=config.population, num_elites=max(2, config.population // 5),
+    )  # fmt: skip
+    found, _ = minimise(loop, cost, np.random.default_rng(config.seed), config.generations)
+    return found
 
 
 def judge(
@@ -190,18 +191,17 @@ def judge(
 
 def continued(
     champion: AllocationArtifact, theta: FloatArray, forecaster: Forecaster, change: Interval,
-    trace_hash: str,
+    lineage: Mapping[str, str],
 ) -> AllocationArtifact:  # fmt: skip
     """The champion with other parameters, and where they come from."""
-    lineage = {
-        "command": shlex.join(["python", *sys.argv]), "git_sha": git_sha(),
-        "champion_sha256": champion.sha256, "trace_sha256": trace_hash,
+    made_of = dict(lineage) | {
+        "champion_sha256": champion.sha256,
         "sweep_run": champion.metadata.lineage.get("sweep_run", "none"),
-    }  # fmt: skip
+    }
     metadata = champion.metadata.model_copy(
         update={
             "forecaster": forecaster,
-            "lineage": lineage,
+            "lineage": made_of,
             "metrics": {"delta_cost_fraction": change.estimate},
         }
     )

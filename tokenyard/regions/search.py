@@ -1,6 +1,6 @@
 """Direct policy search over the parameters of the regional mix.
 
-The cross-entropy method of `tokenyard.rl.policy_search`, over several clusters at once: all
+The cross-entropy method (`tokenyard.cross_entropy`) over several clusters at once: all
 candidates of a generation live through the same streams. What it makes small is the total cost over
 that of the start, the policy with all parameters zero, plus what is missing to given margins over a
 rival that decides without plans.
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.policies.regions import LearnedMix, make_region_policy
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
@@ -62,8 +62,8 @@ class RegionSearchConfig:
     num_generations: int = 24
 
 
-class RegionSearch:
-    """A search that advances one generation at a time and can be stopped and resumed."""
+class RegionSearch(CrossEntropy):
+    """A search over the parameters of the mix for one or several clusters."""
 
     def __init__(
         self,
@@ -73,13 +73,20 @@ class RegionSearch:
         start: FloatArray | None = None,
     ) -> None:
         """Start at the parameters `start`, by default all zero, and measure costs against zero."""
-        self.config = config or RegionSearchConfig()
-        self.seed, self.generation = seed, 0
+        self.config = config = config or RegionSearchConfig()
         self._scenarios = list(scenarios)
-        self._short = [one.model_copy(update={"num_slots": self.config.slots}) for one in scenarios]
+        self._short = [one.model_copy(update={"num_slots": config.slots}) for one in scenarios]
         self._forecasters = [fit_seasonal(one) for one in scenarios]
-        self.mean: FloatArray = np.zeros(NUM_PARAMETERS) if start is None else start.copy()
-        self.std: FloatArray = self.config.spread * INITIAL_STD
+        super().__init__(
+            np.zeros(NUM_PARAMETERS) if start is None else start,
+            config.spread * INITIAL_STD,
+            population=config.population,
+            num_elites=config.num_elites,
+            seed=seed,
+            noise=config.noise * config.spread,
+            noise_unit=INITIAL_STD,
+            num_generations=config.num_generations,
+        )
 
     @property
     def env_steps(self) -> int:
@@ -89,21 +96,14 @@ class RegionSearch:
 
     def step(self) -> dict[str, float]:
         """Run one generation and return its costs relative to the start."""
-        config = self.config
-        rng = np.random.default_rng([self.seed, self.generation])
-        candidates = rng.normal(self.mean, self.std, (config.population, NUM_PARAMETERS))
-        candidates[0] = self.mean
-        costs = np.zeros(config.population)
+        candidates = self.draw(self.rng())
+        costs = np.zeros(len(candidates))
         for scenario, forecaster in zip(self._short, self._forecasters, strict=True):
             stream = sample_stream(scenario, stream_rng(self.seed, "training", self.generation))
             judge = self._judge(scenario, stream, forecaster)
             for i, theta in enumerate(candidates):
                 costs[i] += judge(theta) / len(self._short)
-        elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
-        self.generation += 1
-        fade = max(0.0, 1.0 - self.generation / config.num_generations)
-        self.mean = elites.mean(axis=0)
-        self.std = elites.std(axis=0) + config.noise * config.spread * fade * INITIAL_STD
+        self.update(candidates, costs)
         return {
             "cost_over_start": float(costs[0]),
             "best_cost_over_start": float(costs.min()),
@@ -146,20 +146,6 @@ class RegionSearch:
             stream = sample_stream(scenario, stream_rng(self.seed, "validation", index))
             costs.append(self._judge(scenario, stream, forecaster)(centre))
         return float(np.mean(costs))
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on as if nothing had happened."""
-        return {
-            "seed": self.seed,
-            "generation": self.generation,
-            "mean": self.mean.tolist(),
-            "std": self.std.tolist(),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state`."""
-        self.seed, self.generation = state["seed"], state["generation"]
-        self.mean, self.std = np.array(state["mean"]), np.array(state["std"])
 
     def artifact(
         self, metrics: Mapping[str, float] | None = None, lineage: Mapping[str, str] | None = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import finetune_allocation as finetune
+import finetune as pipeline
 import numpy as np
 import pytest
 from rich.console import Console
 
+from tokenyard.allocation import finetune
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
 from tokenyard.allocation.plans import plan_table
@@ -34,18 +35,17 @@ def a_demand(days, seed=0):
     return share * plan_table(SCENARIO).pool_in_time_per_s * np.exp(rng.normal(0, 0.05, len(slots)))
 
 
-def options(log, **fields):
+def args(log, **fields):
     known = dict(
-        log=log, scenario="l4x4_7b", champion=None, out=None, registry=None, held_out=0.4,
-        generations=2, population=8, spread=0.5, behaviour=0.0, seed=0,
-    )  # fmt: skip
-    return finetune.Options(**(known | fields))
+        problem="allocation", scenario="l4x4_7b", generations=2, population=8, behaviour=0.0
+    )
+    return pipeline.Args(log, **(known | fields))
 
 
 def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):
     write_log(tmp_path, a_demand(days=7))
     out = tmp_path / "candidate.npz"
-    row = finetune.finetune(options(tmp_path, out=out), QUIET)
+    row = pipeline.finetune(args(tmp_path, out=out), QUIET)
     assert row["forecaster_refitted"]
     assert row["offered"]
     assert row["delta_cost_ci_high"] < 0
@@ -57,7 +57,7 @@ def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):
 
 def test_a_short_log_keeps_the_forecaster(tmp_path):
     write_log(tmp_path, a_demand(days=1))
-    row = finetune.finetune(options(tmp_path, behaviour=1e3), QUIET)
+    row = pipeline.finetune(args(tmp_path, behaviour=1e3), QUIET)
     assert not row["forecaster_refitted"]
     # At such a price nothing is changed, and what changes nothing is not offered.
     assert row["changed_fraction"] == 0
@@ -67,7 +67,7 @@ def test_a_short_log_keeps_the_forecaster(tmp_path):
 def test_a_log_of_a_few_slots_is_refused(tmp_path):
     write_log(tmp_path, a_demand(days=1)[:60])
     with pytest.raises(ValueError, match="60 slots are too few"):
-        finetune.finetune(options(tmp_path), QUIET)
+        pipeline.finetune(args(tmp_path), QUIET)
 
 
 def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_day():

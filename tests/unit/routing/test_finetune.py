@@ -1,11 +1,9 @@
 """From a decision log to a candidate: a poor champion, a world that is not as declared."""
 
-import importlib.util
-import sys
 import uuid
 from dataclasses import replace
-from pathlib import Path
 
+import finetune
 import numpy as np
 import pytest
 from mlflow import MlflowClient
@@ -29,15 +27,6 @@ FACTORS = np.array([1.0, 1.3, 0.8, 1.1])
 NUM_REQUESTS = 6000
 _DECODING = 3
 """Weight on the time of decoding."""
-
-
-def load_pipeline(name):
-    path = Path(__file__).parents[2] / "pipelines" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"pipeline_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def a_poor_champion():
@@ -114,7 +103,6 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
 
 def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    finetune = load_pipeline("finetune")
     champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
     a_poor_champion().save(champion)
     uri = f"sqlite:///{tmp_path}/mlflow.db"
@@ -138,7 +126,6 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, mo
 
 
 def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
-    finetune = load_pipeline("finetune")
     console = Console(quiet=True)
     with pytest.raises(ValueError, match="no decisions"):
         finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)

@@ -1,6 +1,6 @@
 """Direct policy search over the twelve parameters of the forecast planner.
 
-The cross-entropy method of `tokenyard.rl.policy_search`, over stretches of the training part: all
+The cross-entropy method (`tokenyard.cross_entropy`) over stretches of the training part: all
 candidates of a generation live through the same days with the same noise.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 
@@ -41,8 +41,8 @@ class AllocationSearchConfig:
     """Draws of noise over the whole training part on which the centre is at last judged."""
 
 
-class AllocationSearch:
-    """A search that advances one generation at a time and can be stopped and resumed."""
+class AllocationSearch(CrossEntropy):
+    """A search over the planner's parameters for one scenario."""
 
     def __init__(
         self,
@@ -51,11 +51,18 @@ class AllocationSearch:
         seed: int = 0,
     ) -> None:
         """Start at the planner as it is: all parameters zero."""
-        self.scenario, self.seed = scenario, seed
-        self.config = config or AllocationSearchConfig()
-        self.generation = 0
-        self.mean: FloatArray = np.zeros(NUM_PARAMETERS)
-        self.std: FloatArray = np.array(self.config.initial_std)
+        self.scenario = scenario
+        self.config = config = config or AllocationSearchConfig()
+        super().__init__(
+            np.zeros(NUM_PARAMETERS),
+            np.array(config.initial_std),
+            population=config.population,
+            num_elites=config.num_elites,
+            seed=seed,
+            noise=config.noise,
+            noise_unit=np.array(config.initial_std),
+            num_generations=config.num_generations,
+        )
         self._source, self._planner = demand_source(scenario), make_planner(scenario)
 
     @property
@@ -67,19 +74,13 @@ class AllocationSearch:
 
     def step(self) -> dict[str, float]:
         """Run one generation and return its costs relative to the planner as it is."""
-        config = self.config
-        rng = np.random.default_rng([self.seed, self.generation])
-        slots = config.days_per_generation * self.scenario.slots_per_day
+        rng = self.rng()
+        slots = self.config.days_per_generation * self.scenario.slots_per_day
         runner = StreamRunner(self.scenario, self._source.episode(slots, rng))
-        candidates = rng.normal(self.mean, self.std, (config.population, NUM_PARAMETERS))
-        candidates[0] = self.mean
+        candidates = self.draw(rng)
         baseline = self._cost(runner, np.zeros(NUM_PARAMETERS))
         costs = np.array([self._cost(runner, theta) for theta in candidates])
-        elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
-        self.generation += 1
-        fade = max(0.0, 1.0 - self.generation / config.num_generations)
-        self.mean = elites.mean(axis=0)
-        self.std = elites.std(axis=0) + config.noise * fade * np.array(config.initial_std)
+        self.update(candidates, costs)
         return {
             "cost_minus_planner": float(costs[0] - baseline),
             "best_cost_minus_planner": float(costs.min() - baseline),
@@ -101,20 +102,6 @@ class AllocationSearch:
         ]
         centre = self.mean if theta is None else theta
         return float(np.mean([self._cost(runner, centre) for runner in runners]))
-
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on as if nothing had happened."""
-        return {
-            "seed": self.seed,
-            "generation": self.generation,
-            "mean": self.mean.tolist(),
-            "std": self.std.tolist(),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state`."""
-        self.seed, self.generation = state["seed"], state["generation"]
-        self.mean, self.std = np.array(state["mean"]), np.array(state["std"])
 
     def artifact(
         self, metrics: Mapping[str, float] | None = None, lineage: Mapping[str, str] | None = None

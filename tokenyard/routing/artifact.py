@@ -6,8 +6,8 @@ import hashlib
 
 from tokenyard.artifact import FeatureScaling, LengthPredictor
 from tokenyard.scenario import Scenario
-from tokenyard.sim.streams import StreamSource
-from tokenyard.workload.model import load_model
+from tokenyard.workload.features import RobustScaler
+from tokenyard.workload.model import WorkloadModel, load_model
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:
@@ -29,19 +29,19 @@ def lineage_of(scenario: Scenario) -> dict[str, str]:
     }
 
 
-def length_predictor(source: StreamSource) -> LengthPredictor:
+def length_predictor(model: WorkloadModel) -> LengthPredictor:
     """Mean output by context length in the traffic of training."""
-    lengths = source.model.lengths
+    lengths = model.lengths
     return LengthPredictor(
         bin_edges_tokens=lengths.bin_edges_tokens,
         mean_generated_tokens=lengths.mean_generated_tokens,
     )
 
 
-def feature_scaling(source: StreamSource) -> FeatureScaling:
+def feature_scaling(scaler: RobustScaler) -> FeatureScaling:
     """Units of the request features in the traffic of training."""
     return FeatureScaling(
-        medians=tuple(source.scaler.center.tolist()), scales=tuple(source.scaler.scale.tolist())
+        medians=tuple(scaler.center.tolist()), scales=tuple(scaler.scale.tolist())
     )
 
 

@@ -1,9 +1,9 @@
 """Policy search for the one policy for any cluster: every generation sees other clusters.
 
-Cross-entropy search (Rubinstein 1999; extra noise as in Szita and Lorincz 2006) over the weights of
-`tokenyard.generic`. What makes them generic is what they are searched on: servers, or replicas that
-batch, in clusters of many sizes and mixtures, from idle to nearly overloaded, under Poisson traffic
-and recorded kinds of bursts. No scenario that ships is among them.
+Cross-entropy search (`tokenyard.cross_entropy`) over the weights of `tokenyard.generic`. What makes
+them generic is what they are searched on: servers, or replicas that batch, in clusters of many
+sizes and mixtures, from idle to nearly overloaded, under Poisson traffic and recorded kinds of
+bursts. No scenario that ships is among them.
 
 A candidate is judged against the best hand rule *of each cluster*, found among several parameters
 on the same streams. Its cost is what it gains on average, plus guards: on average over clusters of
@@ -20,6 +20,7 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
+from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
 from tokenyard.generic import (
     HOPELESS_FEATURES,
@@ -48,6 +49,8 @@ SLO_S = 2.0
 _NOTHING_PAID = RewardWeights(
     processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
 )
+_INERTIA = 0.2
+"""Clusters differ from generation to generation, so that the centre goes most of the way only."""
 _GPUS = ("l4", "a10g", "a100_80g_sxm", "h100_sxm")
 
 
@@ -300,8 +303,8 @@ class GenericConfig:
     """Cost of each unit of the share of violations above the rule's."""
 
 
-class GenericSearch:
-    """A search that advances one generation at a time and can be stopped and resumed."""
+class GenericSearch(CrossEntropy):
+    """A search over the weights of the policy for any cluster."""
 
     def __init__(
         self,
@@ -320,22 +323,19 @@ class GenericSearch:
         """
         assert kind in get_args(Kind)
         self.kind: Kind = kind
-        self.config = config or GenericConfig()
-        self.seed = seed
-        self.generation = 0
-        num = NUM_ENGINE_WEIGHTS if kind == "engines" else NUM_SERVER_WEIGHTS
-        self.mean: FloatArray = np.zeros(num) if start is None else start.copy()
-        self._first_std: FloatArray = np.full(num, self.config.initial_std)
-        if kind != "engines":
-            of_features = self._first_std.reshape(-1, NUM_SERVER_FEATURES)
-            # What is late has to be moved further than the rest before it goes elsewhere at all.
-            of_features[:, LATE_FEATURES] *= 2.0
-            of_features[:, HOPELESS_FEATURES] *= 3.0
-            # Slots have modulators of their own: what is found for one slot stays as it is.
-            slots = np.zeros(len(of_features), dtype=np.bool_)
-            slots[SLOT_MODULATORS] = True
-            of_features[slots != (kind == "slots")] = 0.0
-        self.std: FloatArray = self._first_std.copy()
+        self.config = config = config or GenericConfig()
+        std = _initial_std(kind, config.initial_std)
+        super().__init__(
+            np.zeros(len(std)) if start is None else start,
+            std,
+            population=config.population,
+            num_elites=config.num_elites,
+            seed=seed,
+            noise=config.noise,
+            noise_unit=std,
+            num_generations=config.num_generations,
+            inertia=_INERTIA,
+        )
 
     @property
     def env_steps(self) -> int:
@@ -351,20 +351,13 @@ class GenericSearch:
         rules = Found.together([cluster.best_rule() for cluster in clusters])
         names = [cluster.group for cluster in clusters]
         groups = np.array([sorted(set(names)).index(name) for name in names])
-        # A generation's candidates depend on its number, not on what was drawn before it.
-        rng = np.random.default_rng([self.seed, self.generation])
-        candidates = rng.normal(self.mean, self.std, (config.population, len(self.mean)))
-        candidates[0] = self.mean
+        candidates = self.draw(self.rng())
         found = [
             Found.together([cluster.try_weights(weights) for cluster in clusters])
             for weights in candidates
         ]
         costs = np.array([search_cost(config, one, rules, groups) for one in found])
-        elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
-        self.generation += 1
-        fade = max(0.0, 1.0 - self.generation / config.num_generations)
-        self.mean = 0.2 * self.mean + 0.8 * elites.mean(axis=0)
-        self.std = elites.std(axis=0) + config.noise * fade * self._first_std
+        self.update(candidates, costs)
         return {
             "cost": float(costs[0]),
             "delta_mean_fraction": float(np.mean(found[0].mean_s / rules.mean_s)) - 1.0,
@@ -383,22 +376,29 @@ class GenericSearch:
         return clusters
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on as if nothing had happened."""
-        return {
-            "kind": self.kind,
-            "seed": self.seed,
-            "generation": self.generation,
-            "mean": self.mean.tolist(),
-            "std": self.std.tolist(),
-        }
+        """What `restore` needs, with the kind of clusters."""
+        return super().state() | {"kind": self.kind}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go back to a `state`."""
+        super().restore(state)
         self.kind = state["kind"]
-        self.seed = state["seed"]
-        self.generation = state["generation"]
-        self.mean = np.array(state["mean"])
-        self.std = np.array(state["std"])
+
+
+def _initial_std(kind: Kind, std: float) -> FloatArray:
+    """Spread of the first generation, one number per weight."""
+    if kind == "engines":
+        return np.full(NUM_ENGINE_WEIGHTS, std)
+    of_weights: FloatArray = np.full(NUM_SERVER_WEIGHTS, std)
+    of_features = of_weights.reshape(-1, NUM_SERVER_FEATURES)
+    # What is late has to be moved further than the rest before it goes elsewhere at all.
+    of_features[:, LATE_FEATURES] *= 2.0
+    of_features[:, HOPELESS_FEATURES] *= 3.0
+    # Slots have modulators of their own: what is found for one slot stays as it is.
+    slots = np.zeros(len(of_features), dtype=np.bool_)
+    slots[SLOT_MODULATORS] = True
+    of_features[slots != (kind == "slots")] = 0.0
+    return of_weights
 
 
 def search_cost(config: GenericConfig, found: Found, rules: Found, groups: IntArray) -> float:

@@ -1,26 +1,23 @@
-"""Direct policy search: the cross-entropy method over the linear policy's weights.
+"""Direct policy search over the linear policy's weights (`tokenyard.cross_entropy`).
 
 Every candidate of a generation is run through the same fresh streams (common random numbers),
-so candidates differ by what they decide and not by their luck. No gradient, no network, no
-torch: the simulator's kernel scores millions of decisions a second, and a few hundred thousand
-requests per generation are enough to tell candidates apart.
-
-Source: Rubinstein 1999 (cross-entropy method); the decaying extra noise is of Szita and Lorincz
-2006, "Learning Tetris using the noisy cross-entropy method".
+so candidates differ by what they decide and not by their luck. The simulator's kernel scores
+millions of decisions a second, and a few hundred thousand requests per generation are enough to
+tell candidates apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
+from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.fleet import Randomisation
-from tokenyard.rl.lineage import length_predictor
+from tokenyard.routing.artifact import length_predictor
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
@@ -94,28 +91,33 @@ class SearchConfig:
     the scenario's suits more of what comes."""
 
 
-class PolicySearch:
-    """A search that advances one generation at a time and can be stopped and resumed."""
+class PolicySearch(CrossEntropy):
+    """A search over the weights of one scenario's policy."""
 
     def __init__(
         self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
     ) -> None:
         """Start at the rule that the policy corrects, or at `config.start`."""
         self.scenario = scenario
-        self.config = config or SearchConfig()
-        self.seed = seed
-        self.generation = 0
+        self.config = config = config or SearchConfig()
         self._source = StreamSource(scenario)
         # Nobody reads the rewards here, and the balance metric is dear to compute.
         self._sim = make_simulator(
             scenario,
-            self.config.streams_per_generation,
-            self.config.requests_per_stream,
+            config.streams_per_generation,
+            config.requests_per_stream,
             RewardWeights(balance=0.0),
         )
-        self._start: FloatArray = np.array(self.config.start or np.zeros(self._sim.num_weights))
-        self.mean: FloatArray = self._start.copy()
-        self.std: FloatArray = np.full(len(self._start), self.config.initial_std)
+        self._start: FloatArray = np.array(config.start or np.zeros(self._sim.num_weights))
+        super().__init__(
+            self._start,
+            np.full(len(self._start), config.initial_std),
+            population=config.population,
+            num_elites=config.num_elites,
+            seed=seed,
+            noise=config.noise,
+            num_generations=config.num_generations,
+        )
 
     @property
     def env_steps(self) -> int:
@@ -127,22 +129,14 @@ class PolicySearch:
 
     def step(self) -> dict[str, float]:
         """Run one generation and return its cost relative to the rule."""
-        config = self.config
         self._load_fresh_streams()
-        # A generation's candidates depend on its number, not on what was drawn before it.
-        rng = np.random.default_rng([self.seed, self.generation])
-        candidates = rng.normal(self.mean, self.std, (config.population, len(self.mean)))
-        candidates[0] = self.mean
+        candidates = self.draw(self.rng())
         baseline = self._costs(self._start)
-        objective = config.objective
+        objective = self.config.objective
         costs = np.array(
             [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
         )
-        elites = candidates[np.argsort(costs, kind="stable")[: config.num_elites]]
-        self.generation += 1
-        fade = max(0.0, 1.0 - self.generation / config.num_generations)
-        self.mean = elites.mean(axis=0)
-        self.std = elites.std(axis=0) + config.noise * fade
+        self.update(candidates, costs)
         return {
             "cost_over_baseline": float(costs[0]),
             "best_cost_over_baseline": float(costs.min()),
@@ -174,22 +168,6 @@ class PolicySearch:
             ),
         )
 
-    def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on as if nothing had happened."""
-        return {
-            "seed": self.seed,
-            "generation": self.generation,
-            "mean": self.mean.tolist(),
-            "std": self.std.tolist(),
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a `state`."""
-        self.seed = state["seed"]
-        self.generation = state["generation"]
-        self.mean = np.array(state["mean"])
-        self.std = np.array(state["std"])
-
     def artifact(
         self,
         metrics_found: Mapping[str, float] | None = None,
@@ -214,7 +192,7 @@ class PolicySearch:
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,
-            predictor=length_predictor(self._source),
+            predictor=length_predictor(self._source.model),
             metrics=metrics_found or {},
             lineage=lineage or {},
         )
