@@ -22,11 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.trial import GIVE_UP_AFTER
-from tokenyard.artifact import PolicyArtifact, resolve_champion
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.offpolicy.sequential import WorseTest
-from tokenyard.policies.learned import learned_policy
 from tokenyard.provenance import write_result
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.batching import CONTEXT, OUTPUT
 from tokenyard.sim.batching_streams import BatchingStream

@@ -51,6 +51,7 @@ from rich.table import Table
 import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
+from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation_evaluation import (
     AllocationValidation,
@@ -58,9 +59,7 @@ from tokenyard.allocation_evaluation import (
     resolve_allocation_candidate,
     validation_streams,
 )
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import NUM_SCORE_WEIGHTS
-from tokenyard.policies.allocation import load_tuned_allocation
 from tokenyard.provenance import write_result
 from tokenyard.rl.allocation_training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.export import export_network
@@ -74,6 +73,7 @@ from tokenyard.rl.recipes import (
 )
 from tokenyard.rl.training import RllibTraining
 from tokenyard.rl.validation import Validation
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, synthetic_streams

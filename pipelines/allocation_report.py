@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.policies import ALLOCATION_BASELINES
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names, load_allocation
 from tokenyard.allocation_evaluation import (
     BOUNDS,
@@ -21,7 +22,6 @@ from tokenyard.allocation_evaluation import (
     run_candidates,
 )
 from tokenyard.artifact import RegistryLookup
-from tokenyard.policies.allocation import ALLOCATION_BASELINES
 
 SUITE = (
     "a100x8_7b",

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.artifact import RegistryLookup
-from tokenyard.policies.regions import REGION_BASELINES
+from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
 from tokenyard.regions_evaluation import (
     LEARNED,

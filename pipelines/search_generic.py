@@ -27,8 +27,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.provenance import git_sha, write_result
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.search_any_cluster import (
     Found,
     GenericConfig,

@@ -21,14 +21,10 @@ import tyro
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS
+from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family, tensor_degrees
+from tokenyard.allocation.policies.rules import TunedAllocation
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
-from tokenyard.policies.allocation import (
-    AutoscalerRule,
-    TunedAllocation,
-    family,
-    tensor_degrees,
-)
 from tokenyard.provenance import git_sha
 from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner

@@ -15,15 +15,12 @@ from serve_app.gateway import Gateway
 from serve_app.pools import AllocatedPool, Pool
 from serve_app.registry import mlflow_lookup
 from serve_app.shapes import ServeShapes
-from tokenyard.allocation.artifact import resolve_allocation_champion
+from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
-from tokenyard.policies.allocation import (
-    AllocationContext,
-    learned_for,
-    make_allocation_policy,
-)
 from tokenyard.types import AllocationPolicy, Plan
 
 

@@ -37,9 +37,10 @@ from tokenyard.allocation.dynamics import (
     run_slot,
 )
 from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.telemetry import SlotRecord
-from tokenyard.policies.allocation import AllocationContext, make_allocation_policy
 from tokenyard.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
 
 logger = logging.getLogger(__name__)

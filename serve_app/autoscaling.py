@@ -21,8 +21,8 @@ from ray.serve.config import AutoscalingContext
 
 from serve_app.allocated import make_plan_policy
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
+from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.policies.allocation import family
 from tokenyard.types import AllocationState, Plan
 
 _STATE = "tokenyard"

@@ -20,9 +20,9 @@ from prometheus_client import (
 from serve_app.messages import Problem
 from serve_app.region_messages import RegionsAnswer, RegionsCard, RegionsMessage
 from tokenyard.artifact import ArtifactError
-from tokenyard.policies.regions import REGION_BASELINES, learned_regions
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import resolve_region_champion
+from tokenyard.regions.artifact import learned_regions, resolve_region_champion
+from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.state import RegionDecision, RegionPolicy, RegionState, check_decision
 
 logger = logging.getLogger(__name__)

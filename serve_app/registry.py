@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.artifact import ArtifactError, PolicyArtifact, RegistryLookup
+from tokenyard.artifact import ArtifactError, RegistryLookup
+from tokenyard.routing.artifact import PolicyArtifact
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

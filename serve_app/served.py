@@ -15,10 +15,11 @@ import numpy as np
 
 from serve_app.messages import PolicyCard
 from serve_app.registry import CANDIDATE, mlflow_lookup
-from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
+from tokenyard.artifact import ArtifactError
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_times_s
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy, Slo
 from tokenyard.workload.features import FEATURE_NAMES
@@ -149,7 +150,7 @@ def from_artifact(
             "predictor for requests that come without predicted_total_tokens"
         )
     predictor, slo = metadata.predictor, metadata.slo
-    if metadata.kind == "generic":
+    if not KINDS[metadata.kind].knows_traffic:
         predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
         slo = scenario.slo
     card = PolicyCard(

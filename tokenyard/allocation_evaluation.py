@@ -12,7 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.artifact import (
+    AllocationArtifact,
+    learned_allocation,
+    learned_for,
+    resolve_allocation_champion,
+)
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import (
     DROPPED,
@@ -26,16 +31,11 @@ from tokenyard.allocation.dynamics import (
     USD,
 )
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.artifact import RegistryLookup
 from tokenyard.intervals import Interval, t_interval
-from tokenyard.policies.allocation import (
-    ALLOCATION_BASELINES,
-    AllocationContext,
-    learned_allocation,
-    learned_for,
-    make_allocation_policy,
-)
 from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_bounds import (
     best_static_in_hindsight,

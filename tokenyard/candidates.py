@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.artifact import PolicyArtifact, RegistryLookup, resolve_champion
+from tokenyard.artifact import RegistryLookup
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.learned import learned_policy
 from tokenyard.policies.tuned import load_tuned
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.scenario import Scenario
 from tokenyard.sim.bounds import BOUNDS
 from tokenyard.sim.run import Run, run_compiled, run_each, run_policy

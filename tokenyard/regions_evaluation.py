@@ -9,11 +9,11 @@ import numpy as np
 
 from tokenyard.artifact import RegistryLookup
 from tokenyard.intervals import Interval, t_interval
-from tokenyard.policies.regions import REGION_BASELINES, learned_regions, make_region_policy
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact, resolve_region_champion
+from tokenyard.regions.artifact import RegionArtifact, learned_regions, resolve_region_champion
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
+from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.sim import regions as kernel

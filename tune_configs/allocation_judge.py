@@ -7,7 +7,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation_evaluation import (
@@ -21,7 +21,6 @@ from tokenyard.allocation_evaluation import (
 )
 from tokenyard.evaluation import Row
 from tokenyard.figures import draw_cost
-from tokenyard.policies.allocation import learned_allocation
 from tune_configs.judge import Columns, Comparison, change
 
 

@@ -11,12 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from tokenyard.allocation.artifact import AllocationArtifact
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.evaluation import PolicyFactory, Row, Run, compare, run_policy, score
 from tokenyard.figures import draw_evaluation
 from tokenyard.intervals import t_interval
 from tokenyard.policies import PolicyContext, make_policy
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.types import FloatArray, RoutingPolicy

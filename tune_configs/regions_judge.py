@@ -9,11 +9,11 @@ from matplotlib.figure import Figure
 
 from tokenyard.evaluation import Row
 from tokenyard.figures import draw_cost
-from tokenyard.policies.regions import learned_regions, make_region_policy
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.artifact import RegionArtifact, learned_regions
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import (

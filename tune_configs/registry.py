@@ -17,7 +17,7 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from tokenyard.artifact import PolicyArtifact
+from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs.judge import Artifact
 
 CHAMPION = "champion"

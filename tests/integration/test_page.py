@@ -21,7 +21,7 @@ from serve_app.access import Access
 from serve_app.desk import PolicyDesk
 from serve_app.gateway import Gateway
 from serve_app.openai_api import create_gateway_api
-from tokenyard.policies.allocation import StaticPlan
+from tokenyard.allocation.policies.rules import StaticPlan
 
 pytestmark = pytest.mark.integration
 

@@ -20,8 +20,7 @@ from unit.serve_builders import a_body, a_snapshot
 from unit.test_serve_regions import a_body as regions_body
 
 from serve_app.app import APP_NAME, RoutingOptions, build
-from tokenyard.artifact import resolve_champion
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import learned_policy, resolve_champion
 from tokenyard.types import ReplicaSnapshot, Request
 
 pytestmark = pytest.mark.integration

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from ray import tune
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata
 from tune_configs.experiment import Experiment
 from tune_configs.schedulers import AshaPerAlgorithm
 

@@ -10,7 +10,7 @@ from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
 
 from tokenyard import generic, observation
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.search_any_cluster import draw_cluster, generic_artifact
 from tokenyard.sim.run import run_policy
 from tokenyard.sim.simulator import make_simulator

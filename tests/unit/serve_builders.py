@@ -8,18 +8,14 @@ import numpy as np
 
 from serve_app.messages import PolicyCard
 from serve_app.served import ServedPolicy, from_artifact, from_baseline
-from tokenyard.artifact import (
-    ArtifactMetadata,
-    FeatureScaling,
-    LengthPredictor,
-    PolicyArtifact,
-)
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
 )
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
 from tokenyard.scenario import load_scenario
 
 PREDICTOR = LengthPredictor(bin_edges_tokens=(1000.0,), mean_generated_tokens=(10.0, 50.0))

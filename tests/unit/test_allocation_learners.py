@@ -5,12 +5,13 @@ import pytest
 import torch
 
 import envs
-from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies.autoscaler import AutoscalerRule
+from tokenyard.allocation.policies.learned import NetworkPlan
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
-from tokenyard.policies.allocation import AutoscalerRule, NetworkPlan, learned_allocation
 from tokenyard.rl.allocation_trainable import (
     AllocationTrialConfig,
     make_allocation_training,

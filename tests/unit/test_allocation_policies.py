@@ -2,26 +2,23 @@ import numpy as np
 import pytest
 from allocation_report import SUITE
 
-from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.artifact import (
+    AllocationArtifact,
+    learned_allocation,
+    resolve_allocation_champion,
+)
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
+from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule, family
+from tokenyard.allocation.policies.learned import ForecastPlanner
+from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.artifact import ArtifactError
-from tokenyard.policies.allocation import (
-    ALLOCATION_BASELINES,
-    AllocationContext,
-    Autoscaler,
-    AutoscalerRule,
-    ForecastPlanner,
-    family,
-    learned_allocation,
-    load_tuned_allocation,
-    make_allocation_policy,
-)
 from tokenyard.sim.allocation_run import StreamRunner, run_allocation
 from tokenyard.types import AllocationState
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenyard import artifact as artifacts
-from tokenyard.artifact import ArtifactError, ArtifactMetadata, PolicyArtifact, resolve_champion
+from tokenyard.artifact import ArtifactError
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.search_any_cluster import generic_artifact
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
@@ -29,8 +29,7 @@ def a_linear_policy(weights=None, **changes):
 def a_network(arrays=None, **changes):
     ones = tuple([1.0] * NUM_REQUEST_FEATURES)
     metadata = a_linear_policy(kind="linear").metadata.model_copy(
-        update={"kind": "mlp", "scaling": artifacts.FeatureScaling(medians=ones, scales=ones)}
-        | changes
+        update={"kind": "mlp", "scaling": FeatureScaling(medians=ones, scales=ones)} | changes
     )
     rng = np.random.default_rng(0)
     layers = {"w0": rng.normal(size=(8, 40)), "b0": np.zeros(8)}
@@ -43,7 +42,7 @@ def an_equivariant_network(arrays=None, **changes):
     metadata = a_linear_policy().metadata.model_copy(
         update={
             "kind": "equivariant", "num_replicas": None, "baseline": "sed", "residual_scale": 1.0,
-            "scaling": artifacts.FeatureScaling(medians=ones, scales=ones),
+            "scaling": FeatureScaling(medians=ones, scales=ones),
         } | changes
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -165,8 +164,8 @@ def test_an_equivariant_network_of_slots_refuses_replicas_that_batch():
 
 
 def test_a_kind_without_a_baseline_has_the_text_and_the_hash_that_it_always_had():
-    assert "baseline" not in a_linear_policy().metadata.to_json()
-    assert json.loads(an_equivariant_network().metadata.to_json())["baseline"] == "sed"
+    assert "baseline" not in a_linear_policy().text()
+    assert json.loads(an_equivariant_network().text())["baseline"] == "sed"
 
 
 def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenyard.artifact import PolicyArtifact, resolve_champion
 from tokenyard.corrected import LAYOUT, corrected_scores, fold, make_scratch
 from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import (
@@ -18,9 +17,9 @@ from tokenyard.observation import (
     marginal_scores,
     observation_size,
 )
-from tokenyard.policies.learned import learned_policy
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.validation import Validation
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.run import run_policy

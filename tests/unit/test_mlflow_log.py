@@ -9,8 +9,9 @@ from integration.toy_sweeps import toy_trial
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata
 from tune_configs import mlflow_log, registry
 
 MODEL = "tokenyard-routing-poisson_085"

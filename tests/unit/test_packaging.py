@@ -3,8 +3,8 @@ from importlib.metadata import packages_distributions
 
 import pytest
 
-from tokenyard.artifact import PolicyArtifact, resolve_champion
 from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
 from tokenyard.scenario import load_scenario, scenario_names
 
 SHIPPED = resources.files("tokenyard") / "artifacts" / "routing"

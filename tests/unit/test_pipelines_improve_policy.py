@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tokenyard.artifact import PolicyArtifact, resolve_champion
+from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 

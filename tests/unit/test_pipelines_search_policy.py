@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from search_policy import OBJECTIVES, Args, main, search, stand_still
 
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
 from tokenyard.rl.validation import choose
+from tokenyard.routing.artifact import PolicyArtifact
 
 PROMISES = OBJECTIVES[-1]
 MIXED = Args(

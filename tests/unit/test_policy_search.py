@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.observation import NUM_SCORE_WEIGHTS
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig, StreamCosts
 from tokenyard.scenario import Arrivals, Server, load_scenario
 

@@ -4,15 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
-from tokenyard.policies.regions import (
-    REGION_BASELINES,
-    LearnedMix,
-    learned_regions,
-    make_region_policy,
-    ot_slack,
-)
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, resolve_region_champion
+from tokenyard.regions.artifact import (
+    RegionArtifact,
+    RegionMetadata,
+    learned_regions,
+    resolve_region_champion,
+)
 from tokenyard.regions.mixing import (
     NUM_PARAMETERS,
     START_LIVE,
@@ -21,6 +19,9 @@ from tokenyard.regions.mixing import (
     live_of,
     mix,
 )
+from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
+from tokenyard.regions.policies.learned import LearnedMix
+from tokenyard.regions.policies.rules import ot_slack
 from tokenyard.regions.scenario import Failure
 from tokenyard.regions.state import check_decision
 from tokenyard.regions_evaluation import (

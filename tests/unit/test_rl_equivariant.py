@@ -13,7 +13,6 @@ from ray.rllib.env.single_agent_episode import SingleAgentEpisode
 from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
 from scipy.special import log_softmax
 
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -22,11 +21,11 @@ from tokenyard.observation import (
     snapshot_columns,
 )
 from tokenyard.policies import PolicyContext, make_policy
-from tokenyard.policies.learned import equivariant_preferences, learned_policy
 from tokenyard.rl.equivariant import EquivariantActorCritic
 from tokenyard.rl.export import export_network
 from tokenyard.rl.recipes import build_config, fleet
 from tokenyard.rl.validation import Validation
+from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences, learned_policy
 from tokenyard.scenario import load_scenario
 from tokenyard.sim import batching
 from tokenyard.sim.simulator import make_simulator

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from serve_app.allocator import Allocator, Limits, cheapest_for, find_plan, plan_of, steady
 from serve_app.reshape import Held, Shape, gpus_held, shape_of
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
-from tokenyard.policies.allocation import AllocationContext, StaticPlan, make_allocation_policy
 
 SCENARIO = load_allocation("rehearsal_l4x4")
 TABLE = plan_table(SCENARIO)

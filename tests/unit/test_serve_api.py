@@ -22,7 +22,7 @@ from serve_app.api import RoutingService, create_api
 from serve_app.decider import Decider
 from serve_app.messages import MAX_BODY_BYTES, MAX_REPLICAS
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import learned_policy
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 NOW_S = 1.7e9

@@ -4,9 +4,9 @@ from fastapi.testclient import TestClient
 
 from serve_app.region_messages import RegionsMessage
 from serve_app.regions import RegionDesk
-from tokenyard.policies.regions import LearnedMix
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
+from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.state import RegionDecision
 
 

@@ -13,8 +13,9 @@ from unit.serve_builders import (
 
 from serve_app import served as served_module
 from serve_app.served import RANDOMISED, TUNED, from_artifact, rehearse, resolve_policy
-from tokenyard.artifact import ArtifactError, FeatureScaling
+from tokenyard.artifact import ArtifactError
 from tokenyard.policies import BASELINES, load_tuned
+from tokenyard.routing.metadata import FeatureScaling
 from tokenyard.scenario import load_scenario
 from tokenyard.types import ReplicaSnapshot, Request
 

@@ -7,10 +7,10 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 
 import envs
 from envs import RegionEnv
-from tokenyard.policies.regions import RegionNetwork
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
+from tokenyard.regions.policies.learned import RegionNetwork
 from tokenyard.rl.regions_trainable import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
 from tokenyard.sim.regions_run import RegionSim

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.artifact import KINDS, AllocationArtifact
 from tokenyard.allocation.demand import HISTORY_DAYS, DemandStream
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import Forecaster, fit_forecaster
@@ -96,12 +96,11 @@ def finetune(
         ArtifactError: The champion is of a kind that is not fine-tuned.
         ValueError: The log is too short.
     """
-    if champion.metadata.kind != "planner":
+    if not KINDS[champion.metadata.kind].is_finetuned:
         raise ArtifactError(
             f"the champion is of kind {champion.metadata.kind!r}; only planners are fine-tuned"
         )
-    scenario, before = champion.metadata.scenario, champion.metadata.forecaster
-    assert before is not None
+    scenario, before = champion.metadata.scenario, champion.forecaster
     learned, held_out = split(stream, config.held_out, scenario.slots_per_day)
     refitted = learned.num_slots >= _LEAST_DAYS * scenario.slots_per_day
     forecaster = fit_forecaster([learned], scenario.slots_per_day) if refitted else before

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
-from tokenyard.corrected import corrected_scores, fold, make_scratch
-from tokenyard.equivariant import BASELINES, scorer_inputs
+from tokenyard.corrected import Correction, corrected_scores, make_scratch
+from tokenyard.equivariant import BASELINES, Layout, scorer_inputs
 from tokenyard.generic import engine_scores, server_scores
+from tokenyard.network import Arrays, Layer, Network, forward
 from tokenyard.observation import (
     ITERATION_S,
     TOKENS_PER_S,
@@ -25,6 +26,7 @@ from tokenyard.observation import (
     squash,
     unranked_columns,
 )
+from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.types import Decision, FloatArray, ReplicaSnapshot, Request, Slo
 from tokenyard.workload.features import FeatureTracker
 
@@ -32,10 +34,10 @@ from tokenyard.workload.features import FeatureTracker
 class LinearPolicy:
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
-    def __init__(self, artifact: PolicyArtifact) -> None:
-        """Take weights and units from the artifact."""
-        self._metadata = artifact.metadata
-        self._weights = np.ascontiguousarray(artifact.arrays["weights"], dtype=np.float64)
+    def __init__(self, metadata: ArtifactMetadata, weights: FloatArray) -> None:
+        """Take units from the metadata, and the weights, shape (NUM_SCORE_WEIGHTS,)."""
+        self._metadata = metadata
+        self._weights = np.ascontiguousarray(weights, dtype=np.float64)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the cheapest replica."""
@@ -83,18 +85,18 @@ class MarginalPolicy(LinearPolicy):
 class GenericPolicy:
     """The policy for any cluster (`tokenyard.generic`), of servers or of replicas that batch."""
 
-    def __init__(self, artifact: PolicyArtifact, slo: Slo | None = None) -> None:
-        """Take weights and units from the artifact, and the promise from `slo` where it is given.
+    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, slo: Slo | None = None) -> None:
+        """Take units from the metadata, and the SLO from `slo` where it is given.
 
         Args:
-            artifact: A `generic` one.
+            metadata: Of a `generic` artifact.
+            arrays: `server_weights` and `engine_weights`.
             slo: What requests are promised; None: what they were in training.
         """
-        metadata = artifact.metadata
         self._mean_total_tokens = metadata.mean_total_tokens
         self._slo_s = (slo or metadata.slo).response_s
-        self._server_weights = np.ascontiguousarray(artifact.arrays["server_weights"])
-        self._engine_weights = np.ascontiguousarray(artifact.arrays["engine_weights"])
+        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
+        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the cheapest replica."""
@@ -129,20 +131,20 @@ class GenericPolicy:
 class NetworkPolicy:
     """A trained network; it remembers the sizes of the last requests, as in training."""
 
-    def __init__(self, artifact: PolicyArtifact, started_at: datetime | None = None) -> None:
-        """Take the network from an `mlp` artifact.
+    def __init__(
+        self, metadata: ArtifactMetadata, network: Network, started_at: datetime | None = None
+    ) -> None:
+        """Prepare the observation.
 
         Args:
-            artifact: The trained policy.
+            metadata: Of an `mlp` artifact.
+            network: From an observation to one preference per replica.
             started_at: Calendar time of second 0, where training traffic had a calendar.
         """
-        metadata = artifact.metadata
         assert metadata.num_replicas is not None
         self._metadata = metadata
         self._features = _RequestFeatures(metadata, started_at)
-        self._mean = artifact.arrays["mean"]
-        self._std = artifact.arrays["std"]
-        self._layers = artifact.layers
+        self._network = network
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
 
@@ -165,33 +167,59 @@ class NetworkPolicy:
             features, request.context_tokens, size_tokens, columns,
             self._metadata.expected_finish, self._observation,
         )  # fmt: skip
-        preference = self._forward(self._observation)
+        preference = self._network(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
-    def _forward(self, observation: np.ndarray[tuple[int], np.dtype[np.float32]]) -> FloatArray:
-        x = (observation - self._mean) / self._std
-        for weight, bias in self._layers[:-1]:
-            x = weight @ x + bias
-            x = np.maximum(x, 0.0) if self._metadata.activation == "relu" else np.tanh(x)
-        weight, bias = self._layers[-1]
-        result: FloatArray = weight @ x + bias
+
+@dataclass(frozen=True, eq=False)
+class ReplicaScorer:
+    """A network that scores every replica alike (`tokenyard.equivariant`)."""
+
+    metadata: ArtifactMetadata
+    layout: Layout
+    units: Arrays
+    """`request_mean`, `request_std`, `replica_mean` and `replica_std`."""
+    layers: Sequence[Layer]
+
+    def preferences(self, observations: npt.NDArray[np.float32]) -> FloatArray:
+        """Preferences for one observation or many.
+
+        Args:
+            observations: Shape (..., size), of any number of replicas.
+
+        Returns:
+            Shape (..., num_replicas), higher is better; minus infinity where not routable.
+        """
+        metadata, units = self.metadata, self.units
+        observed = self.layout.take_apart(observations, np)
+        normalised = observed._replace(
+            request=(observed.request - units["request_mean"]) / units["request_std"],
+            replicas=(observed.replicas - units["replica_mean"]) / units["replica_std"],
+        )
+        preferences = forward(self.layers, scorer_inputs(normalised, np), metadata.activation)
+        preferences = preferences[..., 0]
+        if metadata.residual_scale:
+            assert metadata.baseline is not None
+            costs_s = BASELINES[metadata.baseline](observed.replicas, np)
+            preferences = preferences - metadata.residual_scale * costs_s
+        result: FloatArray = np.where(observed.routable, preferences, -np.inf)
         return result
 
 
 class EquivariantPolicy:
     """A trained network that scores every replica alike; it remembers the last requests' sizes."""
 
-    def __init__(self, artifact: PolicyArtifact, started_at: datetime | None = None) -> None:
-        """Take the network from an `equivariant` artifact.
+    def __init__(self, scorer: ReplicaScorer, started_at: datetime | None = None) -> None:
+        """Prepare the request's features.
 
         Args:
-            artifact: The trained policy.
+            scorer: The network of an `equivariant` artifact.
             started_at: Calendar time of second 0, where training traffic had a calendar.
         """
-        self._artifact = artifact
-        self._features = _RequestFeatures(artifact.metadata, started_at)
+        self._scorer = scorer
+        self._features = _RequestFeatures(scorer.metadata, started_at)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the preferred replica."""
@@ -204,7 +232,7 @@ class EquivariantPolicy:
             ValueError: No replica, or such as batch continuously where those in training did not,
                 or the other way round.
         """
-        layout = self._artifact.layout
+        layout = self._scorer.layout
         _check_count(None, snapshots)
         _check_engines(layout.batches, snapshots)
         size = observation_size(len(snapshots), layout.expected_finish, layout.batches)
@@ -213,23 +241,26 @@ class EquivariantPolicy:
             self._features.push(request), request.context_tokens, request.predicted_total_tokens,
             snapshot_columns(snapshots), layout.expected_finish, observation,
         )  # fmt: skip
-        costs = -equivariant_preferences(self._artifact, observation)
+        costs = -self._scorer.preferences(observation)
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
 
 class CorrectedPolicy:
     """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
 
-    def __init__(self, artifact: PolicyArtifact, started_at: datetime | None = None) -> None:
-        """Take weights, network and units from a `corrected` artifact.
+    def __init__(
+        self, metadata: ArtifactMetadata, correction: Correction, started_at: datetime | None = None
+    ) -> None:
+        """Take units from the metadata.
 
         Args:
-            artifact: The trained policy.
+            metadata: Of a `corrected` artifact.
+            correction: Its weights and its network.
             started_at: Calendar time of second 0, where training traffic had a calendar.
         """
-        self._metadata = artifact.metadata
-        self._features = _RequestFeatures(artifact.metadata, started_at)
-        self._correction = fold(artifact.arrays, artifact.layers)
+        self._metadata = metadata
+        self._features = _RequestFeatures(metadata, started_at)
+        self._correction = correction
         self._scratch = make_scratch(self._correction, 0)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -262,38 +293,6 @@ class CorrectedPolicy:
         return Decision(best, tuple(costs.tolist()))
 
 
-def equivariant_preferences(
-    artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
-) -> FloatArray:
-    """Preferences of an `equivariant` network for one observation or many.
-
-    Args:
-        artifact: The policy.
-        observations: Shape (..., size), of any number of replicas.
-
-    Returns:
-        Shape (..., num_replicas), higher is better; minus infinity where not routable.
-    """
-    metadata, arrays = artifact.metadata, artifact.arrays
-    observed = artifact.layout.take_apart(observations, np)
-    normalised = observed._replace(
-        request=(observed.request - arrays["request_mean"]) / arrays["request_std"],
-        replicas=(observed.replicas - arrays["replica_mean"]) / arrays["replica_std"],
-    )
-    x = scorer_inputs(normalised, np)
-    *hidden, (last_weight, last_bias) = artifact.layers
-    for weight, bias in hidden:
-        x = x @ weight.T + bias
-        x = np.maximum(x, 0.0) if metadata.activation == "relu" else np.tanh(x)
-    preferences = (x @ last_weight.T + last_bias)[..., 0]
-    if metadata.residual_scale:
-        assert metadata.baseline is not None
-        costs_s = BASELINES[metadata.baseline](observed.replicas, np)
-        preferences = preferences - metadata.residual_scale * costs_s
-    result: FloatArray = np.where(observed.routable, preferences, -np.inf)
-    return result
-
-
 class _RequestFeatures:
     """Scaled features of one request after the other, as training saw them."""
 
@@ -306,33 +305,6 @@ class _RequestFeatures:
     def push(self, request: Request) -> FloatArray:
         """Return the features of `request`, shape (NUM_REQUEST_FEATURES,)."""
         return squash((self._tracker.push(request) - self._medians) / self._scales)
-
-
-LearnedPolicy = LinearPolicy | GenericPolicy | NetworkPolicy | EquivariantPolicy | CorrectedPolicy
-
-
-def learned_policy(
-    artifact: PolicyArtifact, started_at: datetime | None = None, slo: Slo | None = None
-) -> LearnedPolicy:
-    """Make the policy of an artifact's kind, ready for one stream of requests.
-
-    Args:
-        artifact: The trained policy.
-        started_at: Calendar time of second 0, where training traffic had a calendar.
-        slo: What requests are promised, for the policy for any cluster; others keep to the promise
-            that they were trained on.
-    """
-    if artifact.metadata.kind == "generic":
-        return GenericPolicy(artifact, slo)
-    if artifact.metadata.kind == "linear":
-        return LinearPolicy(artifact)
-    if artifact.metadata.kind == "marginal":
-        return MarginalPolicy(artifact)
-    if artifact.metadata.kind == "equivariant":
-        return EquivariantPolicy(artifact, started_at)
-    if artifact.metadata.kind == "corrected":
-        return CorrectedPolicy(artifact, started_at)
-    return NetworkPolicy(artifact, started_at)
 
 
 def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -> None:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.policies.regions import LearnedMix, make_region_policy
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.mixing import NUM_PARAMETERS
+from tokenyard.regions.policies import make_region_policy
+from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import measure

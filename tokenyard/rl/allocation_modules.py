@@ -19,7 +19,7 @@ from ray.rllib.core.columns import Columns
 from torch import Tensor, nn
 
 from tokenyard.allocation.observation import ALLOWED
-from tokenyard.policies.allocation import MEMORY_OUTPUTS
+from tokenyard.allocation.policies.learned import MEMORY_OUTPUTS
 from tokenyard.rl.modules import Observes, RunningNormaliser, linear_layers, shrink_last_layer
 
 STAY_BONUS = "stay_bonus"

@@ -10,11 +10,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
 from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation_evaluation import AllocationValidation
-from tokenyard.policies.allocation import load_tuned_allocation
 from tokenyard.rl.allocation_training import (
     AllocationRllib,
     TabularTraining,

@@ -26,9 +26,9 @@ from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.policies.allocation import AutoscalerRule, family
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.allocation_modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.rounds import RoundsDQNConfig

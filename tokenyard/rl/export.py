@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor, nn
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.rl.equivariant import EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
-from tokenyard.routing.artifact import feature_scaling, length_predictor
+from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
+from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 

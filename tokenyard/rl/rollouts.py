@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.corrected import LAYOUT, Correction, fold
 from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_REQUEST_FEATURES
-from tokenyard.routing.artifact import feature_scaling, length_predictor
+from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
+from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.scenario import Scenario
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.rollouts import MISSED, RESPONSE, SLOW, RolloutSim, Samples, concatenate

@@ -13,13 +13,12 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.recipes import Recipe, build_config, recipe
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.sampling import Implementation
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.rl.validation import Validation
-from tokenyard.routing.artifact import lineage_of
+from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.streams import StreamSource

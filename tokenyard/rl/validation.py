@@ -13,11 +13,10 @@ from typing import Any, cast
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.corrected import fold
 from tokenyard.intervals import t_interval
-from tokenyard.policies.learned import equivariant_preferences
 from tokenyard.rl.modules import finish_columns
+from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
 from tokenyard.sim.cluster import Observations, Outcomes
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.rollouts import run_corrected

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import ArtifactError, PolicyArtifact
+from tokenyard.artifact import ArtifactError
 from tokenyard.cross_entropy import CrossEntropy, minimise
 from tokenyard.intervals import Interval
 from tokenyard.observation import marginal_scores, snapshot_columns
 from tokenyard.offpolicy import estimate, replay
 from tokenyard.offpolicy.log import LoggedDecision, fleet_of, windows_of
 from tokenyard.policies.delay import finish_s
+from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.scenario import Scenario
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet
@@ -254,7 +255,7 @@ def finetune(
         ArtifactError: The champion is of a kind that is not fine-tuned.
         ValueError: The log cannot be used.
     """
-    if champion.metadata.kind != "marginal":
+    if not KINDS[champion.metadata.kind].is_finetuned:
         raise ArtifactError(
             f"the champion is of kind {champion.metadata.kind!r}; only `marginal` champions are "
             "fine-tuned: train networks with pipelines/sweep.py on a scenario from calibrate.py"

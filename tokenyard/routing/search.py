@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.fleet import Randomisation
-from tokenyard.routing.artifact import length_predictor
+from tokenyard.routing.artifact import PolicyArtifact, length_predictor
+from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
 from tokenyard.generic import (
@@ -31,6 +30,8 @@ from tokenyard.generic import (
     SLOT_MODULATORS,
 )
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
 from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.engines import BatchingSim

@@ -22,9 +22,9 @@ from tokenyard.allocation.dynamics import (
     run_slot,
 )
 from tokenyard.allocation.planner import HIGHEST_LEVEL, LOWEST_LEVEL, NUM_LEVELS, make_planner
+from tokenyard.allocation.policies.learned import ValueTable
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
-from tokenyard.policies.allocation import ValueTable
 from tokenyard.sim.allocation import DEMAND, AllocationOutcomes, free_reward
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray, IntArray

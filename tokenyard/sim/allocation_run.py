@@ -1,6 +1,6 @@
 """Whole streams: any policy by its public method, and two families of rules compiled.
 
-The compiled forms decide exactly as the classes of `tokenyard.policies.allocation` do; searches
+The compiled forms decide exactly as the classes of `tokenyard.allocation.policies` do; searches
 run them over millions of slots.
 """
 

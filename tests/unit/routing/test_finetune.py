@@ -12,11 +12,10 @@ from unit.serve_builders import linear_artifact, marginal_artifact
 
 from serve_app.outcome_log import Outcome, OutcomeLog
 from serve_app.served import resolve_policy
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.offpolicy import replay
 from tokenyard.offpolicy.log import fleet_of, read_log, windows_of
-from tokenyard.policies.learned import learned_policy
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.run import run_each
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng

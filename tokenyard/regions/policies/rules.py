@@ -1,13 +1,11 @@
-"""Regional policies: every baseline by name, and the learned mix of plans.
+"""Hand-written regional rules.
 
-A policy sees states, never the simulator. All turn servers on by the same rule (Eq 6) from what
-their own plan sends where, and all live with the same allocator inside regions. To add one, write
-its class and add its line to `REGION_BASELINES`.
+All turn servers on by the same rule (Eq 6) from what their own plan sends where, and all live with
+the same allocator inside regions.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,22 +13,13 @@ import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.mixing import (
     START_CAP,
-    START_LIVE,
-    START_SMOOTHING,
-    live_of,
-    mix,
-    total_load,
 )
-from tokenyard.regions.observation import LIMIT, encode, observation_size, shares_of
-from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import (
     Dispatch,
     LiveCost,
     RegionDecision,
-    RegionPolicy,
     RegionState,
 )
 from tokenyard.types import FloatArray
@@ -211,109 +200,3 @@ class RecedingHorizon:
     def _decision(self, state: RegionState, shares: FloatArray) -> RegionDecision:
         active = targets(state, shares, self._rule)
         return RegionDecision(shares, active, self._dispatch, self._live)
-
-
-@dataclass(frozen=True)
-class LearnedMix:
-    """`torta`: the learned mix of plans and costs (`tokenyard.regions.mixing`)."""
-
-    theta: FloatArray
-    rule: ActivationRule
-    dispatch: Dispatch = "live_cost"
-
-    def decide(self, state: RegionState) -> RegionDecision:
-        """Mix the plans, turn servers on for the mix, and say what single tasks cost where."""
-        shares = mix(state, self.theta)
-        live = live_of(self.theta, total_load(state))
-        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, live)
-
-
-@dataclass(frozen=True, eq=False)
-class RegionNetwork:
-    """A network that was trained for its own regions: the mean of what it would draw."""
-
-    artifact: RegionArtifact
-    rule: ActivationRule
-
-    def decide(self, state: RegionState) -> RegionDecision:
-        """Run the network, and turn servers on for the shares it means.
-
-        Raises:
-            ValueError: Another number of regions than it was trained for.
-        """
-        metadata, arrays = self.artifact.metadata, self.artifact.arrays
-        seen = observation_size(state.num_regions, metadata.action)
-        if seen != len(arrays["mean"]):
-            raise ValueError(
-                f"the network sees {len(arrays['mean'])} numbers, {state.num_regions} regions "
-                f"have {seen}: it was trained for {metadata.scenarios}"
-            )
-        x = np.clip(encode(state, metadata.action), -LIMIT, LIMIT)
-        x = (x - arrays["mean"]) / arrays["std"]
-        depth = (len(arrays) - 2) // 2
-        for i in range(depth):
-            x = arrays[f"w{i}"] @ x + arrays[f"b{i}"]
-            x = np.maximum(x, 0.0) if i < depth - 1 else x
-        shares = shares_of(np.clip(x, -1.0, 1.0), state, metadata.action)
-        active = targets(state, shares, self.rule)
-        return RegionDecision(shares, active, metadata.dispatch, START_LIVE)
-
-
-def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
-    """Make the policy of an artifact."""
-    if artifact.metadata.kind == "network":
-        return RegionNetwork(artifact, rule)
-    return LearnedMix(artifact.arrays["theta"], rule)
-
-
-def _planned(
-    plan: Planner,
-    demand: Demand = demand_now,
-    smoothing: float = 0.0,
-    dispatch: Dispatch = "shares",
-    live: LiveCost | None = None,
-) -> Callable[[ActivationRule], RegionPolicy]:
-    return lambda rule: Planned(plan, rule, demand, smoothing, dispatch, live or LiveCost())
-
-
-REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
-    "round_robin": _planned(by_servers),
-    "local_first": _planned(stay_local),
-    "least_loaded": _planned(by_capacity, dispatch="least_loaded"),
-    "skylb": _planned(spilled, demand_ahead, dispatch="spill"),
-    "sdib": _planned(by_capacity, dispatch="balance"),
-    "ot_balanced": _planned(ot_balanced),
-    "ot_slack": _planned(ot_slack),
-    "sinkhorn": _planned(sinkhorn),
-    "prox_ot": _planned(ot_slack, smoothing=SMOOTHING),
-    "ot_slack_forecast": _planned(ot_slack, demand_ahead),
-    "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
-    "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
-    "prox_ot_forecast_live": _planned(ot_slack_live, demand_ahead, SMOOTHING, "live_shares"),
-    "prox_ot_forecast_live_cost": _planned(
-        ot_slack_live_cost, demand_ahead, START_SMOOTHING, "live_cost", START_LIVE
-    ),
-    "receding_horizon": RecedingHorizon,
-    "receding_horizon_live": lambda rule: RecedingHorizon(rule, LIVE_CAP, "live_shares"),
-    "receding_horizon_live_cost": lambda rule: RecedingHorizon(
-        rule, START_CAP, "live_cost", START_LIVE
-    ),
-}
-"""Every baseline by name. `prox_ot_forecast_live_cost` has the fill, the smoothing and the live
-costs with which the search for `torta` starts, and learns nothing: what `torta` gains over it is
-what learning gains."""
-
-
-def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:
-    """Make a baseline for a scenario.
-
-    Raises:
-        ValueError: Unknown name, with the closest one.
-    """
-    if name not in REGION_BASELINES:
-        close = difflib.get_close_matches(name, REGION_BASELINES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"unknown regional policy {name!r}; choose one of {sorted(REGION_BASELINES)}{hint}"
-        )
-    return REGION_BASELINES[name](ActivationRule.of(scenario))
