@@ -26,7 +26,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import AgainstRule, choose, worst_p99
+from tokenyard.routing.validation import AgainstRule, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 

@@ -28,7 +28,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.policy_search import Objective, PolicySearch, SearchConfig
-from tokenyard.rl.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
+from tokenyard.routing.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.streams import StreamSource
 

@@ -16,12 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tokenyard.evaluation import Row, Run
 from tokenyard.fleet import TrafficClass
 from tokenyard.metrics import tpot_s as tpot
+from tokenyard.problem import Measure, Row
 from tokenyard.scenario import Scenario
 from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingOutcomes
+from tokenyard.sim.run import Run
 from tokenyard.types import FloatArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -69,18 +70,17 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
     return _bars(rows, "reward", 1.0, "cumulative reward per stream", credit)
 
 
-def draw_cost(rows: Sequence[Row], label: str, credit: str = "") -> Figure:
-    """Draw what policies cost against the baseline of `rows`, with 95 % intervals."""
-    shown = [
-        {
-            "policy": row["policy"],
-            "cost": row["delta_cost_fraction"],
-            "cost_ci_low": row["delta_cost_ci_low"],
-            "cost_ci_high": row["delta_cost_ci_high"],
-        }
+def draw_differences(rows: Sequence[Row], measure: Measure, credit: str = "") -> Figure:
+    """Draw how far policies are from the baseline of `rows` in a measure, with 95 % intervals."""
+    keys = ("difference", "difference_ci_low", "difference_ci_high")
+    shown: list[Row] = [
+        {"policy": row["policy"]}
+        | {key: row[found] for key, found in zip(keys, measure.delta_keys, strict=True)}
         for row in rows
     ]
-    return _bars(shown, "cost", 100.0, f"{label}, % above the baseline", credit)
+    unit = "%" if measure.relative else measure.heading
+    label = f"{measure.key.replace('_', ' ')}, difference to {rows[0]['baseline']}, {unit}"
+    return _bars(shown, "difference", 100.0 if measure.relative else measure.factor, label, credit)
 
 
 def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:

@@ -18,7 +18,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from tokenyard.artifact import PolicyArtifact
-from tune_configs.judge import Artifact
+from tokenyard.problem import Artifact
 
 CHAMPION = "champion"
 CANDIDATE = "candidate"

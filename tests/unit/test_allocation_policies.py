@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
-from allocation_report import SUITE
 
 from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.artifact import ArtifactError
 from tokenyard.policies.allocation import (
@@ -128,7 +128,7 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
         make_allocation_policy("planer", context())
 
 
-@pytest.mark.parametrize("name", SUITE)
+@pytest.mark.parametrize("name", SUITES["allocation"])
 def test_every_pool_of_the_suite_ships_with_tuned_rules_and_a_champion_that_plans(name):
     scenario = load_allocation(name)
     tuned = load_tuned_allocation(name)

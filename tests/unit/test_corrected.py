@@ -21,7 +21,7 @@ from tokenyard.observation import (
 from tokenyard.policies.learned import learned_policy
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import Validation
+from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.run import run_policy
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng

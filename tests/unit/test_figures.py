@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tokenyard import figures
-from tokenyard.candidates import resolve_candidate
 from tokenyard.evaluation import compare
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
 
@@ -18,8 +18,8 @@ def evaluated():
     source = StreamSource(SCENARIO)
     requests = [source.sample(400, stream_rng(3, "evaluation", i)) for i in range(2)]
     streams = StreamSet(requests, "test")
-    runs = {name: resolve_candidate(name, SCENARIO).run(SCENARIO, streams, 0) for name in NAMES}
-    return runs, compare(SCENARIO, runs, "sed")
+    runs = {name: PROBLEM.candidate(SCENARIO, name).run(SCENARIO, streams, 0) for name in NAMES}
+    return runs, compare(PROBLEM, SCENARIO, streams, runs, "sed")
 
 
 def draw(evaluated):
@@ -47,10 +47,10 @@ def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
     scenario = load_scenario("two_classes_slo")
     requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
     runs = {
-        name: resolve_candidate(name, scenario).run(scenario, StreamSet(requests, "test"), 0)
+        name: PROBLEM.candidate(scenario, name).run(scenario, StreamSet(requests, "test"), 0)
         for name in ("round_robin", "sed")
     }
-    rows = compare(scenario, runs, "sed")
+    rows = compare(PROBLEM, scenario, StreamSet(requests, "test"), runs, "sed")
     drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
     assert {"token_latencies", "memory_and_energy", "attainment"} < set(drawn)
     tokens = drawn["token_latencies"]

@@ -26,7 +26,7 @@ from tokenyard.policies.learned import equivariant_preferences, learned_policy
 from tokenyard.rl.equivariant import EquivariantActorCritic
 from tokenyard.rl.export import export_network
 from tokenyard.rl.recipes import build_config, fleet
-from tokenyard.rl.validation import Validation
+from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim import batching
 from tokenyard.sim.simulator import make_simulator

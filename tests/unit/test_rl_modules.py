@@ -15,7 +15,7 @@ from tokenyard.policies.learned import learned_policy
 from tokenyard.rl.export import export_network
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
 from tokenyard.rl.recipes import build_config, ours, paper
-from tokenyard.rl.validation import network_preferences
+from tokenyard.routing.validation import network_preferences
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.streams import StreamSource, stream_rng

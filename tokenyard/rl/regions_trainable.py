@@ -11,9 +11,9 @@ from ray import tune
 
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.observation import Action
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import RegionScenario, load_regions
 from tokenyard.regions.state import Dispatch
-from tokenyard.regions_evaluation import RegionValidation
 from tokenyard.rl.regions_search import RegionSearch, RegionSearchConfig
 from tokenyard.rl.regions_training import (
     RegionRllib,
@@ -111,7 +111,7 @@ class RegionTrainable(PolicyTrainable):
         """Build the learner from the fields of `RegionTrialConfig`."""
         self.trial_config = RegionTrialConfig.model_validate(config)
         scenario = load_regions(self.trial_config.scenario)
-        self.validate = RegionValidation(scenario)
+        self.validate = PROBLEM.validation(scenario, PROBLEM.num_validation_streams)
         self.training = make_region_training(self.trial_config, scenario)
 
     @classmethod

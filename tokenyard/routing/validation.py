@@ -16,8 +16,8 @@ from tokenyard import metrics
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.corrected import fold
 from tokenyard.intervals import t_interval
+from tokenyard.observation import finish_columns
 from tokenyard.policies.learned import equivariant_preferences
-from tokenyard.rl.modules import finish_columns
 from tokenyard.sim.cluster import Observations, Outcomes
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.rollouts import run_corrected
