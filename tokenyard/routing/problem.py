@@ -152,7 +152,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     ) -> dict[str, Figure]:
         """The figures of the paper, and those of replicas that batch."""
         # matplotlib takes a second to import, and most runs draw nothing.
-        from tokenyard.figures import draw_evaluation
+        from tokenyard.routing.figures import draw_evaluation
 
         credit = f"Traffic: {streams.origin}"
         if streams.is_synthetic:
