@@ -28,7 +28,7 @@ from serve_app.allocated import make_plan_policy
 from serve_app.allocator import Allocator
 from serve_app.reshape import Held, Shape, is_reachable
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.evaluation import Row
+from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.types import Plan
 

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from serve_app.pools import EngineProfile
 from serve_app.telemetry import Collector, Published
-from tokenyard.evaluation import Row
 from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
 from tokenyard.types import Request

@@ -19,8 +19,8 @@ from tokenyard.regions import transport
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.problem import policy_maker
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions_evaluation import resolve_region_candidate
 from tokenyard.sim.regions_run import run_regions
 
 SIZES = ((12, 250, 100), (37, 600, 300))
@@ -54,11 +54,11 @@ def a_scenario(num_regions: int, num_servers: int, tasks: float) -> RegionScenar
 def episode_s(scenario: RegionScenario, policy: str, args: Args) -> tuple[float, float]:
     forecaster = fit_seasonal(scenario)
     stream = sample_stream(scenario, stream_rng(args.seed, "training", 0))
-    candidate = resolve_region_candidate(policy, scenario)
+    make, _ = policy_maker(scenario, policy)
     times = []
     for _ in range(args.runs + 1):  # the first compiles
         started = time.process_time()
-        run_regions(scenario, stream, candidate.make(scenario), forecaster)
+        run_regions(scenario, stream, make(scenario), forecaster)
         times.append(time.process_time() - started)
     return min(times[1:]), len(stream.numbers) / stream.num_slots
 

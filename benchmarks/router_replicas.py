@@ -19,10 +19,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.evaluation import PolicyFactory, Row, compare, run_policy
+from tokenyard.evaluation import compare
 from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.problem import Row
 from tokenyard.provenance import write_result
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.sim.run import PolicyFactory, run_policy
 from tokenyard.sim.streams import StreamSource, synthetic_streams
 
 
@@ -85,7 +88,7 @@ def measure(args: Args, policy: str, scrape_s: float) -> list[Row]:
             "scrape_interval_s": scrape_s,
             "cpu_us_per_decision": cpu_us[str(row["policy"])],
         }
-        for row in compare(scenario, runs, str(args.routers[0]))
+        for row in compare(PROBLEM, scenario, streams, runs, str(args.routers[0]))
     ]
 
 

@@ -38,9 +38,6 @@ from pathlib import Path
 from shlex import join
 from typing import Any, Literal
 
-# Ray starts its workers with a lower priority; on a busy machine they would come last.
-os.environ.setdefault("RAY_worker_niceness", "0")
-
 import numpy as np
 import ray
 import torch
@@ -52,13 +49,8 @@ import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
 from tokenyard.allocation.policies.rules import load_tuned_allocation
+from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.allocation_evaluation import (
-    AllocationValidation,
-    daily_cost,
-    resolve_allocation_candidate,
-    validation_streams,
-)
 from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.provenance import write_result
 from tokenyard.rl.allocation_training import AllocationRllib, RllibAlgorithm, allocation_config
@@ -72,11 +64,15 @@ from tokenyard.rl.recipes import (
     scaled,
 )
 from tokenyard.rl.training import RllibTraining
-from tokenyard.rl.validation import Validation
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, synthetic_streams
+
+# Ray starts its workers with a lower priority; on a busy machine they would come last.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 _SCENARIOS = {"routing": "poisson_085", "allocation": "a100x8_13b"}
 REWARD_SCALE = 0.1
@@ -426,15 +422,14 @@ def allocators(args: Args, scenario: AllocationScenario) -> Contest:
         for algorithm in args.algorithms
         for implementation in ("tokenyard", "rllib_stock")
     ]
-    validate = AllocationValidation(scenario)
-    streams = validation_streams(scenario)
-    autoscaler = resolve_allocation_candidate("autoscaler_tuned", scenario).run
-    runs = [autoscaler(scenario, stream, args.seed) for stream in streams]
+    validate = ALLOCATION.validation(scenario, ALLOCATION.num_validation_streams)
+    streams = ALLOCATION.streams(scenario, "validation", ALLOCATION.num_validation_streams, seed=0)
+    runs = ALLOCATION.candidate(scenario, "autoscaler_tuned").run(scenario, streams, args.seed)
     return Contest(
         some,
         notes=[],
         judge=lambda policy: -validate(policy)["score"],
-        to_beat=float(daily_cost(scenario, runs).mean()),
+        to_beat=ALLOCATION.summary(scenario, runs)["cost_with_penalty"],
         measure="cost_per_hour",
     )
 

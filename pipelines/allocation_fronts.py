@@ -36,8 +36,8 @@ from tokenyard.allocation.dynamics import (
     run_slot,
 )
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
-from tokenyard.allocation_evaluation import validation_streams
 from tokenyard.figures import save_figures
 from tokenyard.pareto import front, hypervolume
 from tokenyard.provenance import write_result
@@ -109,7 +109,7 @@ def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict
 
 def front_rows(args: Args, scenario: AllocationScenario) -> tuple[Rows, Rows]:
     """Points of plans that never change and of planners, and the hypervolumes of their fronts."""
-    [stream] = validation_streams(scenario, count=1)
+    [stream] = PROBLEM.streams(scenario, "validation", 1, seed=0).streams
     runner = StreamRunner(scenario, stream)
     points: Rows = []
     for number, plan in enumerate(runner.sim.table.plans):

@@ -24,8 +24,8 @@ from tokenyard.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import AgainstRule, choose, worst_p99
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
+from tokenyard.routing.validation import AgainstRule, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 

@@ -21,11 +21,13 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import kendalltau
 
-from tokenyard.candidates import resolve_candidate, run_candidates
-from tokenyard.evaluation import Run, summarise
+from tokenyard.evaluation import run_candidates
 from tokenyard.policies import BASELINES
 from tokenyard.provenance import write_result
+from tokenyard.routing.evaluation import summarise
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import Arrivals, Scenario, load_scenario
+from tokenyard.sim.run import Run
 from tokenyard.sim.streams import StreamSet, StreamSource, held_out_streams, synthetic_streams
 
 METRICS = {
@@ -51,7 +53,7 @@ class Args:
 
 def values(scenario: Scenario, streams: StreamSet, seed: int) -> dict[str, list[list[float]]]:
     """Every metric's values: per stream, one number per policy."""
-    candidates = [resolve_candidate(name, scenario) for name in BASELINES]
+    candidates = [PROBLEM.candidate(scenario, name) for name in BASELINES]
     runs = run_candidates(candidates, scenario, streams, seed)
     return {name: _table(scenario, runs, key) for name, key in METRICS.items()}
 

@@ -14,16 +14,17 @@ from typing import Annotated, Literal
 
 import tyro
 
+from tokenyard.evaluation import compare, run_candidates
+from tokenyard.problem import Row
 from tokenyard.provenance import write_result
-from tokenyard.regions.forecast import DemandForecaster, NoisyOracle, sd_for_accuracy
-from tokenyard.regions.scenario import Failure, RegionScenario, load_regions
-from tokenyard.regions_evaluation import (
-    Row,
-    compare_regions,
-    held_out_streams,
-    resolve_region_candidate,
-    run_region_candidates,
+from tokenyard.regions.forecast import (
+    DemandForecaster,
+    NoisyOracle,
+    fit_seasonal,
+    sd_for_accuracy,
 )
+from tokenyard.regions.problem import PROBLEM, episodes
+from tokenyard.regions.scenario import Failure, RegionScenario, load_regions
 
 Study = Literal["loads", "accuracy", "ablation", "failures"]
 LOADS = (0.6, 0.8, 0.95)
@@ -75,7 +76,7 @@ def cases(args: Args) -> Iterator[Case]:
         for name, failures in FAILURES.items():
             yield Case(name, scenario.model_copy(update={"failures": failures}), policies)
     elif args.study == "accuracy":
-        streams = held_out_streams(scenario, 1, args.seed + 1)
+        streams = PROBLEM.streams(scenario, "evaluation", 1, args.seed + 1).streams
         for accuracy in ACCURACIES:
             sd = sd_for_accuracy(accuracy, streams)
             oracle = NoisyOracle(sd, scenario.forecast_slots, args.seed)
@@ -89,11 +90,11 @@ def cases(args: Args) -> Iterator[Case]:
 
 
 def run(args: Args, case: Case) -> list[Row]:
-    candidates = [resolve_region_candidate(name, case.scenario) for name in case.policies]
-    measured = run_region_candidates(
-        case.scenario, candidates, args.streams, args.seed, case.forecaster
-    )
-    rows = compare_regions(case.scenario, measured, case.policies[0])
+    scenario, forecaster = case.scenario, case.forecaster or fit_seasonal(case.scenario)
+    candidates = [PROBLEM.candidate(scenario, name) for name in case.policies]
+    streams = episodes(scenario, "evaluation", args.streams, args.seed, forecaster)
+    runs = run_candidates(candidates, scenario, streams, args.seed)
+    rows = compare(PROBLEM, scenario, streams, runs, case.policies[0])
     return [{"study": args.study, "case": case.name, **row} for row in rows]
 
 

@@ -25,9 +25,9 @@ from tokenyard.fleet import Randomisation
 from tokenyard.observation import NUM_PROMISE_WEIGHTS, NUM_SCORE_WEIGHTS
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
-from tokenyard.rl.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig
+from tokenyard.routing.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.streams import StreamSource
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,11 @@ class Interval(NamedTuple):
     estimate: float
     low: float
     high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the distance of its ends."""
+        return (self.high - self.low) / 2
 
     def over(self, scale: float) -> Interval:
         """Divide all three by a positive scale; NaN when it is 0."""
@@ -73,6 +79,34 @@ def percentile_interval(estimate: float, resampled: FloatArray) -> Interval:
     """Interval between the outer percentiles of resampled estimates."""
     low, high = np.nanpercentile(resampled, [50 - 50 * CONFIDENCE, 50 + 50 * CONFIDENCE])
     return Interval(estimate, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measures of one policy by whatever is paired with other policies', with their intervals."""
+
+    values: Mapping[str, FloatArray]
+    """By key, shape (num_units,): one value per independent stream or day, or per resample."""
+    estimates: Mapping[str, float] | None = None
+    """What `values` are resamples of, by key; None: `values` are independent of each other."""
+
+    def interval(self, key: str) -> Interval:
+        """A measure: Student's interval of independent values, percentiles of resamples."""
+        if self.estimates is None:
+            return t_interval(self.values[key])
+        return percentile_interval(self.estimates[key], self.values[key])
+
+    def difference(self, other: Samples, key: str, relative: bool) -> Interval:
+        """This policy's measure minus another's, over the other's mean where relative."""
+        ours, theirs = self.values[key], other.values[key]
+        if self.estimates is None or other.estimates is None:
+            interval = t_interval(ours - theirs)
+            return interval.over(abs(float(theirs.mean()))) if relative else interval
+        before = other.estimates[key]
+        change, resampled = self.estimates[key] - before, ours - theirs
+        if relative:
+            change, resampled = change / before, resampled / theirs
+        return percentile_interval(change, resampled)
 
 
 def block_length(values: FloatArray) -> int:

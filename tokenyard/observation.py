@@ -83,6 +83,13 @@ def observation_size(num_replicas: int, expected_finish: bool, batches: bool = F
     return NUM_REQUEST_FEATURES + num_replicas * per_replica
 
 
+def finish_columns(num_replicas: int) -> list[int]:
+    """Places of the finish times in an observation that has them (`encode`)."""
+    per_replica = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
+    first = NUM_REQUEST_FEATURES + per_replica - 1
+    return [first + per_replica * replica for replica in range(num_replicas)]
+
+
 def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
     """Rank of each replica by speed, from -1 (slowest) to 1 (fastest), shape (num_replicas,).
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 SuiteName = Literal["paper", "routing", "fleet", "regimes"]
 
-SUITES: dict[SuiteName, tuple[str, ...]] = {
+SUITES: dict[str, tuple[str, ...]] = {
     "paper": ("nominal", "high_load"),
     "routing": ("poisson_085", "bursty_serial", "conversation"),
     "fleet": (

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tokenyard.evaluation import mean_summary, run_policy, score
+from tokenyard.metrics import score
 from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.policies.size_interval import SizeIntervals
 from tokenyard.policies.tuned import FleetRules, TunedRules
+from tokenyard.routing.evaluation import mean_summary
 from tokenyard.scenario import Scenario
 from tokenyard.sim import batching, kernel
 from tokenyard.sim.batching_streams import BatchingStream, Stream
+from tokenyard.sim.run import run_policy
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.types import FloatArray, RoutingPolicy

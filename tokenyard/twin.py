@@ -12,8 +12,9 @@ from statistics import mean
 
 from scipy.stats import kendalltau
 
-from tokenyard.candidates import resolve_candidate, run_candidates
-from tokenyard.evaluation import mean_summary
+from tokenyard.evaluation import run_candidates
+from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import Scenario
 from tokenyard.sim.streams import StreamSet, StreamSource
 from tokenyard.workload.trace import Trace
@@ -49,7 +50,7 @@ def simulate(
         seed: Of policies that draw by themselves.
 
     Returns:
-        The metrics of `tokenyard.evaluation.summarise` by policy, means over a few runs.
+        The metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
 
     Raises:
         ValueError: A policy is unknown or does not fit the replicas.
@@ -58,7 +59,7 @@ def simulate(
     stream = StreamSource(scenario).encode(trace)
     streams = StreamSet([stream] * _COPIES, "what was sent")
     names = {name: _STANDS_FOR.get(name, name) for name in policies}
-    candidates = [resolve_candidate(name, known_as) for name in dict.fromkeys(names.values())]
+    candidates = [PROBLEM.candidate(known_as, name) for name in dict.fromkeys(names.values())]
     runs = run_candidates(candidates, known_as, streams, seed)
     by_candidate = {
         name: mean_summary(known_as, runs[candidate.name])

@@ -11,11 +11,11 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 import envs
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
-from tune_configs.allocation_judge import AllocationJudge
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 
 SCENARIO = "a100x8_13b"
@@ -101,7 +101,7 @@ def default() -> Experiment:
     Budgets are what each needs to show where it is going within a few minutes of one core.
     """
     return Experiment(
-        problem="allocation",
+        problem=PROBLEM,
         scenario=SCENARIO,
         trainable=AllocationTrial,
         trials=(
@@ -119,7 +119,6 @@ def default() -> Experiment:
         warm_up=_compile_kernels,
         promotion_streams=2,
         evaluation_streams=5,
-        judge=AllocationJudge,
     )
 
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.evaluation import PolicyFactory, run_policy, summarise
+from tokenyard.problem import Runner
 from tokenyard.provenance import git_sha
-from tokenyard.scenario import load_scenario
+from tokenyard.routing.evaluation import summarise
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.sim.run import Run
 from tokenyard.sim.streams import StreamSet, StreamSource, held_out_streams, synthetic_streams
 from tune_configs import routing
 from tune_configs.experiment import ENV_STEPS
-from tune_configs.judge import RoutingJudge, trained
 
 TABLES = {
     "I": routing.paper,
@@ -34,6 +36,7 @@ BASELINES = (
     "sed",
 )
 NUM_EPISODES = 5
+RouterRunner = Runner[Scenario, StreamSet, Run]
 CURVE_KEYS = ("reward_per_request", "score", "mean_response_s", "slo_violation_fraction")
 
 
@@ -76,17 +79,17 @@ def run_cell(cell: Cell, folder: str) -> tuple[list[dict[str, Any]], list[dict[s
     started = time.perf_counter()
     curve: list[dict[str, Any]] = []
     if cell.trial is None:
-        factory = RoutingJudge(cell.scenario, seed=0).baseline(cell.policy)
+        run = PROBLEM.candidate(load_scenario(cell.scenario), cell.policy).run
     else:
-        factory, curve = train(cell.trial, Path(folder) / f"{'-'.join(cell.key)}.npz")
+        run, curve = train(cell.trial, Path(folder) / f"{'-'.join(cell.key)}.npz")
     wall_s = round(time.perf_counter() - started, 1)
     env_steps = curve[-1]["env_steps"] if curve else ""
     made = {"env_steps": env_steps, "wall_s": wall_s, "git_sha": git_sha()[:12]}
-    episodes = [{**head, **episode, **made} for episode in judge(cell.scenario, factory)]
+    episodes = [{**head, **episode, **made} for episode in judge(cell.scenario, run)]
     return [{**head, **point} for point in curve], episodes
 
 
-def train(trial: dict[str, Any], path: Path) -> tuple[PolicyFactory, list[dict[str, Any]]]:
+def train(trial: dict[str, Any], path: Path) -> tuple[RouterRunner, list[dict[str, Any]]]:
     """Train in this process to the trial's budget; the last policy counts, as in the paper."""
     # The paper's recipe is about what a library does as it comes.
     stock = {"num_env_runners": 0, "implementation": "rllib_stock"}
@@ -101,10 +104,10 @@ def train(trial: dict[str, Any], path: Path) -> tuple[PolicyFactory, list[dict[s
     finally:
         trainer.stop()
     artifact.save(path)
-    return trained(artifact), curve
+    return PROBLEM.trained(artifact), curve
 
 
-def judge(scenario_name: str, factory: PolicyFactory) -> Iterator[dict[str, Any]]:
+def judge(scenario_name: str, run: RouterRunner) -> Iterator[dict[str, Any]]:
     """Measure a policy on fresh synthetic episodes, and on the recorded one where it is there."""
     scenario = load_scenario(scenario_name)
     source = StreamSource(scenario)
@@ -115,5 +118,5 @@ def judge(scenario_name: str, factory: PolicyFactory) -> Iterator[dict[str, Any]
     for streams in sets:
         if streams is not None:
             origin = "recorded" if streams.bootstrap else "synthetic"
-            for episode, one in enumerate(run_policy(scenario, streams, factory, seed=0)):
+            for episode, one in enumerate(run(scenario, streams, 0)):
                 yield {"origin": origin, "episode": episode, **summarise(scenario, one)}

@@ -10,10 +10,10 @@ import numpy as np
 
 import envs
 from envs.regions import PAPER_REWARD, RegionReward
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.search import RegionSearchConfig
 from tokenyard.rl.regions_trainable import RegionTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
-from tune_configs.regions_judge import RegionJudge
 
 SCENARIO = "abilene"
 RULES = ("skylb", "prox_ot_forecast", "prox_ot_forecast_live", "prox_ot_forecast_live_cost")
@@ -79,7 +79,7 @@ def default() -> Experiment:
     """The paper's recipe, PPO on the mix of plans, and policy search, some minutes each."""
     generations = RegionSearchConfig.num_generations
     return Experiment(
-        problem="regions",
+        problem=PROBLEM,
         scenario=SCENARIO,
         trainable=RegionTrial,
         trials=(
@@ -92,7 +92,6 @@ def default() -> Experiment:
         warm_up=_compile_kernels,
         promotion_streams=5,
         evaluation_streams=5,
-        judge=RegionJudge,
     )
 
 

@@ -17,8 +17,8 @@ from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
+from tokenyard.problem import Artifact
 from tokenyard.routing.artifact import PolicyArtifact
-from tune_configs.judge import Artifact
 
 CHAMPION = "champion"
 CANDIDATE = "candidate"

@@ -9,8 +9,8 @@ from typing import Any
 
 from ray.tune import Result, ResultGrid
 
+from tokenyard.problem import Artifact
 from tune_configs.experiment import ENV_STEPS, SCORE
-from tune_configs.judge import Artifact
 from tune_configs.registry import ARTIFACT_FILE
 from tune_configs.tuner import trial_label
 

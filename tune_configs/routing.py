@@ -18,10 +18,10 @@ from ray.tune.search import Searcher
 import envs
 from tokenyard.rl.rollouts import RolloutConfig
 from tokenyard.rl.trainable import RouterTrainable, trial_bundles
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.scenario import load_scenario
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
-from tune_configs.judge import VALIDATION_SEED, VALIDATION_STREAMS
 from tune_configs.rewards import ABLATIONS, PAPER, reward_weights
 from tune_configs.schedulers import AshaPerAlgorithm
 
@@ -63,8 +63,6 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "scenario": trial["scenario"],
         "seed": trial["seed"],
         "register_env": envs.register,
-        "validation_streams": VALIDATION_STREAMS,
-        "validation_seed": VALIDATION_SEED,
     }
     config |= {key: trial[key] for key in (*RESOURCES, "implementation") if key in trial}
     config["recipe"] = trial["recipe"]
@@ -133,7 +131,7 @@ def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them."""
     learners = [_trial(a, w) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
     return Experiment(
-        problem="routing",
+        problem=PROBLEM,
         scenario="poisson_085",
         trainable=RoutingTrial,
         trials=(_search_trial(), *learners),

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,19 @@ from mlflow.entities import Run
 from ray.tune import ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
-from tokenyard.evaluation import Row
+from tokenyard.evaluation import Comparison, is_better, rank
 from tokenyard.figures import learning_curves
+from tokenyard.problem import AnyProblem, Row, Scenario
 from tokenyard.provenance import git_sha, versions
 from tune_configs import mlflow_log, registry
 from tune_configs.experiment import SCORE, Experiment, load_experiment
-from tune_configs.judge import Comparison
 from tune_configs.registry import Registration
 from tune_configs.results import FinishedTrial
 from tune_configs.storage import open_storage
 from tune_configs.tuner import await_resources, fit, new_tuner, resumed_tuner, start_ray
 
+VALIDATION_SEED = 0
+"""The same for all trials of all sweeps, so that their curves can be compared."""
 _COMPARABLE = 10
 """Ratio of environment steps up to which learning curves share an axis."""
 Curve = list[tuple[float, float]]
@@ -52,6 +55,17 @@ class Sweep:
     """The sweep's parent run."""
 
     @property
+    def problem(self) -> AnyProblem:
+        """What draws streams and compares policies."""
+        return self.experiment.problem
+
+    @cached_property
+    def scenario(self) -> Scenario:
+        """What trials are trained and judged on."""
+        scenario: Scenario = self.problem.load_scenario(self.experiment.scenario)
+        return scenario
+
+    @property
     def path(self) -> str:
         """Folder of the sweep."""
         return f"{self.storage}/{self.name}"
@@ -61,9 +75,9 @@ class Sweep:
 class Report:
     """The outcome of a sweep."""
 
-    ranking: Comparison
+    ranking: Comparison[Any, Any]
     """Trials and rules on the same validation streams."""
-    evaluation: Comparison
+    evaluation: Comparison[Any, Any]
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
 
@@ -99,7 +113,7 @@ def open_sweep(
     storage, store = _locate(storage)
     open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
-    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem}", store)
+    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem.name}", store)
     found = mlflow_log.find_sweep_run(client, mlflow_id, f"{storage}/{name}")
     if resume:
         # The streams of the comparison must be those that the sweep began with.
@@ -165,23 +179,25 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
 
 
 def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
-    """Rank the trials on validation streams, and evaluate the best on fresh ones."""
-    experiment = sweep.experiment
-    referee = experiment.judge(experiment.scenario, sweep.seed)
-    baselines = {name: referee.baseline(name) for name in experiment.baselines}
-    policies = {trial.label: referee.trained(trial.artifact) for trial in trials}
-    ranking = referee.compare(
-        policies | baselines,
-        experiment.baseline,
-        referee.ranking_streams(),
+    """Rank the trials on validation streams, and evaluate the best on fresh ones.
+
+    Trials and rules are ranked on the streams on which trials validate themselves in training, so
+    that a learning curve ends where the ranking puts it. The evaluation, and promotion after it,
+    use others, on which nothing was chosen.
+    """
+    experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
+    rules = {name: problem.candidate(scenario, name).run for name in experiment.baselines}
+    policies = {trial.label: problem.trained(trial.artifact) for trial in trials}
+    validation = problem.streams(
+        scenario, "validation", problem.num_validation_streams, VALIDATION_SEED
     )
+    baseline = experiment.baseline
+    ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed)
     by_label = {trial.label: trial for trial in trials}
     best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
-    evaluation = referee.compare(
-        {best.label: policies[best.label], experiment.baseline: baselines[experiment.baseline]},
-        experiment.baseline,
-        referee.fresh_streams(experiment.evaluation_streams),
-    )
+    finalists = {best.label: policies[best.label], baseline: rules[baseline]}
+    fresh = problem.streams(scenario, "evaluation", experiment.evaluation_streams, sweep.seed)
+    evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed)
     return Report(ranking, evaluation, best)
 
 
@@ -191,15 +207,18 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
-    referee = experiment.judge(experiment.scenario, sweep.seed)
-    streams = referee.promotion_streams(experiment.promotion_streams)
+    problem, scenario = sweep.problem, sweep.scenario
+    # Further validation streams: what was ranked on the first ones may owe its place to them.
+    streams = problem.streams(
+        scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
+    )
     return registry.register(
         sweep.client,
-        registry.model_name(experiment.problem, experiment.scenario),
+        registry.model_name(problem.name, experiment.scenario),
         runs[best.trial_id].info.run_id,
         best.artifact,
-        lambda champion: referee.beats(best.artifact, champion, streams),
-        referee.load,
+        lambda champion: is_better(problem, scenario, best.artifact, champion, streams, sweep.seed),
+        problem.load_artifact,
     )
 
 
@@ -222,7 +241,8 @@ def record(
     tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
-    figures = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
+    ranking = report.ranking
+    figures = sweep.problem.figures(sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
     figures |= draw_learning_curves(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
@@ -248,7 +268,6 @@ def draw_learning_curves(
     The baseline is a level line, and so is the best trial of another order of environment
     steps, such as policy search.
     """
-    unit = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).score_unit
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     shortest = min(trial.env_steps for trial in trials)
     far = {trial.label for trial in trials if trial.env_steps > _COMPARABLE * shortest}
@@ -267,7 +286,7 @@ def draw_learning_curves(
     return {
         f"learning_curves_{weights}": learning_curves(
             by_algorithm,
-            f"score on validation streams, {unit}",
+            f"score on validation streams, {sweep.problem.score.unit}",
             levels,
             f"Reward weights in training: {weights}",
         )
@@ -290,6 +309,8 @@ def _described(sweep: Sweep) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "load_scenario"):
+        return value.name
     try:
         json.dumps(value)
     except TypeError:

@@ -12,8 +12,8 @@ from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream
 from oracle.slow_engine import Change
 
 from tokenyard import observation as ob
-from tokenyard.evaluation import summarise
 from tokenyard.fleet import TrafficClass
+from tokenyard.routing.evaluation import summarise
 from tokenyard.sim import batching
 from tokenyard.sim.run import Run
 

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from allocation_report import SUITE
 
 from tokenyard.allocation.artifact import (
     AllocationArtifact,
@@ -15,6 +14,7 @@ from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_
 from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule, family
 from tokenyard.allocation.policies.learned import ForecastPlanner
 from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
+from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
@@ -125,7 +125,7 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
         make_allocation_policy("planer", context())
 
 
-@pytest.mark.parametrize("name", SUITE)
+@pytest.mark.parametrize("name", SUITES["allocation"])
 def test_every_pool_of_the_suite_ships_with_tuned_rules_and_a_champion_that_plans(name):
     scenario = load_allocation(name)
     tuned = load_tuned_allocation(name)

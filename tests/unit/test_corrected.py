@@ -18,9 +18,9 @@ from tokenyard.observation import (
     observation_size,
 )
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import Validation
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.run import run_policy
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tokenyard.candidates import resolve_candidate
-from tokenyard.evaluation import compare, mean_summary, run_policy, summarise
+from tokenyard.evaluation import compare, difference, level
 from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.problem import Measure
+from tokenyard.routing.evaluation import mean_summary, summarise
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.cluster import Outcomes
-from tokenyard.sim.run import Run, repeating, run_each
+from tokenyard.sim.run import Run, repeating, run_each, run_policy
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.types import FloatArray
 
 SCENARIO = load_scenario("nominal")
+NO_STREAMS = StreamSet([], "made up")
 
 
 def streams(*lengths: int, scenario=SCENARIO) -> StreamSet:
@@ -54,7 +58,7 @@ def numbers(run: Run) -> list[FloatArray]:
 def test_a_compiled_rule_gives_the_runs_of_its_policy(name):
     scenario = load_scenario("poisson_085")
     some = streams(400, 300, scenario=scenario)
-    found = resolve_candidate(name, scenario).run(scenario, some, 0)
+    found = PROBLEM.candidate(scenario, name).run(scenario, some, 0)
     expected = run_policy(scenario, some, baseline(name, scenario), seed=0)
     for left, right in zip(found, expected, strict=True):
         for a, b in zip(numbers(left), numbers(right), strict=True):
@@ -129,7 +133,7 @@ def test_deltas_are_paired_by_stream_and_relative_to_the_mean_of_the_baseline():
         "sed": [made_up([1.0, 1.0]), made_up([3.0, 3.0])],
         "ours": [made_up([0.5, 0.5]), made_up([2.0, 2.0])],
     }
-    sed, ours = compare(SCENARIO, runs, "sed")
+    sed, ours = compare(PROBLEM, SCENARIO, NO_STREAMS, runs, "sed")
     assert sed["delta_mean_fraction"] == sed["delta_mean_ci_low"] == sed["delta_mean_ci_high"] == 0
     # Differences are -0.5 and -1: their mean is -0.75, over the baseline's 2.
     assert ours["delta_mean_fraction"] == pytest.approx(-0.375)
@@ -142,30 +146,30 @@ def test_deltas_are_paired_by_stream_and_relative_to_the_mean_of_the_baseline():
 
 
 def test_one_recorded_stream_gets_its_intervals_from_its_requests():
-    some = streams(2000)
+    some = replace(streams(2000), bootstrap=True)
     runs = {
         name: run_policy(SCENARIO, some, baseline(name), seed=0) for name in ("sed", "round_robin")
     }
-    sed, robin = compare(SCENARIO, runs, "sed", bootstrap=True)
+    sed, robin = compare(PROBLEM, SCENARIO, some, runs, "sed")
     assert sed["delta_mean_ci_low"] == sed["delta_mean_ci_high"] == 0
     assert robin["delta_mean_ci_low"] < robin["delta_mean_fraction"] < robin["delta_mean_ci_high"]
     assert robin["delta_mean_ci_low"] > 0
     assert robin["reward_ci_low"] < robin["reward"] < robin["reward_ci_high"]
-    assert compare(SCENARIO, runs, "sed", bootstrap=True) == [sed, robin]
+    assert compare(PROBLEM, SCENARIO, some, runs, "sed") == [sed, robin]
 
 
 def test_a_baseline_that_was_not_run_is_refused():
     with pytest.raises(ValueError, match=r"'sed' was not run; choose one of \['ours'\]"):
-        compare(SCENARIO, {"ours": [made_up([1.0])]}, "sed")
+        compare(PROBLEM, SCENARIO, NO_STREAMS, {"ours": [made_up([1.0])]}, "sed")
 
 
 def test_bounds_stand_beside_policies_in_the_same_rows():
     some = streams(400)
     runs = {
-        name: resolve_candidate(name, SCENARIO).run(SCENARIO, some, 0)
+        name: PROBLEM.candidate(SCENARIO, name).run(SCENARIO, some, 0)
         for name in ("sed", "clairvoyant")
     }
-    _, bound = compare(SCENARIO, runs, "sed")
+    _, bound = compare(PROBLEM, SCENARIO, some, runs, "sed")
     assert float(bound["delta_mean_fraction"]) < 0
     assert math.isfinite(float(bound["reward"]))
 
@@ -181,4 +185,19 @@ def test_bounds_stand_beside_policies_in_the_same_rows():
 )
 def test_what_cannot_be_run_is_refused_before_anything_runs(name, scenario, reason):
     with pytest.raises(ValueError, match=reason):
-        resolve_candidate(name, load_scenario(scenario))
+        PROBLEM.candidate(load_scenario(scenario), name)
+
+
+def test_a_measure_is_printed_with_its_interval_and_its_difference_in_its_unit():
+    mean = Measure("mean_response_s", "mean s", ".3f", interval=True, delta="delta_mean_fraction")
+    violation = Measure("slo_violation_fraction", "violation %", ".1f", 100, delta="delta_slo_x")
+    row = {
+        "mean_response_s": 1.25, "mean_response_s_ci_low": 1.0, "mean_response_s_ci_high": 1.5,
+        "delta_mean_fraction": -0.1, "delta_mean_ci_low": -0.2, "delta_mean_ci_high": 0.05,
+        "slo_violation_fraction": 0.125,
+        "delta_slo_x": 0.01, "delta_slo_ci_low": math.nan, "delta_slo_ci_high": math.nan,
+    }  # fmt: skip
+    assert level(row, mean) == "1.250 ±0.250"
+    assert difference(row, mean) == "-10.0% \\[-20.0, +5.0]"
+    assert level(row, violation) == "12.5"
+    assert difference(row, violation) == "+1.0"

@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenyard import figures
-from tokenyard.candidates import resolve_candidate
 from tokenyard.evaluation import compare
+from tokenyard.figures import learning_curves, save_figures
+from tokenyard.routing import figures
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
 
@@ -18,8 +19,8 @@ def evaluated():
     source = StreamSource(SCENARIO)
     requests = [source.sample(400, stream_rng(3, "evaluation", i)) for i in range(2)]
     streams = StreamSet(requests, "test")
-    runs = {name: resolve_candidate(name, SCENARIO).run(SCENARIO, streams, 0) for name in NAMES}
-    return runs, compare(SCENARIO, runs, "sed")
+    runs = {name: PROBLEM.candidate(SCENARIO, name).run(SCENARIO, streams, 0) for name in NAMES}
+    return runs, compare(PROBLEM, SCENARIO, streams, runs, "sed")
 
 
 def draw(evaluated):
@@ -47,10 +48,10 @@ def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
     scenario = load_scenario("two_classes_slo")
     requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
     runs = {
-        name: resolve_candidate(name, scenario).run(scenario, StreamSet(requests, "test"), 0)
+        name: PROBLEM.candidate(scenario, name).run(scenario, StreamSet(requests, "test"), 0)
         for name in ("round_robin", "sed")
     }
-    rows = compare(scenario, runs, "sed")
+    rows = compare(PROBLEM, scenario, StreamSet(requests, "test"), runs, "sed")
     drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
     assert {"token_latencies", "memory_and_energy", "attainment"} < set(drawn)
     tokens = drawn["token_latencies"]
@@ -72,7 +73,7 @@ def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
 def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
     folders = [tmp_path / "first", tmp_path / "again"]
     first, again = (
-        figures.save_figures(
+        save_figures(
             {f"poisson_085/{name}": figure for name, figure in draw(evaluated).items()}, folder
         )
         for folder in folders
@@ -97,7 +98,7 @@ def test_learning_curves_show_every_repetition_their_median_and_the_references()
         "ppo": [[(0, -3.0), (10, -2.0), (20, -1.0)], [(0, -3.0), (10, -1.0)]],
         "dqn": [[(0, -2.0)]],
     }
-    figure = figures.learning_curves(curves, "score, s", {"sed": -1.5})
+    figure = learning_curves(curves, "score, s", {"sed": -1.5})
     (axes,) = figure.axes
     drawn_lines = [line.get_xydata().tolist() for line in axes.lines]
     assert [[0.0, -3.0], [10.0, -1.5]] in drawn_lines  # the median, where both have been

@@ -9,8 +9,8 @@ from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream, play
 from oracle.slow_engine import Change
 
 from tokenyard import metrics
-from tokenyard.evaluation import summarise
 from tokenyard.fleet import Tenant, TrafficClass
+from tokenyard.routing.evaluation import summarise
 from tokenyard.sim import batching
 from tokenyard.sim.run import Run
 

@@ -6,8 +6,8 @@ import pytest
 from search_policy import OBJECTIVES, Args, main, search, stand_still
 
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
-from tokenyard.rl.validation import choose
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.validation import choose
 
 PROMISES = OBJECTIVES[-1]
 MIXED = Args(

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
+from tokenyard.evaluation import compare, run_candidates
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import (
     RegionArtifact,
@@ -11,26 +12,14 @@ from tokenyard.regions.artifact import (
     learned_regions,
     resolve_region_champion,
 )
-from tokenyard.regions.mixing import (
-    NUM_PARAMETERS,
-    START_LIVE,
-    PlanCost,
-    combine,
-    live_of,
-    mix,
-)
+from tokenyard.regions.evaluation import measure
+from tokenyard.regions.mixing import NUM_PARAMETERS, START_LIVE, PlanCost, combine, live_of, mix
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.policies.rules import ot_slack
+from tokenyard.regions.problem import PROBLEM, episodes, policy_maker
 from tokenyard.regions.scenario import Failure
 from tokenyard.regions.state import check_decision
-from tokenyard.regions_evaluation import (
-    compare_regions,
-    held_out_streams,
-    measure,
-    resolve_region_candidate,
-    run_region_candidates,
-)
 from tokenyard.sim.regions_run import RegionSim, run_regions
 
 SCENARIO = a_scenario(num_slots=12)
@@ -50,7 +39,7 @@ def states(scenario=SCENARIO):
 @pytest.mark.parametrize("name", [*REGION_BASELINES, "torta"])
 @pytest.mark.parametrize("scenario", [SCENARIO, DOWN], ids=["whole", "a region down"])
 def test_every_policy_gives_shares_and_serves_or_counts_every_task(name, scenario):
-    policy = resolve_region_candidate(name, scenario).make(scenario)
+    policy = policy_maker(scenario, name)[0](scenario)
     measured = measure(run_regions(scenario, a_stream(scenario), policy, an_oracle(scenario)))
     assert measured["unaccounted_tasks"] == 0
     assert measured["mean_response_s"] > 5
@@ -60,7 +49,7 @@ def test_every_policy_gives_shares_and_serves_or_counts_every_task(name, scenari
 
 @pytest.mark.parametrize("name", ["ot_slack", "prox_ot", "prox_ot_forecast_live_cost", "torta"])
 def test_what_plans_sends_nothing_to_a_region_that_is_down(name):
-    policy = resolve_region_candidate(name, DOWN).make(DOWN)
+    policy = policy_maker(DOWN, name)[0](DOWN)
     for state in states(DOWN):
         there = state.capacity > 0
         shares = policy.decide(state).shares
@@ -146,19 +135,20 @@ def test_unknown_names_are_refused_with_those_that_are():
     with pytest.raises(ValueError, match="did you mean 'prox_ot'"):
         make_region_policy("prox_to", SCENARIO)
     with pytest.raises(ValueError, match="torta"):
-        resolve_region_candidate("tora", SCENARIO)
+        PROBLEM.candidate(SCENARIO, "tora")
 
 
 def test_comparisons_are_paired_over_streams_that_no_training_sees():
     names = ("skylb", "torta")
-    candidates = [resolve_region_candidate(name, SCENARIO) for name in names]
-    measured = run_region_candidates(SCENARIO, candidates, 2, 7, an_oracle(SCENARIO))
-    rows = {row["policy"]: row for row in compare_regions(SCENARIO, measured, "skylb")}
+    candidates = [PROBLEM.candidate(SCENARIO, name) for name in names]
+    streams = episodes(SCENARIO, "evaluation", 2, 7, an_oracle(SCENARIO))
+    measured = run_candidates(candidates, SCENARIO, streams, 7)
+    rows = {row["policy"]: row for row in compare(PROBLEM, SCENARIO, streams, measured, "skylb")}
     assert rows["skylb"]["delta_cost_fraction"] == 0
     ours = [one["total_cost"] for one in measured["torta"]]
     theirs = [one["total_cost"] for one in measured["skylb"]]
     expected = (np.mean(ours) - np.mean(theirs)) / np.mean(theirs)
     assert rows["torta"]["delta_cost_fraction"] == pytest.approx(expected)
-    first, again = (held_out_streams(SCENARIO, 1, 7)[0] for _ in range(2))
+    first, again = (PROBLEM.streams(SCENARIO, "evaluation", 1, 7).streams[0] for _ in range(2))
     assert np.array_equal(first.numbers, again.numbers)
     assert not np.array_equal(first.counts, a_stream(SCENARIO, 7).counts)

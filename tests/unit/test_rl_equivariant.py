@@ -24,8 +24,8 @@ from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.rl.equivariant import EquivariantActorCritic
 from tokenyard.rl.export import export_network
 from tokenyard.rl.recipes import build_config, fleet
-from tokenyard.rl.validation import Validation
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences, learned_policy
+from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim import batching
 from tokenyard.sim.simulator import make_simulator

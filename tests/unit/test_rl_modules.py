@@ -14,8 +14,8 @@ from tokenyard.observation import observation_size
 from tokenyard.rl.export import export_network
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
 from tokenyard.rl.recipes import build_config, ours, paper
-from tokenyard.rl.validation import network_preferences
 from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.validation import network_preferences
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.streams import StreamSource, stream_rng

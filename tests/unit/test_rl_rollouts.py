@@ -10,7 +10,7 @@ from tokenyard.observation import observation_size
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.trainable import TrialConfig, make_training
-from tokenyard.rl.validation import AgainstRule, Validation
+from tokenyard.routing.validation import AgainstRule, Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 

@@ -5,9 +5,10 @@ import pytest
 
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.problem import PROBLEM, Demands
+from tokenyard.evaluation import is_better, rank
 from tokenyard.rl.allocation_trainable import AllocationTrialConfig
 from tune_configs.allocation import trainer_config
-from tune_configs.allocation_judge import AllocationJudge
 from tune_configs.experiment import load_experiment
 
 EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights", "population")
@@ -16,7 +17,7 @@ EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights", "population")
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_trial_of_every_experiment_can_be_built(name):
     experiment = load_experiment(f"allocation:{name}")
-    assert experiment.judge is AllocationJudge
+    assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
         config = AllocationTrialConfig.model_validate(trainer_config(trial))
@@ -44,29 +45,38 @@ def test_what_a_missed_request_weighs_in_training_is_a_parameter_of_the_trial():
 
 
 @pytest.fixture(scope="module")
-def judge():
-    return AllocationJudge("a100x8_13b", seed=0)
+def scenario():
+    return PROBLEM.load_scenario("a100x8_13b")
 
 
 @pytest.fixture(scope="module")
-def streams(judge):
-    source = demand_source(judge.scenario)
-    return [source.episode(2 * 288, np.random.default_rng(seed)) for seed in range(2)]
+def streams(scenario):
+    source = demand_source(scenario)
+    drawn = [source.episode(2 * 288, np.random.default_rng(seed)) for seed in range(2)]
+    return Demands(drawn, "episodes")
 
 
-def test_the_judge_ranks_by_cost_and_pairs_days(judge, streams):
+def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams):
     names = ("best_static", "autoscaler_tuned", "free_switching")
-    policies = {name: judge.baseline(name) for name in names}
-    comparison = judge.compare(policies, "autoscaler_tuned", streams)
-    assert comparison.num_streams == 2
+    policies = {name: PROBLEM.candidate(scenario, name).run for name in names}
+    comparison = rank(PROBLEM, scenario, policies, "autoscaler_tuned", streams, seed=0)
     assert comparison.rows[0]["policy"] == "free_switching"
+    assert comparison.rows[0]["delta_cost_ci_high"] < 0
     scores = [row["score"] for row in comparison.rows]
     assert scores == sorted(scores, reverse=True)
-    columns = judge.columns("autoscaler_tuned")
-    assert columns["cost vs autoscaler_tuned"](comparison.rows[0]).startswith("-")
-    assert list(judge.figures(comparison)) == ["cost"]
+    assert all(row["score"] == -row["cost_with_penalty"] for row in comparison.rows)
+    figures = PROBLEM.figures(scenario, streams, comparison.runs, comparison.rows)
+    assert list(figures) == ["differences"]
 
 
-def test_no_policy_beats_itself(judge, streams):
+def test_no_policy_beats_itself(scenario, streams):
     champion, _ = resolve_allocation_champion("a100x8_13b")
-    assert not judge.beats(champion, champion, streams)
+    assert not is_better(PROBLEM, scenario, champion, champion, streams, seed=0)
+
+
+def test_a_policy_in_training_is_scored_on_streams_of_its_own(scenario):
+    champion, _ = resolve_allocation_champion("a100x8_13b")
+    found = PROBLEM.validation(scenario, num_streams=1)(champion)
+    assert found["score"] == -found["cost_with_penalty"]
+    assert {"cost_per_hour", "slo_attainment", "switches", "refused"} <= set(found)
+    assert np.isfinite(list(found.values())).all()

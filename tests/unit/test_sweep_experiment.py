@@ -13,7 +13,6 @@ from tokenyard.rl.trainable import TrialConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, stop_at_budget
-from tune_configs.judge import RoutingJudge
 from tune_configs.rewards import ABLATIONS, reward_names, reward_weights
 from tune_configs.tuner import check_resources, fit, trial_label
 
@@ -201,17 +200,3 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
     assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
     hopeless = Fitted(ActorDiedError())
     assert fit(hopeless, lambda: hopeless) is hopeless
-
-
-def test_a_router_is_shown_with_its_score_its_times_and_their_intervals():
-    differences = {
-        f"{name}_{part}": value
-        for name in ("delta_mean", "delta_p99")
-        for part, value in (("fraction", -0.1), ("ci_low", -0.2), ("ci_high", 0.05))
-    }
-    times = {"mean_response_s": 1.25, "p99_response_s": 4.0, "slo_violation_fraction": 0.125}
-    row = {"score": -2.0, **times, **differences}
-    shown = {name: show(row) for name, show in RoutingJudge("nominal", 0).columns("sed").items()}
-    assert shown["mean s"] == "1.250"
-    assert shown["SLO missed"] == "12.5%"
-    assert shown["p99 vs sed"] == "-10.0% [-20.0%, +5.0%]"

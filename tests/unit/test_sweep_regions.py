@@ -7,16 +7,17 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 
 import envs
 from envs import RegionEnv
+from tokenyard.evaluation import rank
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
 from tokenyard.regions.policies.learned import RegionNetwork
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.rl.regions_trainable import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
 from tokenyard.sim.regions_run import RegionSim
 from tune_configs.experiment import load_experiment
 from tune_configs.regions import trainer_config
-from tune_configs.regions_judge import RegionJudge
 
 pytestmark = pytest.mark.usefixtures("rllib_cluster")
 
@@ -26,7 +27,7 @@ TINY = a_scenario(num_slots=12)
 @pytest.mark.parametrize("name", ["default", "faithful", "smoke"])
 def test_every_trial_of_every_experiment_can_be_built(name):
     experiment = load_experiment(f"regions:{name}")
-    assert experiment.judge is RegionJudge
+    assert experiment.problem is PROBLEM
     assert experiment.baseline in experiment.baselines
     for trial in experiment.designed_trials(seed=3):
         config = RegionTrialConfig.model_validate(trainer_config(trial))
@@ -110,14 +111,14 @@ def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm,
         training.stop()
 
 
-def test_the_judge_ranks_by_cost_over_streams_of_its_own():
-    judge = RegionJudge("continents", seed=0)
-    judge.scenario = judge.scenario.model_copy(update={"num_slots": 20})
+def test_policies_are_ranked_by_cost_over_streams_of_the_comparison():
+    scenario = PROBLEM.load_scenario("continents").model_copy(update={"num_slots": 20})
     names = ("round_robin", "prox_ot_forecast_live_cost")
-    policies = {name: judge.baseline(name) for name in names}
-    comparison = judge.compare(policies, "round_robin", judge.fresh_streams(2))
-    assert comparison.rows[0]["policy"] == "prox_ot_forecast_live_cost"
-    columns = judge.columns("round_robin")
-    assert columns["cost vs round_robin"](comparison.rows[0]).startswith("-")
+    policies = {name: PROBLEM.candidate(scenario, name).run for name in names}
+    streams = PROBLEM.streams(scenario, "evaluation", 2, seed=0)
+    best, _ = rank(PROBLEM, scenario, policies, "round_robin", streams, seed=0).rows
+    assert best["policy"] == "prox_ot_forecast_live_cost"
+    assert best["score"] == -best["total_cost"]
+    assert best["delta_cost_fraction"] < 0
     with pytest.raises(ValueError, match="unknown regional policy"):
-        judge.baseline("sdb")
+        PROBLEM.candidate(scenario, "sdb")

@@ -3,9 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tokenyard.evaluation import mean_summary, run_policy
 from tokenyard.policies import PolicyContext, make_policy
+from tokenyard.routing.evaluation import mean_summary
 from tokenyard.scenario import Scenario
+from tokenyard.sim.run import run_policy
 from tokenyard.sim.streams import StreamSource, synthetic_streams
 from tokenyard.tuning import FLEET_GRIDS, coordinate_descent, tune_rules
 

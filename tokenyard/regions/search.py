@@ -18,13 +18,13 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
+from tokenyard.regions.evaluation import measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import RegionPolicy
-from tokenyard.regions_evaluation import measure
 from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
 

@@ -11,15 +11,11 @@ from ray import tune
 
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.policies.rules import load_tuned_allocation
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
-from tokenyard.allocation_evaluation import AllocationValidation
-from tokenyard.rl.allocation_training import (
-    AllocationRllib,
-    TabularTraining,
-    allocation_config,
-)
+from tokenyard.rl.allocation_training import AllocationRllib, TabularTraining, allocation_config
 from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
 from tokenyard.rl.training import SearchTraining, Training
 
@@ -119,15 +115,15 @@ class AllocationTrainable(PolicyTrainable):
     """Trains one allocator from the fields of `AllocationTrialConfig`.
 
     It is scored on the training part under noise of its own: by minus dollars per hour, missed
-    requests included, whatever the reward. The validation also finds `cost_per_hour`,
-    `slo_attainment`, `switches` and `refused`.
+    requests included, whatever the reward. The validation also finds the measures of
+    docs/metrics.md.
     """
 
     def begin(self, config: dict[str, Any]) -> None:
         """Build the learner from the fields of `AllocationTrialConfig`."""
         self.trial_config = AllocationTrialConfig.model_validate(config)
         scenario = load_allocation(self.trial_config.scenario)
-        self.validate = AllocationValidation(scenario)
+        self.validate = PROBLEM.validation(scenario, PROBLEM.num_validation_streams)
         if self.trial_config.objective is not None:
             scenario = scenario.model_copy(update={"objective": self.trial_config.objective})
         self.training = make_allocation_training(self.trial_config, scenario)

@@ -11,14 +11,11 @@ from ray import tune
 
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.observation import Action
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import RegionScenario, load_regions
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.regions.state import Dispatch
-from tokenyard.regions_evaluation import RegionValidation
-from tokenyard.rl.regions_training import (
-    RegionRllib,
-    regions_config,
-)
+from tokenyard.rl.regions_training import RegionRllib, regions_config
 from tokenyard.rl.trainable import Placement, PolicyTrainable, trial_bundles
 from tokenyard.rl.training import SearchTraining, Training
 
@@ -111,7 +108,7 @@ class RegionTrainable(PolicyTrainable):
         """Build the learner from the fields of `RegionTrialConfig`."""
         self.trial_config = RegionTrialConfig.model_validate(config)
         scenario = load_regions(self.trial_config.scenario)
-        self.validate = RegionValidation(scenario)
+        self.validate = PROBLEM.validation(scenario, PROBLEM.num_validation_streams)
         self.training = make_region_training(self.trial_config, scenario)
 
     @classmethod

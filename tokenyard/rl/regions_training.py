@@ -25,12 +25,12 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream, stream_rng
+from tokenyard.regions.evaluation import measure
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.observation import LOGIT_SCALE, Action, action_size
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.state import Dispatch
-from tokenyard.regions_evaluation import measure
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.modules import NORMALISE, RouterActorCritic
 from tokenyard.rl.sampling import with_sampling

@@ -17,8 +17,8 @@ from tokenyard.rl.recipes import Recipe, build_config, recipe
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.sampling import Implementation
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
-from tokenyard.rl.validation import Validation
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.streams import StreamSource
@@ -232,11 +232,11 @@ class RouterTrainable(PolicyTrainable):
     def begin(self, config: dict[str, Any]) -> None:
         """Build the learner from the fields of `TrialConfig`."""
         self.trial_config = TrialConfig.model_validate(config)
-        source = StreamSource(load_scenario(self.trial_config.scenario))
+        scenario = load_scenario(self.trial_config.scenario)
         streams, seed = self.trial_config.validation_streams, self.trial_config.validation_seed
-        self.validate = Validation(source, streams, seed)
+        self.validate = PROBLEM.validation(scenario, streams, seed)
         self.validate_every = self.trial_config.validate_every
-        self.training = make_training(self.trial_config, source)
+        self.training = make_training(self.trial_config, StreamSource(scenario))
 
     def lineage(self) -> dict[str, str]:
         """The recipe and the data as well."""

@@ -58,6 +58,17 @@ class StreamSet:
     bootstrap: bool = False
     """One long recorded stream: intervals by block bootstrap over its requests. Otherwise the
     streams are independent, and intervals are paired over streams."""
+    is_synthetic: bool = False
+    """Whether the scenario's workload model drew them."""
+
+    def __len__(self) -> int:
+        """How many streams."""
+        return len(self.requests)
+
+    @property
+    def described(self) -> str:
+        """How many requests, and where they come from."""
+        return f"{len(self)} x {len(self.requests[0])} requests, {self.origin}"
 
 
 class StreamSource:
@@ -172,7 +183,8 @@ def synthetic_streams(
     arrivals: str = source.scenario.arrivals.process
     if source.scenario.sessions is not None:
         arrivals = "session"
-    return StreamSet(requests, f"synthetic ({source.model.name} lengths, {arrivals} arrivals)")
+    origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
+    return StreamSet(requests, origin, is_synthetic=True)
 
 
 def held_out_streams(source: StreamSource) -> StreamSet | None:

@@ -15,7 +15,7 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.corrected import fold
 from tokenyard.intervals import t_interval
-from tokenyard.rl.modules import finish_columns
+from tokenyard.observation import finish_columns
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
 from tokenyard.sim.cluster import Observations, Outcomes
 from tokenyard.sim.engines import BatchingSim
