@@ -24,9 +24,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.allocated import make_plan_policy
-from serve_app.allocator import Allocator
-from serve_app.reshape import Held, Shape, is_reachable
+from serve_app.allocation.allocated import make_plan_policy
+from serve_app.allocation.allocator import Allocator
+from serve_app.allocation.transition import Held, Shape, is_reachable
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result

@@ -21,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.trial import GIVE_UP_AFTER
+from serve_app.policy.experiment import GIVE_UP_AFTER
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.offpolicy.sequential import WorseTest
 from tokenyard.provenance import write_result

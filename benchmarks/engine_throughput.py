@@ -30,8 +30,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from serve_app.engines.base import EngineConfig, Sampling
-from serve_app.engines.gang import GangEngine
 from serve_app.engines.models import find_model, read_shape
+from serve_app.engines.sharded.engine import ShardedEngine
 from tokenyard.provenance import write_result
 
 TINY = "tiny"
@@ -143,7 +143,7 @@ async def _started(folder: Path, args: Args) -> Any:
         token_budget=args.batch * args.prompt_tokens,
         max_model_tokens=args.prompt_tokens + args.new_tokens,
     )
-    engine = GangEngine(config)
+    engine = ShardedEngine(config)
     await engine.start()
     try:
         yield engine
@@ -162,7 +162,7 @@ def _plain(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> flo
     return time.perf_counter() - started_s
 
 
-async def _ours(engine: GangEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+async def _ours(engine: ShardedEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     sampling = Sampling(new_tokens, ignore_eos=True)
 
     async def one(number: int) -> int:

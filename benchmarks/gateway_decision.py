@@ -19,8 +19,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.pools import EngineProfile
-from serve_app.telemetry import Collector, Published
+from serve_app.cluster import EngineProfile
+from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
@@ -53,10 +53,10 @@ class Args:
 def measure(args: Args, num_replicas: int) -> Row:
     """Time decisions on replicas that are all busy alike."""
     scenario = load_scenario(args.scenario)
-    collector = Collector(scenario.mean_lengths_tokens)
+    table = ReplicaTable(scenario.mean_lengths_tokens)
     for number in range(num_replicas):
-        tracked = collector.add(f"r{number}", "pool", PROFILE, 0, NOW_S)
-        tracked.publish(Published(1, 3, 0.2, NOW_S))
+        replica = table.add(f"r{number}", "pool", PROFILE, 0, NOW_S)
+        replica.publish(EngineStatus(1, 3, 0.2, NOW_S))
     rng = np.random.default_rng(0)
     policy = make_policy(args.policy, PolicyContext(scenario.name, scenario.slo, rng, num_replicas))
     prompt = list(range(args.prompt_tokens))
@@ -64,7 +64,7 @@ def measure(args: Args, num_replicas: int) -> Row:
     times = []
     for _ in range(max(5, 3_000 // num_replicas)):
         started = time.process_time()
-        snapshots = collector.snapshots(collector.offered(NOW_S, 5.0), prompt)
+        snapshots = table.snapshots(table.offered(NOW_S, 5.0), prompt)
         collected = time.process_time()
         policy.route(request, snapshots)
         times.append((collected - started, time.process_time() - collected))

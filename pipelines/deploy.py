@@ -31,10 +31,10 @@ from serve_app.app import (
     find_cluster,
     token_of,
 )
-from serve_app.desk import RAY_DEFAULT
-from serve_app.messages import PolicyCard
-from serve_app.outcome_log import OutcomeLog
-from serve_app.served import resolve_policy
+from serve_app.gateway.decision_log import OutcomeLog
+from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.loading import resolve_policy
+from serve_app.policy.manager import RAY_DEFAULT
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import write_result
 from tokenyard.scenario import load_scenario
@@ -114,10 +114,10 @@ def _plan_routing(args: Args) -> Plan:
         decision_log=args.decision_log,
         explore_fraction=args.explore or 0.0,
     )
-    served = find(options)
+    loaded = find(options)
     _check_log(args.decision_log)
     example = f"/v1/route -H 'content-type: application/json' -d '{_example(args.scenario)}'"
-    return Plan(lambda: bind(served, options), served.card, 1.0, example)
+    return Plan(lambda: bind(loaded, options), loaded.card, 1.0, example)
 
 
 def _plan_gateway(args: Args) -> Plan:

@@ -15,21 +15,21 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
 
-from serve_app import allocation_api
-from serve_app.access import Access
-from serve_app.allocated import check_allocation, make_allocator, make_plan_policy
-from serve_app.api import RoutingService, create_api
-from serve_app.backends import Backend, ExternalBackend, ServeBackend
-from serve_app.decider import Decider, check_exploration
-from serve_app.decision_log import DecisionLog
-from serve_app.desk import RAY_DEFAULT, PolicyDesk
-from serve_app.engine_replica import bind_pool, engine_class, load_tokenizer
-from serve_app.gateway import Gateway
-from serve_app.openai_api import create_gateway_api
-from serve_app.outcome_log import OutcomeLog
-from serve_app.pools import Cluster, load_cluster
-from serve_app.served import ServedPolicy, rehearse, resolve_policy
-from serve_app.texts import EstimatingTokenizer, Tokenizer
+from serve_app.allocation.allocated import check_allocation, make_allocator, make_plan_policy
+from serve_app.cluster import Cluster, load_cluster
+from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
+from serve_app.gateway.backends import Backend, ExternalBackend, ServeBackend
+from serve_app.gateway.decision_log import OutcomeLog
+from serve_app.gateway.gateway import Gateway
+from serve_app.http import allocation as allocation_api
+from serve_app.http.auth import Access
+from serve_app.http.decide import RoutingService, create_api
+from serve_app.http.jsonl_log import DecisionLog
+from serve_app.http.openai import create_gateway_api
+from serve_app.policy.decider import Decider, check_exploration
+from serve_app.policy.loading import LoadedPolicy, resolve_policy, warm_up
+from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
+from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 
 APP_NAME = "tokenyard-routing"
 
@@ -57,11 +57,11 @@ class RoutingReplica:
     """The replica; Ray Serve asks it for the API once it is built."""
 
     def __init__(
-        self, served: ServedPolicy, explore_fraction: float, decision_log: Path | None
+        self, loaded: LoadedPolicy, explore_fraction: float, decision_log: Path | None
     ) -> None:
         """Make the policy and open the log."""
-        rehearse(served)
-        decider = Decider(served, np.random.default_rng(), explore_fraction)
+        warm_up(loaded)
+        decider = Decider(loaded, np.random.default_rng(), explore_fraction)
         log = None if decision_log is None else DecisionLog(decision_log)
         self._service = RoutingService(decider, log)
 
@@ -70,26 +70,26 @@ class RoutingReplica:
         return create_api(self._service)
 
 
-def find(options: RoutingOptions) -> ServedPolicy:
+def find(options: RoutingOptions) -> LoadedPolicy:
     """Find the policy that `options` name, so that a bad one is refused before anything starts.
 
     Raises:
         ValueError: The policy or the exploration is not one that can be served.
     """
-    served = resolve_policy(
+    loaded = resolve_policy(
         options.policy, options.scenario, options.registry, options.fallback_to_sed
     )
-    check_exploration(served, options.explore_fraction)
-    return served
+    check_exploration(loaded, options.explore_fraction)
+    return loaded
 
 
-def bind(served: ServedPolicy, options: RoutingOptions) -> Application:
+def bind(loaded: LoadedPolicy, options: RoutingOptions) -> Application:
     """Make the application that serves a policy which was found."""
     log = None if options.decision_log is None else options.decision_log.absolute()
     # One replica: policies remember the last requests, and two of them would remember half each.
     deploy = serve.deployment(name="routing", num_replicas=1, max_ongoing_requests=1000)
     deployment: Deployment = deploy(serve.ingress()(RoutingReplica))
-    return deployment.bind(served, options.explore_fraction, log)
+    return deployment.bind(loaded, options.explore_fraction, log)
 
 
 def build(options: RoutingOptions) -> Application:
@@ -139,14 +139,16 @@ class GatewayReplica:
         sys.setswitchinterval(_SWITCH_S)
         rng = np.random.default_rng()
         registry = options.registry
-        desk = PolicyDesk(cluster.scenario, cluster.baseline, cluster.trust, rng, registry)
-        desk.switch(cluster.policy, cluster.explore_fraction, may_be_missing=True)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, rng, registry
+        )
+        manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing=True)
         self._external = [ExternalBackend(pool) for pool in cluster.external_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         for pool in cluster.own_pools:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
         log = None if options.decision_log is None else OutcomeLog(options.decision_log)
-        self._gateway = Gateway(cluster, desk, backends, log=log)
+        self._gateway = Gateway(cluster, manager, backends, log=log)
         self._access = Access(options.token)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
@@ -185,7 +187,7 @@ class GatewayReplica:
             self._reshaping.cancel()
         for one in self._external:
             await one.stop()
-        self._gateway.desk.stop()
+        self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from ray.serve.config import AutoscalingContext
 
-from serve_app.allocated import make_plan_policy
+from serve_app.allocation.allocated import make_plan_policy
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation
@@ -41,7 +41,7 @@ class PlannedReplicas:
         scenario: str,
         tensor_parallel: int = 1,
         policy: str = "autoscaler_70",
-        slow_down: float = 1.0,
+        time_scale: float = 1.0,
         registry: str | None = None,
     ) -> None:
         """Read the scenario.
@@ -50,7 +50,7 @@ class PlannedReplicas:
             scenario: Name or YAML path; its GPUs are the most that is asked for.
             tensor_parallel: GPUs of one replica of the deployment.
             policy: `champion`, a policy file (.npz) or an allocation baseline's name.
-            slow_down: Seconds of real time per second of the scenario.
+            time_scale: Seconds of real time per second of the scenario.
             registry: MLflow URI where champions are looked up.
 
         Raises:
@@ -61,13 +61,13 @@ class PlannedReplicas:
         self._policy = make_plan_policy(policy, self._scenario, registry)
         plans = self._table.plans
         self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
-        self._slow_down = slow_down
+        self._time_scale = time_scale
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas, and what to remember: Serve keeps it."""
         kept = dict(ctx.policy_state)
         state = kept.get(_STATE) or {"slot": None, "sum": 0.0, "looks": 0, "demand": [], "since": 0}
-        slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._slow_down))
+        slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._time_scale))
         now = self._nearest(ctx.current_num_replicas)
         rate = self.arrivals_per_s(now, float(ctx.total_num_requests))
         target = ctx.target_num_replicas

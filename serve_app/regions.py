@@ -17,8 +17,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from serve_app.messages import Problem
-from serve_app.region_messages import RegionsAnswer, RegionsCard, RegionsMessage
+from serve_app.http.decide_schema import Problem
+from serve_app.http.regions_schema import RegionsAnswer, RegionsCard, RegionsMessage
 from tokenyard.artifact import ArtifactError
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import learned_regions, resolve_region_champion
@@ -35,7 +35,7 @@ MAX_FORECAST_AGE_SLOTS = 4.0
 _TIMES_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
 
-class RegionDesk:
+class RegionDecider:
     """Decides about regions, whatever is wrong with the policy; counts who did.
 
     Fallbacks go by the last arrivals, so no forecast can mislead them.
@@ -71,7 +71,7 @@ class RegionDesk:
         )  # fmt: skip
 
     @classmethod
-    def shipped(cls, scenario: str = "generic") -> RegionDesk:
+    def shipped(cls, scenario: str = "generic") -> RegionDecider:
         """Serve the shipped policy of a scenario, or the one for any regions."""
         rule = ActivationRule()
         try:
@@ -162,20 +162,20 @@ def _first_usable(
     return policy.decide(state), name
 
 
-def add_routes(api: FastAPI, desk: RegionDesk) -> None:
-    """Lay `/v1/regions` and its metrics over `desk`."""
+def add_routes(api: FastAPI, decider: RegionDecider) -> None:
+    """Lay `/v1/regions` and its metrics over `decider`."""
 
     @api.post("/v1/regions", responses={413: {"model": Problem}, 422: {"model": Problem}})
     async def regions(message: RegionsMessage) -> RegionsAnswer:
         """Decide shares and servers for the slot that begins."""
-        return desk.decide(message)
+        return decider.decide(message)
 
     @api.get("/v1/regions")
     async def describe() -> RegionsCard:
         """Describe the policy that decides about regions, and count what it did."""
-        return desk.describe()
+        return decider.describe()
 
     @api.get("/metrics")
     async def metrics() -> Response:
         """Counters in Prometheus's text format."""
-        return Response(generate_latest(desk.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(decider.registry), media_type=CONTENT_TYPE_LATEST)

@@ -30,12 +30,12 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serve_app import live
-from serve_app.desk import PolicyDesk
-from serve_app.pools import EngineProfile, Trust
-from serve_app.telemetry import Collector, Published
-from serve_app.texts import EstimatingTokenizer, plain_chat
-from serve_app.work import ReplicaFailed, ReplicaFull
+from serve_app.cluster import CircuitBreakerSettings, EngineProfile
+from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
+from serve_app.gateway.replicas import EngineStatus, ReplicaTable
+from serve_app.policy.manager import PolicyManager
+from serve_app.ray_serve import router_registry
 from tokenyard.scenario import load_scenario
 from tokenyard.types import Request
 
@@ -51,8 +51,8 @@ class ChosenReplicaRouter(RequestRouter):
     `_choose_replica_for_request` is replaced, which is where a request and its replica meet.
 
     One instance lives in each process that has a handle to the pool; the gateway finds its own in
-    `serve_app.live`. Serve runs it in a thread of its own, which only replaces `live` and counts
-    `version`.
+    `serve_app.ray_serve.router_registry`. Serve runs it in a thread of its own, which
+    only replaces `live` and counts `version`.
     """
 
     live: tuple[RunningReplica, ...] = ()
@@ -62,7 +62,7 @@ class ChosenReplicaRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Let the gateway of this process find the router."""
-        live.ROUTERS[self.app_name, self._deployment_id.name] = self
+        router_registry.ROUTERS[self.app_name, self._deployment_id.name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that Serve knows of."""
@@ -159,27 +159,27 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         baseline: str = "marginal_delay",
         explore_fraction: float = 0.0,
         profile: Mapping[str, Any] | None = None,
-        trust: Mapping[str, Any] | None = None,
+        circuit_breaker: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the policy.
 
         Args:
-            policy: As in `serve_app.pools.Cluster`, without `ray_default`.
+            policy: As in `serve_app.cluster.Cluster`, without `ray_default`.
             scenario: Likewise.
             baseline: Likewise.
             explore_fraction: Likewise.
             profile: Speed of replicas that publish none, fields of `EngineProfile`.
-            trust: Fields of `serve_app.pools.Trust`.
+            circuit_breaker: Fields of `serve_app.cluster.CircuitBreakerSettings`.
 
         Raises:
             ValueError: One of them is not what it should be.
         """
         found = load_scenario(scenario)
-        self._trust = Trust(**(trust or {}))
+        self._trust = CircuitBreakerSettings(**(circuit_breaker or {}))
         self._profile = None if profile is None else EngineProfile(**profile)
-        self._desk = PolicyDesk(scenario, baseline, self._trust, np.random.default_rng())
-        self._desk.switch(policy, explore_fraction, may_be_missing=True)
-        self._collector = Collector(found.mean_lengths_tokens)
+        self._manager = PolicyManager(scenario, baseline, self._trust, np.random.default_rng())
+        self._manager.switch(policy, explore_fraction, may_be_missing=True)
+        self._table = ReplicaTable(found.mean_lengths_tokens)
         self._tokenizer = EstimatingTokenizer()
         self._unsent: dict[str, PendingRequest] = {}
         self._booked_at: dict[str, str] = {}
@@ -197,12 +197,12 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
             if not self._track(replica, now_s):
                 return [candidate_replicas]  # Nothing is known of its speed: any will do.
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        self._collector.keep("", by_id)
-        offered = self._collector.offered(now_s, self._trust.stale_after_s)
+        self._table.keep("", by_id)
+        offered = self._table.offered(now_s, self._trust.stale_after_s)
         token_ids = self._token_ids(pending_request)
-        snapshots = self._collector.snapshots(offered, token_ids)
-        total = self._desk.predicted_total_tokens(len(token_ids))
-        choice = self._desk.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
+        snapshots = self._table.snapshots(offered, token_ids)
+        total = self._manager.predicted_total_tokens(len(token_ids))
+        choice = self._manager.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
         # On the book at once: the next request may be placed before this one is on its way.
         self._book(pending_request, offered[choice.index].replica_id, token_ids)
         order = list(range(len(offered)))
@@ -231,26 +231,26 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
                 del self._unsent[other_id]
                 self._close(other_id)
         self._unsent[request_id] = pending_request
-        tracked = self._collector.replicas.get(replica_id)
-        if tracked is None:
+        state = self._table.replicas.get(replica_id)
+        if state is None:
             return
-        output = max(self._desk.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
-        tracked.send(request_id, token_ids, tracked.match_tokens(token_ids), output, time.time())
+        output = max(self._manager.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
+        state.send(request_id, token_ids, state.match_tokens(token_ids), output, time.time())
         self._booked_at[request_id] = replica_id
 
     def _close(self, request_id: str) -> None:
-        tracked = self._collector.replicas.get(self._booked_at.pop(request_id, ""))
-        if tracked is not None:
-            tracked.book.close(request_id, time.time())
+        state = self._table.replicas.get(self._booked_at.pop(request_id, ""))
+        if state is not None:
+            state.in_flight.close(request_id, time.time())
 
     def _track(self, replica: RunningReplica, now_s: float) -> bool:
         profile = profile_of(replica) or self._profile
         if profile is None:
             return False
-        tracked = self._collector.add(replica.replica_id.unique_id, "", profile, 0, now_s)
-        published = published_by(replica)
-        if published is not None:
-            tracked.publish(published)
+        state = self._table.add(replica.replica_id.unique_id, "", profile, 0, now_s)
+        status = status_of(replica)
+        if status is not None:
+            state.publish(status)
         return True
 
     def _token_ids(self, pending_request: PendingRequest) -> list[int]:
@@ -282,12 +282,12 @@ def profile_of(replica: RunningReplica) -> EngineProfile | None:
     return None if profile is None else EngineProfile(**profile)
 
 
-def published_by(replica: RunningReplica) -> Published | None:
+def status_of(replica: RunningReplica) -> EngineStatus | None:
     """Return the state that a replica has published; None: it has not."""
     stats = replica.routing_stats
     if not stats or "observed_at_s" not in stats:
         return None
-    return Published(
+    return EngineStatus(
         num_waiting=int(stats["num_waiting"]),
         num_running=int(stats["num_running"]),
         kv_used_fraction=float(stats["kv_used_fraction"]),

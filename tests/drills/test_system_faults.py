@@ -36,7 +36,7 @@ BODY = {
     "model": "tiny", "prompt": "one two three four five six", "max_tokens": 12,
     "ignore_eos": True, "temperature": 0,
 }  # fmt: skip
-REHEARSES = {"gpu": "h100_sxm", "llm": "llama3_8b", "slow_down": 2}
+EMULATES = {"gpu": "h100_sxm", "llm": "llama3_8b", "time_scale": 2}
 HEALS_S = 240.0
 
 
@@ -47,7 +47,7 @@ def a_free_port():
 
 def a_pool(name, label, **fields):
     config = {
-        "model": "rehearsal", "rehearses": REHEARSES, "max_batch": 8, "max_waiting": 64,
+        "model": "emulated", "emulates": EMULATES, "max_batch": 8, "max_waiting": 64,
         "device": "cpu", "rank_cpus": 0.1,
     }  # fmt: skip
     return {
@@ -76,7 +76,7 @@ def site(tmp_path_factory):
         tiny = "tiny_engine:TinyEngine"
         cluster = {
             "name": "drills", "description": "Made to be broken.", "served_model": "tiny",
-            "explore_fraction": 0.0, "trust": {"budget_s": 0.25},
+            "explore_fraction": 0.0, "circuit_breaker": {"budget_s": 0.25},
             "gateway": {"node_labels": {"drill": "head"}},
             "limits": {"max_in_flight": 64, "timeout_s": 60},
             "pools": [

@@ -7,7 +7,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from serve_app.engines.base import EngineConfig, EngineError
-from serve_app.engines.gang import Gang, rank_bundles
+from serve_app.engines.sharded.engine import WorkerGroup, rank_bundles
 
 pytestmark = pytest.mark.integration
 
@@ -30,12 +30,12 @@ def a_config(**fields):
 
 
 async def placed(config):
-    gang = Gang(config)
+    group = WorkerGroup(config)
     try:
-        await gang.place()
-        return await gang.members()
+        await group.place()
+        return await group.members()
     finally:
-        gang.disband()
+        group.disband()
 
 
 def test_ranks_ask_for_a_gpu_each_and_see_one_of_their_own():

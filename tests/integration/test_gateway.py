@@ -97,7 +97,7 @@ def url(cluster, folder):
     model = save_tiny_tokenizer(folder / "model")
     fields = {
         "limits": {"max_in_flight": 24, "max_output_tokens": 1024, "timeout_s": 60},
-        "trust": {"budget_s": 0.25},
+        "circuit_breaker": {"budget_s": 0.25},
         "pools": [
             a_pool("fast", model, replicas=2),
             a_pool("slow", model, config={"max_batch": 2}, profile=PROFILE | {"max_batch": 2}),

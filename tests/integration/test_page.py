@@ -16,11 +16,11 @@ from selenium.webdriver.support.wait import WebDriverWait
 from unit.test_serve_allocator import FOUR, ONE, World
 from unit.test_serve_gateway import FakePool, Letters, a_body, a_cluster
 
-from serve_app import allocation_api
-from serve_app.access import Access
-from serve_app.desk import PolicyDesk
-from serve_app.gateway import Gateway
-from serve_app.openai_api import create_gateway_api
+from serve_app.gateway.gateway import Gateway
+from serve_app.http import allocation as allocation_api
+from serve_app.http.auth import Access
+from serve_app.http.openai import create_gateway_api
+from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.policies.rules import StaticPlan
 
 pytestmark = pytest.mark.integration
@@ -38,11 +38,11 @@ class Site:
 
     def __init__(self, token=None, allocator=None):
         cluster = a_cluster(pools=("large", "small", "spare"))
-        desk = PolicyDesk(
-            cluster.scenario, cluster.baseline, cluster.trust, np.random.default_rng(0)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
         )
-        desk.switch("champion")
-        self.gateway = Gateway(cluster, desk, {p.name: FakePool(p.name) for p in cluster.pools})
+        manager.switch("champion")
+        self.gateway = Gateway(cluster, manager, {p.name: FakePool(p.name) for p in cluster.pools})
         api = create_gateway_api(self.gateway, Letters(), Access(token))
         if allocator is not None:
             allocation_api.install(api, allocator, Access(token), lambda name: None)
@@ -67,7 +67,7 @@ class Site:
         self._load.join()
         self._server.should_exit = True
         self._thread.join()
-        self.gateway.desk.stop()
+        self.gateway.manager.stop()
 
     async def _ask(self):
         async with httpx.AsyncClient(base_url=self.url, headers=self._headers) as http:

@@ -4,8 +4,8 @@ import mlflow
 import pytest
 from unit.serve_builders import linear_artifact
 
+from serve_app.policy.loading import resolve_policy
 from serve_app.registry import mlflow_lookup
-from serve_app.served import resolve_policy
 from tokenyard.artifact import ArtifactError
 
 pytestmark = pytest.mark.integration
@@ -36,9 +36,9 @@ def test_a_champion_is_looked_up_by_its_alias_and_only_by_it(uri, client, tmp_pa
     version = a_version(client, tmp_path)
     assert lookup(MODEL) is None
     client.set_registered_model_alias(MODEL, "champion", version)
-    served = resolve_policy("champion", "poisson_085", registry_uri=uri)
-    assert served.card.version == artifact.sha256
-    assert served.card.source == f"registry {MODEL}@champion"
+    loaded = resolve_policy("champion", "poisson_085", registry_uri=uri)
+    assert loaded.card.version == artifact.sha256
+    assert loaded.card.source == f"registry {MODEL}@champion"
 
 
 def test_a_version_without_a_policy_is_refused_by_name(uri, client, tmp_path):
@@ -60,5 +60,5 @@ def test_a_registry_that_does_not_answer_is_refused_or_fallen_back_from(monkeypa
     unreachable = "http://127.0.0.1:9"
     with pytest.raises(ArtifactError, match=f"registry {unreachable}: "):
         resolve_policy("champion", "poisson_085", registry_uri=unreachable)
-    served = resolve_policy("champion", "poisson_085", unreachable, fallback_to_sed=True)
-    assert served.card.name == "sed"
+    loaded = resolve_policy("champion", "poisson_085", unreachable, fallback_to_sed=True)
+    assert loaded.card.name == "sed"

@@ -35,7 +35,7 @@ class TinyEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._by_id: dict[str, _Request] = {}
-        self._work = asyncio.Event()
+        self._generation = asyncio.Event()
         self._last = (math.nan, 0)
         self.num_aborted = 0
 
@@ -53,7 +53,7 @@ class TinyEngine:
         request = _Request(tuple(token_ids), sampling)
         self._by_id[request_id] = request
         self._waiting.append(request)
-        self._work.set()
+        self._generation.set()
         try:
             while True:
                 chunk = await request.queue.get()
@@ -98,8 +98,8 @@ class TinyEngine:
             while self._waiting and len(self._running) < self._config.max_batch:
                 self._running.append(self._waiting.pop(0))
             if not self._running:
-                self._work.clear()
-                await self._work.wait()
+                self._generation.clear()
+                await self._generation.wait()
                 continue
             started_s = time.perf_counter()
             await asyncio.sleep(ITERATION_S + SEQUENCE_S * len(self._running))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.reshape import (
+from serve_app.allocation.transition import (
     Held,
     Shape,
     gpus_held,

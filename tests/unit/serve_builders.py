@@ -6,8 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from serve_app.messages import PolicyCard
-from serve_app.served import ServedPolicy, from_artifact, from_baseline
+from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -122,7 +122,7 @@ def a_faulty_policy(act):
         output_length="none",
         slo_response_s=2.0,
     )
-    return ServedPolicy(card, partial(_make_faulty, act), None)
+    return LoadedPolicy(card, partial(_make_faulty, act), None)
 
 
 def _make_faulty(act, rng):

@@ -12,8 +12,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from serve_app.app import GatewayOptions
-from serve_app.engine_replica import bind_pool
-from serve_app.pools import Cluster, load_cluster
+from serve_app.cluster import Cluster, load_cluster
+from serve_app.ray_serve.replica import bind_pool
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER_FILES = ("cluster.yaml", "clusters/aws.yaml", "clusters/gcp.yaml")

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
-attention = pytest.importorskip("serve_app.engines.attention")
+attention = pytest.importorskip("serve_app.engines.sharded.attention")
 
 WIDTH = 8
 LAYER = 3

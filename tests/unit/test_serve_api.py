@@ -18,9 +18,9 @@ from unit.serve_builders import (
     three_snapshots,
 )
 
-from serve_app.api import RoutingService, create_api
-from serve_app.decider import Decider
-from serve_app.messages import MAX_BODY_BYTES, MAX_REPLICAS
+from serve_app.http.decide import RoutingService, create_api
+from serve_app.http.decide_schema import MAX_BODY_BYTES, MAX_REPLICAS
+from serve_app.policy.decider import Decider
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.artifact import learned_policy
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
@@ -28,17 +28,17 @@ from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 NOW_S = 1.7e9
 
 
-def an_api(served=None, **options):
-    decider = Decider(served or a_trained_policy(), np.random.default_rng(0), **options)
+def an_api(loaded=None, **options):
+    decider = Decider(loaded or a_trained_policy(), np.random.default_rng(0), **options)
     return create_api(RoutingService(decider, clock_s=lambda: NOW_S))
 
 
-def route(body, served=None):
-    return call(an_api(served), "POST", "/v1/route", body)
+def route(body, loaded=None):
+    return call(an_api(loaded), "POST", "/v1/route", body)
 
 
-def refusal(body, served=None):
-    status, answer = route(body, served)
+def refusal(body, loaded=None):
+    status, answer = route(body, loaded)
     assert 400 <= status < 500
     assert set(answer) == {"detail"}
     assert "\n" not in answer["detail"]
@@ -200,8 +200,8 @@ def test_a_second_problem_is_counted_and_the_first_one_told():
 
 
 def test_a_policy_trained_on_three_replicas_refuses_another_number():
-    served = a_trained_policy(network_artifact())
-    reason = refusal(a_body([a_snapshot()]), served)
+    loaded = a_trained_policy(network_artifact())
+    reason = refusal(a_body([a_snapshot()]), loaded)
     assert reason == "policy 'test' decides between 3 replicas, got 1 snapshots"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.allocator import find_plan
+from serve_app.allocation.allocator import find_plan
 from serve_app.autoscaling import PlannedReplicas
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.scenario import load_allocation
@@ -45,7 +45,7 @@ def test_a_queue_counts_as_arrivals_to_be_served_within_a_slot():
 
 
 def test_it_grows_and_shrinks_with_the_load_once_per_slot():
-    policy = PlannedReplicas("rehearsal_l4x4", slow_down=2.0)
+    policy = PlannedReplicas("rehearsal_l4x4", time_scale=2.0)
     replicas, state, seen = 1, {"other": 1}, []
     for look in range(480):
         time_s = 1000.0 + look / 10 * 2.0

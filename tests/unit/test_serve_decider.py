@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from unit.serve_builders import a_baseline, a_faulty_policy, a_trained_policy, network_artifact
 
-from serve_app.decider import MAX_EXPLORE_FRACTION, Decider, UnfitRequest
+from serve_app.policy.decider import MAX_EXPLORE_FRACTION, Decider, IncompatibleRequest
 from tokenyard.policies.delay import finish_s
 from tokenyard.types import Decision, ReplicaSnapshot, Request
 
@@ -21,8 +21,8 @@ def a_replica(replica_id="a", tokens_in_flight=0.0, num_running=0, max_concurren
     return ReplicaSnapshot(replica_id, 5000.0, 1, max_concurrency, 0, num_running, tokens_in_flight)
 
 
-def a_decider(served, explore_fraction=0.0, seed=0):
-    return Decider(served, np.random.default_rng(seed), explore_fraction)
+def a_decider(loaded, explore_fraction=0.0, seed=0):
+    return Decider(loaded, np.random.default_rng(seed), explore_fraction)
 
 
 replicas = st.builds(
@@ -47,17 +47,17 @@ def test_a_choice_outside_the_candidates_is_a_failure(wrong):
 
 
 def test_costs_that_are_not_finite_are_a_failure(monkeypatch):
-    served = a_trained_policy()
-    policy = served.make(np.random.default_rng(0))
+    loaded = a_trained_policy()
+    policy = loaded.make(np.random.default_rng(0))
     monkeypatch.setattr(type(policy), "decide", lambda *_: Decision(0, (math.nan, 1.0)))
-    choice = a_decider(served).decide(A_REQUEST, [a_replica("a", 5000.0, 1), a_replica("b")])
+    choice = a_decider(loaded).decide(A_REQUEST, [a_replica("a", 5000.0, 1), a_replica("b")])
     assert choice.fallback
     assert choice.index == 1
 
 
 def test_the_wrong_number_of_candidates_is_the_callers_mistake_and_not_a_failure():
     decider = a_decider(a_trained_policy(network_artifact()))
-    with pytest.raises(UnfitRequest, match="3 replicas, got 2"):
+    with pytest.raises(IncompatibleRequest, match="3 replicas, got 2"):
         decider.decide(A_REQUEST, [a_replica("a"), a_replica("b")])
     assert (decider.num_decisions, decider.num_fallbacks) == (0, 0)
 
@@ -94,7 +94,7 @@ def test_exploration_never_passes_the_guard(candidates, seed):
         chosen = candidates[choice.index]
         assert 0 < choice.propensity <= 1
         if choice.explored:
-            assert finish_s(A_REQUEST, chosen) <= decider.served.card.slo_response_s
+            assert finish_s(A_REQUEST, chosen) <= decider.loaded.card.slo_response_s
             assert chosen.num_outstanding < chosen.max_concurrency
 
 

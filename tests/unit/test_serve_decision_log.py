@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from unit.serve_builders import a_body, a_trained_policy, call
 
-from serve_app import decision_log
-from serve_app.api import RoutingService, create_api
-from serve_app.decider import Decider
-from serve_app.decision_log import DecisionLog, DecisionRecord
+from serve_app.http import jsonl_log as decision_log
+from serve_app.http.decide import RoutingService, create_api
+from serve_app.http.jsonl_log import DecisionLog, DecisionRecord
+from serve_app.policy.decider import Decider
 from tokenyard.types import ReplicaSnapshot, Request
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from serve_app.access import Access
-from serve_app.desk import PolicyDesk
-from serve_app.gateway import Gateway
-from serve_app.openai_api import create_gateway_api
-from serve_app.outcome_log import OutcomeLog
-from serve_app.pools import Cluster, EngineProfile
-from serve_app.telemetry import Published
-from serve_app.work import Delta, ReplicaFailed, ReplicaFull
+from serve_app.cluster import Cluster, EngineProfile
+from serve_app.gateway.decision_log import OutcomeLog
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import GenerationChunk, ReplicaFailed, ReplicaFull
+from serve_app.gateway.replicas import EngineStatus
+from serve_app.http.auth import Access
+from serve_app.http.openai import create_gateway_api
+from serve_app.policy.manager import PolicyManager
 
 PROFILE = EngineProfile(
     iteration_s=0.01, prefill_token_s=1e-4, sequence_s=1e-3, max_batch=4, token_budget=64,
@@ -65,17 +65,17 @@ class FakePool:
         self.name = name
         self.replica_id = f"{name}-0"
         self.script = []
-        self.works = []
+        self.requests = []
         self.num_cancelled = 0
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.there = True
 
-    def refresh(self, collector, now_s):
+    def refresh(self, table, now_s):
         if self.there:
-            replica = collector.add(self.replica_id, self.name, PROFILE, 0, now_s)
-            replica.publish(Published(0, 0, 0.0, now_s))
-        collector.keep(self.name, [self.replica_id] if self.there else [])
+            replica = table.add(self.replica_id, self.name, PROFILE, 0, now_s)
+            replica.publish(EngineStatus(0, 0, 0.0, now_s))
+        table.keep(self.name, [self.replica_id] if self.there else [])
 
     def ray_replicas(self):
         return ()
@@ -83,18 +83,18 @@ class FakePool:
     def host_loads(self):
         return {self.replica_id: {"cpu_used_fraction": 0.5}}
 
-    async def stream(self, replica_id, work):
+    async def stream(self, replica_id, request):
         assert replica_id == self.replica_id
-        self.works.append(work)
+        self.requests.append(request)
         step = self.script.pop(0) if self.script else None
         if step is not None and step[0] == 0:
             raise step[1]
         try:
-            yield Delta("o", 1, published=Published(0, 1, 0.1, 0.0))
+            yield GenerationChunk("o", 1, status=EngineStatus(0, 1, 0.1, 0.0))
             await self.may_go_on.wait()
             if step is not None:
                 raise step[1]
-            yield Delta("k", 2, "stop")
+            yield GenerationChunk("k", 2, "stop")
         except (GeneratorExit, asyncio.CancelledError):
             self.num_cancelled += 1
             raise
@@ -105,19 +105,19 @@ def check(test, token=None, log=None, **cluster_fields):
 
     async def run():
         cluster = a_cluster(**cluster_fields)
-        desk = PolicyDesk(
-            cluster.scenario, cluster.baseline, cluster.trust, np.random.default_rng(0)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
         )
-        desk.switch(cluster.policy)
+        manager.switch(cluster.policy)
         pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
-        gateway = Gateway(cluster, desk, pools, log=log)
+        gateway = Gateway(cluster, manager, pools, log=log)
         api = create_gateway_api(gateway, Letters(), Access(token))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
             try:
                 await test(client, pools, gateway)
             finally:
-                desk.stop()
+                manager.stop()
 
     asyncio.run(run())
 
@@ -145,7 +145,7 @@ def test_a_completion_is_answered_whole_and_streamed_with_its_usage():
         assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
         assert last["usage"]["completion_tokens"] == 2
         assert gateway.in_flight == 0
-        assert gateway.collector.replicas["a-0"].book.count == 0
+        assert gateway.table.replicas["a-0"].in_flight.count == 0
 
     check(test)
 
@@ -159,12 +159,12 @@ def test_a_chat_takes_parts_and_says_who_speaks():
         }  # fmt: skip
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
-        (work,) = pools["a"].works + pools["b"].works
-        sampling = work.sampling
+        (request,) = pools["a"].requests + pools["b"].requests
+        sampling = request.sampling
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (
             7, 0.5, 0.9, 3,
         )  # fmt: skip
-        assert (work.stop, work.token_ids) == (("x",), tuple(map(ord, "hello")))
+        assert (request.stop, request.token_ids) == (("x",), tuple(map(ord, "hello")))
         streamed = await client.post("/v1/chat/completions", json=body | {"stream": True})
         assert events_of(streamed.text)[0]["choices"][0]["delta"] == {
             "role": "assistant", "content": "o",
@@ -217,7 +217,7 @@ def test_a_replica_that_dies_before_the_first_token_is_replaced_unnoticed():
         for pool in pools.values():
             pool.script.append((0, ReplicaFailed("it died")))
         pools["b"].script.clear()
-        gateway.desk.switch("round_robin")
+        gateway.manager.switch("round_robin")
         answers = [await client.post("/v1/completions", json=a_body()) for _ in range(2)]
         assert [one.status_code for one in answers] == [200, 200]
         metrics = (await client.get("/metrics")).text
@@ -285,14 +285,14 @@ def test_a_client_that_leaves_cancels_its_request_at_the_replica():
         for pool in pools.values():
             pool.may_go_on.clear()
         task = asyncio.create_task(client.post("/v1/completions", json=a_body()))
-        while not gateway.in_flight or not any(pool.works for pool in pools.values()):
+        while not gateway.in_flight or not any(pool.requests for pool in pools.values()):
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert sum(pool.num_cancelled for pool in pools.values()) == 1
         assert gateway.in_flight == 0
-        assert all(one.book.count == 0 for one in gateway.collector.replicas.values())
+        assert all(one.in_flight.count == 0 for one in gateway.table.replicas.values())
 
     check(test)
 
@@ -336,7 +336,7 @@ def test_without_a_token_only_this_machine_changes_the_policy():
         transport = httpx.ASGITransport(app, client=("10.0.0.7", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as other:
             refused = await other.post("/v1/policy", json={"policy": "sed"})
-            assert (refused.status_code, gateway.desk.name) == (403, "champion")
+            assert (refused.status_code, gateway.manager.name) == (403, "champion")
             assert (await other.get("/v1/policy")).status_code == 200
 
     check(test)

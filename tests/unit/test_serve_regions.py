@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from serve_app.region_messages import RegionsMessage
-from serve_app.regions import RegionDesk
+from serve_app.http.regions_schema import RegionsMessage
+from serve_app.regions import RegionDecider
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.policies.learned import LearnedMix
@@ -48,16 +48,16 @@ def the_mix():
 
 
 def decide(policy, **changes):
-    desk = RegionDesk(policy)
-    return desk.decide(RegionsMessage.model_validate(a_body(**changes))), desk
+    decider = RegionDecider(policy)
+    return decider.decide(RegionsMessage.model_validate(a_body(**changes))), decider
 
 
 def test_the_learned_policy_answers_with_shares_and_servers():
-    answer, desk = decide(the_mix())
+    answer, decider = decide(the_mix())
     assert (answer.policy, answer.fallback_reason) == ("torta", None)
     assert np.sum(answer.shares, axis=1) == pytest.approx(np.ones(3))
     assert all(1 <= count <= 5 for count in answer.active)
-    assert desk.describe().fallbacks == {}
+    assert decider.describe().fallbacks == {}
 
 
 NAN = [[np.nan, 0.5, 0.5]] * 3
@@ -81,16 +81,16 @@ NO_SHARES = [[0.9, 0.5, 0.5]] * 3
     ],
 )
 def test_what_cannot_be_used_falls_back_to_prox_ot_and_is_counted(policy, changes, reason):
-    answer, desk = decide(policy, **changes)
+    answer, decider = decide(policy, **changes)
     assert (answer.policy, answer.fallback_reason) == ("prox_ot", reason)
     assert np.sum(answer.shares, axis=1) == pytest.approx(np.ones(3))
-    assert desk.describe().fallbacks == {f"{reason}:prox_ot": 1}
+    assert decider.describe().fallbacks == {f"{reason}:prox_ot": 1}
 
 
 def test_where_prox_ot_fails_too_everything_stays_local():
-    desk = RegionDesk(Fails())
-    desk._fallbacks[0] = ("prox_ot", Says(NAN))
-    answer = desk.decide(RegionsMessage.model_validate(a_body()))
+    decider = RegionDecider(Fails())
+    decider._fallbacks[0] = ("prox_ot", Says(NAN))
+    answer = decider.decide(RegionsMessage.model_validate(a_body()))
     assert answer.policy == "local_first"
     assert answer.shares == np.eye(3).tolist()
 
@@ -119,12 +119,12 @@ def test_bad_telemetry_is_refused_in_words(changes, words):
 def test_the_routes_answer_and_count():
     from fastapi import FastAPI
 
-    from serve_app import problems
+    from serve_app.http import errors
     from serve_app.regions import add_routes
 
     api = FastAPI()
-    problems.install(api)
-    add_routes(api, RegionDesk(the_mix()))
+    errors.install(api)
+    add_routes(api, RegionDecider(the_mix()))
     client = TestClient(api)
     assert client.post("/v1/regions", json=a_body()).json()["policy"] == "torta"
     stale = client.post("/v1/regions", json=a_body(forecast_age_slots=99.0)).json()

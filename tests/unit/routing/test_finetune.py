@@ -10,8 +10,8 @@ from mlflow import MlflowClient
 from rich.console import Console
 from unit.serve_builders import linear_artifact, marginal_artifact
 
-from serve_app.outcome_log import Outcome, OutcomeLog
-from serve_app.served import resolve_policy
+from serve_app.gateway.decision_log import Outcome, OutcomeLog
+from serve_app.policy.loading import resolve_policy
 from tokenyard.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.offpolicy import replay
 from tokenyard.offpolicy.log import fleet_of, read_log, windows_of

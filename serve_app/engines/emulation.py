@@ -1,0 +1,88 @@
+"""A replica that stands in for hardware which is not there: a small model, held to its pace.
+
+Everything is real but the speed: requests are admitted, batched, computed and streamed, and every
+iteration is made to last as long as the performance model states for the hardware that is named.
+So replicas of one machine can be as unequal as a fleet is, and do not wait for each other's cores.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from tokenyard.fleet import ReplicaConfig
+from tokenyard.frozen import Frozen
+from tokenyard.perf.models import Precision
+from tokenyard.types import FloatArray
+
+_CATCH_UP_S = 0.02
+"""An iteration that ends later than it should lets the next one begin as much earlier, to here."""
+
+
+class Emulation(Frozen):
+    """Hardware and model that a replica stands in for."""
+
+    gpu: str
+    """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
+    llm: str
+    """Name in the table of models (`tokenyard.perf.models`)."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    precision: Precision = "fp16"
+    time_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Everything takes so many times as long, for machines that could not keep the pace."""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Emulation:
+        self._replica  # noqa: B018  Its validation says what is wrong with the names.
+        return self
+
+    @cached_property
+    def _replica(self) -> ReplicaConfig:
+        return ReplicaConfig(
+            name="rehearsed",
+            gpu=self.gpu,
+            model=self.llm,
+            tensor_parallel=self.tensor_parallel,
+            precision=self.precision,
+        )
+
+    @cached_property
+    def iteration(self) -> FloatArray:
+        """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
+        return self._replica.iteration * self.time_scale
+
+
+class Pace:
+    """Makes iterations last as long as they should."""
+
+    def __init__(self, iteration: FloatArray) -> None:
+        """Know what an iteration costs: seconds for itself, per token and so on, shape (4,)."""
+        self._base_s, self._prefill_s, self._sequence_s, self._kv_s = map(float, iteration)
+        self._due_s = 0.0
+
+    def begin(self) -> float:
+        """Return when the iteration that begins now should have begun, by `time.perf_counter`."""
+        now_s = time.perf_counter()
+        return self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
+
+    def hold(self, begun_s: float, prefill_tokens: int, sequences: int, kv_tokens: int) -> None:
+        """Wait until an iteration over this batch should end.
+
+        Args:
+            begun_s: As `begin` returned it.
+            prefill_tokens: Prompt tokens that it computed.
+            sequences: Sequences that decoded.
+            kv_tokens: Tokens whose keys and values it read.
+        """
+        takes_s = (
+            self._base_s
+            + self._prefill_s * prefill_tokens
+            + self._sequence_s * sequences
+            + self._kv_s * kv_tokens
+        )
+        self._due_s = begun_s + takes_s
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
