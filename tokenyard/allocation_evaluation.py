@@ -34,7 +34,7 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.artifact import RegistryLookup
+from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.intervals import Interval, t_interval
 from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_bounds import (
@@ -84,7 +84,14 @@ def resolve_allocation_candidate(
         return AllocationCandidate(name, "bound, no policy", _bound(name))
     if name == "champion" or name.endswith(".npz"):
         path = name if name.endswith(".npz") else None
-        artifact, source = resolve_allocation_champion(scenario.name, path, registry)
+        try:
+            artifact, source = resolve_allocation_champion(scenario.name, path, registry)
+        except NoChampionError as missing:
+            if missing.rule is None:
+                raise
+            return AllocationCandidate(
+                name, f"best tuned rule, {missing.rule}", _baseline(missing.rule)
+            )
         return _trained(Path(name).stem if path else name, artifact, source, scenario)
     known = [*ALLOCATION_BASELINES, *TRAINED, *BOUNDS]
     raise ValueError(
