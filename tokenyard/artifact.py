@@ -178,7 +178,7 @@ def _parsed(metadata: type[Frozen], text: str) -> Any:
 
 RegistryLookup = Callable[[str], Path | None]
 """Gives the local path of a registered model's champion, by the model's name."""
-ANY = "generic"
+ANY_CLUSTER = "generic"
 """Name of the shipped artifact that works on any cluster."""
 
 
@@ -222,7 +222,7 @@ def find_champion(
         registered = registry(name)
         if registered is not None:
             return load(registered), f"registry {name}@champion"
-    for shipped in (scenario, ANY):
+    for shipped in (scenario, ANY_CLUSTER):
         file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
         with resources.as_file(file) as local:
             if local.is_file():

@@ -21,6 +21,7 @@ from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
+from tokenyard.artifact import NoChampionError
 from tokenyard.types import AllocationPolicy, Plan
 
 
@@ -36,7 +37,12 @@ def make_plan_policy(
         return make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng()))
     lookup = mlflow_lookup(registry) if registry else None
     path = name if name.endswith(".npz") else None
-    artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
+    try:
+        artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
+    except NoChampionError as missing:
+        if missing.rule is None:
+            raise
+        return make_plan_policy(missing.rule, scenario)
     return learned_for(artifact, scenario, found)
 
 

@@ -1,13 +1,17 @@
 import json
 import zipfile
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from tokenyard.artifact import ArtifactError
+from tokenyard.allocation import artifact as of_allocation
+from tokenyard.artifact import ArtifactError, NoChampionError, find_champion
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
+from tokenyard.regions import artifact as of_regions
+from tokenyard.routing import artifact as of_routing
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.search_any_cluster import generic_artifact
@@ -200,3 +204,37 @@ def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
 def test_champion_of_nothing_says_what_to_do():
     with pytest.raises(ArtifactError, match=r"no champion for allocation/x.*sweep\.py"):
         resolve_champion("allocation", "x")
+
+
+def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
+    def find(scenario):
+        return find_champion(
+            "nothing", scenario, PolicyArtifact.load, "x", best_rule=of_routing.best_tuned_rule
+        )
+
+    with pytest.raises(NoChampionError) as tuned:
+        find("poisson_085")
+    assert tuned.value.rule == "sed_dump"
+    with pytest.raises(NoChampionError) as untuned:
+        find("nowhere")
+    assert untuned.value.rule is None
+    assert of_allocation.best_tuned_rule("a100x8_13b") == "autoscaler_forecast"
+    assert of_allocation.best_tuned_rule("nowhere") is None
+
+
+def test_a_policy_of_another_problem_is_refused_by_name(tmp_path):
+    a_linear_policy().save(tmp_path / "p.npz")
+    with pytest.raises(ArtifactError, match="a policy for routing, not for allocation"):
+        of_allocation.AllocationArtifact.load(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize(
+    ("problem", "metadata"),
+    [
+        (of_routing, ArtifactMetadata),
+        (of_allocation, of_allocation.AllocationMetadata),
+        (of_regions, of_regions.RegionMetadata),
+    ],
+)
+def test_the_table_of_kinds_has_every_kind_that_a_file_may_be_of(problem, metadata):
+    assert set(problem.KINDS) == set(get_args(metadata.model_fields["kind"].annotation))
