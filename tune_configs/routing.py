@@ -18,7 +18,7 @@ from ray.tune.search import Searcher
 import envs
 from tokenyard.rl.policy_search import PolicySearch, SearchConfig
 from tokenyard.rl.rollouts import RolloutConfig
-from tokenyard.rl.trainable import RouterTrainable, trial_bundles
+from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import load_scenario
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
@@ -41,18 +41,10 @@ _SHORT_ENV_STEPS = 20_000
 class RoutingTrial(RouterTrainable):
     """`RouterTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
-
     @classmethod
-    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """What the trial and its env runners reserve, one bundle each.
-
-        Policy search has no env runner and is counted as if it had one: it keeps a core busy by
-        itself, and only between equal requests does Tune turn an actor to the next trial.
-        """
-        return trial_bundles(config, 1 + config.get("num_env_runners", 1))
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import yaml
 import envs
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.rl.allocation_trainable import AllocationTrainable
+from tokenyard.rl.allocation.trial import AllocationTrainable
 from tokenyard.rl.trainable import ARTIFACT_FILE
 
 pytestmark = pytest.mark.integration

@@ -11,7 +11,8 @@ import ray
 import envs
 from tokenyard.artifact import PolicyArtifact
 from tokenyard.rl.recipes import build_config, ours
-from tokenyard.rl.trainable import ARTIFACT_FILE, RouterTrainable
+from tokenyard.rl.routing.trial import RouterTrainable
+from tokenyard.rl.trainable import ARTIFACT_FILE
 
 pytestmark = pytest.mark.integration
 

@@ -11,9 +11,8 @@ from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
 from tokenyard.policies.allocation import AutoscalerRule, NetworkPlan, learned_allocation
-from tokenyard.rl.allocation_trainable import (
+from tokenyard.rl.allocation.trial import (
     AllocationTrialConfig,
-    make_allocation_training,
     search_env_steps,
 )
 from tokenyard.rl.allocation_training import demonstrations
@@ -36,7 +35,7 @@ def training(algorithm, scenario=SCENARIO, **fields):
         num_env_runners=0,
         **fields,
     )
-    return make_allocation_training(config, scenario)
+    return config.make_training(scenario)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +122,7 @@ def test_trials_that_cannot_be_are_refused_in_words():
         training("sarsa", cloned=True)
     config = AllocationTrialConfig(algorithm="ppo", scenario="a100x8_13b")
     with pytest.raises(ValueError, match="register_env"):
-        make_allocation_training(config, SCENARIO)
+        config.make_training(SCENARIO)
 
 
 def test_a_search_takes_as_many_slots_as_its_budget_says():
