@@ -31,7 +31,6 @@ from mlflow import MlflowClient
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.registry import mlflow_lookup
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactError, PolicyArtifact, resolve_champion
 from tokenyard.intervals import Interval
@@ -40,11 +39,11 @@ from tokenyard.offpolicy import estimate, replay
 from tokenyard.offpolicy.log import LoggedDecision, fleet_of, read_log, windows_of
 from tokenyard.policies.delay import finish_s
 from tokenyard.provenance import git_sha, write_result
+from tokenyard.registry import mlflow_lookup, model_name, offer
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet
 from tokenyard.types import FloatArray, IntArray
-from tune_configs.registry import model_name, offer
 
 Row = dict[str, str | float | int | bool]
 _MAX_COMPARED = 2_000

@@ -16,7 +16,6 @@ import numpy as np
 from mlflow import MlflowClient
 from rich.console import Console
 
-from serve_app.registry import mlflow_lookup
 from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
 from tokenyard.allocation.demand import HISTORY_DAYS, DemandStream
 from tokenyard.allocation.dynamics import REWARD
@@ -26,10 +25,10 @@ from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import ArtifactError
 from tokenyard.intervals import BlockBootstrap, Interval, block_length, percentile_interval
 from tokenyard.provenance import git_sha
+from tokenyard.registry import mlflow_lookup, model_name, offer
 from tokenyard.rl.allocation_search import AllocationSearchConfig
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray, IntArray
-from tune_configs.registry import model_name, offer
 
 Row = dict[str, str | float | int | bool]
 _LEAST_DAYS = 3

@@ -13,7 +13,6 @@ from serve_app.allocator import Allocator, Limits, find_plan
 from serve_app.backends import Backend, ServeBackend
 from serve_app.gateway import Gateway
 from serve_app.pools import AllocatedPool, Pool
-from serve_app.registry import mlflow_lookup
 from serve_app.shapes import ServeShapes
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.plans import plan_table
@@ -24,6 +23,7 @@ from tokenyard.policies.allocation import (
     learned_for,
     make_allocation_policy,
 )
+from tokenyard.registry import mlflow_lookup
 from tokenyard.types import AllocationPolicy, Plan
 
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from serve_app import registry
 from serve_app.desk import RAY_DEFAULT, PolicyDesk
 from serve_app.guarded import GuardedPolicy
 from serve_app.messages import PolicyReference
 from serve_app.trial import MAX_SHARE, Mode, Trial
+from tokenyard import registry
 from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)

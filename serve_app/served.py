@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.messages import PolicyCard
-from serve_app.registry import CANDIDATE, mlflow_lookup
 from tokenyard.artifact import ArtifactError, LengthPredictor, PolicyArtifact, resolve_champion
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_times_s
 from tokenyard.policies.learned import learned_policy
+from tokenyard.registry import CANDIDATE, mlflow_lookup
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy, Slo
 from tokenyard.workload.features import FEATURE_NAMES

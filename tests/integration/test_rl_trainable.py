@@ -10,9 +10,9 @@ import ray
 
 import envs
 from tokenyard.artifact import PolicyArtifact
+from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.recipes import build_config, ours
 from tokenyard.rl.routing.trial import RouterTrainable
-from tokenyard.rl.trainable import ARTIFACT_FILE
 
 pytestmark = pytest.mark.integration
 

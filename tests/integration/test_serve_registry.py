@@ -4,9 +4,9 @@ import mlflow
 import pytest
 from unit.serve_builders import linear_artifact
 
-from serve_app.registry import mlflow_lookup
 from serve_app.served import resolve_policy
 from tokenyard.artifact import ArtifactError
+from tokenyard.registry import mlflow_lookup
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, stop_at_budget
-from tune_configs.rewards import ABLATIONS, reward_names, reward_weights
+from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.tuner import check_resources, fit, trial_label
 
 
@@ -53,7 +53,7 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     [
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
-        ("rewards:reward_names", "returns tuple"),
+        ("routing:reward_names", "returns tuple"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):

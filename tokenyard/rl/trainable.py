@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
 from tokenyard.problem import AnyProblem, Artifact
+from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.training import Training
 
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -20,9 +21,6 @@ Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 """Fields that say where a trial runs, not what it learns."""
-
-ARTIFACT_FILE = "artifact.npz"
-"""The exported policy in every checkpoint."""
 
 
 class TrialConfig(BaseModel):
