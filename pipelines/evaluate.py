@@ -22,7 +22,6 @@ import tyro
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import RegistryLookup
 from tokenyard.evaluation import (
     best_rule,
@@ -45,6 +44,7 @@ from tokenyard.problem import (
     find_problem,
 )
 from tokenyard.provenance import write_result
+from tokenyard.registry import mlflow_lookup
 
 BEST = "best"
 WIDTH = 170

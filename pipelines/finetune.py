@@ -23,16 +23,15 @@ from mlflow import MlflowClient
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.registry import mlflow_lookup
 from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.offpolicy.log import read_log
 from tokenyard.provenance import git_sha, write_result
+from tokenyard.registry import mlflow_lookup, model_name, offer
 from tokenyard.routing import finetune as of_routing
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.scenario import load_scenario
-from tune_configs.registry import model_name, offer
 
 Row = dict[str, str | float | int | bool]
 

@@ -38,13 +38,14 @@ from rich.table import Table  # noqa: E402
 from tokenyard.evaluation import difference, level  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
 from tokenyard.provenance import write_result  # noqa: E402
+from tokenyard.registry import Registration  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
 from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
-from tune_configs.registry import Registration  # noqa: E402
-from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
+    FinishedTrial,
     Report,
     Sweep,
+    finished_trials,
     judge,
     open_sweep,
     record,

@@ -15,7 +15,7 @@ from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
+from tokenyard.rl.allocation.trial import AllocationTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 
 SCENARIO = "a100x8_13b"
@@ -29,9 +29,10 @@ COST, PAPER = "cost", "paper"
 class AllocationTrial(AllocationTrainable):
     """`AllocationTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
+    @classmethod
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:

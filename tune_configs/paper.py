@@ -14,6 +14,7 @@ from typing import Any
 
 from tokenyard.problem import Runner
 from tokenyard.provenance import git_sha
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.evaluation import summarise
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.scenario import Scenario, load_scenario
@@ -101,6 +102,7 @@ def train(trial: dict[str, Any], path: Path) -> tuple[RouterRunner, list[dict[st
             point = {key: result.get(key, "") for key in CURVE_KEYS}
             curve.append({"env_steps": int(result[ENV_STEPS]), **point})
         artifact = trainer.artifact()
+        assert isinstance(artifact, PolicyArtifact)
     finally:
         trainer.stop()
     artifact.save(path)

@@ -12,7 +12,7 @@ import envs
 from envs.regions import PAPER_REWARD, RegionReward
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.search import RegionSearchConfig
-from tokenyard.rl.regions_trainable import RegionTrainable, search_env_steps
+from tokenyard.rl.regions.trial import RegionTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 
 SCENARIO = "abilene"
@@ -25,9 +25,10 @@ COST, PAPER = "cost", "paper"
 class RegionTrial(RegionTrainable):
     """`RegionTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
+    @classmethod
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:

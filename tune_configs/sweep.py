@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -15,19 +14,26 @@ import ray
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from ray.tune import ResultGrid, Tuner
+from ray.tune import Result, ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
+from tokenyard import registry
 from tokenyard.evaluation import Comparison, is_better, rank
 from tokenyard.figures import learning_curves
-from tokenyard.problem import AnyProblem, Row, Scenario
+from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
 from tokenyard.provenance import git_sha, versions
-from tune_configs import mlflow_log, registry
-from tune_configs.experiment import SCORE, Experiment, load_experiment
-from tune_configs.registry import Registration
-from tune_configs.results import FinishedTrial
-from tune_configs.storage import open_storage
-from tune_configs.tuner import await_resources, fit, new_tuner, resumed_tuner, start_ray
+from tokenyard.registry import ARTIFACT_FILE, Registration
+from tune_configs import mlflow_log
+from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiment
+from tune_configs.tuner import (
+    await_resources,
+    fit,
+    new_tuner,
+    open_storage,
+    resumed_tuner,
+    start_ray,
+    trial_label,
+)
 
 VALIDATION_SEED = 0
 """The same for all trials of all sweeps, so that their curves can be compared."""
@@ -69,6 +75,32 @@ class Sweep:
     def path(self) -> str:
         """Folder of the sweep."""
         return f"{self.storage}/{self.name}"
+
+
+@dataclass(frozen=True)
+class FinishedTrial:
+    """One trial and its best policy."""
+
+    trial_id: str
+    label: str
+    """Algorithm, reward weights and seed; made unique within the sweep."""
+    config: Mapping[str, Any]
+    env_steps: int
+    """Environment steps taken in all, also after the best checkpoint."""
+    wall_s: float
+    artifact: Artifact
+    """Exported by the checkpoint with the best score in training."""
+
+    def described(self) -> dict[str, Any]:
+        """The trial's part of a result row."""
+        return {
+            "algorithm": self.config["algorithm"],
+            "trial": self.label,
+            "seed": self.config["seed"],
+            "reward_weights": self.config["reward_weights"],
+            "env_steps": self.env_steps,
+            "wall_s": self.wall_s,
+        }
 
 
 @dataclass(frozen=True)
@@ -178,6 +210,39 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
         ray.shutdown()
 
 
+def finished_trials(results: ResultGrid, load: Callable[[Path], Artifact]) -> list[FinishedTrial]:
+    """Read the best policy of every trial that did not fail, in the order they were started."""
+    trials: list[FinishedTrial] = []
+    for result in sorted(results, key=_trial_id):
+        if result.error is None:
+            trials.append(_read(result, load, taken={trial.label for trial in trials}))
+    return trials
+
+
+def _trial_id(result: Result) -> str:
+    # Tune itself gives the order in which trials ended, and after a resume another one.
+    return str((result.metrics or {}).get("trial_id", ""))
+
+
+def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> FinishedTrial:
+    metrics, config = result.metrics, result.config
+    assert metrics is not None
+    assert config is not None
+    trial_id, label = metrics["trial_id"], trial_label(config)
+    checkpoint = result.get_best_checkpoint(SCORE, "max") or result.checkpoint
+    assert checkpoint is not None, "a finished trial saves at its end"
+    with checkpoint.as_directory() as folder:
+        artifact = load(Path(folder) / ARTIFACT_FILE)
+    return FinishedTrial(
+        trial_id=trial_id,
+        label=f"{label}-{trial_id}" if label in taken else label,
+        config=config,
+        env_steps=int(metrics[ENV_STEPS]),
+        wall_s=float(metrics["time_total_s"]),
+        artifact=artifact,
+    )
+
+
 def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
     """Rank the trials on validation streams, and evaluate the best on fresh ones.
 
@@ -206,7 +271,7 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     experiment, best = sweep.experiment, report.best
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
-        _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
+        registry.log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial.artifact)
     problem, scenario = sweep.problem, sweep.scenario
     # Further validation streams: what was ranked on the first ones may owe its place to them.
     streams = problem.streams(
@@ -220,13 +285,6 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
         lambda champion: is_better(problem, scenario, best.artifact, champion, streams, sweep.seed),
         problem.load_artifact,
     )
-
-
-def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / registry.ARTIFACT_FILE
-        trial.artifact.save(path)
-        client.log_artifact(run_id, str(path), registry.ARTIFACT_FOLDER)
 
 
 def record(

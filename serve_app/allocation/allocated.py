@@ -14,7 +14,6 @@ from serve_app.allocation.replica_sets import ServeReplicaSets
 from serve_app.cluster import AllocatedPool, Pool
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.gateway import Gateway
-from serve_app.registry import mlflow_lookup
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import make_allocation_policy
@@ -22,6 +21,7 @@ from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
 from tokenyard.artifact import NoChampionError
+from tokenyard.registry import mlflow_lookup
 from tokenyard.types import AllocationPolicy, Plan
 
 

@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from serve_app import registry
 from serve_app.http.decide_schema import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
 from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
 from serve_app.policy.runner import PolicyRunner
+from tokenyard import registry
 from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)

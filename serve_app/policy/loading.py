@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
-from serve_app.registry import CANDIDATE, mlflow_lookup
 from tokenyard.artifact import ArtifactError
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.delay import finish_times_s
+from tokenyard.registry import CANDIDATE, mlflow_lookup
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.scenario import Scenario, load_scenario

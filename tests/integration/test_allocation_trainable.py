@@ -8,8 +8,8 @@ import yaml
 import envs
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.rl.allocation_trainable import AllocationTrainable
-from tokenyard.rl.trainable import ARTIFACT_FILE
+from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.allocation.trial import AllocationTrainable
 
 pytestmark = pytest.mark.integration
 

@@ -9,8 +9,9 @@ import pytest
 import ray
 
 import envs
+from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.recipes import build_config, ours
-from tokenyard.rl.trainable import ARTIFACT_FILE, RouterTrainable
+from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.artifact import PolicyArtifact
 
 pytestmark = pytest.mark.integration

@@ -5,8 +5,8 @@ import pytest
 from unit.serve_builders import linear_artifact
 
 from serve_app.policy.loading import resolve_policy
-from serve_app.registry import mlflow_lookup
 from tokenyard.artifact import ArtifactError
+from tokenyard.registry import mlflow_lookup
 
 pytestmark = pytest.mark.integration
 

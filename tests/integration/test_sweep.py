@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tune_configs import mlflow_log, registry
+from tokenyard import registry
+from tokenyard.artifact import PolicyArtifact
+from tune_configs import mlflow_log
 from tune_configs.sweep import open_sweep
 
 pytestmark = pytest.mark.integration
@@ -189,8 +191,8 @@ def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(tmp
     assert row["score"] > rules["sed"]["score"]
     assert rules["marginal_delay"]["delta_mean_fraction"] == 0.0
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    version = registry.champion_version(client, result["registration"]["model"])
-    champion = registry.load_version(client, version)
+    version = registry.version_of(client, result["registration"]["model"])
+    champion = registry.load_version(client, version, PolicyArtifact.load)
     assert (champion.metadata.kind, champion.metadata.num_replicas) == ("equivariant", None)
     assert champion.metadata.baseline == "marginal_delay"
 

@@ -12,11 +12,7 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.policies.learned import NetworkPlan
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
-from tokenyard.rl.allocation_trainable import (
-    AllocationTrialConfig,
-    make_allocation_training,
-    search_env_steps,
-)
+from tokenyard.rl.allocation.trial import AllocationTrialConfig, search_env_steps
 from tokenyard.rl.allocation_training import demonstrations
 from tokenyard.sim.allocation_run import StreamRunner, run_allocation
 
@@ -37,7 +33,7 @@ def training(algorithm, scenario=SCENARIO, **fields):
         num_env_runners=0,
         **fields,
     )
-    return make_allocation_training(config, scenario)
+    return config.make_training(scenario)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +120,7 @@ def test_trials_that_cannot_be_are_refused_in_words():
         training("sarsa", cloned=True)
     config = AllocationTrialConfig(algorithm="ppo", scenario="a100x8_13b")
     with pytest.raises(ValueError, match="register_env"):
-        make_allocation_training(config, SCENARIO)
+        config.make_training(SCENARIO)
 
 
 def test_a_search_takes_as_many_slots_as_its_budget_says():

@@ -9,12 +9,14 @@ from integration.toy_sweeps import toy_trial
 from mlflow import MlflowClient
 from mlflow.entities import Metric
 
+from tokenyard import registry
 from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
-from tune_configs import mlflow_log, registry
+from tune_configs import mlflow_log
 
 MODEL = "tokenyard-routing-poisson_085"
+LOAD = PolicyArtifact.load
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +127,16 @@ def test_a_failed_trial_ends_as_failed(client, experiment_id):
     assert mlflow_log.trial_runs(client, parent)["abc_00002"].info.status == "FAILED"
 
 
-def log_policy(client, experiment_id, policy, tmp_path):
+def log_policy(client, experiment_id, policy):
     run_id = client.create_run(experiment_id).info.run_id
-    policy.save(tmp_path / registry.ARTIFACT_FILE)
-    client.log_artifact(run_id, str(tmp_path / registry.ARTIFACT_FILE), registry.ARTIFACT_FOLDER)
+    registry.log_artifact(client, run_id, policy)
     return run_id
 
 
-def test_the_champion_alias_moves_only_to_a_policy_that_beats_the_champion(
-    client, experiment_id, tmp_path
-):
+def test_the_champion_alias_moves_only_to_a_policy_that_beats_the_champion(client, experiment_id):
     def enter(policy, wins):
-        run_id = log_policy(client, experiment_id, policy, tmp_path)
-        return registry.register(client, MODEL, run_id, policy, lambda champion: wins)
+        run_id = log_policy(client, experiment_id, policy)
+        return registry.register(client, MODEL, run_id, policy, lambda champion: wins, LOAD)
 
     first = enter(a_policy(0.0, "ppo"), wins=False)
     assert (first.alias, first.champion_trainer) == ("champion", "ppo")
@@ -145,20 +144,20 @@ def test_the_champion_alias_moves_only_to_a_policy_that_beats_the_champion(
     assert (second.alias, second.champion_trainer) == ("candidate", "ppo")
     third = enter(a_policy(0.2, "a2c"), wins=True)
     assert (third.alias, third.champion_trainer) == ("champion", "a2c")
-    champion = registry.champion_version(client, MODEL)
+    champion = registry.version_of(client, MODEL)
     assert str(champion.version) == third.version
-    assert registry.load_version(client, champion).sha256 == a_policy(0.2, "a2c").sha256
+    assert registry.load_version(client, champion, LOAD).sha256 == a_policy(0.2, "a2c").sha256
 
 
-def test_registering_the_same_policy_again_makes_no_second_version(client, experiment_id, tmp_path):
+def test_registering_the_same_policy_again_makes_no_second_version(client, experiment_id):
     policy = a_policy(0.3)
-    run_id = log_policy(client, experiment_id, policy, tmp_path)
+    run_id = log_policy(client, experiment_id, policy)
     versions = {
-        registry.register(client, "tokenyard-routing-again", run_id, policy, lambda _: False)
+        registry.register(client, "tokenyard-routing-again", run_id, policy, lambda _: False, LOAD)
         for _ in range(2)
     }
     assert len(versions) == 1
 
 
 def test_without_a_model_there_is_no_champion(client):
-    assert registry.champion_version(client, "tokenyard-routing-nothing") is None
+    assert registry.version_of(client, "tokenyard-routing-nothing") is None

@@ -9,7 +9,7 @@ import torch
 from tokenyard.observation import observation_size
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.trainable import TrialConfig, make_training
+from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.validation import AgainstRule, Validation
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
@@ -96,9 +96,9 @@ def test_where_no_replica_takes_requests_preferences_are_numbers():
 
 
 def test_a_sweep_trains_it_like_the_others(tmp_path):
-    source = StreamSource(load_scenario(NAME))
-    config = TrialConfig(algorithm="rollouts", scenario=NAME, recipe="fleet")
-    training, other = make_training(config, source), make_training(config, source)
+    scenario = load_scenario(NAME)
+    config = RoutingTrialConfig(algorithm="rollouts", scenario=NAME, recipe="fleet")
+    training, other = config.make_training(scenario), config.make_training(scenario)
     assert training.env_steps == 0
     assert training.artifact({}, {}).metadata.kind == "corrected"
     training.save(tmp_path)

@@ -7,7 +7,7 @@ from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.problem import PROBLEM, Demands
 from tokenyard.evaluation import is_better, rank
-from tokenyard.rl.allocation_trainable import AllocationTrialConfig
+from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import trainer_config
 from tune_configs.experiment import load_experiment
 

@@ -9,11 +9,11 @@ from integration.toy_sweeps import tiny, toy_trial
 from ray import tune
 from ray.exceptions import ActorDiedError
 
-from tokenyard.rl.trainable import TrialConfig
+from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, stop_at_budget
-from tune_configs.rewards import ABLATIONS, reward_names, reward_weights
+from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.tuner import check_resources, fit, trial_label
 
 
@@ -53,7 +53,7 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     [
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
-        ("rewards:reward_names", "returns tuple"),
+        ("routing:reward_names", "returns tuple"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
@@ -71,13 +71,13 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
     experiment = load_experiment(f"routing:{name}")
     for trial in experiment.designed_trials(3):
-        config = TrialConfig.model_validate(routing.trainer_config(trial))
+        config = RoutingTrialConfig.model_validate(routing.trainer_config(trial))
         assert config.seed == trial["seed"]
 
 
 def test_a_share_of_the_budget_is_at_least_one_generation_or_round():
     for trial in routing.fleet().fitted({}, 2, 0, 0.01).designed_trials(3):
-        assert TrialConfig.model_validate(routing.trainer_config(trial))
+        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
 
 
 def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():
@@ -174,7 +174,7 @@ def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
 def test_where_a_trial_runs_does_not_change_what_it_is():
     trial = dict(load_experiment("routing:smoke").trials[-1])
     here, there = (
-        TrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
+        RoutingTrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
         for reserved in ({}, {"cpus_per_actor": 2.0, "placement": "SPREAD"})
     )
     assert there.cpus_per_actor == 2.0

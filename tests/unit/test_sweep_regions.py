@@ -13,7 +13,7 @@ from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
 from tokenyard.regions.policies.learned import RegionNetwork
 from tokenyard.regions.problem import PROBLEM
-from tokenyard.rl.regions_trainable import RegionTrialConfig
+from tokenyard.rl.regions.trial import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
 from tokenyard.sim.regions_run import RegionSim
 from tune_configs.experiment import load_experiment

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.schedulers import TrialScheduler
 
-from tokenyard.rl.trainable import TrialConfig
+from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tune_configs import routing
 from tune_configs.schedulers import AshaPerAlgorithm
 
@@ -56,4 +56,4 @@ def test_what_optuna_suggests_is_a_trial_that_can_be_trained():
     for number in range(3):
         suggested = searcher.suggest(f"trial-{number}")
         trial = {**experiment.param_space(0), **suggested}
-        assert TrialConfig.model_validate(routing.trainer_config(trial)).recipe == "ours"
+        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial)).recipe == "ours"

@@ -3,7 +3,7 @@
 import pytest
 from pyarrow.fs import FileType, LocalFileSystem, PyFileSystem, S3FileSystem
 
-from tune_configs.storage import open_storage
+from tune_configs.tuner import open_storage
 
 
 def test_a_folder_is_left_to_tune():
