@@ -15,8 +15,8 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
+import httpx
 import numpy as np
-import requests
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -61,7 +61,7 @@ class Row:
 
 def main(args: Args) -> None:
     """Measure, print a table and write the rows."""
-    card = requests.get(f"{args.url}/v1/policy", timeout=10).json()
+    card = httpx.get(f"{args.url}/v1/policy", timeout=10).json()
     rows = [_measure(args, card, clients) for clients in args.clients]
     table = Table(*asdict(rows[0]))
     for row in rows:
@@ -104,19 +104,19 @@ def _ask_all(
     numbers = count()
 
     def ask_many(_: int) -> list[Measured]:
-        with requests.Session() as session:
+        with httpx.Client(timeout=30) as client:
             mine = takewhile(lambda number: number < num_requests, numbers)
-            return [_ask(session, url, bodies[number % len(bodies)]) for number in mine]
+            return [_ask(client, url, bodies[number % len(bodies)]) for number in mine]
 
     with ThreadPoolExecutor(clients) as pool:
         return [one for many in pool.map(ask_many, range(clients)) for one in many]
 
 
-def _ask(session: requests.Session, url: str, body: dict[str, Any]) -> Measured:
+def _ask(client: httpx.Client, url: str, body: dict[str, Any]) -> Measured:
     started_s = time.perf_counter()
-    response = session.post(f"{url}/v1/route", json=body, timeout=30)
+    response = client.post(f"{url}/v1/route", json=body)
     routed_s = time.perf_counter()
-    session.get(f"{url}/healthz", timeout=30)
+    client.get(f"{url}/healthz")
     checked_s = time.perf_counter()
     response.raise_for_status()
     decision_us = response.json()["decision_us"]

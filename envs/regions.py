@@ -225,7 +225,14 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
     def step(
         self, action: npt.NDArray[np.float32]
     ) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Run one slot.
+        """Divide one slot's demand, and run to the next.
+
+        Args:
+            action: Of `action_space`.
+
+        Returns:
+            The observation of the slot that begins; the reward of the one that ended; False, since
+            no state ends an episode; whether the stream is over; and what the slot measured.
 
         Raises:
             ValueError: The action is not finite, or the episode is over.

@@ -80,7 +80,7 @@ class _Feed:
         """Empty one copy and give it a fresh stream drawn from `rng`."""
         randomisation = self.config.randomisation
         low, high = randomisation.load_factor
-        # Without a range the traffic is what it was before there was one.
+        # A range of no width draws nothing, so that streams do not depend on there being one.
         load_factor = low if low == high else rng.uniform(low, high)
         stream = self.source.sample(self.config.num_steps + 1, rng, load_factor)
         if self._shadow is not None:

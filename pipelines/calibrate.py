@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import requests
 import tyro
 import yaml
 from rich import box
@@ -294,8 +294,11 @@ def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
         ValueError: It knows of none.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    answer = requests.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
-    answer.raise_for_status()
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise OSError(f"no answer from the gateway at {url}: {error}") from error
     known = sorted(answer.json()["replicas"], key=lambda one: (one["pool"], one["replica_id"]))
     if not known:
         raise ValueError(f"the gateway at {url} knows of no replica yet")

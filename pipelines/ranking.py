@@ -41,7 +41,7 @@ METRICS = {
 class Args:
     """Compare the order of the baselines on recorded and on synthetic traffic."""
 
-    scenarios: tuple[str, ...] = ("bursty_serial", "high_load", "conversation")
+    scenarios: tuple[str, ...] = ("bursty_serial", "conversation")
     """Scenarios that name a recorded test part."""
     streams: int = 10
     """Synthetic streams; agreement is averaged over them."""

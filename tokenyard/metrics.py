@@ -128,7 +128,9 @@ def score(response_s: FloatArray, missed: BoolArray) -> float:
     )
 
 
-def tpot_s(response_s: FloatArray, ttft_s: FloatArray, output_tokens: FloatArray) -> FloatArray:
+def tpot_s(
+    response_s: FloatArray, ttft_s: FloatArray, output_tokens: FloatArray | IntArray
+) -> FloatArray:
     """Mean time per output token after the first, of each request.
 
     Args:

@@ -56,12 +56,9 @@ class HeldOutTrace(Frozen):
     """The recorded requests that judge a policy, where the file is there."""
 
     name: Literal["azure_code", "azure_conv"]
-    first: Annotated[int, Field(ge=0)] = 0
-    """Index of the first request used; those before it are training data."""
-    count: Annotated[int, Field(ge=1)] | None = None
-    """Requests used from `first` on; None: all that are left."""
-    duration_s: Annotated[float, Field(gt=0)] | None = None
-    """Compress the used part into this many seconds; None: scale the file to the load."""
+    first: Annotated[int, Field(ge=1)]
+    """Index of the first request used; those before it are training data, and all from it on are
+    the test part. The time of the file is scaled to the load."""
 
 
 class RewardWeights(Frozen):

@@ -55,7 +55,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What the cell's lines begin with."""
+        """First four columns of the cell's lines: table, policy, reward weights, training seed."""
         seed = "" if self.training_seed is None else str(self.training_seed)
         return self.table, self.policy, self.reward_weights, seed
 

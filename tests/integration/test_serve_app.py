@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
-import requests
 from ray import serve
 from unit.serve_builders import a_body, a_snapshot
 from unit.test_serve_regions import a_body as regions_body
@@ -60,7 +60,7 @@ def server(tmp_path_factory):
 def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(server):
     url, log = server
     body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
-    answer = requests.post(f"{url}/v1/route", json=body, timeout=10).json()
+    answer = httpx.post(f"{url}/v1/route", json=body, timeout=10).json()
     policy = learned_policy(resolve_champion("routing", "poisson_085")[0])
     snapshots = [ReplicaSnapshot(**fields) for fields in body["snapshots"]]
     decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
@@ -72,39 +72,39 @@ def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(serv
 def test_a_refusal_crosses_the_proxy_unchanged(server):
     url, _ = server
     bad = a_body([a_snapshot(tokens_per_s=-1.0)])
-    refused = requests.post(f"{url}/v1/route", json=bad, timeout=10)
+    refused = httpx.post(f"{url}/v1/route", json=bad, timeout=10)
     assert refused.status_code == 422
     assert refused.json()["detail"].startswith("snapshots[0].tokens_per_s should be greater")
-    huge = requests.post(f"{url}/v1/route", data=b" " * (2 << 20), timeout=10)
+    huge = httpx.post(f"{url}/v1/route", content=b" " * (2 << 20), timeout=10)
     assert huge.status_code == 413
 
 
 def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_counted(server):
     url, _ = server
-    answer = requests.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
+    answer = httpx.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
     assert (answer["policy"], answer["fallback_reason"]) == ("torta", None)
     assert [sum(row) for row in answer["shares"]] == pytest.approx([1.0, 1.0, 1.0])
     body = regions_body(forecast_age_slots=9.0)
-    stale = requests.post(f"{url}/v1/regions", json=body, timeout=10).json()
+    stale = httpx.post(f"{url}/v1/regions", json=body, timeout=10).json()
     assert (stale["policy"], stale["fallback_reason"]) == ("prox_ot", "stale_forecast")
-    refused = requests.post(f"{url}/v1/regions", json={"regions": []}, timeout=10)
+    refused = httpx.post(f"{url}/v1/regions", json={"regions": []}, timeout=10)
     assert refused.status_code == 422
-    counted = requests.get(f"{url}/v1/regions", timeout=10).json()
+    counted = httpx.get(f"{url}/v1/regions", timeout=10).json()
     assert (counted["num_decisions"], counted["fallbacks"]) == (2, {"stale_forecast:prox_ot": 1})
-    assert "tokenyard_region_fallbacks_total" in requests.get(f"{url}/metrics", timeout=10).text
+    assert "tokenyard_region_fallbacks_total" in httpx.get(f"{url}/metrics", timeout=10).text
 
 
 def test_concurrent_callers_each_get_their_answer_and_their_line(server):
     url, log = server
-    before = requests.get(f"{url}/v1/policy", timeout=10).json()
+    before = httpx.get(f"{url}/v1/policy", timeout=10).json()
 
     def ask(_):
-        answer = requests.post(f"{url}/v1/route", json=a_body(), timeout=30)
+        answer = httpx.post(f"{url}/v1/route", json=a_body(), timeout=30)
         return answer.status_code, answer.json()["decision_id"]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(ask, range(100)))
-    after = requests.get(f"{url}/v1/policy", timeout=10).json()
+    after = httpx.get(f"{url}/v1/policy", timeout=10).json()
     assert {status for status, _ in answers} == {200}
     assert after["num_decisions"] - before["num_decisions"] == 100
     assert (after["num_fallbacks"], after["num_log_lines_lost"]) == (0, 0)
@@ -141,7 +141,7 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     options += ("--json", tmp_path / "served.json")
     with deployed("--policy", broken, "--port", port, *options) as greeting:
         url = f"http://127.0.0.1:{port}"
-        policy = requests.get(f"{url}/v1/policy", timeout=10).json()
+        policy = httpx.get(f"{url}/v1/policy", timeout=10).json()
         assert policy["name"] == "sed"
         assert "broken.npz" in policy["startup_fallback"]
         # The line that it prints is a command that works as it stands.

@@ -6,15 +6,32 @@ import pytest
 from tokenyard.perf.hardware import Collective
 from tokenyard.perf.iteration import all_reduce_s, iteration_parts, iteration_s
 from tokenyard.perf.models import load_llm
-from tokenyard.perf.replica import make_replica
+from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import (
-    bubble_fraction,
-    chunked_prefill_s,
     decode_s,
     lockstep_s,
     mixed_iteration_s,
     prefill_s,
 )
+
+
+def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
+    """Share of a pipeline's time that its stages idle while it fills: (p - 1) / (m + p - 1).
+
+    Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
+    """
+    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+
+
+def chunked_prefill_s(replica: Replica, prompt_tokens: float, num_chunks: int) -> float:
+    """Time to first token of one prompt sent through the pipeline in equal chunks, seconds.
+
+    (m + p - 1) stage times; chunks attend to half of the prompt on average.
+    """
+    num_stages = replica.pipeline_parallel
+    chunk = prompt_tokens / num_chunks
+    round_s = iteration_s(replica, chunk * num_stages, 0, 0, prompt_tokens / 2)
+    return float(round_s / num_stages * (num_chunks + num_stages - 1))
 
 
 def pipeline_finish_s(num_stages: int, num_chunks: int, stage_s: float) -> float:

@@ -98,7 +98,7 @@ def test_a_start_without_time_zone_is_refused():
 
 
 @given(st.integers(0, 99))
-def test_scaling_centres_half_of_the_data_within_one_unit_and_survives_json(seed):
+def test_scaling_centres_half_of_the_data_within_one_unit(seed):
     rng = np.random.default_rng(seed)
     features = rng.lognormal(3, 2, (400, 3))
     features[:, 2] = 7.0
@@ -109,5 +109,3 @@ def test_scaling_centres_half_of_the_data_within_one_unit_and_survives_json(seed
     np.testing.assert_allclose(quartiles[1], 0, atol=1e-12)
     np.testing.assert_allclose((quartiles[2] - quartiles[0])[:2], 1)
     assert not scaled[:, 2].any()
-    again = RobustScaler.from_dict(scaler.to_dict())
-    np.testing.assert_array_equal(again.transform(features), scaled)

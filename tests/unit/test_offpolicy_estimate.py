@@ -63,12 +63,6 @@ def test_the_policy_itself_gains_nothing(seed, explore):
         assert gain(outcome, ones, ones.astype(bool)).estimate == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_few_heavy_weights_count_for_few():
-    propensity = np.array([1.0] * 99 + [0.001])
-    same = np.ones(100, dtype=bool)
-    assert estimate.effective_decisions(propensity, same) == pytest.approx(1.2, abs=0.1)
-
-
 @pytest.mark.parametrize("wrong", [0.0, 1.5, float("nan")])
 def test_propensities_that_are_none_are_refused(wrong):
     with pytest.raises(ValueError, match="propensities"):

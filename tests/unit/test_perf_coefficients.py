@@ -1,9 +1,9 @@
 from itertools import product
 
 import pytest
+from unit.gpu_kinds import GPU_KINDS
 
 from tokenyard.perf.coefficients import batch_grid, linear_coefficients
-from tokenyard.perf.hardware import gpu_names
 from tokenyard.perf.replica import make_replica
 
 LLMS = (
@@ -19,7 +19,7 @@ LLMS = (
 
 def every_replica():
     for gpu, llm, t, p, precision in product(
-        gpu_names(), LLMS, (1, 2, 4, 8), (1, 2), ("fp16", "fp8")
+        GPU_KINDS, LLMS, (1, 2, 4, 8), (1, 2), ("fp16", "fp8")
     ):
         if (llm == "smollm2_135m" and t > 1) or (precision == "fp8" and gpu.startswith("a1")):
             continue

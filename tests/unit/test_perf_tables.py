@@ -1,7 +1,8 @@
 import pytest
 from pydantic import ValidationError
+from unit.gpu_kinds import GPU_KINDS
 
-from tokenyard.perf.hardware import Gpu, gpu_names, load_gpu, load_link, shipped_calibration
+from tokenyard.perf.hardware import Gpu, load_gpu, load_link, shipped_calibration
 from tokenyard.perf.models import load_llm
 
 # Parameter counts as the model cards give them.
@@ -34,7 +35,7 @@ def test_fp8_halves_the_layers_and_the_cache_but_not_the_embeddings():
     assert llm.kv_bytes_per_token("fp8") == llm.kv_bytes_per_token("fp16") / 2
 
 
-@pytest.mark.parametrize("name", gpu_names())
+@pytest.mark.parametrize("name", GPU_KINDS)
 def test_every_gpu_has_kernels_and_a_link(name):
     gpu, calibration = load_gpu(name), shipped_calibration()
     assert gpu.kernels in calibration.kernels

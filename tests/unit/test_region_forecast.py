@@ -9,7 +9,6 @@ from tokenyard.regions.forecast import (
     prediction_accuracy,
     sd_for_accuracy,
 )
-from tokenyard.rl.regions_forecast import fit_network
 
 SCENARIO = a_scenario(num_slots=120)
 
@@ -50,13 +49,3 @@ def test_injected_error_reaches_the_accuracy_that_is_asked_for(wanted):
     assert prediction_accuracy(foretold, stream.counts) == pytest.approx(wanted, abs=0.01)
     with pytest.raises(ValueError, match="must be in"):
         sd_for_accuracy(0.0, [stream])
-
-
-def test_the_network_learns_the_level_of_demand():
-    stream = a_stream(SCENARIO)
-    network = fit_network(SCENARIO, num_days=2, num_steps=60)
-    forecast = network.forecast_all(stream)
-    assert forecast.shape == (120, SCENARIO.forecast_slots, 4)
-    usual = np.broadcast_to(network.scale, stream.counts.shape)
-    error = np.square(forecast[:, 0] - stream.counts).mean()
-    assert error < 1.5 * np.square(usual - stream.counts).mean()

@@ -80,7 +80,6 @@ def test_what_cannot_be_a_trace_is_refused_with_the_reason(changes, reason):
         lambda trace: trace.windows(0),
         lambda trace: trace.rescaled(0),
         lambda trace: trace.with_rate(-1),
-        lambda trace: trace.head(1).compressed_to(10),
         lambda trace: trace.thinned(1.5, np.random.default_rng(0)),
     ],
 )

@@ -28,12 +28,12 @@ LOWEST_LEVEL, HIGHEST_LEVEL = 0.01, 2.5
 """Medians of demand on the grid, over the pool's best; even in the logarithm."""
 BIAS, SPREAD, LAST, LAST_DECAY, COSINE, SINE, SWITCH, STAY, DISCOUNT, HIGH, LOW, SKEW = range(12)
 NUM_PARAMETERS = 12
-HORIZON = 12
-"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 """In order: added to the logarithm of forecasts; logarithm of the factor on spreads; share of the
 last slot's surprise that is kept; how fast it fades; a daily wave in the bias; what every change
 costs on top, and the first one more, both over the price of the whole pool for a slot; discount of
 a later slot, as a share; further bias at high and at low demand; further spread per horizon."""
+HORIZON = 12
+"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 _STEP = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
 _QUADRATURE = 15
 

@@ -144,7 +144,7 @@ class PlanTable:
 
     @property
     def num_plans(self) -> int:
-        """P."""
+        """Plans of the table, P."""
         return len(self.plans)
 
     @property

@@ -111,13 +111,6 @@ def calibrated(model: FloatArray, outcome: FloatArray) -> FloatArray:
     return np.asarray(np.linalg.lstsq(design, outcome, rcond=None)[0], dtype=np.float64)
 
 
-def effective_decisions(propensity: FloatArray, same: BoolArray) -> float:
-    """Kish's effective sample size: how many equally weighted decisions tell as much."""
-    weight = _weights(propensity, same)
-    squares = float((weight**2).sum())
-    return float(weight.sum()) ** 2 / squares if squares else 0.0
-
-
 def _weights(propensity: FloatArray, same: BoolArray) -> FloatArray:
     if not ((propensity > 0.0) & (propensity <= 1.0)).all():
         raise ValueError("propensities must lie in (0, 1]: leave decisions without one out")

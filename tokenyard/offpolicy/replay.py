@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenyard import metrics
 from tokenyard.fleet import MeasuredReplica
 from tokenyard.intervals import Interval, t_interval
 from tokenyard.scenario import Scenario
@@ -48,7 +49,7 @@ class Window:
     @property
     def tpot_s(self) -> FloatArray:
         """Mean time per output token after the first, seconds; NaN for fewer than two tokens."""
-        return _tpot_s(self.response_s, self.first_token_s, self.trace.generated_tokens)
+        return metrics.tpot_s(self.response_s, self.first_token_s, self.trace.generated_tokens)
 
 
 @dataclass(frozen=True)
@@ -163,12 +164,4 @@ def _slowness(windows: Sequence[Window], simulated: Sequence[Run]) -> FloatArray
 
 def _simulated_tpot_s(outcomes: object) -> FloatArray:
     assert isinstance(outcomes, BatchingOutcomes)
-    return _tpot_s(outcomes.response_s, outcomes.first_token_s, outcomes.output_tokens)
-
-
-def _tpot_s(
-    response_s: FloatArray, first_s: FloatArray, tokens: FloatArray | IntArray
-) -> FloatArray:
-    with np.errstate(invalid="ignore", divide="ignore"):
-        per_token: FloatArray = (response_s - first_s) / (tokens - 1)
-    return np.where(np.asarray(tokens) > 1, per_token, np.nan)
+    return metrics.tpot_s(outcomes.response_s, outcomes.first_token_s, outcomes.output_tokens)

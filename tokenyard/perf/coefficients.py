@@ -31,7 +31,7 @@ class LinearCoefficients:
     base_s: float
     """a: a non-empty batch, whatever is in it."""
     per_prefill_token_s: float
-    """b."""
+    """b: one token of a prompt."""
     per_sequence_s: float
     """c: one sequence that decodes."""
     per_kv_token_s: float

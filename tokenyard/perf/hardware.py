@@ -108,11 +108,6 @@ def shipped_calibration() -> Calibration:
     return Calibration.model_validate_json(read_table("fitted.json"))
 
 
-def gpu_names() -> list[str]:
-    """Names of the GPU kinds, sorted."""
-    return sorted(_entries("gpus.yaml"))
-
-
 def load_gpu(name: str) -> Gpu:
     """Return one GPU kind.
 

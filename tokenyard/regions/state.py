@@ -72,7 +72,7 @@ class RegionState:
 
     @property
     def num_regions(self) -> int:
-        """R."""
+        """How many regions there are, R."""
         return len(self.waiting)
 
     @property

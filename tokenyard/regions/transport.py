@@ -116,16 +116,6 @@ def within(
     return np.asarray(plan[:, :-1] + plan[:, -1:] * where)
 
 
-def within_by_linprog(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
-    """`within` as the linear program that it is, for demand that fits; the slow reference."""
-    rows, columns = _incidence(len(demand), len(capacity))
-    found = linprog(
-        cost.ravel(), A_eq=rows, b_eq=demand, A_ub=columns, b_ub=capacity, method="highs"
-    )
-    assert found.success, found.message
-    return np.asarray(found.x).reshape(cost.shape)
-
-
 def sinkhorn(
     demand: FloatArray,
     capacity: FloatArray,

@@ -153,7 +153,15 @@ class Choice:
         return -torch.empty((*shape, self.num_inputs)).exponential_(generator=generator).log_()
 
     def draw(self, inputs: Tensor, noise: Tensor) -> Tensor:
-        """The largest of inputs plus Gumbel noise is a draw from the softmax of the inputs."""
+        """Draw from the softmax of the inputs: the index of the largest sum with Gumbel noise.
+
+        Args:
+            inputs: Logits, shape (..., choices).
+            noise: Of `noise`, the same shape.
+
+        Returns:
+            Indices from 0, shape (...).
+        """
         return (inputs + noise).argmax(-1)
 
     def for_env(self, actions: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
@@ -175,7 +183,7 @@ class Interval:
 
     @property
     def num_columns(self) -> int:
-        """D."""
+        """Numbers in one action, D."""
         return len(self.low)
 
     @property
@@ -185,7 +193,7 @@ class Interval:
 
     @property
     def num_noise(self) -> int:
-        """D."""
+        """Noise that one action takes: a number for each of its own, D."""
         return len(self.low)
 
     def distribution(self, inputs: Tensor) -> Gaussian:

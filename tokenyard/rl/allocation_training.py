@@ -81,7 +81,7 @@ class TabularTraining:
         np.savez(folder / "table.npz", **self._learner.state())
 
     def restore(self, folder: Path) -> None:
-        """Read them."""
+        """Read what `save` wrote into a folder, and go on from there."""
         with np.load(folder / "table.npz") as state:
             self._learner.restore(dict(state))
 

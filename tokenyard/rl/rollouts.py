@@ -113,7 +113,7 @@ class RolloutImprovement:
 
     @property
     def correction(self) -> Correction:
-        """The present policy."""
+        """The policy as it is after the rounds so far."""
         artifact = self.artifact()
         return fold(artifact.arrays, artifact.layers)
 

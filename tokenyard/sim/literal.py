@@ -97,7 +97,7 @@ class LiteralTable:
 
     @property
     def num_slots(self) -> int:
-        """T."""
+        """Slots of the trace, T."""
         return len(self.states)
 
 

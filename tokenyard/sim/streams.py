@@ -173,12 +173,17 @@ class StreamSource:
 
 
 def synthetic_streams(
-    source: StreamSource, count: int, seed: int, purpose: Purpose = "evaluation"
+    source: StreamSource,
+    count: int,
+    seed: int,
+    purpose: Purpose = "evaluation",
+    load_factor: float = 1.0,
 ) -> StreamSet:
-    """Draw `count` independent streams of the scenario's own length."""
+    """Draw `count` independent streams of the scenario's own length, at a factor on its load."""
     num_requests = source.scenario.requests_per_stream
     requests = [
-        source.sample(num_requests, stream_rng(seed, purpose, index)) for index in range(count)
+        source.sample(num_requests, stream_rng(seed, purpose, index), load_factor)
+        for index in range(count)
     ]
     arrivals: str = source.scenario.arrivals.process
     if source.scenario.sessions is not None:
@@ -192,14 +197,13 @@ def held_out_streams(source: StreamSource) -> StreamSet | None:
     held_out = source.scenario.held_out_trace
     if held_out is None:
         return None
-    stop = None if held_out.count is None else held_out.first + held_out.count
-    return _recorded_part(source, held_out, held_out.first, stop)
+    return _recorded_part(source, held_out, held_out.first, None)
 
 
 def recorded_training_streams(source: StreamSource) -> StreamSet | None:
     """What was recorded before the test part, as one stream; None where that is nothing."""
     held_out = source.scenario.held_out_trace
-    if held_out is None or held_out.first == 0:
+    if held_out is None:
         return None
     return _recorded_part(source, held_out, 0, held_out.first)
 
@@ -211,12 +215,9 @@ def _recorded_part(
     if path is None:
         return None
     whole, _ = read_trace(path)
-    if recorded.duration_s is None:
-        # Scale the whole file, so that lulls and bursts of the part keep their size.
-        whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
+    # Scale the whole file, so that lulls and bursts of the part keep their size.
+    whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
     part = (whole if stop is None else whole.head(stop)).tail_from(first)
-    if recorded.duration_s is not None:
-        part = part.compressed_to(recorded.duration_s)
     origin = f"{path.name}, requests {first}..{first + part.num_requests - 1}"
     return StreamSet([source.encode(part)], origin, bootstrap=True)
 

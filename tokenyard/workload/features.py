@@ -113,15 +113,6 @@ class RobustScaler:
         scaled: FloatArray = (np.asarray(features, np.float64) - self.center) / self.scale
         return scaled
 
-    def to_dict(self) -> dict[str, list[float]]:
-        """Return plain lists, for JSON."""
-        return {"center": self.center.tolist(), "scale": self.scale.tolist()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Undo `to_dict`."""
-        return cls(np.array(values["center"], float), np.array(values["scale"], float))
-
 
 def _epoch_s(started_at: datetime | None) -> float:
     """Return seconds since 1970-01-01 UTC; NaN for None."""

@@ -61,7 +61,7 @@ class AllocationContext:
 
     @cached_property
     def table(self) -> PlanTable:
-        """The plans."""
+        """Every plan of the scenario, with its costs."""
         return plan_table(self.scenario)
 
     @cached_property
@@ -90,7 +90,7 @@ class StaticPlan:
         self._plan = plan
 
     def allocate(self, state: AllocationState) -> Plan:
-        """Return it."""
+        """Return the one plan, in every state."""
         return self._plan
 
 
