@@ -3,16 +3,12 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 STORAGE ?= runs
 
-# A compiled kernel's cache does not notice a change in another file that it calls, so the cache
-# is keyed by everything that is compiled.
-KERNELS := $(sort $(wildcard tokenyard/*.py tokenyard/sim/*.py tokenyard/workload/*.py tokenyard/allocation/*.py tokenyard/regions/*.py))
-export NUMBA_CACHE_DIR := $(CURDIR)/.cache/numba-$(shell cat $(KERNELS) | sha256sum | cut -c1-12)
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
 # Of a process that crashes after pytest has let go of it, all that is known is what it says itself.
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: sweep test test-slow test-cluster drills check serve demo mlflow bench install
+.PHONY: sweep kernels test test-slow test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
 .venv/.core: pyproject.toml
@@ -33,7 +29,10 @@ install: .venv/.dev ## Everything a developer needs.
 sweep: .venv/.core ## Train, compare, keep the best: the main job.
 	$(BIN)/python pipelines/sweep.py --storage $(STORAGE)
 
-test: .venv/.dev ## Everything but what is marked slow.
+kernels: .venv/.core ## Compile what is not yet compiled, so that no test waits for it.
+	$(BIN)/python -m tokenyard.compiled
+
+test: .venv/.dev kernels ## Everything but what is marked slow.
 	$(BIN)/pytest
 
 test-slow: .venv/.dev ## What takes longer than a coffee.

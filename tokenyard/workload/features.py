@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Self
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from tokenyard.compiled import compiled_with_arrays
 from tokenyard.types import FloatArray, IntArray, Request
 
 FEATURE_NAMES = (
@@ -123,7 +123,7 @@ def _epoch_s(started_at: datetime | None) -> float:
     return started_at.timestamp()
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _fill_rows(
     rows: npt.NDArray[np.float32],
     arrival_s: FloatArray,
@@ -141,7 +141,7 @@ def _fill_rows(
         _fill_row(rows[i], calendar, contexts, totals, i)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _fill_row(
     row: npt.NDArray[np.floating[Any]],
     calendar: tuple[float, float, float, float],
@@ -161,7 +161,7 @@ def _fill_row(
     row[15] = totals[previous] - contexts[previous] if i > 0 else 0.0
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _fill_rolling(row: npt.NDArray[np.floating[Any]], past: FloatArray) -> None:
     """Fill mean and deviation of the last 5, 10 and 20 of `past`, from the newest backwards."""
     row[:] = 0.0
@@ -186,7 +186,7 @@ def _fill_rolling(row: npt.NDArray[np.floating[Any]], past: FloatArray) -> None:
         row[later] = row[later - 2]
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _calendar(clock_s: float) -> tuple[float, float, float, float]:
     """Return hour, day of week, day of month and ISO week of a time since 1970, UTC."""
     if math.isnan(clock_s):
@@ -201,7 +201,7 @@ def _calendar(clock_s: float) -> tuple[float, float, float, float]:
     return float(hour), float(weekday), float(_year_and_day_of_month(day)[1]), float(week)
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _year_and_day_of_month(day: int) -> tuple[int, int]:
     """Split days since 1970 into Gregorian year and day of month (Hinnant, civil_from_days)."""
     shifted = day + 719468  # since 0000-03-01, so that leap days end a year
@@ -216,7 +216,7 @@ def _year_and_day_of_month(day: int) -> tuple[int, int]:
     return year, day_of_year - (153 * month + 2) // 5 + 1
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def _first_of_january(year: int) -> int:
     """Return the days from 1970-01-01 to January 1 of `year`."""
     before = year - 1

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from scipy.special import gammaln, xlogy
 
+from tokenyard.compiled import compiled_with_arrays
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.model import LengthTables, Mmpp, WorkloadModel
 from tokenyard.workload.trace import Trace
@@ -152,7 +152,7 @@ def _fit_chain(
         start = (posterior[0] + _PSEUDO_COUNT) / (1 + num_states * _PSEUDO_COUNT)
 
 
-@numba.njit(cache=True)
+@compiled_with_arrays
 def _smooth(
     emission: FloatArray, transition: FloatArray, start: FloatArray
 ) -> tuple[FloatArray, FloatArray, float]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from tokenyard.compiled import compiled_with_arrays
 from tokenyard.types import FloatArray, IntArray
 
 
-@numba.njit(cache=True, error_model="numpy")
+@compiled_with_arrays
 def draw_mmpp_arrivals(
     transition_cdf: FloatArray,
     stationary_cdf: FloatArray,
@@ -51,7 +51,7 @@ def draw_mmpp_arrivals(
         arrival_s[i] = now_s
 
 
-@numba.njit(cache=True)
+@compiled_with_arrays
 def _draw_state(cdf: FloatArray, uniform: float) -> int:
     state = 0
     while uniform > cdf[state] and state < len(cdf) - 1:
@@ -59,7 +59,7 @@ def _draw_state(cdf: FloatArray, uniform: float) -> int:
     return state
 
 
-@numba.njit(cache=True)
+@compiled_with_arrays
 def draw_lengths(
     uniforms: FloatArray,
     context_probabilities: FloatArray,
@@ -90,7 +90,7 @@ def draw_lengths(
         generated_tokens[i] = int(generated + 0.5)
 
 
-@numba.njit(cache=True)
+@compiled_with_arrays
 def _interpolate(x: float, knots: FloatArray, values: FloatArray) -> float:
     right = np.searchsorted(knots, x, side="right")
     left = right - 1

@@ -1,0 +1,96 @@
+"""Call every compiled function once, so that the cache has it: run each simulator for a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.corrected import LAYOUT, Correction
+from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.policies.regions import make_region_policy
+from tokenyard.regions.demand import sample_stream
+from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.scenario import Failure, load_regions
+from tokenyard.rl.tabular import TabularLearner
+from tokenyard.scenario import load_scenario
+from tokenyard.sim.allocation_bounds import clairvoyant_plans, free_switching
+from tokenyard.sim.allocation_run import StreamRunner
+from tokenyard.sim.batching_streams import BatchingStream, token_rows
+from tokenyard.sim.bounds import clairvoyant, mc_rollout
+from tokenyard.sim.cluster import ClusterSim
+from tokenyard.sim.engines import BatchingSim
+from tokenyard.sim.literal import LearningConfig, learn, literal_table
+from tokenyard.sim.regions_run import run_regions
+from tokenyard.sim.rollouts import RolloutSim, run_corrected
+from tokenyard.sim.streams import StreamSource, stream_rng
+
+_NUM_REQUESTS = 20
+
+
+def compile_batching() -> None:
+    """Replicas that batch, and rollouts over them."""
+    scenario = load_scenario("azure_code_mixed_gpus_085")
+    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
+    assert isinstance(stream, BatchingStream)
+    sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
+    sim.load(0, stream)
+    sim.best_ahead(0, 1.0)
+    _play(sim, NUM_ENGINE_WEIGHTS)
+    size, hidden = LAYOUT.num_inputs, 4
+    first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
+    policy = Correction(np.zeros(sim.num_weights), first, bias, second, bias, bias)
+    run_corrected(sim, policy, 1.0)
+    RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
+
+
+def compile_constant_rate() -> None:
+    """Servers of constant rates, and what bounds their response times."""
+    scenario = load_scenario("poisson_085")
+    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
+    sim = ClusterSim(scenario, 1, _NUM_REQUESTS)
+    sim.load(0, stream)
+    _play(sim, NUM_SERVER_WEIGHTS)
+    sim.run_delay_rule(1.0, -1)
+    mc_rollout(scenario, token_rows(stream))
+    clairvoyant(scenario, token_rows(stream))
+
+
+def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
+    """Call whatever steps a simulator."""
+    first = np.zeros(1, dtype=np.int64)
+    sim.step(first)
+    sim.observe()
+    sim.step_and_observe(first)
+    sim.drain()
+    sim.run_linear(np.zeros(sim.num_weights), 1.0)
+    sim.run_generic(np.zeros(num_generic_weights), 1.0)
+
+
+def compile_allocation() -> None:
+    """Plans for one pool: simulator, planner, bounds, and the two tabular learners."""
+    scenario = load_allocation("a100x8_13b")
+    runner = StreamRunner(scenario, demand_source(scenario).episode(4, stream_rng(0, "training")))
+    runner.run_planner(make_planner(scenario), np.zeros(NUM_PARAMETERS))
+    plans, _ = clairvoyant_plans(runner)
+    free_switching(runner)
+    runner.run_autoscaler(plans[:1], runner.before, runner.before, 1)
+    sim = runner.sim
+    sim.restart(0, int(plans[0]))
+    sim.observe()
+    sim.step(plans[:1])
+    sim.bounds()
+    TabularLearner(scenario).step(1)
+    learn(literal_table("independent"), "sarsa", LearningConfig(passes=1), seed=0)
+
+
+def compile_regions() -> None:
+    """Regions, one of which fails."""
+    scenario = load_regions("abilene").model_copy(update={"num_slots": 3})
+    failure = Failure(kind="region_down", start_slot=1, num_slots=1, region=0)
+    stream = replace(sample_stream(scenario, np.random.default_rng(0)), failures=(failure,))
+    policy = make_region_policy("least_loaded", scenario)
+    run_regions(scenario, stream, policy, fit_seasonal(scenario))
