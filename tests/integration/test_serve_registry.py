@@ -8,8 +8,6 @@ from serve_app.registry import mlflow_lookup
 from serve_app.served import resolve_policy
 from tokenyard.artifact import ArtifactError
 
-pytestmark = pytest.mark.integration
-
 MODEL = "tokenyard-routing-poisson_085"
 
 
