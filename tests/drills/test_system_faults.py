@@ -27,7 +27,7 @@ from unit.serve_builders import marginal_artifact
 
 from serve_app.app import GatewayOptions, build_gateway
 
-pytestmark = [pytest.mark.drills, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.drills, pytest.mark.integration]
 
 HERE = Path(__file__).parent
 INTEGRATION = HERE.parent / "integration"
@@ -57,7 +57,7 @@ def a_pool(name, label, **fields):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory, own_ray):
     """A gateway on the head; two pools on it, ranks and all, and one on a node of its own."""
     folder = tmp_path_factory.mktemp("drills")
     path = os.pathsep.join([str(INTEGRATION), os.environ.get("PYTHONPATH", "")])

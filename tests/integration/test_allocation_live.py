@@ -1,6 +1,5 @@
 """A pool that is reshaped under load: Ray Serve, real HTTP, and a tiny engine."""
 
-import os
 import socket
 import threading
 import time
@@ -14,8 +13,6 @@ from ray import serve
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.app import GatewayOptions, build_gateway
-
-pytestmark = pytest.mark.integration
 
 HERE = Path(__file__).parent
 PROFILE = {
@@ -31,7 +28,7 @@ SCENARIO = {
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def url(tmp_path_factory, ray_cluster):
     """A gateway before nothing but an allocated pool."""
     folder = tmp_path_factory.mktemp("allocation")
     (folder / "scenario.yaml").write_text(yaml.safe_dump(SCENARIO))
@@ -50,10 +47,7 @@ def url(tmp_path_factory):
     }  # fmt: skip
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
-        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         patch.syspath_prepend(str(HERE))
-        ray.init(address="local", include_dashboard=False, num_cpus=4)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         try:
@@ -65,7 +59,6 @@ def url(tmp_path_factory):
             yield address
         finally:
             serve.shutdown()
-            ray.shutdown()
 
 
 def wait_until(condition, timeout_s=30.0):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import ray
 import yaml
 
 import envs
@@ -11,14 +10,7 @@ from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.allocation.trial import AllocationTrainable
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 @pytest.fixture(scope="module")

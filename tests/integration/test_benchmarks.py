@@ -3,14 +3,20 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, call, load_script
 
-ROOT = Path(__file__).parents[2]
+
+def check_rows(path, keys):
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert {"command", "versions", "seed", "git_sha"} <= set(result)
+    assert all(keys <= set(row) for row in result["rows"])
+    numbers = [value for row in result["rows"] for value in row.values()]
+    # None: the goal was not reached within the budget.
+    assert all(number > 0 for number in numbers if not isinstance(number, str | None))
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("command", "keys"),
     [
@@ -22,19 +28,21 @@ ROOT = Path(__file__).parents[2]
             ["decision_latency.py", "--num-replicas", "3", "8", "--decisions", "20"],
             {"policy", "num_replicas", "p50_us", "p99_us"},
         ),
+    ],
+)
+def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, tmp_path):
+    script, *arguments = command
+    call(load_script(f"benchmarks/{script}"), *arguments, "--json", tmp_path / "rows.json")
+    check_rows(tmp_path / "rows.json", keys)
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
         (
             [
-                "training_throughput.py",
-                "--algorithms",
-                "a2c",
-                "--slice-fraction",
-                "0.05",
-                "--budget-cpu-s",
-                "0.1",
-                "--least-slices",
-                "2",
-                "--validation-streams",
-                "1",
+                *("training_throughput.py", "--algorithms", "a2c", "--slice-fraction", "0.05"),
+                *("--budget-cpu-s", "0.1", "--least-slices", "2", "--validation-streams", "1"),
             ],
             {"trainer", "algorithm", "env_steps_per_cpu_s", "seconds_to_baseline"},
         ),
@@ -51,18 +59,20 @@ ROOT = Path(__file__).parents[2]
         ),
     ],
 )
-def test_a_benchmark_writes_rows_with_the_documented_keys(command, keys, tmp_path):
-    path = tmp_path / "rows.json"
+def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
+    command, keys, own_ray, monkeypatch, tmp_path
+):
     script, *arguments = command
-    subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / script, *arguments, "--json", path],
-        check=True,
-        capture_output=True,
-        cwd=tmp_path,
-    )
-    result = json.loads(path.read_text(encoding="utf-8"))
-    assert {"command", "versions", "seed", "git_sha"} <= set(result)
-    assert all(keys <= set(row) for row in result["rows"])
-    numbers = [value for row in result["rows"] for value in row.values()]
-    # None: the goal was not reached within the budget.
-    assert all(number > 0 for number in numbers if not isinstance(number, str | None))
+    # They set it, for what they start.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    call(load_script(f"benchmarks/{script}"), *arguments, "--json", tmp_path / "rows.json")
+    check_rows(tmp_path / "rows.json", keys)
+
+
+@pytest.mark.integration
+def test_a_benchmark_is_a_command(tmp_path):
+    path = tmp_path / "rows.json"
+    command = [sys.executable, ROOT / "benchmarks/decision_latency.py", "--num-replicas", "3"]
+    command += ["--decisions", "1", "--json", path]
+    subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+    assert json.loads(path.read_text(encoding="utf-8"))["rows"]

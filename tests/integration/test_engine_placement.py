@@ -9,11 +9,9 @@ from ray.cluster_utils import Cluster
 from serve_app.engines.base import EngineConfig, EngineError
 from serve_app.engines.sharded.engine import WorkerGroup, rank_bundles
 
-pytestmark = pytest.mark.integration
-
 
 @pytest.fixture(scope="module", autouse=True)
-def two_nodes_with_two_gpus_each():
+def two_nodes_with_two_gpus_each(own_ray):
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False},

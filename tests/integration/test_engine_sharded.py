@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.integration,
+    pytest.mark.usefixtures("ray_cluster"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
@@ -32,13 +32,6 @@ logger = logging.getLogger(__name__)
 NUM_NEW = 20
 EOS = 2
 PROMPTS = prompts_of(5, 17, 33, 60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    ray.init(address="local", include_dashboard=False, num_cpus=4)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +87,17 @@ async def until(condition, seconds=5.0):
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.smoke),
+        (4, 1),
+        (1, 2),
+        (1, 4),
+        (2, 2),
+    ],
+)
 def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, pp):
     folder, model = tiny
     config = a_config(folder, tensor_parallel=tp, pipeline_parallel=pp)

@@ -13,8 +13,6 @@ import pytest
 from tokenyard.workload.download import SOURCES, DownloadError, Source, fetch
 from tokenyard.workload.locations import TRACE_FILES
 
-pytestmark = pytest.mark.integration
-
 CONTENT = b"TIMESTAMP,ContextTokens,GeneratedTokens\r\n" + b"".join(
     b"2023-11-16 18:17:%02d,%d,7\r\n" % (i // 60, i) for i in range(3000)
 )

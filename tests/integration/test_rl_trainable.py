@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import ray
 
 import envs
 from tokenyard.registry import ARTIFACT_FILE
@@ -14,14 +13,7 @@ from tokenyard.rl.recipes import build_config, ours
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.artifact import PolicyArtifact
 
-pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+pytestmark = pytest.mark.usefixtures("ray_cluster")
 
 
 def a_trial(algorithm, **changes):
@@ -38,6 +30,7 @@ def a_trial(algorithm, **changes):
     return RouterTrainable({**config, **changes})
 
 
+@pytest.mark.smoke
 def test_every_result_has_a_score_and_only_finite_numbers():
     trial = a_trial("a2c")
     result = trial.step()

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import deploy
 import httpx
 import pytest
-import ray
 from ray import serve
+from scripts import refusal
 from unit.serve_builders import a_body, a_snapshot
 from unit.test_serve_regions import a_body as regions_body
 
@@ -23,9 +24,8 @@ from serve_app.app import APP_NAME, RoutingOptions, build
 from tokenyard.routing.artifact import learned_policy, resolve_champion
 from tokenyard.types import ReplicaSnapshot, Request
 
-pytestmark = pytest.mark.integration
-
 DEPLOY = Path(__file__).parents[2] / "pipelines" / "deploy.py"
+DECIDE_ONLY = ("--cluster", "none")
 
 
 def a_free_port():
@@ -43,18 +43,16 @@ def lines_in(log, num_expected):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(tmp_path_factory, ray_cluster):
     """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
     port = a_free_port()
     log = tmp_path_factory.mktemp("serve") / "decisions.jsonl"
-    ray.init(address="local", include_dashboard=False, num_cpus=2)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         serve.run(build(RoutingOptions(decision_log=log)), name=APP_NAME)
         yield f"http://127.0.0.1:{port}", log
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(server):
@@ -111,14 +109,11 @@ def test_concurrent_callers_each_get_their_answer_and_their_line(server):
     assert {decision_id for _, decision_id in answers} <= set(lines_in(log, after["num_decisions"]))
 
 
-def deploy(*args):
-    return [sys.executable, str(DEPLOY), "--cluster", "none", *map(str, args)]
-
-
 @contextmanager
 def deployed(*args):
     """Run deploy.py until it serves; yield its line; press Ctrl-C and wait for a clean end."""
-    process = subprocess.Popen(deploy(*args), stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, DEPLOY, *DECIDE_ONLY, *map(str, args)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
@@ -132,6 +127,7 @@ def deployed(*args):
         watchdog.cancel()
 
 
+@pytest.mark.integration
 def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_path):
     port = a_free_port()
     broken = tmp_path / "broken.npz"
@@ -167,18 +163,13 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     ],
 )
 def test_deploy_refuses_to_start_with_one_sentence(args, reason):
-    result = subprocess.run(deploy("--port", a_free_port(), *args), capture_output=True, text=True)
-    assert result.returncode == 1
-    assert reason in result.stderr
-    assert result.stderr.startswith("error: ")
-    assert len(result.stderr.splitlines()) == 1
+    sentence = refusal(deploy, *DECIDE_ONLY, "--port", a_free_port(), *args)
+    assert reason in sentence
+    assert sentence.startswith("error: ")
 
 
 def test_deploy_refuses_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        result = subprocess.run(
-            deploy("--policy", "sed", "--port", port), capture_output=True, text=True
-        )
-    assert result.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in result.stderr
+        sentence = refusal(deploy, *DECIDE_ONLY, "--policy", "sed", "--port", port)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in sentence

@@ -8,8 +8,6 @@ from serve_app.policy.loading import resolve_policy
 from tokenyard.artifact import ArtifactError
 from tokenyard.registry import mlflow_lookup
 
-pytestmark = pytest.mark.integration
-
 MODEL = "tokenyard-routing-poisson_085"
 
 

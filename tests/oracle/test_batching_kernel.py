@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
 from oracle.fleet_instances import NO_REWARD, Ask, a_fleet, a_sim, a_stream
 from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
+from sizes import scaled
 
 from tokenyard.fleet import TrafficClass
 from tokenyard.scenario import RewardWeights
@@ -53,7 +54,7 @@ def same(a: float, b: float) -> bool:
     return (math.isnan(a) and math.isnan(b)) or abs(a - b) < 1e-6
 
 
-@settings(max_examples=300)
+@settings(max_examples=scaled(300))
 @given(engine=engines(), some=jobs())
 def test_every_completion_agrees_with_the_slow_engine(engine, some):
     engine = dataclasses.replace(engine, queue_limit=max(engine.queue_limit, 1))
@@ -77,7 +78,7 @@ def test_every_completion_agrees_with_the_slow_engine(engine, some):
     )
 
 
-@settings(max_examples=150)
+@settings(max_examples=scaled(150))
 @given(engine=engines(), some=jobs(patient=True))
 def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
@@ -85,7 +86,7 @@ def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engi
     assert -rewards == pytest.approx(np.nansum(sim.outcomes().response_s), rel=1e-9, abs=1e-6)
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @given(engine=engines(), some=jobs(patient=True))
 def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
@@ -95,7 +96,7 @@ def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
     assert -rewards == pytest.approx(state[batching.BUSY_J])
 
 
-@settings(max_examples=100)
+@settings(max_examples=scaled(100))
 @given(
     engine=engines(),
     some=jobs(),
@@ -127,7 +128,7 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
         assert fate.preemptions == found[batching.PREEMPTIONS]
 
 
-@settings(max_examples=60)
+@settings(max_examples=scaled(60))
 @given(
     engine=engines(),
     some=jobs(patient=True, max_size=8),

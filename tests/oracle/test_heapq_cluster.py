@@ -12,6 +12,7 @@ from oracle.instances import (
     random_stream,
     the_oracle,
 )
+from sizes import scaled
 
 from tokenyard import observation as ob
 from tokenyard.scenario import RewardWeights
@@ -46,7 +47,7 @@ def assert_same_history(scenario, stream, actions):
     assert outcomes.waiting_seen.tolist() == waiting
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=scaled(400))
 @given(instances())
 def test_the_kernel_tells_the_same_history_as_the_oracle_even_when_events_coincide(instance):
     assert_same_history(*instance)

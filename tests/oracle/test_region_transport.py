@@ -1,16 +1,15 @@
 """Transport against theory and against the plain linear program."""
 
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
+from sizes import scaled
 
 from tokenyard.regions import transport
 
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=scaled(40))
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(2, 12)
 
@@ -143,12 +142,9 @@ def test_the_receding_horizon_moves_less_the_dearer_a_change_is():
     assert moved[2] == pytest.approx(0, abs=1e-6)
 
 
-def test_transport_between_64_regions_takes_less_than_a_millisecond():
-    pytest.importorskip("ot")
+def test_between_64_regions_the_slack_form_is_that_linear_program_too():
     demand, capacity, price, latency = drawn(3, 64)
-    times = []
-    for _ in range(50):
-        started = time.process_time()
-        transport.within(demand, capacity, price + 0.1 * latency)
-        times.append(time.process_time() - started)
-    assert np.median(times) < 1e-3
+    cost = price + 0.1 * latency
+    plan = transport.within(demand, capacity, cost)
+    reference = transport.within_by_linprog(demand, capacity, cost)
+    assert (plan * cost).sum() == pytest.approx((reference * cost).sum(), rel=1e-6)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
 from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
+from sizes import scaled
 
 ROOMY = Engine(
     a=1.0,
@@ -375,7 +376,7 @@ def test_a_replica_that_drains_finishes_what_it_has_and_takes_nothing_until_it_j
 # Laws.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300))
 @given(engines(), jobs())
 def test_every_request_is_refused_or_given_up_or_complete(engine, arrivals):
     fates, totals = simulate(engine, arrivals)
@@ -395,7 +396,7 @@ def test_every_request_is_refused_or_given_up_or_complete(engine, arrivals):
     assert sum(it.prefill_tokens for it in totals.log) == computed
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scaled(300))
 @given(engines(), jobs())
 def test_time_goes_forward_and_nothing_waits_at_an_idle_engine(engine, arrivals):
     fates, totals = simulate(engine, arrivals)
@@ -419,7 +420,7 @@ def test_time_goes_forward_and_nothing_waits_at_an_idle_engine(engine, arrivals)
         idle_s = it.start_s + it.duration_s
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200))
 @given(engines(), jobs(patient=True))
 def test_in_ample_memory_nothing_is_preempted_and_first_tokens_come_in_turn(engine, arrivals):
     engine = replace(engine, num_pages=1000, queue_limit=100)
@@ -435,7 +436,7 @@ def test_in_ample_memory_nothing_is_preempted_and_first_tokens_come_in_turn(engi
         assert firsts == sorted(firsts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200))
 @given(engines(), jobs(patient=True))
 def test_one_after_the_other_in_ample_memory_hits_all_that_was_ever_registered(engine, arrivals):
     engine = replace(engine, num_pages=1000)
@@ -455,7 +456,7 @@ def test_one_after_the_other_in_ample_memory_hits_all_that_was_ever_registered(e
         seen |= set(job.chain[: (job.context + job.output - 1) // engine.block_tokens])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(engines(), engines(), jobs(), st.randoms(use_true_random=False))
 def test_replicas_do_not_know_each_other(one, other, arrivals, random):
     route = [random.randrange(2) for _ in arrivals]

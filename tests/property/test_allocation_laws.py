@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.allocation import dynamics
 from tokenyard.allocation.demand import DemandStream, demand_source
@@ -58,7 +59,7 @@ def test_attainment_falls_with_load_and_power_rises(name):
     switches=st.integers(0, 3), period=st.integers(1, 12), keep=st.integers(0, 5),
     actions=st.lists(PLANS, min_size=40, max_size=40), seed=st.integers(0, 100),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=scaled(25))
 def test_no_policy_can_exceed_the_budget_or_leave_a_plan_too_early(
     switches, period, keep, actions, seed
 ):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
 from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream
 from oracle.slow_engine import Change
+from sizes import scaled
 
 from tokenyard import observation as ob
 from tokenyard.fleet import TrafficClass
@@ -17,7 +18,7 @@ from tokenyard.routing.evaluation import summarise
 from tokenyard.sim import batching
 from tokenyard.sim.run import Run
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=scaled(60))
 seeds = st.integers(0, 2**32 - 1)
 PRIORITIES = (TrafficClass(name="a"), TrafficClass(name="b", priority=1))
 NUM = 3

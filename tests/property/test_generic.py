@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
+from sizes import scaled
 
 from tokenyard import generic, observation
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
@@ -19,7 +20,7 @@ from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, Slo
 
 SERVERS = [(3000.0, 3), (5000.0, 5), (5000.0, 5), (7000.0, 7)]
 seeds = st.integers(0, 2**32 - 1)
-some_cases = settings(max_examples=60, deadline=None)
+some_cases = settings(max_examples=scaled(60))
 
 
 def a_policy(rng, spread=0.3, slo=None):
@@ -125,7 +126,7 @@ def test_compiled_and_plain_scores_are_equal_and_replicas_that_are_down_are_not_
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=scaled(10))
 @given(seed=seeds)
 def test_the_simulator_runs_it_as_the_server_would(discipline, seed):
     rng = np.random.default_rng(seed)
@@ -162,7 +163,7 @@ def test_the_simulator_of_fleets_runs_it_as_the_server_would(seed):
     np.testing.assert_array_equal(sim.outcomes(0).server, run.outcomes.server)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=scaled(20))
 @given(seed=seeds, above=st.floats(0, 6000), dump=st.integers(0, 3))
 def test_compiled_delay_rules_are_the_policies(seed, above, dump):
     rng = np.random.default_rng(seed)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
+from sizes import scaled
 
 from tokenyard import observation as ob
 from tokenyard.policies.delay import MarginalDelay
@@ -60,7 +61,7 @@ def an_observation(function, features, tokens, columns, finish=True):
     return function(features, context, max(tokens, 2.0), columns, finish, out), out
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200))
 @given(request_features, amounts, replicas | batching_replicas, st.booleans())
 def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bounds(
     features, tokens, some, finish
@@ -75,7 +76,7 @@ def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bou
     assert (saturated > 0) == bool((out[ob.NUM_REQUEST_FEATURES :] == ob.OBSERVATION_LIMIT).any())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=scaled(200))
 @given(seeds, amounts, replicas)
 def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed, tokens, some):
     columns = ob.snapshot_columns(some)
@@ -87,7 +88,7 @@ def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed
     assert choice == plain == np.argmin(scores)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(amounts, replicas, st.floats(0.1, 60.0))
 def test_zero_weights_score_the_expected_response_in_units_of_the_slo(tokens, some, slo_s):
     scores = np.empty(len(some))
@@ -97,7 +98,7 @@ def test_zero_weights_score_the_expected_response_in_units_of_the_slo(tokens, so
     assert scores * slo_s == pytest.approx(np.array(delays_s), rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(seeds, amounts, st.permutations(range(4)))
 def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens, order):
     rng = np.random.default_rng(seed)
@@ -114,7 +115,7 @@ def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens,
 
 
 @pytest.mark.parametrize("discipline", DISCIPLINES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30))
 @given(seed=seeds)
 def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training(discipline, seed):
     rng = np.random.default_rng(seed)
@@ -153,7 +154,7 @@ def test_speed_ranks_run_from_slowest_to_fastest_and_tell_equals_apart(speeds, r
     assert ob.speed_ranks(np.array(speeds)).tolist() == ranks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(seeds, marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
 def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, output, some):
     columns = ob.snapshot_columns(some)
@@ -165,7 +166,7 @@ def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, outpu
     assert choice == np.argmin(scores)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
 def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
     size, context, output, some
@@ -177,7 +178,7 @@ def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
     assert 2.0 * scores == pytest.approx(np.array(rule), rel=1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scaled(100))
 @given(seeds, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
 def test_prices_are_added_where_a_promise_is_likely_to_be_broken(seed, context, output, some):
     """Against the formula of the docstring, by names and not by places."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
@@ -33,7 +34,7 @@ LOAD_AWARE = sorted(set(BASELINES) - OBLIVIOUS - GIVES_UP_A_REPLICA)
 LOOKS_AT_ALL = sorted(set(LOAD_AWARE) - {"power_of_two"})
 SCORES = sorted(set(LOOKS_AT_ALL) - NARROWS_DOWN)
 SLO = Slo(2.0)
-few = settings(max_examples=40)
+few = settings(max_examples=scaled(40))
 
 
 @st.composite

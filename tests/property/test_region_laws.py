@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions.scenario import Failure
@@ -11,7 +12,7 @@ from tokenyard.regions.state import LiveCost, RegionDecision
 from tokenyard.sim import regions as kernel
 from tokenyard.sim.regions_run import DISPATCH, RegionSim
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=scaled(25))
 
 failures = st.builds(
     Failure,

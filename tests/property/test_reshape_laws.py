@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from serve_app.allocation.transition import (
     Held,
@@ -81,7 +82,7 @@ class Pool:
         }
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=scaled(300))
 @given(data=st.data(), budget=st.integers(2, 8), minimum=st.integers(0, 2))
 def test_budget_and_minimum_hold_whatever_happens_and_the_target_is_reached(data, budget, minimum):
     now, target = data.draw(plans(budget)), data.draw(plans(budget))
@@ -101,14 +102,14 @@ def test_budget_and_minimum_hold_whatever_happens_and_the_target_is_reached(data
     assert is_done(pool.held, shape, count) or not reachable
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=scaled(100))
 @given(data=st.data(), budget=st.integers(2, 8))
 def test_with_a_pause_allowed_every_plan_is_reached(data, budget):
     now, target = data.draw(plans(budget)), data.draw(plans(budget))
     assert is_reachable(now, target, budget, minimum=0)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=scaled(100))
 @given(data=st.data(), budget=st.integers(2, 8))
 def test_a_pool_that_is_as_it_should_be_is_left_alone(data, budget):
     plan = data.draw(plans(budget))

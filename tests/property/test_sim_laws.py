@@ -14,6 +14,7 @@ from oracle.instances import (
     one,
     random_stream,
 )
+from sizes import scaled
 
 from tokenyard import observation as ob
 from tokenyard.scenario import RewardWeights
@@ -21,7 +22,7 @@ from tokenyard.sim import kernel
 from tokenyard.sim.cluster import ClusterSim
 
 SERVERS = [(3000.0, 3), (5000.0, 5), (7000.0, 7)]
-few = settings(max_examples=100, deadline=None)
+few = settings(max_examples=scaled(100))
 seeds = st.integers(0, 2**32 - 1)
 
 

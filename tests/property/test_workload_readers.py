@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.workload import readers
 
@@ -14,7 +15,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=scaled(50))
 @given(rows, st.booleans())
 def test_both_ways_of_reading_give_the_same_trace(rows, azure):
     rows = sorted(rows)

@@ -16,7 +16,7 @@ from tokenyard.rl.allocation.trial import AllocationTrialConfig, search_env_step
 from tokenyard.rl.allocation_training import demonstrations
 from tokenyard.sim.allocation_run import StreamRunner, run_allocation
 
-pytestmark = pytest.mark.usefixtures("rllib_cluster")
+needs_rllib = pytest.mark.usefixtures("ray_cluster")
 
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(
@@ -36,6 +36,7 @@ def training(algorithm, scenario=SCENARIO, **fields):
     return config.make_training(scenario)
 
 
+@needs_rllib
 @pytest.mark.parametrize(
     ("algorithm", "max_batches"), [("ppo", (256,)), ("ppo", (32, 128, 256)), ("dqn", (256,))]
 )
@@ -81,6 +82,7 @@ def test_the_exported_network_sees_and_decides_as_the_module_does(algorithm, max
         learner.stop()
 
 
+@needs_rllib
 def test_a_cloned_actor_agrees_with_what_it_was_shown():
     learner = training("ppo")
     try:
@@ -90,6 +92,7 @@ def test_a_cloned_actor_agrees_with_what_it_was_shown():
         learner.stop()
 
 
+@needs_rllib
 def test_what_is_demonstrated_where_no_change_is_allowed_is_to_stay():
     budget = SwitchBudget(switches=1, period_slots=288)
     scenario = SCENARIO.model_copy(update={"switch_budget": budget})

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.corrected import LAYOUT, corrected_scores, fold, make_scratch
 from tokenyard.equivariant import Observed, scorer_inputs
@@ -67,7 +68,7 @@ def scored(artifact, table, request=None):
 
 
 @given(seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50))
 def test_the_costs_are_those_of_a_plain_network_on_the_plain_observation(seed):
     rng = np.random.default_rng(seed)
     artifact, table = some_artifact(), a_table(rng)
@@ -96,7 +97,7 @@ def test_the_costs_are_those_of_a_plain_network_on_the_plain_observation(seed):
 
 
 @given(seeds)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50))
 def test_a_permutation_of_replicas_permutes_the_costs(seed):
     rng = np.random.default_rng(seed)
     table, artifact = a_table(rng), some_artifact()

@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.engines.base import Chunk
@@ -26,7 +27,7 @@ def pieces(text, seed):
         start = end
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=scaled(60))
 @given(text=st.text(max_size=20), seed=st.integers(0, 100))
 def test_text_in_pieces_is_the_text_whatever_bytes_its_characters_take(tokenizer, text, seed):
     detokenizer = Detokenizer(tokenizer)

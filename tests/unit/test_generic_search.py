@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.search_any_cluster import (
@@ -41,7 +42,7 @@ def test_small_and_large_equal_and_unequal_clusters_are_drawn():
     assert {one.output_length for one in drawn} == {"by_context", "none"}
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=scaled(20))
 @given(seed=st.integers(0, 10_000))
 def test_drawn_fleets_lie_in_the_documented_ranges(seed):
     fleet = draw_cluster(np.random.default_rng(seed), "engines").fleet

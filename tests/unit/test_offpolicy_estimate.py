@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.offpolicy import estimate
 
@@ -52,7 +53,7 @@ def test_intervals_cover_the_truth_about_as_often_as_they_say():
     assert covered >= 88
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=scaled(30))
 @given(st.integers(0, 1000), st.floats(0.01, 1.0))
 def test_the_policy_itself_gains_nothing(seed, explore):
     """Where the candidate does what was done with certainty, nothing changes."""

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.evaluation import compare, run_candidates
@@ -63,7 +64,7 @@ thetas = st.integers(0, 2**32 - 1).map(
 STATES = states() + states(DOWN)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=scaled(40))
 @given(thetas, st.sampled_from(range(len(STATES))))
 def test_the_mix_is_shares_whatever_its_parameters(theta, index):
     decision = LearnedMix(theta, ActivationRule()).decide(STATES[index])

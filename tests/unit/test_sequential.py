@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from tokenyard.offpolicy.sequential import WorseTest
 
@@ -68,7 +69,7 @@ def test_bursts_that_hit_both_do_not_count_against_the_canary():
     assert np.mean([stopped(seed) for seed in range(100)]) <= 0.07
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(50))
 @given(
     share=st.floats(0.01, 0.5),
     past=st.lists(st.tuples(st.booleans(), st.booleans(), TOKENS, TOKENS), max_size=60),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sizes import scaled
 
 from serve_app.allocation.allocator import (
     Allocator,
@@ -259,7 +260,7 @@ def test_plans_are_found_by_what_a_person_gives():
     assert cheapest_for(TABLE, math.inf) == FOUR
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=scaled(40))
 @given(st.lists(st.integers(0, 2000), min_size=3, max_size=12), st.integers(0, 2))
 def test_whatever_the_demand_the_gpu_budget_holds(demand, minimum):
     class RandomPlans:

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.instances import a_scenario, a_stream, random_stream, the_oracle
+from sizes import scaled
 
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.bounds import BOUNDS, clairvoyant, exact_sed, mc_rollout
 from tokenyard.sim.streams import StreamSource, synthetic_streams
 
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=scaled(25))
 seeds = st.integers(0, 2**32 - 1)
 SERVERS = [(3000.0, 3), (7000.0, 7)]
 MISS_COST_S = {"mean": 0.0, "mean_and_slo": 2.0}

@@ -19,8 +19,6 @@ from tokenyard.sim.regions_run import RegionSim
 from tune_configs.experiment import load_experiment
 from tune_configs.regions import trainer_config
 
-pytestmark = pytest.mark.usefixtures("rllib_cluster")
-
 TINY = a_scenario(num_slots=12)
 
 
@@ -81,6 +79,7 @@ def test_a_network_says_for_how_many_regions_it_is():
         RegionNetwork(a_network(), ActivationRule()).decide(state)
 
 
+@pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("algorithm", ["torta_faithful", "ppo"])
 def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm, tmp_path):
     envs.register()
