@@ -26,6 +26,7 @@ from rich.table import Table
 from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.telemetry import read_telemetry
+from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.offpolicy.log import read_log
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.registry import mlflow_lookup, model_name, offer
@@ -36,8 +37,8 @@ from tokenyard.scenario import load_scenario
 Row = dict[str, str | float | int | bool]
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(FinetuneConfig):
     """Fine-tune the champion on a decision log; offer the result if it is better."""
 
     log: Path
@@ -52,20 +53,6 @@ class Args:
     """File (.npz) for the candidate; written only if it is offered."""
     registry: str | None = None
     """MLflow tracking URI where the champion is looked up and the candidate is registered."""
-    windows: int = 10
-    """Into which the log is cut. Replicas are empty where one begins: let them be long."""
-    held_out: float = 0.4
-    """Share of the log, the last part, that judges."""
-    generations: int = 12
-    """Of the search."""
-    population: int = 24
-    """Candidates in a generation."""
-    spread: float | None = None
-    """Of the first generation around the champion: in units of the SLO per feature (0.1), of
-    allocation as a share of where a search from nothing begins (0.5)."""
-    behaviour: float = 0.05
-    """Price, as a share of the cost, of changing every logged decision."""
-    seed: int = 0
     json: Path | None = None
     """File for the row."""
 
@@ -91,12 +78,7 @@ def finetune_routing(args: Args) -> Outcome:
         "routing", scenario.name, path=args.champion, registry=registry
     )
     decisions, digest = read_log(args.log)
-    config = of_routing.FinetuneConfig(
-        windows=args.windows, held_out=args.held_out, generations=args.generations,
-        population=args.population, behaviour=args.behaviour, seed=args.seed,
-        spread=of_routing.FinetuneConfig.spread if args.spread is None else args.spread,
-    )  # fmt: skip
-    found = of_routing.finetune(champion, decisions, scenario, config, lineage(digest))
+    found = of_routing.finetune(champion, decisions, scenario, args, lineage(digest))
     size: Row = {"requests": len(decisions)}
     return Outcome(source, champion.sha256, scenario.name, size, found)
 
@@ -107,12 +89,7 @@ def finetune_allocation(args: Args) -> Outcome:
     champion, source = resolve_allocation_champion(args.scenario, args.champion, registry)
     scenario = champion.metadata.scenario
     stream, digest = read_telemetry(args.log, scenario.slots_per_day)
-    config = of_allocation.FinetuneConfig(
-        held_out=args.held_out, generations=args.generations, population=args.population,
-        behaviour=args.behaviour, seed=args.seed,
-        spread=of_allocation.FinetuneConfig.spread if args.spread is None else args.spread,
-    )  # fmt: skip
-    found = of_allocation.finetune(champion, stream, config, lineage(digest))
+    found = of_allocation.finetune(champion, stream, args, lineage(digest))
     size: Row = {"slots": len(stream.per_s)}
     return Outcome(source, champion.sha256, scenario.name, size, found)
 

@@ -11,6 +11,7 @@ Source: Rubinstein 1999 (cross-entropy method); the fading extra noise is of Szi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,26 @@ class CrossEntropy:
         """Go back to a `state`."""
         self.seed, self.generation = state["seed"], state["generation"]
         self.mean, self.std = np.array(state["mean"]), np.array(state["std"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """How a log is cut, and how wide and how long to search from a champion."""
+
+    windows: int = 10
+    """Into which a router's log is cut. Replicas are empty where one begins: let them be long."""
+    held_out: float = 0.4
+    """Share of the log, the last part, that judges."""
+    generations: int = 12
+    """Of the search."""
+    population: int = 24
+    """Candidates in a generation."""
+    spread: float | None = None
+    """Of the first generation around the champion: in units of the SLO per feature (0.1), of
+    allocation as a share of where a search from nothing begins (0.5)."""
+    behaviour: float = 0.05
+    """Price, as a share of the cost, of changing every logged decision."""
+    seed: int = 0
 
 
 def minimise(

@@ -19,7 +19,7 @@ from tokenyard.allocation.forecast import Forecaster, fit_forecaster
 from tokenyard.allocation.planner import PlannerModel, make_planner
 from tokenyard.allocation.search import AllocationSearchConfig
 from tokenyard.artifact import ArtifactError
-from tokenyard.cross_entropy import CrossEntropy, minimise
+from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
 from tokenyard.intervals import BlockBootstrap, Interval, block_length, percentile_interval
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray, IntArray
@@ -27,22 +27,8 @@ from tokenyard.types import FloatArray, IntArray
 _LEAST_DAYS = 3
 """Days of learning from which on the forecaster is fitted anew; fewer know no daily rhythm."""
 _LEAST_SLOTS = 48
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """How the log is cut, and how wide and how long the search looks."""
-
-    held_out: float = 0.4
-    """Share of the log, the last part, that judges."""
-    generations: int = 12
-    population: int = 24
-    spread: float = 0.5
-    """Of the first generation around the champion, as a share of where a search from nothing
-    begins."""
-    behaviour: float = 0.05
-    """Price, as a share of the cost, of another plan in every slot."""
-    seed: int = 0
+_SPREAD = 0.5
+"""Of the first generation around the champion, as a share of where a search from nothing begins."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +150,9 @@ def search(
         costs, chosen = cost_and_plans(runner, planner, theta)
         return float(costs.mean() / scale + config.behaviour * (chosen != plans).mean())
 
+    spread = _SPREAD if config.spread is None else config.spread
     loop = CrossEntropy(
-        start, config.spread * np.array(AllocationSearchConfig.initial_std),
+        start, spread * np.array(AllocationSearchConfig.initial_std),
         population=config.population, num_elites=max(2, config.population // 5),
     )  # fmt: skip
     found, _ = minimise(loop, cost, np.random.default_rng(config.seed), config.generations)

@@ -54,15 +54,10 @@ class AllocationSearch(CrossEntropy):
         self.scenario = scenario
         self.config = config = config or AllocationSearchConfig()
         super().__init__(
-            np.zeros(NUM_PARAMETERS),
-            np.array(config.initial_std),
-            population=config.population,
-            num_elites=config.num_elites,
-            seed=seed,
-            noise=config.noise,
-            noise_unit=np.array(config.initial_std),
-            num_generations=config.num_generations,
-        )
+            np.zeros(NUM_PARAMETERS), np.array(config.initial_std), seed=seed,
+            population=config.population, num_elites=config.num_elites, noise=config.noise,
+            noise_unit=np.array(config.initial_std), num_generations=config.num_generations,
+        )  # fmt: skip
         self._source, self._planner = demand_source(scenario), make_planner(scenario)
 
     @property

@@ -1,18 +1,23 @@
-"""A trained policy as a routing policy, run with numpy."""
+"""A trained policy as a routing policy, run with numpy.
+
+Every class is made of an artifact's metadata and arrays, the calendar time of second 0, where
+training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.artifact.KINDS`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.corrected import Correction, corrected_scores, make_scratch
+from tokenyard.corrected import corrected_scores, fold, make_scratch
 from tokenyard.equivariant import BASELINES, Layout, scorer_inputs
 from tokenyard.generic import engine_scores, server_scores
-from tokenyard.network import Arrays, Layer, Network, forward
+from tokenyard.network import Arrays, Layer, Network, forward, layers_of
 from tokenyard.observation import (
     ITERATION_S,
     TOKENS_PER_S,
@@ -34,10 +39,10 @@ from tokenyard.workload.features import FeatureTracker
 class LinearPolicy:
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
-    def __init__(self, metadata: ArtifactMetadata, weights: FloatArray) -> None:
-        """Take units from the metadata, and the weights, shape (NUM_SCORE_WEIGHTS,)."""
+    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
+        """Take units and weights."""
         self._metadata = metadata
-        self._weights = np.ascontiguousarray(weights, dtype=np.float64)
+        self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the cheapest replica."""
@@ -85,14 +90,10 @@ class MarginalPolicy(LinearPolicy):
 class GenericPolicy:
     """The policy for any cluster (`tokenyard.generic`), of servers or of replicas that batch."""
 
-    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, slo: Slo | None = None) -> None:
-        """Take units from the metadata, and the SLO from `slo` where it is given.
-
-        Args:
-            metadata: Of a `generic` artifact.
-            arrays: `server_weights` and `engine_weights`.
-            slo: What requests are promised; None: what they were in training.
-        """
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
+    ) -> None:
+        """Take units and weights; the SLO of training, where `slo` is None."""
         self._mean_total_tokens = metadata.mean_total_tokens
         self._slo_s = (slo or metadata.slo).response_s
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
@@ -132,19 +133,13 @@ class NetworkPolicy:
     """A trained network; it remembers the sizes of the last requests, as in training."""
 
     def __init__(
-        self, metadata: ArtifactMetadata, network: Network, started_at: datetime | None = None
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
     ) -> None:
-        """Prepare the observation.
-
-        Args:
-            metadata: Of an `mlp` artifact.
-            network: From an observation to one preference per replica.
-            started_at: Calendar time of second 0, where training traffic had a calendar.
-        """
+        """Take the network, from an observation to one preference per replica."""
         assert metadata.num_replicas is not None
         self._metadata = metadata
         self._features = _RequestFeatures(metadata, started_at)
-        self._network = network
+        self._network = Network.from_arrays(arrays, metadata.activation)
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
 
@@ -178,10 +173,25 @@ class ReplicaScorer:
     """A network that scores every replica alike (`tokenyard.equivariant`)."""
 
     metadata: ArtifactMetadata
-    layout: Layout
-    units: Arrays
-    """`request_mean`, `request_std`, `replica_mean` and `replica_std`."""
-    layers: Sequence[Layer]
+    arrays: Arrays
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What it is shown of every replica.
+
+        Raises:
+            ValueError: The arrays are of no such network.
+        """
+        given = len(self.arrays.get("replica_mean", ()))
+        for batches in (False, True):
+            layout = Layout(self.metadata.expected_finish, batches)
+            if layout.num_features == given:
+                return layout
+        raise ValueError(f"array 'replica_mean' is missing, or has a strange length: {given}")
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return layers_of(self.arrays)
 
     def preferences(self, observations: npt.NDArray[np.float32]) -> FloatArray:
         """Preferences for one observation or many.
@@ -192,13 +202,13 @@ class ReplicaScorer:
         Returns:
             Shape (..., num_replicas), higher is better; minus infinity where not routable.
         """
-        metadata, units = self.metadata, self.units
+        metadata, units = self.metadata, self.arrays
         observed = self.layout.take_apart(observations, np)
         normalised = observed._replace(
             request=(observed.request - units["request_mean"]) / units["request_std"],
             replicas=(observed.replicas - units["replica_mean"]) / units["replica_std"],
         )
-        preferences = forward(self.layers, scorer_inputs(normalised, np), metadata.activation)
+        preferences = forward(self._layers, scorer_inputs(normalised, np), metadata.activation)
         preferences = preferences[..., 0]
         if metadata.residual_scale:
             assert metadata.baseline is not None
@@ -211,15 +221,12 @@ class ReplicaScorer:
 class EquivariantPolicy:
     """A trained network that scores every replica alike; it remembers the last requests' sizes."""
 
-    def __init__(self, scorer: ReplicaScorer, started_at: datetime | None = None) -> None:
-        """Prepare the request's features.
-
-        Args:
-            scorer: The network of an `equivariant` artifact.
-            started_at: Calendar time of second 0, where training traffic had a calendar.
-        """
-        self._scorer = scorer
-        self._features = _RequestFeatures(scorer.metadata, started_at)
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+    ) -> None:
+        """Take the network."""
+        self._scorer = ReplicaScorer(metadata, arrays)
+        self._features = _RequestFeatures(metadata, started_at)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the preferred replica."""
@@ -249,18 +256,12 @@ class CorrectedPolicy:
     """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
 
     def __init__(
-        self, metadata: ArtifactMetadata, correction: Correction, started_at: datetime | None = None
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
     ) -> None:
-        """Take units from the metadata.
-
-        Args:
-            metadata: Of a `corrected` artifact.
-            correction: Its weights and its network.
-            started_at: Calendar time of second 0, where training traffic had a calendar.
-        """
+        """Take weights, network and units."""
         self._metadata = metadata
         self._features = _RequestFeatures(metadata, started_at)
-        self._correction = correction
+        self._correction = fold(arrays, layers_of(arrays))
         self._scratch = make_scratch(self._correction, 0)
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:

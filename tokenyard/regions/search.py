@@ -79,15 +79,11 @@ class RegionSearch(CrossEntropy):
         self._short = [one.model_copy(update={"num_slots": config.slots}) for one in scenarios]
         self._forecasters = [fit_seasonal(one) for one in scenarios]
         super().__init__(
-            np.zeros(NUM_PARAMETERS) if start is None else start,
-            config.spread * INITIAL_STD,
-            population=config.population,
-            num_elites=config.num_elites,
-            seed=seed,
-            noise=config.noise * config.spread,
-            noise_unit=INITIAL_STD,
+            np.zeros(NUM_PARAMETERS) if start is None else start, config.spread * INITIAL_STD,
+            population=config.population, num_elites=config.num_elites, seed=seed,
+            noise=config.noise * config.spread, noise_unit=INITIAL_STD,
             num_generations=config.num_generations,
-        )
+        )  # fmt: skip
 
     @property
     def env_steps(self) -> int:

@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from tokenyard import corrected
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.corrected import fold
 from tokenyard.equivariant import BASELINES, Layout
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.network import Network, check_layers, check_network, check_shape
+from tokenyard.network import Arrays, check_layers, check_network, check_shape
 from tokenyard.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_PROMISING_WEIGHTS,
@@ -79,27 +78,22 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
         """Whether it decides between replicas that batch continuously; None: between any."""
         return KINDS[self.metadata.kind].needs_engine(self)
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         """What an `equivariant` network is shown of every replica."""
-        given = len(self.arrays.get("replica_mean", ()))
-        for batches in (False, True):
-            layout = Layout(self.metadata.expected_finish, batches)
-            if layout.num_features == given:
-                return layout
-        raise ValueError(f"array 'replica_mean' is missing, or has a strange length: {given}")
+        return self.scorer.layout
 
     @cached_property
     def scorer(self) -> ReplicaScorer:
         """The network of an `equivariant` policy."""
-        return ReplicaScorer(self.metadata, self.layout, self.arrays, self.layers)
+        return ReplicaScorer(self.metadata, self.arrays)
 
 
 @dataclass(frozen=True)
 class RoutingKind(Kind[PolicyArtifact]):
     """What there is to know of one kind of routing policies."""
 
-    policy: Callable[[PolicyArtifact, datetime | None, Slo | None], ScoringPolicy]
+    policy: Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
     """Makes it for one stream of requests: calendar time of second 0, and the SLO to keep to."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
@@ -166,40 +160,16 @@ def _check_scorer(artifact: PolicyArtifact) -> None:
 
 
 KINDS: dict[str, RoutingKind] = {
-    "linear": RoutingKind(
-        check=_check_linear,
-        policy=lambda it, started_at, slo: LinearPolicy(it.metadata, it.arrays["weights"]),
-    ),
+    "linear": RoutingKind(_check_linear, LinearPolicy),
     "marginal": RoutingKind(
-        check=_check_marginal,
-        policy=lambda it, started_at, slo: MarginalPolicy(it.metadata, it.arrays["weights"]),
-        is_finetuned=True,
-        needs_engine=lambda it: True,
+        _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True
     ),
-    "generic": RoutingKind(
-        check=_check_generic,
-        policy=lambda it, started_at, slo: GenericPolicy(it.metadata, it.arrays, slo),
-        knows_traffic=False,
-    ),
-    "mlp": RoutingKind(
-        check=_check_mlp,
-        policy=lambda it, started_at, slo: NetworkPolicy(
-            it.metadata, Network.from_arrays(it.arrays, it.metadata.activation), started_at
-        ),
-        needs_engine=lambda it: False,
-    ),
+    "generic": RoutingKind(_check_generic, GenericPolicy, knows_traffic=False),
+    "mlp": RoutingKind(_check_mlp, NetworkPolicy, needs_engine=lambda it: False),
     "equivariant": RoutingKind(
-        check=_check_equivariant,
-        policy=lambda it, started_at, slo: EquivariantPolicy(it.scorer, started_at),
-        needs_engine=lambda it: it.layout.batches,
+        _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches
     ),
-    "corrected": RoutingKind(
-        check=_check_corrected,
-        policy=lambda it, started_at, slo: CorrectedPolicy(
-            it.metadata, fold(it.arrays, it.layers), started_at
-        ),
-        needs_engine=lambda it: True,
-    ),
+    "corrected": RoutingKind(_check_corrected, CorrectedPolicy, needs_engine=lambda it: True),
 }
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""
 
@@ -215,7 +185,8 @@ def learned_policy(
         slo: What requests are promised, for the policy for any cluster; others keep to the SLO
             that they were trained on.
     """
-    return KINDS[artifact.metadata.kind].policy(artifact, started_at, slo)
+    metadata, arrays = artifact.metadata, artifact.arrays
+    return KINDS[metadata.kind].policy(metadata, arrays, started_at, slo)
 
 
 def equivariant_preferences(

@@ -16,7 +16,7 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactError
-from tokenyard.cross_entropy import CrossEntropy, minimise
+from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
 from tokenyard.intervals import Interval
 from tokenyard.observation import marginal_scores, snapshot_columns
 from tokenyard.offpolicy import estimate, replay
@@ -29,6 +29,8 @@ from tokenyard.sim.streams import StreamSet
 from tokenyard.types import FloatArray, IntArray
 
 _MAX_COMPARED = 2_000
+_SPREAD = 0.1
+"""Of the first generation around the champion, in units of the SLO per feature."""
 _NOISE = 0.01
 """Spread that stays, in units of the SLO per feature."""
 _CLOSE = 0.005
@@ -36,23 +38,6 @@ _CLOSE = 0.005
 _DISASTER = 0.5
 """Of the mean response. A policy that minds others looks slower decision by decision, since what it
 spares them is not in that estimate; so only a disaster counts against it."""
-
-
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """How the log is cut, and how wide and how long the search looks."""
-
-    windows: int = 10
-    """Into which the log is cut. Replicas are empty where one begins: let them be long."""
-    held_out: float = 0.4
-    """Share of the windows, the last ones, that judge."""
-    generations: int = 12
-    population: int = 24
-    spread: float = 0.1
-    """Of the first generation around the champion, in units of the SLO per feature."""
-    behaviour: float = 0.05
-    """Price, as a share of the cost, of changing every logged decision."""
-    seed: int = 0
 
 
 class TwinRunner:
@@ -123,8 +108,9 @@ def search(
             + config.behaviour * changed
         )  # fmt: skip
 
+    spread = _SPREAD if config.spread is None else config.spread
     loop = CrossEntropy(
-        start, np.full(len(start), config.spread), population=config.population,
+        start, np.full(len(start), spread), population=config.population,
         num_elites=max(2, config.population // 5), noise=_NOISE,
     )  # fmt: skip
     rng = np.random.default_rng(config.seed)

@@ -110,14 +110,10 @@ class PolicySearch(CrossEntropy):
         )
         self._start: FloatArray = np.array(config.start or np.zeros(self._sim.num_weights))
         super().__init__(
-            self._start,
-            np.full(len(self._start), config.initial_std),
-            population=config.population,
-            num_elites=config.num_elites,
-            seed=seed,
-            noise=config.noise,
+            self._start, np.full(len(self._start), config.initial_std), seed=seed,
+            population=config.population, num_elites=config.num_elites, noise=config.noise,
             num_generations=config.num_generations,
-        )
+        )  # fmt: skip
 
     @property
     def env_steps(self) -> int:

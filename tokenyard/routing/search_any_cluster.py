@@ -327,16 +327,10 @@ class GenericSearch(CrossEntropy):
         self.config = config = config or GenericConfig()
         std = _initial_std(kind, config.initial_std)
         super().__init__(
-            np.zeros(len(std)) if start is None else start,
-            std,
-            population=config.population,
-            num_elites=config.num_elites,
-            seed=seed,
-            noise=config.noise,
-            noise_unit=std,
-            num_generations=config.num_generations,
-            inertia=_INERTIA,
-        )
+            np.zeros(len(std)) if start is None else start, std, seed=seed,
+            population=config.population, num_elites=config.num_elites, noise=config.noise,
+            noise_unit=std, num_generations=config.num_generations, inertia=_INERTIA,
+        )  # fmt: skip
 
     @property
     def env_steps(self) -> int:

@@ -39,7 +39,7 @@ def args(log, **fields):
     known = dict(
         problem="allocation", scenario="l4x4_7b", generations=2, population=8, behaviour=0.0
     )
-    return pipeline.Args(log, **(known | fields))
+    return pipeline.Args(log=log, **(known | fields))
 
 
 def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):

@@ -15,6 +15,7 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.routing import finetune as of_routing_log
@@ -75,14 +76,14 @@ class Valley:
 
 
 def of_routing_finetuning():
-    config = of_routing_log.FinetuneConfig(generations=5, population=8, spread=0.3, seed=1)
+    config = FinetuneConfig(generations=5, population=8, spread=0.3, seed=1)
     found, curve = of_routing_log.search(np.zeros(4), Valley(), Valley(), config)
     return [found.tolist(), curve]
 
 
 def of_allocation_finetuning():
     runner = StreamRunner(POOL, demand_source(POOL).episode(200, np.random.default_rng(0)))
-    config = of_demand_log.FinetuneConfig(generations=4, population=6, seed=1)
+    config = FinetuneConfig(generations=4, population=6, seed=1)
     start = np.linspace(-0.05, 0.05, NUM_PARAMETERS)
     found = of_demand_log.search(start, make_planner(POOL), runner, runner, config)
     return [found.tolist()]
