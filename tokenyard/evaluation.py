@@ -186,7 +186,11 @@ def _table(
     rows: Sequence[Row],
     show: Callable[[Row, Measure], str],
 ) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    # As wide as its title, which would be broken else.
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        min_width=len(title),
+    )  # fmt: skip
     table.add_column(first, no_wrap=True)
     for one in measures:
         table.add_column(one.heading, justify="right", no_wrap=True)

@@ -1,0 +1,162 @@
+"""A fourth problem in one file: how much to keep in stock where demand is drawn anew every day."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from tokenyard.artifact import content_hash, find_champion, read_arrays, write_arrays
+from tokenyard.frozen import Frozen
+from tokenyard.intervals import Samples
+from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
+from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
+from tokenyard.rl.training import SearchTraining
+from tune_configs.experiment import Experiment
+
+DAYS = 50
+
+
+class ToyScenario(NamedTuple):
+    name: str
+    mean: float
+    description: str = "stock for a day's demand"
+
+
+SCENARIOS = {name: ToyScenario(name, mean) for name, mean in (("toy_low", 3), ("toy_high", 9))}
+
+
+class ToyMetadata(Frozen):
+    trainer: str
+    metrics: dict[str, float] = {}
+    lineage: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class ToyArtifact:
+    metadata: ToyMetadata
+    level: float
+
+    def parts(self):
+        return self.metadata.model_dump_json(), {"level": np.array(self.level)}
+
+    @property
+    def sha256(self):
+        return content_hash(*self.parts())
+
+    def save(self, path):
+        write_arrays(path, *self.parts())
+
+
+def load(path):
+    parse = ToyMetadata.model_validate_json
+    return read_arrays(path, lambda text, arrays: ToyArtifact(parse(text), float(arrays["level"])))
+
+
+class Demands(np.ndarray):
+    """Shape (num_streams, DAYS)."""
+
+    described = f"some times {DAYS} days"
+
+
+class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
+    name = "toy"
+    suites = {"toys": tuple(SCENARIOS)}  # noqa: RUF012
+    default_policies = ("one", "champion")
+    default_baseline = "one"
+    default_streams = 5
+    score = Score("cost", -1, "$")
+    headline = ("cost",)
+    learned = "champion"
+    rivals = ()
+    num_validation_streams = 3
+
+    def scenario_names(self):
+        return sorted(SCENARIOS)
+
+    def load_scenario(self, name):
+        return SCENARIOS[name]
+
+    def load_artifact(self, path):
+        return load(path)
+
+    def candidate(self, scenario, name, registry=None):
+        if name == "one":
+            return Candidate(name, RULE, partial(run, 1.0))
+        artifact, source = find_champion("toy", scenario.name, load, "", None, registry)
+        return Candidate(name, f"{source}, {artifact.sha256}", self.trained(artifact))
+
+    def trained(self, artifact):
+        return partial(run, artifact.level)
+
+    def streams(self, scenario, purpose, count, seed):
+        rng = np.random.default_rng([seed, purpose == "evaluation"])
+        return rng.normal(scenario.mean, 0.5, (count, DAYS)).view(Demands)
+
+    def measures(self, scenario):
+        return [Measure("cost", "cost $", interval=True, delta="delta_cost_fraction")]
+
+    def summary(self, scenario, runs):
+        return {"cost": float(np.mean(runs))}
+
+    def samples(self, scenario, streams, runs, baseline):
+        return {name: Samples({"cost": np.array(some)}) for name, some in runs.items()}
+
+
+def run(level, scenario, streams, seed):
+    return np.abs(streams - level).mean(axis=1).tolist()
+
+
+TOY = ToyProblem()
+
+
+class ToySearch:
+    """Moves the level by chance, and stays where it costs less."""
+
+    def __init__(self, scenario, seed):
+        self._scenario, self._seed, self._level, self.env_steps = scenario, seed, 0.0, 0
+
+    def step(self):
+        rng = np.random.default_rng([self._seed, self.env_steps])
+        days = rng.normal(self._scenario.mean, 0.5, (1, DAYS))
+        tried = [self._level, self._level + rng.normal(0.0, 1.0)]
+        self._level = min(tried, key=lambda level: run(level, self._scenario, days, 0))
+        self.env_steps += DAYS
+        return {"level": self._level}
+
+    def artifact(self, metrics, lineage):
+        metadata = ToyMetadata(trainer="search", metrics=metrics, lineage=lineage)
+        return ToyArtifact(metadata, self._level)
+
+    def state(self):
+        return {"level": self._level, "env_steps": self.env_steps}
+
+    def restore(self, state):
+        self._level, self.env_steps = state["level"], state["env_steps"]
+
+
+class ToyTrialConfig(TrialConfig):
+    def make_training(self, scenario):
+        return SearchTraining(ToySearch(scenario, self.seed), generations_per_step=1)
+
+
+class ToyTrial(PolicyTrainable):
+    problem, trial_type = TOY, ToyTrialConfig
+
+    @classmethod
+    def spelled_out(cls, config):
+        return {key: config[key] for key in ("algorithm", "scenario", "seed")}
+
+
+def sweep(env_steps):
+    """Two seeds of the search."""
+    fields = {"algorithm": "search", "reward_weights": "none", "scenario": "toy_low"}
+    trials = tuple({**fields, "env_steps": env_steps, "seed": seed} for seed in range(2))
+    return Experiment(
+        TOY, "toy_low", ToyTrial, trials, baselines=("one",), baseline="one", promotion_streams=4
+    )
+
+
+short, long = partial(sweep, DAYS), partial(sweep, 40 * DAYS)
