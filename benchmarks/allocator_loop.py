@@ -24,10 +24,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.allocation.allocated import make_plan_policy
 from serve_app.allocation.allocator import Allocator
+from serve_app.allocation.plans import make_plan_policy
 from serve_app.allocation.transition import Held, Shape, is_reachable
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.types import Plan
@@ -62,6 +63,7 @@ class SlowPool:
     def __init__(self, restart_s: float) -> None:
         """Start empty, at time 0."""
         self.now_s = 0.0
+        self.offered = 0
         self._restart_s = restart_s
         self._ready_at_s: dict[Shape, list[float]] = {}
 
@@ -80,6 +82,17 @@ class SlowPool:
         at_s.extend([self.now_s + self._restart_s] * (count - len(at_s)))
         del at_s[count:]
 
+    def num_offered(self) -> int:
+        """Count what the benchmark has offered."""
+        return self.offered
+
+    def num_waiting(self) -> int:
+        """Queues are not modelled."""
+        return 0
+
+    def record(self, slot: SlotRecord) -> None:
+        """Forget it."""
+
 
 async def run(
     scenario: AllocationScenario, policy: str, share: float, slots: int, seed: int
@@ -87,15 +100,13 @@ async def run(
     """Let the loop run; one row."""
     rng = np.random.default_rng(seed)
     pool = SlowPool(scenario.restart_s)
-    offered = 0
     allocator = Allocator(
-        scenario, policy, make_plan_policy(policy, scenario), pool,
-        lambda: offered, lambda: 0, clock_s=lambda: pool.now_s,
+        scenario, policy, make_plan_policy(policy, scenario), pool, clock_s=lambda: pool.now_s
     )  # fmt: skip
     demand = share * allocator.table.pool_in_time_per_s
     plans: list[Plan] = []
     for _ in range(slots):
-        offered += int(rng.poisson(demand * scenario.slot_s))
+        pool.offered += int(rng.poisson(demand * scenario.slot_s))
         for _ in range(_TICKS):
             pool.now_s += scenario.slot_s / _TICKS
             await allocator.tick()
@@ -128,7 +139,7 @@ async def run(
 
 def attainable(allocator: Allocator) -> list[Plan]:
     """Plans that can be entered and left without a pause, from where the loop is."""
-    budget, minimum = allocator.budget, allocator.limits.min_replicas
+    budget, minimum = allocator.budget, allocator.settings.min_replicas
     now = allocator.plan
     return [
         plan for plan in allocator.table.plans

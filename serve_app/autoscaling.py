@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from ray.serve.config import AutoscalingContext
 
-from serve_app.allocation.allocated import make_plan_policy
+from serve_app.allocation.plans import make_plan_policy
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation

@@ -1,4 +1,4 @@
-"""A cluster as data: pools of replicas, what is promised, and which policy decides.
+"""A cluster as data: pools of replicas, SLOs, and which policy decides.
 
 A pool is either ours, one Serve deployment of `serve_app.ray_serve.replica`, or external: endpoints
 that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving.md has an example.
@@ -15,7 +15,7 @@ from pydantic import Field, HttpUrl, ValidationError, model_validator
 from serve_app.engines.base import EngineConfig
 from tokenyard.fleet import EngineSpeed, requests_per_s
 from tokenyard.frozen import Frozen
-from tokenyard.named import read_named, shipped_names
+from tokenyard.named import read_named
 from tokenyard.types import Parallelism
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -106,7 +106,7 @@ class AllocatedPool(Frozen):
     """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
 
     scenario: str
-    """Allocation scenario whose GPUs, model, promises, slot and limits hold: a shipped name or a
+    """Allocation scenario whose GPUs, model, SLO, slot and limits hold: a shipped name or a
     YAML path."""
     template: Pool
     """What every replica has in common; its name is the first part of the pools' names. The plan
@@ -126,6 +126,17 @@ class AllocatedPool(Frozen):
     dry_run: bool = False
     """Only say what would be done."""
 
+    @model_validator(mode="after")
+    def _takes_what_the_plan_says(self) -> Self:
+        stages = self.template.config.pipeline_parallel
+        if stages > 1:
+            # The plan counts the GPUs of a replica by tensor_parallel alone.
+            raise ValueError(
+                f"template: pipeline_parallel {stages} would take {stages} times the GPUs of the "
+                "plan; leave it out"
+            )
+        return self
+
     @property
     def time_scale(self) -> float:
         """Seconds of real time per second of the scenario."""
@@ -134,7 +145,7 @@ class AllocatedPool(Frozen):
 
 
 class SloClass(Frozen):
-    """What requests of a class are promised; a request names its class by `service_tier`."""
+    """The SLO of a class of requests; a request names its class by `service_tier`."""
 
     name: Annotated[str, Field(min_length=1, max_length=40)]
     response_s: Annotated[float, Field(gt=0)]
@@ -161,14 +172,14 @@ class Limits(Frozen):
 
 
 class CircuitBreakerSettings(Frozen):
-    """When the policy is not asked, and for how long."""
+    """When a policy is not asked, and for how long: see `serve_app.policy.runner`."""
 
     budget_s: Annotated[float, Field(gt=0, le=1)] = 0.02
     """Longest time that a choice may be computed; on a busy machine five times that may pass."""
     failures_to_open: Annotated[int, Field(ge=1)] = 3
-    """Failures in a row after which the policy is left alone; one is enough if it was too slow."""
+    """Failures in a row after which the breaker opens; one is enough if the policy was too slow."""
     cool_down_s: Annotated[float, Field(gt=0)] = 10.0
-    """Time for which it is left alone."""
+    """Time for which it is open: the policy is not asked."""
     stale_after_s: Annotated[float, Field(gt=0)] = 5.0
     """Age from which on a replica's published state counts as unknown."""
 
@@ -209,11 +220,16 @@ class Cluster(Frozen):
     pools: tuple[AnyPool, ...] = ()
     allocation: AllocatedPool | None = None
     """A pool that is reshaped under load, beside those that stay as they are."""
+    decide_only: bool = False
+    """Serve no model: answer which replica a caller should choose, and nothing is sent."""
 
     @model_validator(mode="after")
     def _has_a_pool(self) -> Self:
-        if not self.pools and self.allocation is None:
+        has_one = bool(self.pools) or self.allocation is not None
+        if not has_one and not self.decide_only:
             raise ValueError("give at least one pool, or an allocation")
+        if has_one and self.decide_only:
+            raise ValueError("decide_only serves no pools; leave one of both out")
         return self
 
     @model_validator(mode="after")
@@ -255,14 +271,24 @@ class Cluster(Frozen):
         return max(max_model_tokens(pool) for pool in (*self.pools, *self.templates))
 
 
+FORMER_KEYS = {
+    "trust": "circuit_breaker",
+    "rehearses": "emulates",
+    "slow_down": "time_scale",
+}
+
+
+def _refuse_former_keys(fields: object, name: str) -> None:
+    for key, value in fields.items() if isinstance(fields, dict) else ():
+        if key in FORMER_KEYS:
+            raise ValueError(f"cluster file {name}: {key} is called {FORMER_KEYS[key]} now")
+        for one in value if isinstance(value, list) else [value]:
+            _refuse_former_keys(one, name)
+
+
 def max_model_tokens(pool: Pool | ExternalPool) -> int:
     """Longest prompt plus output that a pool takes."""
     return pool.config.max_model_tokens if isinstance(pool, Pool) else pool.max_model_tokens
-
-
-def cluster_names() -> list[str]:
-    """Names of the clusters that ship with the package, sorted."""
-    return shipped_names("serve_app", "clusters")
 
 
 def load_cluster(name: str) -> Cluster:
@@ -276,7 +302,9 @@ def load_cluster(name: str) -> Cluster:
     except OSError as error:
         raise ValueError(f"cluster file {name}: {error.strerror}") from None
     try:
-        return Cluster.model_validate(yaml.safe_load(text))
+        fields = yaml.safe_load(text)
+        _refuse_former_keys(fields, name)
+        return Cluster.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

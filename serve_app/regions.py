@@ -8,16 +8,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fastapi import FastAPI, Response
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    generate_latest,
-)
+from fastapi import APIRouter, Depends
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
+from serve_app.http.errors import PROBLEMS
 from serve_app.http.regions_schema import RegionsAnswer, RegionsCard, RegionsMessage
 from tokenyard.artifact import ArtifactError
 from tokenyard.regions.activation import ActivationRule
@@ -48,15 +44,19 @@ class RegionDecider:
         source: str = "",
         version: str = "",
         rule: ActivationRule | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve `policy`; None: it was not found, and the fallbacks decide."""
+        """Serve `policy`; None: it was not found, and the fallbacks decide.
+
+        Counters go to `registry`, None: one of its own.
+        """
         rule = rule or ActivationRule()
         self._policy = policy
         self._name, self._source, self._version = name, source, version
         self._fallbacks = [(one, REGION_BASELINES[one](rule)) for one in FALLBACKS]
         self._num_decisions = 0
         self._counted: dict[str, int] = {}
-        self.registry = CollectorRegistry()
+        self.registry = registry or CollectorRegistry()
         self._decisions = Counter(
             "tokenyard_region_decisions", "Decisions about regions by what decided.", ["policy"],
             registry=self.registry,
@@ -71,16 +71,18 @@ class RegionDecider:
         )  # fmt: skip
 
     @classmethod
-    def shipped(cls, scenario: str = "generic") -> RegionDecider:
+    def shipped(
+        cls, scenario: str = "generic", registry: CollectorRegistry | None = None
+    ) -> RegionDecider:
         """Serve the shipped policy of a scenario, or the one for any regions."""
         rule = ActivationRule()
         try:
             artifact, source = resolve_region_champion(scenario)
         except ArtifactError as error:
             logger.warning("fallbacks decide about regions: %s", error)
-            return cls(None, source=str(error), rule=rule)
+            return cls(None, source=str(error), rule=rule, registry=registry)
         policy = learned_regions(artifact, rule)
-        return cls(policy, "torta", source, artifact.sha256, rule)
+        return cls(policy, "torta", source, artifact.sha256, rule, registry)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:
         """Decide by the first policy whose answer can be used, and count."""
@@ -162,20 +164,18 @@ def _first_usable(
     return policy.decide(state), name
 
 
-def add_routes(api: FastAPI, decider: RegionDecider) -> None:
-    """Lay `/v1/regions` and its metrics over `decider`."""
+def make_router(decider: RegionDecider, access: Access) -> APIRouter:
+    """Lay `/v1/regions` over `decider`."""
+    router, may_use = APIRouter(), [Depends(access.may_use)]
 
-    @api.post("/v1/regions", responses={413: {"model": Problem}, 422: {"model": Problem}})
+    @router.post("/v1/regions", dependencies=may_use, responses=PROBLEMS)
     async def regions(message: RegionsMessage) -> RegionsAnswer:
         """Decide shares and servers for the slot that begins."""
         return decider.decide(message)
 
-    @api.get("/v1/regions")
+    @router.get("/v1/regions", dependencies=may_use, responses={401: {"model": Problem}})
     async def describe() -> RegionsCard:
         """Describe the policy that decides about regions, and count what it did."""
         return decider.describe()
 
-    @api.get("/metrics")
-    async def metrics() -> Response:
-        """Counters in Prometheus's text format."""
-        return Response(generate_latest(decider.registry), media_type=CONTENT_TYPE_LATEST)
+    return router

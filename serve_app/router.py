@@ -15,13 +15,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from ray.serve._private.common import (
-    DeploymentHandleSource,
-    DeploymentID,
-    ReplicaID,
-    RequestMetadata,
-)
-from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import (
     FIFOMixin,
     PendingRequest,
@@ -33,9 +26,9 @@ from ray.serve.request_router import (
 from serve_app.cluster import CircuitBreakerSettings, EngineProfile
 from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
-from serve_app.gateway.replicas import EngineStatus, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
-from serve_app.ray_serve import router_registry
+from serve_app.ray_serve import private, router_registry
 from tokenyard.scenario import load_scenario
 from tokenyard.types import Request
 
@@ -101,9 +94,9 @@ class RayDefault:
 
     def __init__(self) -> None:
         """Start without replicas; must be called on the event loop that asks."""
-        self._router = PowerOfTwoChoicesRequestRouter(
-            deployment_id=DeploymentID("all-pools", "tokenyard"),
-            handle_source=DeploymentHandleSource.REPLICA,
+        self._router = private.PowerOfTwoChoicesRequestRouter(
+            deployment_id=private.DeploymentID("all-pools", "tokenyard"),
+            handle_source=private.DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
             self_node_id=None,
             prefer_local_node_routing=False,
@@ -119,11 +112,11 @@ class RayDefault:
 
     async def choose(self) -> str:
         """Return the id of the replica that Ray would send the next request to."""
-        metadata = RequestMetadata(
+        metadata = private.RequestMetadata(
             request_id=uuid.uuid4().hex, internal_request_id=uuid.uuid4().hex
         )
         pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
-        replica = await self._router._choose_replica_for_request(pending)
+        replica = await private.choose_replica(self._router, pending)
         self._router.on_send_request(replica.replica_id)
         chosen: str = replica.replica_id.unique_id
         return chosen
@@ -174,22 +167,22 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         Raises:
             ValueError: One of them is not what it should be.
         """
-        found = load_scenario(scenario)
-        self._trust = CircuitBreakerSettings(**(circuit_breaker or {}))
+        self._settings = CircuitBreakerSettings(**(circuit_breaker or {}))
         self._profile = None if profile is None else EngineProfile(**profile)
-        self._manager = PolicyManager(scenario, baseline, self._trust, np.random.default_rng())
+        rng = np.random.default_rng()
+        self._manager = PolicyManager(scenario, baseline, self._settings, rng)
         self._manager.switch(policy, explore_fraction, may_be_missing=True)
-        self._table = ReplicaTable(found.mean_lengths_tokens)
+        self._table = ReplicaTable(load_scenario(scenario).mean_lengths_tokens)
         self._tokenizer = EstimatingTokenizer()
         self._unsent: dict[str, PendingRequest] = {}
-        self._booked_at: dict[str, str] = {}
+        self._reserved_at: dict[str, str] = {}
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates one by one, from the cheapest to the dearest."""
+        """Return the candidates one by one, from the cheapest to the costliest."""
         if pending_request is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
         now_s = time.time()
@@ -198,13 +191,13 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
                 return [candidate_replicas]  # Nothing is known of its speed: any will do.
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
         self._table.keep("", by_id)
-        offered = self._table.offered(now_s, self._trust.stale_after_s)
-        token_ids = self._token_ids(pending_request)
-        snapshots = self._table.snapshots(offered, token_ids)
-        total = self._manager.predicted_total_tokens(len(token_ids))
-        choice = self._manager.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
-        # On the book at once: the next request may be placed before this one is on its way.
-        self._book(pending_request, offered[choice.index].replica_id, token_ids)
+        offered = self._table.offered(now_s, self._settings.stale_after_s)
+        prompt = Prompt(self._token_ids(pending_request))
+        length = len(prompt.token_ids)
+        request = Request(now_s, length, self._manager.predicted_total_tokens(length))
+        choice = self._manager.pick(request, self._table.snapshots(offered, prompt))
+        # Reserved at once: the next request may be placed before this one is on its way.
+        self._reserve(pending_request, offered[choice.index].replica_id, prompt)
         order = list(range(len(offered)))
         if choice.scores is not None:
             order.sort(key=choice.scores.__getitem__)
@@ -212,18 +205,19 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         return [[by_id[offered[i].replica_id]] for i in (choice.index, *order)]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+        self, pending_request: PendingRequest, replica_id: private.ReplicaID, result: ReplicaResult
     ) -> None:
-        """Put the request on the book of the replica that got it, which may be another's pick."""
-        self._book(pending_request, replica_id.unique_id, self._token_ids(pending_request))
+        """Reserve a place at the replica that got the request, which may be another's pick."""
+        prompt = Prompt(self._token_ids(pending_request))
+        self._reserve(pending_request, replica_id.unique_id, prompt)
         self._unsent.pop(pending_request.metadata.internal_request_id, None)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take the request off the book."""
+    def on_request_completed(self, replica_id: private.ReplicaID, internal_request_id: str) -> None:
+        """Give its place back."""
         self._unsent.pop(internal_request_id, None)
         self._close(internal_request_id)
 
-    def _book(self, pending_request: PendingRequest, replica_id: str, token_ids: list[int]) -> None:
+    def _reserve(self, pending_request: PendingRequest, replica_id: str, prompt: Prompt) -> None:
         request_id = pending_request.metadata.internal_request_id
         self._close(request_id)
         for other_id, other in list(self._unsent.items()):
@@ -234,12 +228,13 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         state = self._table.replicas.get(replica_id)
         if state is None:
             return
-        output = max(self._manager.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
-        state.send(request_id, token_ids, state.match_tokens(token_ids), output, time.time())
-        self._booked_at[request_id] = replica_id
+        length = len(prompt.token_ids)
+        output = max(self._manager.predicted_total_tokens(length) - length, 1.0)
+        state.send(request_id, prompt, state.match_tokens(prompt), output, time.time())
+        self._reserved_at[request_id] = replica_id
 
     def _close(self, request_id: str) -> None:
-        state = self._table.replicas.get(self._booked_at.pop(request_id, ""))
+        state = self._table.replicas.get(self._reserved_at.pop(request_id, ""))
         if state is not None:
             state.in_flight.close(request_id, time.time())
 

@@ -17,12 +17,13 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
+from serve_app.allocation.plans import cheapest_for, format_plan, plan_of
 from serve_app.allocation.transition import (
     Held,
     Shape,
@@ -66,7 +67,7 @@ _FOREVER_SLOTS = 1_000_000
 
 
 class PoolControl(Protocol):
-    """Starts and stops replicas."""
+    """Starts and stops replicas, and knows the demand for them."""
 
     async def observe(self) -> dict[Shape, Held]:
         """Return every shape of which there is or should be a replica."""
@@ -74,6 +75,18 @@ class PoolControl(Protocol):
 
     async def want(self, shape: Shape, count: int) -> None:
         """Ask for so many replicas of a shape; returns before they are there."""
+        ...
+
+    def num_offered(self) -> int:
+        """Requests that have ever asked to be let in."""
+        ...
+
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        ...
+
+    def record(self, slot: SlotRecord) -> None:
+        """Keep what is known of a slot that is over; called in a thread."""
         ...
 
 
@@ -94,8 +107,8 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What no policy may pass, besides the scenario's own budget and hysteresis."""
+class AllocatorSettings:
+    """What no policy may pass, besides the scenario's own budget and hysteresis; and the start."""
 
     min_replicas: int = 1
     """Replicas that stay ready during a change; 0 lets service pause, requests wait."""
@@ -106,6 +119,12 @@ class Limits:
     a load that wavers around a step turns the pool once in that time, not in every slot."""
     change_timeout_s: float = 900.0
     """After so long a change is given up, and the old plan restored."""
+    start: Plan | None = None
+    """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
+    time_scale: float = 1.0
+    """Seconds of real time per second of the scenario."""
+    dry_run: bool = False
+    """Only say what would be done."""
 
 
 class Allocator:
@@ -117,14 +136,7 @@ class Allocator:
         policy_name: str,
         policy: AllocationPolicy,
         pool: PoolControl,
-        num_offered: Callable[[], int],
-        num_waiting: Callable[[], int],
-        *,
-        start: Plan | None = None,
-        limits: Limits = Limits(),
-        time_scale: float = 1.0,
-        dry_run: bool = False,
-        record: Callable[[SlotRecord], None] = lambda _: None,
+        settings: AllocatorSettings = AllocatorSettings(),
         clock_s: Callable[[], float] = time.time,
     ) -> None:
         """Take everything; nothing is started before `run`.
@@ -134,23 +146,16 @@ class Allocator:
             policy_name: What the policy was asked for by.
             policy: Decides.
             pool: Carries out.
-            num_offered: Requests that have ever asked to be let in.
-            num_waiting: Requests that wait now.
-            start: Plan of the beginning; None: the cheapest that serves half of what the pool can.
-            limits: What no policy may pass.
-            time_scale: Seconds of real time per second of the scenario.
-            dry_run: Only say what would be done.
-            record: Told of every slot that is over, in a thread.
+            settings: What no policy may pass, and the plan of the beginning.
             clock_s: Unix time.
         """
-        self.scenario, self.limits, self.time_scale = scenario, limits, time_scale
-        self.dry_run = dry_run
-        self.slot_s = scenario.slot_s * time_scale
+        self.scenario, self.settings, self.dry_run = scenario, settings, settings.dry_run
+        self.slot_s = scenario.slot_s * settings.time_scale
         self.table: PlanTable = plan_table(scenario)
         self.budget = scenario.num_gpus
         self.policy_name = policy_name
         self.fallbacks: Counter[str] = Counter()
-        self.plan = start or self._start()
+        self.plan = settings.start or self._start()
         """In force, or about to be."""
         self.proposed = self.plan
         """What the policy asked for last."""
@@ -163,8 +168,7 @@ class Allocator:
         context = AllocationContext(scenario, np.random.default_rng())
         self._policy, self._stand_in = policy, make_allocation_policy(STAND_IN, context)
         self._hangs = False
-        self._pool, self._num_offered, self._num_waiting = pool, num_offered, num_waiting
-        self._clock_s, self._record = clock_s, record
+        self._pool, self._clock_s = pool, clock_s
         self._model = make_model(scenario)
         self._out = np.zeros(NUM_OUT)
         self._change: Change | None = None
@@ -172,7 +176,7 @@ class Allocator:
         self._since_slots = _FOREVER_SLOTS
         self._grown_slot = -_FOREVER_SLOTS
         self._requests: deque[float] = deque(maxlen=_HISTORY_SLOTS)
-        self._offered_before = num_offered()
+        self._offered_before = pool.num_offered()
         self._slot = self._slot_now()
         self._switches: Counter[int] = Counter()
 
@@ -180,7 +184,7 @@ class Allocator:
         """The cheapest plan that serves half of what the pool can, and that can be left again."""
         table = self.table
         smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
-        minimum = self.limits.min_replicas
+        minimum = self.settings.min_replicas
         plans = [
             i
             for i in table.best_memory
@@ -209,7 +213,7 @@ class Allocator:
         if self._slot_now() > self._slot:
             await self._close_slot()
         shape, count = shape_of(self.plan), self.plan.num_replicas
-        minimum = min(self.limits.min_replicas, count)
+        minimum = min(self.settings.min_replicas, count)
         for one, wanted in next_wanted(self.held, shape, count, self.budget, minimum).items():
             if wanted != self.held.get(one, Held()).wanted:
                 await self._pool.want(one, wanted)
@@ -255,7 +259,7 @@ class Allocator:
     @property
     def may_switch(self) -> bool:
         """Whether the policy may ask for another plan now."""
-        kept = max(self.scenario.hysteresis_slots, self.limits.cooldown_slots)
+        kept = max(self.scenario.hysteresis_slots, self.settings.cooldown_slots)
         return (
             self._since_slots >= kept
             and self.switches_left != 0
@@ -295,11 +299,11 @@ class Allocator:
         for slot in range(first_slot, first_slot + num_slots):
             record = SlotRecord(
                 slot=slot, time_s=self._clock_s(), demand_per_s=demand,
-                waiting=self._num_waiting(), gpus_held=self.gpus_held,
-                plan=words(self.plan), proposed=words(self.proposed),
+                waiting=self._pool.num_waiting(), gpus_held=self.gpus_held,
+                plan=format_plan(self.plan), proposed=format_plan(self.proposed),
             )  # fmt: skip
             try:
-                await asyncio.to_thread(self._record, record)
+                await asyncio.to_thread(self._pool.record, record)
             except OSError as error:
                 logger.warning("a slot is missing in the allocation log: %s", error)
 
@@ -307,8 +311,8 @@ class Allocator:
         return int(self._clock_s() / self.slot_s)
 
     async def _close_slot(self) -> None:
-        """Book the demand of the slots that are over, and decide."""
-        now, offered = self._slot_now(), self._num_offered()
+        """Sum up the demand of the slots that are over, and decide."""
+        now, offered = self._slot_now(), self._pool.num_offered()
         slots = now - self._slot
         requests = max(offered - self._offered_before, 0) / slots
         self._requests.extend([requests] * min(slots, _HISTORY_SLOTS))
@@ -324,7 +328,9 @@ class Allocator:
         plan = self._attainable(wanted)
         self.reason = self._why(plan)
         if plan != wanted:
-            self.reason += f"; {words(wanted)}, which was asked for, could not be entered or left"
+            self.reason += (
+                f"; {format_plan(wanted)}, which was asked for, could not be entered or left"
+            )
         refusal = self._refusal(plan)
         if refusal is None and self.dry_run:
             self._note(by, plan, "dry run", self.reason)
@@ -341,7 +347,7 @@ class Allocator:
             time_s=self._slot * self.scenario.slot_s,
             plan=self.plan,
             demand_per_s=tuple(demand_per_s),
-            backlog_requests=float(self._num_waiting()),
+            backlog_requests=float(self._pool.num_waiting()),
             slots_since_switch=self._since_slots,
             switches_left=self.switches_left,
             may_switch=self.may_switch,
@@ -382,7 +388,7 @@ class Allocator:
         return max(plans or [self.plan], key=lambda plan: serves.get(plan, 0.0))
 
     def _is_round_trip(self, plan: Plan) -> bool:
-        minimum = self.limits.min_replicas
+        minimum = self.settings.min_replicas
         return is_reachable(self.plan, plan, self.budget, minimum) and is_reachable(
             plan, self.plan, self.budget, minimum
         )
@@ -394,12 +400,12 @@ class Allocator:
         if not by_hand and not self.may_switch:
             return "switch budget, hysteresis or cooldown forbid it"
         settling = (self._slot - self._grown_slot) * self.scenario.slot_s
-        if not by_hand and not self._is_growth(plan) and settling < self.limits.shrink_after_s:
+        if not by_hand and not self._is_growth(plan) and settling < self.settings.shrink_after_s:
             return f"the pool grew {settling:.0f} s ago: nothing is taken back so soon"
-        if not is_reachable(self.plan, plan, self.budget, self.limits.min_replicas):
+        if not is_reachable(self.plan, plan, self.budget, self.settings.min_replicas):
             return (
-                f"{words(plan)} cannot be reached from {words(self.plan)} within {self.budget} "
-                f"GPUs while {self.limits.min_replicas} replicas serve"
+                f"{format_plan(plan)} cannot be reached from {format_plan(self.plan)} within "
+                f"{self.budget} GPUs while {self.settings.min_replicas} replicas serve"
             )
         return None
 
@@ -413,9 +419,9 @@ class Allocator:
         usd, missed = self.predicted(plan, demand)
         usd_now, missed_now = self.predicted(self.plan, demand)
         return (
-            f"demand was {demand:.2f} per second, {share:.0%} of what {words(self.plan)} serves in "
-            f"time; at that {words(plan)} costs ${usd:.3f} and misses {missed:.1f} requests per "
-            f"slot, against ${usd_now:.3f} and {missed_now:.1f}"
+            f"demand was {demand:.2f} per second, {share:.0%} of what {format_plan(self.plan)} "
+            f"serves in time; at that {format_plan(plan)} costs ${usd:.3f} and misses {missed:.1f} "
+            f"requests per slot, against ${usd_now:.3f} and {missed_now:.1f}"
         )
 
     def _note(self, by: By, plan: Plan, outcome: Outcome, reason: str) -> Change:
@@ -435,7 +441,7 @@ class Allocator:
             budget = self.scenario.switch_budget
             if budget is not None:
                 self._switches[self._slot // budget.period_slots] += 1
-        logger.info("allocation: %s to %s: %s", words(old), words(new), reason)
+        logger.info("allocation: %s to %s: %s", format_plan(old), format_plan(new), reason)
 
     def _keep_time(self) -> None:
         """Note how far a change has come; give up one that takes too long."""
@@ -451,9 +457,9 @@ class Allocator:
         if is_done(self.held, shape_of(change.new), change.new.num_replicas):
             change.phases_s["done"] = now_s
             change.outcome, self._change = "done", None
-        elif now_s > self.limits.change_timeout_s and change.by not in ("start", "undo"):
+        elif now_s > self.settings.change_timeout_s and change.by not in ("start", "undo"):
             change.outcome, self._change = "given up", None
-            logger.error("allocation: %s is given up after %.0f s", words(change.new), now_s)
+            logger.error("allocation: %s is given up after %.0f s", format_plan(change.new), now_s)
             self._begin("undo", change.new, change.old, "the change took too long")
 
 
@@ -470,64 +476,3 @@ def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.
             break
         total, slots = total + one, slots + 1
     return total / slots
-
-
-def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
-    """The cheapest plan that serves a demand in time; the strongest, where none does.
-
-    Args:
-        table: The plans.
-        demand_per_s: Requests per second.
-        among: Plans to choose from; None: the best memory of every shape.
-    """
-    plans = table.best_memory if among is None else among
-    enough = [i for i in plans if table.in_time_per_s[i] >= demand_per_s]
-    if not enough:
-        return table.plans[max(plans, key=lambda i: float(table.in_time_per_s[i]))]
-    return table.plans[min(enough, key=lambda i: float(table.usd_per_hour[i]))]
-
-
-def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:
-    """The feasible plan that replicas which are there come closest to; None: there are none."""
-    serving = {shape: one.wanted for shape, one in held.items() if one.wanted}
-    if not serving:
-        return None
-    shape = max(serving, key=lambda one: (serving[one] * one.tensor_parallel, one))
-    alike = [plan for plan in table.plans if shape_of(plan) == shape]
-    if not alike:
-        return None
-    return min(alike, key=lambda plan: abs(plan.num_replicas - serving[shape]))
-
-
-def find_plan(
-    table: PlanTable,
-    parallelism: str,
-    num_gpus: int,
-    memory_fraction: float | None = None,
-    max_batch: int | None = None,
-) -> Plan:
-    """The feasible plan of that shape; memory and batch limit are the best where not given.
-
-    Raises:
-        ValueError: There is none.
-    """
-    same = [
-        plan
-        for plan in table.plans
-        if (plan.parallelism, plan.num_gpus) == (parallelism, num_gpus)
-        and (memory_fraction is None or math.isclose(plan.memory_fraction, memory_fraction))
-        and max_batch in (None, plan.max_batch)
-    ]
-    if not same:
-        feasible = sorted({f"{plan.parallelism} on {plan.num_gpus}" for plan in table.plans})
-        raise ValueError(
-            f"{parallelism} on {num_gpus} GPUs with that memory and batch limit is not feasible; "
-            f"choose among {', '.join(feasible)}"
-        )
-    best = [table.plans[i] for i in table.best_memory]
-    return next((plan for plan in same if plan in best), same[-1])
-
-
-def words(plan: Plan) -> str:
-    """A plan in a few words."""
-    return f"{plan.parallelism} on {plan.num_gpus} GPUs"

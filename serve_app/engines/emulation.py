@@ -3,12 +3,18 @@
 Everything is real but the speed: requests are admitted, batched, computed and streamed, and every
 iteration is made to last as long as the performance model states for the hardware that is named.
 So replicas of one machine can be as unequal as a fleet is, and do not wait for each other's cores.
+
+The small model is a Llama of random weights with another's tokenizer. Run as a program, this module
+makes it: `python -m serve_app.engines.emulation LIKE FOLDER`.
 """
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
@@ -18,6 +24,7 @@ from tokenyard.frozen import Frozen
 from tokenyard.perf.models import Precision
 from tokenyard.types import FloatArray
 
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
 _CATCH_UP_S = 0.02
 """An iteration that ends later than it should lets the next one begin as much earlier, to here."""
 
@@ -43,7 +50,7 @@ class Emulation(Frozen):
     @cached_property
     def _replica(self) -> ReplicaConfig:
         return ReplicaConfig(
-            name="rehearsed",
+            name="emulated",
             gpu=self.gpu,
             model=self.llm,
             tensor_parallel=self.tensor_parallel,
@@ -86,3 +93,38 @@ class Pace:
         )
         self._due_s = begun_s + takes_s
         time.sleep(max(0.0, self._due_s - time.perf_counter()))
+
+
+def make_emulated_model(like: Path, folder: Path) -> None:
+    """Write random weights, and the tokenizer of another model, into `folder`.
+
+    Args:
+        like: Folder of the model whose tokenizer it gets.
+        folder: Is made.
+    """
+    # Only the process that makes it needs them.
+    import torch
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+    other = AutoConfig.from_pretrained(like)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=other.vocab_size,
+        max_position_embeddings=other.max_position_embeddings,
+        bos_token_id=other.bos_token_id,
+        eos_token_id=other.eos_token_id,
+        pad_token_id=other.pad_token_id,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(like / name, folder)
+
+
+if __name__ == "__main__":
+    make_emulated_model(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -193,7 +193,7 @@ def _make_default(folder: Path) -> None:
 
 
 def _make_emulated(folder: Path) -> None:
-    _run_apart("serve_app.engines.emulated_model", find_model(DEFAULT_MODEL), folder)
+    _run_apart("serve_app.engines.emulation", find_model(DEFAULT_MODEL), folder)
 
 
 def _run_apart(module: str, source: Path, folder: Path) -> None:

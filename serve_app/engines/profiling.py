@@ -1,22 +1,36 @@
-"""Measures how fast an engine is, through nothing but its interface, for the router to know.
+"""How fast an engine is, for the router to know: declared, or measured when it starts.
 
-Prompts of several lengths that ask for one token show what prefill costs; batches of several sizes
-at several context lengths show what decoding costs. Each measured iteration is one row; the four
-coefficients of the project's linear model are fitted to all rows.
+It is measured through nothing but its interface. Prompts of several lengths that ask for one token
+show what prefill costs; batches of several sizes at several context lengths show what decoding
+costs. Each measured iteration is one row; the four coefficients of the project's linear model are
+fitted to all rows.
+
+The measurement is kept by the cluster: a replica that takes the place of one that died is back as
+soon as it has loaded. Ranks without GPU share the cores of their machine, so there one replica at a
+time loads and measures itself; pools are compared by what each can do alone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import hashlib
 import math
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from serve_app.cluster import EngineProfile, Pool
 from serve_app.engines.base import Engine, EngineConfig, EngineError, EngineStats, Sampling
+from serve_app.engines.sharded.engine import rank_bundles
+from serve_app.engines.tokenizer import Tokenizer
+from serve_app.ray_serve import private
 from tokenyard.perf.calibration import fit_iterations
 from tokenyard.perf.coefficients import LinearCoefficients
 from tokenyard.perf.profiles import IterationProfile
@@ -31,6 +45,11 @@ REPETITIONS = 3
 """Prompts of every length."""
 _SMALLEST_PROMPT = 4
 _QUIET_S = 5.0
+_BUDGET_S = 10.0
+_PACED_BUDGET_S = 25.0
+_NAMESPACE = b"tokenyard-speed"
+_SMALLEST_VOCABULARY = 32
+"""Every model has that many tokens; for engines whose tokenizer does not tell."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,72 @@ class Measurement:
 
 Row = tuple[int, int, int, float]
 """Prefill tokens, decoding sequences, cached tokens, seconds."""
+
+
+async def start_and_measure(
+    engine: Engine, pool: Pool, tokenizer: Awaitable[Tokenizer]
+) -> EngineProfile:
+    """Start an engine and learn how fast it is.
+
+    Args:
+        engine: Not yet started.
+        pool: It belongs to.
+        tokenizer: On its way; tells from how many token ids the measurement may draw.
+
+    Raises:
+        EngineError: It cannot start, or cannot be measured.
+    """
+    known = pool.profile or _known(pool)
+    if known is not None:
+        await engine.start()
+        return known
+    # An emulated replica leaves the cores alone most of the time.
+    paced = pool.config.emulates is not None
+    shares_cores = not paced and "GPU" not in rank_bundles(pool.config)[0]
+    budget_s = _PACED_BUDGET_S if paced else _BUDGET_S
+    async with _alone_on_this_machine() if shares_cores else contextlib.nullcontext():
+        await engine.start()
+        vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
+        measured = await profile_engine(engine, pool.config, vocab_size, budget_s)
+    profile = _engine_profile(measured, pool)
+    private.put_value(_key(pool), profile.model_dump_json(), _NAMESPACE)
+    return profile
+
+
+def _engine_profile(measured: Measurement, pool: Pool) -> EngineProfile:
+    found = measured.coefficients
+    return EngineProfile(
+        iteration_s=max(found.base_s, 1e-9),
+        prefill_token_s=found.per_prefill_token_s,
+        sequence_s=found.per_sequence_s,
+        kv_token_s=found.per_kv_token_s,
+        max_batch=pool.config.max_batch,
+        token_budget=pool.config.token_budget,
+        kv_capacity_tokens=max(measured.kv_capacity_tokens, 1.0),
+        source="measured",
+    )
+
+
+def _key(pool: Pool) -> bytes:
+    return hashlib.sha256(pool.model_dump_json().encode()).hexdigest().encode()
+
+
+def _known(pool: Pool) -> EngineProfile | None:
+    text = private.get_value(_key(pool), _NAMESPACE)
+    return None if text is None else EngineProfile.model_validate_json(text)
+
+
+@contextlib.asynccontextmanager
+async def _alone_on_this_machine() -> AsyncIterator[None]:
+    """Wait until no other replica on this machine measures itself."""
+    with (Path(tempfile.gettempdir()) / "tokenyard-speed.lock").open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.1)
+        yield  # The lock ends with the file, and with the process.
 
 
 async def profile_engine(

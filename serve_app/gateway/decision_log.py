@@ -1,7 +1,8 @@
 """The gateway's decision log: what was known, what was chosen, and what became of it, as Parquet.
 
-A row is written when its request ends. The event loop only puts it into a queue; a thread makes
-files of it, `decisions-<start>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
+A row is written when its request ends, or at once where nothing is sent (`POST /v1/route`). The
+event loop only puts it into a queue; a thread makes files of it,
+`decisions-<start>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ROWS_PER_FILE = 5_000
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DecisionRecord:
     """One decision and its request's end."""
 
     decision_id: str
@@ -48,7 +49,7 @@ class Outcome:
     fallback_reason: str | None
     decision_us: float
     outcome: str
-    """`stop`, `length`, `abort` or `failed`."""
+    """`stop`, `length`, `abort`, `failed`; `unknown` where only the choice was asked for."""
     output_tokens: int
     ttft_s: float
     """Arrival to first token; NaN: there was none."""
@@ -78,7 +79,7 @@ class Outcome:
         }  # fmt: skip
 
 
-class OutcomeLog:
+class DecisionLog:
     """Writes rows to files in a folder, from a thread of its own.
 
     What cannot be written is counted and left out: the log must never stop the serving.
@@ -99,14 +100,14 @@ class OutcomeLog:
         self._started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self._num_files = 0
         self.num_lost = 0
-        self._queue: queue.Queue[Outcome | None] = queue.Queue(_MAX_QUEUED)
-        self._thread = threading.Thread(target=self._run, name="outcome-log", daemon=True)
+        self._queue: queue.Queue[DecisionRecord | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
-    def write(self, outcome: Outcome) -> None:
+    def write(self, record: DecisionRecord) -> None:
         """Hand over a row; returns at once."""
         try:
-            self._queue.put_nowait(outcome)
+            self._queue.put_nowait(record)
         except queue.Full:
             self._lose(1, "the writer is too slow")
 
@@ -121,10 +122,10 @@ class OutcomeLog:
         more = True
         while more:
             try:
-                outcome = self._queue.get(timeout=max(due_s - time.monotonic(), 0.01))
-                more = outcome is not None
-                if outcome is not None:
-                    rows.append(outcome.to_row())
+                record = self._queue.get(timeout=max(due_s - time.monotonic(), 0.01))
+                more = record is not None
+                if record is not None:
+                    rows.append(record.to_row())
             except queue.Empty:
                 pass
             if len(rows) >= _ROWS_PER_FILE or time.monotonic() >= due_s or not more:

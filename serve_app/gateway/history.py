@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from serve_app.policy.decider import Choice
+from serve_app.policy.runner import Choice
 from tokenyard.types import ReplicaSnapshot
 
 BIN_S = 5.0
@@ -37,7 +37,7 @@ class _Bin:
     _row: dict[str, Any] | None = None
 
     def row(self) -> dict[str, Any]:
-        """As JSON; percentiles are dear, so what is over is laid out once."""
+        """As JSON; percentiles are costly, so what is over is laid out once."""
         if self._row is None or not self.over:
             self._row = self._lay_out()
         return self._row

@@ -1,7 +1,7 @@
-"""What the policies are told of the replicas: one collector, in the simulator's names and units.
+"""What the policies are told of the replicas: one table, in the simulator's names and units.
 
 Two sources meet here. A replica publishes its queue, its batch and its memory now and then; what
-this router has sent itself and got back it knows at once. `Collector.snapshots` combines them as
+this router has sent itself and got back it knows at once. `ReplicaTable.snapshots` combines them as
 `tokenyard.sim.batching` does for a router of the simulator, which a test compares number by number.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -39,6 +39,8 @@ class EngineStatus:
 
 @dataclass(slots=True)
 class _Sent:
+    """A request of one replica."""
+
     assumed_prefill_tokens: float
     predicted_output_tokens: float
     num_generated: int = 0
@@ -100,7 +102,7 @@ class InFlight:
         request.num_generated = num_generated
 
     def close(self, request_id: str, now_s: float, response_s: float | None = None) -> None:
-        """Take a request off the book.
+        """Note the end of a request.
 
         Args:
             request_id: Unknown ones are ignored.
@@ -150,15 +152,25 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
 
-def prefix_blocks(token_ids: Sequence[int], block_tokens: int) -> tuple[int, ...]:
-    """Name the whole blocks of a prompt, each by all tokens up to its end."""
-    if not block_tokens:
-        return ()
-    blocks, name = [], 0
-    for end in range(block_tokens, len(token_ids) + 1, block_tokens):
-        name = hash((name, *token_ids[end - block_tokens : end]))
-        blocks.append(name)
-    return tuple(blocks)
+class Prompt:
+    """A prompt, and the names of its whole blocks: hashed once per size of block."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        """Hash nothing yet."""
+        self.token_ids = token_ids
+        self._blocks: dict[int, tuple[int, ...]] = {0: ()}
+
+    def blocks(self, block_tokens: int) -> tuple[int, ...]:
+        """Return the names of blocks, each by all tokens up to its end; 0 tokens: none."""
+        if block_tokens not in self._blocks:
+            self._blocks[block_tokens] = tuple(self._hash(block_tokens))
+        return self._blocks[block_tokens]
+
+    def _hash(self, block_tokens: int) -> Iterator[int]:
+        name = 0
+        for end in range(block_tokens, len(self.token_ids) + 1, block_tokens):
+            name = hash((name, *self.token_ids[end - block_tokens : end]))
+            yield name
 
 
 class ReplicaState:
@@ -184,7 +196,7 @@ class ReplicaState:
         self.status = EngineStatus(0, 0, 0.0, now_s)
         self._count_when_published = 0
         capacity = int(profile.kv_capacity_tokens // block_tokens) if block_tokens else 0
-        self._sent = PrefixIndex(capacity)
+        self._prefixes = PrefixIndex(capacity)
 
     def publish(self, status: EngineStatus) -> None:
         """Take what the replica tells, unless something newer is known."""
@@ -192,22 +204,26 @@ class ReplicaState:
             self.status = status
             self._count_when_published = self.in_flight.count_at(status.observed_at_s)
 
-    def match_tokens(self, token_ids: Sequence[int]) -> int:
+    def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are believed to be cached; never the last one."""
-        return self._sent.match(self._blocks(token_ids[:-1])) * self.block_tokens
+        if not self.block_tokens:
+            return 0
+        most = (len(prompt.token_ids) - 1) // self.block_tokens
+        found = self._prefixes.match(prompt.blocks(self.block_tokens))
+        return min(found, most) * self.block_tokens
 
     def send(
         self,
         request_id: str,
-        token_ids: Sequence[int],
+        prompt: Prompt,
         match_tokens: int,
         predicted_output_tokens: float,
         now_s: float,
     ) -> None:
         """Note a request that is on its way."""
-        tokens_to_prefill = float(len(token_ids) - match_tokens)
+        tokens_to_prefill = float(len(prompt.token_ids) - match_tokens)
         self.in_flight.send(request_id, tokens_to_prefill, predicted_output_tokens, now_s)
-        self._sent.send(self._blocks(token_ids))
+        self._prefixes.send(prompt.blocks(self.block_tokens))
 
     def snapshot(self, match_tokens: int) -> ReplicaSnapshot:
         """What a policy may know.
@@ -258,9 +274,6 @@ class ReplicaState:
             ),
         )
 
-    def _blocks(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        return prefix_blocks(token_ids, self.block_tokens)
-
 
 class ReplicaTable:
     """All replicas of all pools; not thread-safe."""
@@ -277,7 +290,7 @@ class ReplicaTable:
     def add(
         self, replica_id: str, pool: str, profile: EngineProfile, block_tokens: int, now_s: float
     ) -> ReplicaState:
-        """Track a replica; one that is known keeps its book."""
+        """Track a replica; one that is known keeps what is in flight."""
         if replica_id not in self.replicas:
             replica = ReplicaState(
                 replica_id, pool, profile, block_tokens, now_s, self._mean_lengths_tokens
@@ -299,11 +312,9 @@ class ReplicaTable:
         fresh = [r for r in accepting if now_s - r.status.observed_at_s <= stale_after_s]
         return fresh or accepting
 
-    def snapshots(
-        self, replicas: Sequence[ReplicaState], token_ids: Sequence[int]
-    ) -> list[ReplicaSnapshot]:
+    def snapshots(self, replicas: Sequence[ReplicaState], prompt: Prompt) -> list[ReplicaSnapshot]:
         """What a policy may know of some replicas when a prompt is to be placed."""
-        return [one.snapshot(one.match_tokens(token_ids)) for one in replicas]
+        return [one.snapshot(one.match_tokens(prompt)) for one in replicas]
 
 
 _VLLM_WAITING = "vllm:num_requests_waiting"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
-from serve_app.allocation.allocator import Allocator, By, Change, Outcome, find_plan, words
+from serve_app.allocation.allocator import Allocator, By, Change, Outcome
+from serve_app.allocation.plans import find_plan, format_plan
 from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
-from serve_app.http.openai import BadRequest
+from serve_app.http.errors import PROBLEMS, BadRequest
 from tokenyard.types import AllocationPolicy, Plan
 
 MakePolicy = Callable[[str], AllocationPolicy]
@@ -100,26 +101,23 @@ class AllocationChange(BaseModel):
     """Only say what would be done, or do it again."""
 
 
-def install(api: FastAPI, allocator: Allocator, access: Access, make_policy: MakePolicy) -> None:
-    """Add the routes.
+def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -> APIRouter:
+    """Lay `/v1/allocation` over an allocator.
 
     Args:
-        api: Of the gateway.
         allocator: Whose plan is shown and set.
         access: Who may.
         make_policy: Makes a policy that is asked for by name.
     """
+    router = APIRouter()
     may_use, may_change = [Depends(access.may_use)], [Depends(access.may_change)]
-    problems: dict[int | str, dict[str, Any]] = {
-        status: {"model": Problem} for status in (400, 401, 403, 413, 422)
-    }
 
-    @api.get("/v1/allocation", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/allocation", dependencies=may_use, responses={401: {"model": Problem}})
     async def allocation() -> AllocationAnswer:
         """Say which plan is in force, which is proposed and why, and what was changed."""
         return describe(allocator)
 
-    @api.post("/v1/allocation", dependencies=may_change, responses=problems)
+    @router.post("/v1/allocation", dependencies=may_change, responses=PROBLEMS)
     async def change(body: AllocationChange) -> AllocationAnswer:
         """Set the plan by hand, the policy, or whether anything is done at all."""
         try:
@@ -139,6 +137,8 @@ def install(api: FastAPI, allocator: Allocator, access: Access, make_policy: Mak
         if body.dry_run is not None:
             allocator.dry_run = body.dry_run
         return describe(allocator)
+
+    return router
 
 
 def describe(allocator: Allocator) -> AllocationAnswer:
@@ -187,8 +187,8 @@ def _change(change: Change) -> ChangeCard:
     return ChangeCard(
         time_s=change.time_s,
         by=change.by,
-        old=words(change.old),
-        new=words(change.new),
+        old=format_plan(change.old),
+        new=format_plan(change.new),
         outcome=change.outcome,
         reason=change.reason,
         phases_s=dict(change.phases_s),

@@ -1,144 +1,119 @@
-"""The HTTP API: routes, and how a message becomes a decision."""
+"""`POST /v1/route`: how a message becomes a decision, for callers who send requests themselves."""
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends
 
-from serve_app import regions
-from serve_app.http import errors
-from serve_app.http.decide_schema import (
-    PolicyAnswer,
-    PolicyReference,
-    Problem,
-    RouteAnswer,
-    RouteMessage,
-)
-from serve_app.http.jsonl_log import DecisionLog, DecisionRecord
-from serve_app.policy.decider import Choice, Decider
+from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import PolicyReference, RouteAnswer, RouteMessage
+from serve_app.http.errors import PROBLEMS
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import Choice, PolicyRunner
 from tokenyard.types import ReplicaSnapshot, Request
 
 
-class RoutingService:
-    """Answers messages, and writes each decision to the log."""
+class RouteService:
+    """Answers messages by the policy that decides.
+
+    Where nothing else is served, these are the server's decisions: explored, counted and logged.
+    Beside pools they are questions, answered by a copy of the policy with a memory of its own.
+    """
 
     def __init__(
         self,
-        decider: Decider,
+        manager: PolicyManager,
+        decide_only: bool,
         log: DecisionLog | None = None,
         clock_s: Callable[[], float] = time.time,
     ) -> None:
-        """Serve `decider`.
+        """Ask a manager.
 
         Args:
-            decider: Makes the decisions.
-            log: Where they are written; None: nowhere.
+            manager: Knows who decides.
+            decide_only: Whether nothing else is served.
+            log: Where decisions are written; None: nowhere.
             clock_s: Unix time, seconds.
         """
-        self._decider = decider
-        self._log = log
+        self._manager = manager
+        self._decide_only = decide_only
+        self._log = log if decide_only else None
         self._clock_s = clock_s
-        card = decider.loaded.card
-        self._reference = PolicyReference(name=card.name, version=card.version, source=card.source)
+        self._copy: PolicyRunner | None = None
 
     def route(self, message: RouteMessage) -> RouteAnswer:
         """Decide, log and answer.
 
         Raises:
-            UnfitRequest: The policy decides between another number of replicas.
+            IncompatibleRequest: The policy decides between another number of replicas, or needs to
+                know more of them.
         """
-        predicted = self._decider.loaded.predicted_total_tokens(message.request.context_tokens)
+        runner = self._runner()
+        card = runner.loaded.card
+        predicted = runner.loaded.predicted_total_tokens(message.request.context_tokens)
         request = message.request.to_request(self._clock_s(), predicted)
         snapshots = [snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots]
-        choice = self._decider.decide(request, snapshots)
+        runner.check_compatible(snapshots)
+        asked = None if self._decide_only else runner
+        choice = self._manager.pick(request, snapshots, runner=asked)
         decision_id = uuid.uuid4().hex
         if self._log is not None:
-            self._log.write(self._record(decision_id, request, snapshots, choice))
+            self._log.write(_record(decision_id, runner.label, request, snapshots, choice))
         return RouteAnswer(
             decision_id=decision_id,
             replica_id=snapshots[choice.index].replica_id,
             index=choice.index,
             scores=None if choice.scores is None else list(choice.scores),
             predicted_total_tokens=request.predicted_total_tokens,
-            policy=self._reference,
+            policy=PolicyReference(name=card.name, version=card.version, source=card.source),
             decision_us=choice.decision_us,
             fallback=choice.fallback,
             explored=choice.explored,
         )
 
-    def describe(self) -> PolicyAnswer:
-        """Say what is served and what has happened since the start."""
-        decider = self._decider
-        return PolicyAnswer(
-            **decider.loaded.card.model_dump(),
-            explore_fraction=decider.explore_fraction,
-            num_decisions=decider.num_decisions,
-            num_fallbacks=decider.num_fallbacks,
-            num_explored=decider.num_explored,
-            num_log_lines_lost=0 if self._log is None else self._log.num_lost,
-        )
-
-    def close(self) -> None:
-        """Flush and close the log."""
-        if self._log is not None:
-            self._log.close()
-
-    def _record(
-        self,
-        decision_id: str,
-        request: Request,
-        snapshots: list[ReplicaSnapshot],
-        choice: Choice,
-    ) -> DecisionRecord:
-        return DecisionRecord(
-            decision_id=decision_id,
-            time_s=self._clock_s(),
-            policy=f"{self._reference.name}@{self._reference.version}",
-            request=request,
-            snapshots=snapshots,
-            scores=choice.scores,
-            index=choice.index,
-            propensity=choice.propensity,
-            explored=choice.explored,
-            fallback=choice.fallback,
-            decision_us=choice.decision_us,
-        )
+    def _runner(self) -> PolicyRunner:
+        deciding = self._manager.policy
+        if self._decide_only:
+            return deciding
+        if self._copy is None or self._copy.loaded is not deciding.loaded:
+            self._copy = self._manager.runner(deciding.name, deciding.loaded)
+        return self._copy
 
 
-def create_api(service: RoutingService, decider: regions.RegionDecider | None = None) -> FastAPI:
-    """Lay the HTTP routes over `service`, and over `decider` those about regions.
+def _record(
+    decision_id: str,
+    policy: str,
+    request: Request,
+    snapshots: Sequence[ReplicaSnapshot],
+    choice: Choice,
+) -> DecisionRecord:
+    """What is known of a decision whose request somebody else sends."""
+    return DecisionRecord(
+        decision_id=decision_id, request_id=decision_id, attempt=0, time_s=request.arrival_s,
+        policy=policy, service_class="", request=request, snapshots=tuple(snapshots),
+        pools=("",) * len(snapshots), scores=choice.scores, index=choice.index,
+        propensity=choice.propensity, explored=choice.explored,
+        fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
+        output_tokens=0, ttft_s=math.nan, response_s=math.nan,
+    )  # fmt: skip
 
-    The handlers are coroutines without an await, so decisions are made one at a time on the event
+
+def make_router(service: RouteService, access: Access) -> APIRouter:
+    """Lay `/v1/route` over a service.
+
+    The handler is a coroutine without an await, so decisions are made one at a time on the event
     loop: policies remember, and a decision is shorter than a change of threads.
     """
+    router = APIRouter()
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.close()
-
-    # The documentation pages load scripts from the network; the schema is at /openapi.json.
-    api = FastAPI(title="Tokenyard routing", lifespan=lifespan, docs_url=None, redoc_url=None)
-    errors.install(api)
-
-    @api.post("/v1/route", responses={413: {"model": Problem}, 422: {"model": Problem}})
+    @router.post("/v1/route", dependencies=[Depends(access.may_use)], responses=PROBLEMS)
     async def route(message: RouteMessage) -> RouteAnswer:
-        """Choose the replica that serves a request."""
+        """Choose among replicas that the caller describes; nothing is sent to them."""
         return service.route(message)
 
-    @api.get("/v1/policy")
-    async def policy() -> PolicyAnswer:
-        """Describe the policy that decides, and count what it did."""
-        return service.describe()
-
-    @api.get("/healthz")
-    async def healthz() -> dict[str, str]:
-        """Say that the server decides."""
-        return {"status": "ok"}
-
-    regions.add_routes(api, decider or regions.RegionDecider.shipped())
-    return api
+    return router

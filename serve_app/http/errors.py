@@ -1,4 +1,7 @@
-"""Bad input: every 4xx answer is `{"detail": reason}` with the reason in one sentence."""
+"""Every error is one sentence, in the form that the route's clients expect.
+
+On OpenAI's routes that is OpenAI's envelope, elsewhere `{"detail": reason}`.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,103 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.http.decide_schema import MAX_BODY_BYTES
-from serve_app.policy.decider import IncompatibleRequest
+from serve_app.gateway.gateway import Refused, Unserved
+from serve_app.http.auth import Denied
+from serve_app.http.decide_schema import MAX_BODY_BYTES, Problem
+from serve_app.policy.runner import IncompatibleRequest
 
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 413, 422)
+}
+"""Answers of routes that are not OpenAI's, for the schema."""
+_OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/models")
 _MAX_SHOWN = 40
 
 
+class BadRequest(ValueError):
+    """A request that cannot be served as it is; the text says why."""
+
+    def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
+        """Say why, with the HTTP status and the field."""
+        super().__init__(reason)
+        self.status = status
+        self.param = param
+
+
 def install(api: FastAPI) -> None:
-    """Make `api` answer bad input in one sentence, and refuse bodies that are too large."""
-    api.add_exception_handler(RequestValidationError, _on_invalid)
-    api.add_exception_handler(IncompatibleRequest, _on_unfit)
+    """Make `api` answer errors in one sentence, and refuse bodies that are too large."""
+    for error, handle in (
+        (BadRequest, _on_bad),
+        (IncompatibleRequest, _on_incompatible),
+        (RequestValidationError, _on_invalid),
+        (StarletteHTTPException, _on_http),
+        (Denied, _on_denied),
+        (Refused, _on_refused),
+        (Unserved, _on_unserved),
+    ):
+        api.add_exception_handler(error, handle)
     api.add_middleware(_BodyLimit)
 
 
-async def _on_invalid(_: Request, error: Exception) -> JSONResponse:
+async def _on_bad(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BadRequest)
+    return _answer(request, str(error), error.status, error.param)
+
+
+async def _on_incompatible(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, str(error), 422)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    return JSONResponse({"detail": reason_of(error.errors())}, status_code=422)
+    return _answer(request, reason_of(error.errors()), 400 if _speaks_openai(request) else 422)
 
 
-async def _on_unfit(_: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": str(error)}, status_code=422)
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StarletteHTTPException)
+    answer = _answer(request, str(error.detail), error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _on_denied(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Denied)
+    answer = _answer(request, str(error), error.status)
+    if error.status == 401:
+        answer.headers["www-authenticate"] = "Bearer"
+    return answer
+
+
+async def _on_refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refused)
+    answer = _answer(request, str(error), 429)
+    answer.headers["retry-after"] = str(error.retry_after_s)
+    return answer
+
+
+async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, str(error), 503)
+
+
+def _speaks_openai(request: Request) -> bool:
+    return get_route_path(request.scope).startswith(_OPENAI)
+
+
+def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
+    if not _speaks_openai(request):
+        return JSONResponse({"detail": message}, status_code=status)
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return JSONResponse({"error": openai_error(message, kind, param)}, status_code=status)
+
+
+def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """Lay an error out as OpenAI does."""
+    return {"message": message, "type": kind, "param": param, "code": None}
 
 
 def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:

@@ -19,15 +19,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy.decider import Choice, Decider, IncompatibleRequest
-from serve_app.policy.runner import PolicyRunner
-from serve_app.policy.timeouts import ThreadTimeout, TooSlow
+from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
+from serve_app.policy.timeouts import Timeouts
 from tokenyard.intervals import Interval
 from tokenyard.offpolicy import estimate
 from tokenyard.offpolicy.sequential import WorseTest
@@ -40,14 +38,12 @@ Mode = Literal["shadow", "canary"]
 Arm = Literal["champion", "canary"]
 MAX_SHARE = 0.5
 GIVE_UP_AFTER = 2.0
-"""Promised times until a request counts as bad though it may still be answered."""
+"""SLO targets until a request counts as bad though it may still be answered."""
 _MAX_SETTLED = 20_000
 _ESTIMATES_EVERY_S = 2.0
 _MAX_OPEN = 10_000
 _MAX_QUEUED = 1_000
 _FEW = 100
-_PATIENCE = 5.0
-"""Budgets that a shadow may take: nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +58,7 @@ class Verdict:
 
 
 class Verdicts:
-    """Which requests have kept their promises, known when they end or are given up.
+    """Which requests have attained their SLO, known when they end or are given up.
 
     A late one is waited for, as the length of its answer says how much its lateness means.
     """
@@ -130,13 +126,14 @@ class _Open:
 class Shadow:
     """Asks a policy what it would have done, and estimates what that would have changed."""
 
-    def __init__(self, policy: PolicyRunner, circuit_breaker: CircuitBreakerSettings) -> None:
+    def __init__(self, policy: PolicyRunner, settings: CircuitBreakerSettings) -> None:
         """Start the thread."""
-        self._policy = policy
-        self._decider = Decider(policy.loaded, policy.rng.spawn(1)[0])
-        self._caller = ThreadTimeout(_PATIENCE * circuit_breaker.budget_s)
-        self._rest_s = circuit_breaker.cool_down_s
-        self._rests_until_s = -math.inf
+        # One failure is enough: nobody depends on it.
+        strict = settings.model_copy(update={"failures_to_open": 1})
+        self._timeouts = Timeouts.in_thread(settings.budget_s)
+        breaker = CircuitBreaker(strict, time.monotonic)
+        rng = policy.rng.spawn(1)[0]
+        self._runner = PolicyRunner(policy.name, policy.loaded, breaker, self._timeouts, rng)
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         self._early: OrderedDict[str, tuple[float, bool]] = OrderedDict()
@@ -146,7 +143,7 @@ class Shadow:
         self.num_agreed = 0
         self.num_failed = 0
         self.num_left_out = 0
-        """Decisions that it was not asked about, because it did not keep up or rested."""
+        """Decisions that it was not asked about, because it did not keep up or was skipped."""
         self.gains: dict[str, Interval] = {}
         """The last `estimates`."""
         self._ends = threading.Event()
@@ -183,7 +180,7 @@ class Shadow:
     def estimates(self) -> dict[str, Interval]:
         """Gains of the shadow over what was done, each with its 95 % interval.
 
-        Shares that kept their promises (`attained`) by importance weighting, plain and
+        Shares that attained their SLO (`attained`) by importance weighting, plain and
         self-normalised; mean responses (`response_s`) doubly robust, with the expected delay as
         the model. Empty before there are enough decisions with a propensity.
         """
@@ -226,27 +223,21 @@ class Shadow:
                 continue
             if asked is None:
                 break
-            if time.monotonic() < self._rests_until_s:
-                self.num_left_out += 1
-                continue
             try:
                 self._ask(asked)
-            except TooSlow:
-                self._fail()
-            except IncompatibleRequest:
-                self.num_failed += 1
             except Exception:  # Nothing that a shadow does may end its thread.
-                logger.exception("shadow %s", self._policy.name)
+                logger.exception("shadow %s", self._runner.name)
                 self.num_failed += 1
-        self._caller.stop()
+        self._timeouts.stop()
 
     def _ask(self, asked: _Asked) -> None:
-        decide = partial(self._decider.decide, asked.request, asked.snapshots)
-        said = self._caller.call(decide)
-        if said.fallback:
-            self._fail()
+        answer = self._runner.decide(asked.request, asked.snapshots)
+        if isinstance(answer, Failure):
+            skipped = answer.reason == "breaker_open"
+            self.num_left_out += skipped
+            self.num_failed += not skipped
             return
-        chosen, index = asked.choice.index, said.index
+        chosen, index = asked.choice.index, answer.replica
         same = chosen == index
         self.num_asked += 1
         self.num_agreed += same
@@ -262,26 +253,28 @@ class Shadow:
             while len(self._open) > _MAX_OPEN:
                 self._open.popitem(last=False)
 
-    def _fail(self) -> None:
-        self.num_failed += 1
-        self._rests_until_s = time.monotonic() + self._rest_s
-        self._decider = Decider(self._policy.loaded, self._policy.rng.spawn(1)[0])
-
 
 class Experiment:
-    """A policy on trial, and what is known of it so far."""
+    """A policy under experiment, and what is known of it so far."""
 
     def __init__(
-        self, policy: PolicyRunner, mode: Mode, share: float, started_s: float, alpha: float
+        self,
+        policy: PolicyRunner,
+        mode: Mode,
+        share: float,
+        started_s: float,
+        alpha: float,
+        settings: CircuitBreakerSettings,
     ) -> None:
         """Begin.
 
         Args:
-            policy: On trial.
+            policy: Under experiment.
             mode: `shadow` asks it and changes nothing; `canary` lets it decide for its share.
             share: Of the requests that a canary decides for.
             started_s: Unix time, seconds.
             alpha: Chance, at most, to stop a canary that changes nothing.
+            settings: Of the shadow's circuit breaker.
 
         Raises:
             ValueError: The share is not in (0, MAX_SHARE].
@@ -297,7 +290,7 @@ class Experiment:
         """Why it was ended; None: it goes on."""
         self.verdicts = Verdicts()
         self.test = WorseTest(share, alpha) if mode == "canary" else None
-        self.shadow = Shadow(policy, policy.circuit_breaker) if mode == "shadow" else None
+        self.shadow = Shadow(policy, settings) if mode == "shadow" else None
 
     @property
     def running(self) -> bool:
@@ -313,11 +306,11 @@ class Experiment:
         return "canary" if drawn < self.share else "champion"
 
     def open(
-        self, request_id: str, arm: Arm, prompt_tokens: int, arrival_s: float, promise_s: float
+        self, request_id: str, arm: Arm, prompt_tokens: int, arrival_s: float, slo_s: float
     ) -> None:
         """Note a request that was let in, and in how many seconds its answer is due."""
         if self.running and self.test is not None:
-            give_up_s = arrival_s + GIVE_UP_AFTER * promise_s
+            give_up_s = arrival_s + GIVE_UP_AFTER * slo_s
             self.verdicts.open(request_id, arm == "canary", prompt_tokens, give_up_s)
 
     def close(
@@ -332,7 +325,7 @@ class Experiment:
 
         Args:
             request_id: As it was opened.
-            good: Whether it kept its promises; None: it does not count.
+            good: Whether it attained its SLO; None: it does not count.
             response_s: NaN where it was not answered.
             output_tokens: Generated so far.
             now_s: Unix time, seconds.
@@ -354,7 +347,7 @@ class Experiment:
         assert self.test is not None
         test = self.test
         return (
-            f"{test.canary_good} of {test.num_canary} requests kept their promises, "
+            f"{test.canary_good} of {test.num_canary} requests attained their SLO, "
             f"the champion's {test.champion_good} of {test.num_champion}"
         )
 

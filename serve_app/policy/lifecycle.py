@@ -1,4 +1,4 @@
-"""Trials, promotion and rollback over HTTP: `/v1/policies`."""
+"""Experiments, promotion and rollback over HTTP: `/v1/policies`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Lifecycle:
     """Carries out what `POST /v1/policies` asks for."""
 
     def __init__(self, manager: PolicyManager) -> None:
-        """Act on a desk."""
+        """Change what a manager asks."""
         self._manager = manager
         self._busy = asyncio.Lock()
         self._registry_note: str | None = None
@@ -139,7 +139,7 @@ class Lifecycle:
     def describe(self) -> PoliciesAnswer:
         """Say who decides, who did before, and how the trial goes."""
         manager = self._manager
-        previous = None if manager.previous is None else _reference(manager.previous[0])
+        previous = None if manager.previous is None else _reference(manager.previous)
         return PoliciesAnswer(
             champion=_breaker(manager.policy),
             previous=previous,
@@ -169,7 +169,7 @@ class Lifecycle:
             version = await asyncio.wait_for(call, _REGISTRY_S)
             self._registry_note = f"{self._model} version {version} is champion again"
         except Exception as error:  # Stores fail in ways of their own.
-            self._registry_note = f"not rolled back in the registry: {_words(error)}"
+            self._registry_note = f"not rolled back in the registry: {_text_of(error)}"
             logger.error("%s", self._registry_note)
 
     async def _promote(self) -> None:
@@ -186,7 +186,7 @@ class Lifecycle:
                 )
                 version = await asyncio.wait_for(call, _REGISTRY_S)
             except Exception as error:  # Stores fail in ways of their own.
-                self._registry_note = f"not promoted: {_words(error)}"
+                self._registry_note = f"not promoted: {_text_of(error)}"
                 raise Conflict(self._registry_note) from None
             self._registry_note = f"{self._model} version {version} is champion"
         else:
@@ -217,7 +217,7 @@ def promotion_tags(
     return tags
 
 
-def _words(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return str(error) or "the registry does not answer in time"
 
 
@@ -230,10 +230,10 @@ def _reference(policy: PolicyRunner) -> PolicyReference:
 def _breaker(policy: PolicyRunner) -> BreakerAnswer:
     return BreakerAnswer(
         **_reference(policy).model_dump(),
-        num_decisions=policy.num_decisions,
-        fallbacks_by_reason=dict(policy.fallbacks),
-        resting=policy.rests,
-        times_opened=policy.num_opened,
+        num_decisions=policy.counts.num_decisions,
+        fallbacks_by_reason=dict(policy.counts.fallbacks),
+        resting=policy.breaker.state == "open",
+        times_opened=policy.breaker.num_opened,
     )
 
 

@@ -1,4 +1,4 @@
-"""Which policy is served: found and checked before anything starts, then sent to the replica."""
+"""Which policy a name means: found, checked, and warmed up before it decides."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ GENERIC = "generic"
 """Name of the policy for any cluster."""
 RANDOMISED = frozenset({"random", "weighted_random", "power_of_two"})
 """Baselines whose choice is itself a draw, so that its propensity is not known."""
+MAX_EXPLORE_FRACTION = 0.05
 TUNED = frozenset({"sed_reserve", "sed_dump", "sita"})
 """Baselines whose parameters hold for the scenario's own replicas only."""
 
@@ -68,7 +69,7 @@ def resolve_policy(
     policy: str,
     scenario_name: str,
     registry_uri: str | None = None,
-    fallback_to_sed: bool = False,
+    stand_in: str | None = None,
 ) -> LoadedPolicy:
     """Find the policy that a name means.
 
@@ -76,12 +77,12 @@ def resolve_policy(
         policy: `champion`, `generic`, the registry's `candidate`, the path of a policy file (.npz),
             or a baseline's name.
         scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
-            promise and length predictor.
+            SLO and length predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
-        fallback_to_sed: Serve shortest expected delay where a trained policy is missing or broken.
+        stand_in: Rule that is served where a trained policy is missing or broken; its card says so.
 
     Raises:
-        ValueError: An unknown name or scenario; without fallback also a policy that is missing or
+        ValueError: An unknown name or scenario; without a stand-in also a policy that is missing or
             broken (ArtifactError).
     """
     scenario = load_scenario(scenario_name)
@@ -97,9 +98,9 @@ def resolve_policy(
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source, scenario)
     except ArtifactError as error:
-        if not fallback_to_sed:
+        if stand_in is None:
             raise
-        return _in_place_of(str(error), from_baseline("sed", scenario))
+        return _in_place_of(str(error), from_baseline(stand_in, scenario))
     if policy not in BASELINES:
         raise ValueError(
             f"unknown policy {policy!r}; give champion, generic, a policy file (.npz) or one of "
@@ -131,12 +132,28 @@ def warm_up(loaded: LoadedPolicy) -> None:
         finish_times_s(request, [idle])  # Exploration asks it.
 
 
+def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:
+    """Refuse a share that is out of range, or that has no meaning for the policy.
+
+    Raises:
+        ValueError: It is not in [0, MAX_EXPLORE_FRACTION], or the policy draws by itself.
+    """
+    if not 0.0 <= explore_fraction <= MAX_EXPLORE_FRACTION:
+        raise ValueError(
+            f"explore fraction {explore_fraction} must lie between 0 and {MAX_EXPLORE_FRACTION}"
+        )
+    if explore_fraction and loaded.draws:
+        raise ValueError(
+            f"policy {loaded.card.name!r} draws its choices already: explore with one that does not"
+        )
+
+
 def from_artifact(
     name: str, artifact: PolicyArtifact, source: str, scenario: Scenario
 ) -> LoadedPolicy:
     """Serve a trained policy.
 
-    The one for any cluster knows no traffic of its own: the promise and the predictor are those of
+    The one for any cluster knows no traffic of its own: the SLO and the predictor are those of
     `scenario`.
 
     Raises:
@@ -171,7 +188,7 @@ def from_artifact(
 
 
 def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
-    """Serve a hand-written rule, with the promise, the tuning and the predictor of `scenario`.
+    """Serve a hand-written rule, with the SLO, the tuning and the predictor of `scenario`.
 
     Raises:
         ValueError: The rule is a tuned one, and there are no parameters for the scenario.

@@ -1,42 +1,41 @@
-"""Who decides now: the policy, kept on a short leash, and the rule that stands in for it.
+"""Who decides now: the policy behind its circuit breaker, and the rule that stands in for it.
 
-Beside them, at most one policy on trial, and the policy that decided before, kept warm so that
-going back to it takes no time.
+Beside them, at most one policy under experiment, and the policy that decided before, kept warm so
+that going back to it takes no time.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
-from serve_app.policy.decider import Choice, Decider
 from serve_app.policy.experiment import Arm, Experiment, Mode
-from serve_app.policy.loading import LoadedPolicy, resolve_policy, warm_up
-from serve_app.policy.runner import PolicyRunner, Timeouts
-from serve_app.policy.timeouts import ThreadTimeout
-from tokenyard.artifact import ArtifactError
+from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy, warm_up
+from serve_app.policy.runner import (
+    Choice,
+    CircuitBreaker,
+    DecisionCounts,
+    Failure,
+    PolicyRunner,
+    decide_by,
+)
+from serve_app.policy.timeouts import ThreadTimeout, Timeouts
 from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
+from tokenyard.policies.delay import finish_times_s
 from tokenyard.types import ReplicaSnapshot, Request
-
-logger = logging.getLogger(__name__)
 
 RAY_DEFAULT = "ray_default"
 """Name of Ray Serve's own router among the policies."""
-REASONS = ("error", "too_slow", "breaker_open", "stale", "incompatible", "missing")
-"""Why the baseline decided: the policy failed, hung, is left alone after that, knows nothing
-current, is not for these replicas, or was not found at the start."""
 _WARM_UP_S = 30.0
 _NUM_TIMES = 1000
 _NUM_EVENTS = 200
 _TOO_MANY_ERRORS = 10
-"""Decisions in which a canary may fail before its trial ends, in a row or not."""
+"""Decisions in which a canary may fail before its experiment ends, in a row or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +53,10 @@ class Event:
 class PolicyManager:
     """Picks replicas by a policy that can be changed; where it fails, by a baseline, at once.
 
+    A share `explore_fraction` of the policy's decisions is drawn uniformly from the replicas that
+    are below capacity and expected to finish within the SLO, so that the log can judge other
+    policies; where there are fewer than two of them nothing is risked.
+
     Not thread-safe: one event loop uses it.
     """
 
@@ -61,7 +64,7 @@ class PolicyManager:
         self,
         scenario: str,
         baseline: str,
-        circuit_breaker: CircuitBreakerSettings,
+        settings: CircuitBreakerSettings,
         rng: np.random.Generator,
         registry: str | None = None,
         clock_s: Callable[[], float] = time.monotonic,
@@ -71,64 +74,30 @@ class PolicyManager:
         Args:
             scenario: Whose champion, tuned rules and predictor are used.
             baseline: Name of the rule that stands in.
-            circuit_breaker: When the policy is left alone.
+            settings: When a policy is not asked.
             rng: Source of exploration and of policies that draw.
             registry: MLflow URI where champions are looked up.
             clock_s: Any clock that does not go back, seconds.
 
         Raises:
-            ValueError: The baseline is not known.
+            ValueError: The baseline is not known, or is not for any number of replicas.
         """
-        self.scenario = scenario
-        self.registry = registry
-        self._trust = circuit_breaker
-        self._rng = rng
-        self._clock_s = clock_s
-        self._callers = Timeouts(circuit_breaker)
-        loaded = resolve_policy(baseline, scenario)
-        warm_up(loaded)
-        self._baseline = Decider(loaded, rng.spawn(1)[0])
-        self.baseline = baseline
-        self.num_decisions = 0
-        self.num_explored = 0
-        self.fallbacks: Counter[str] = Counter()
+        self.scenario, self.baseline, self.registry = scenario, baseline, registry
+        self._settings, self._rng, self._clock_s = settings, rng, clock_s
+        self._timeouts = Timeouts.of(settings.budget_s)
+        self._stand_in = _load_baseline(baseline, scenario)
+        self._stand_in_decide = decide_by(self._stand_in.make(rng.spawn(1)[0]))
+        self.counts = DecisionCounts()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """Times of the last decisions, the baseline's in their place included, microseconds."""
         self.decision_cpu_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """What they computed, microseconds: on a busy machine a decision also waits its turn."""
-        self.policy = self._guarded(baseline, loaded, 0.0)
-        self._asks = False
-        """Whether the policy is asked: Ray decides otherwise, or nobody was asked for."""
-        self.previous: tuple[PolicyRunner, bool] | None = None
-        """What decided before, to go back to, and whether it was asked."""
+        self.policy = self.runner(baseline, self._stand_in, decides=False)
+        self.previous: PolicyRunner | None = None
+        """What decided before, to go back to."""
         self.experiment: Experiment | None = None
         """The last one; it may have ended."""
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
-
-    @property
-    def name(self) -> str:
-        """The policy's, as it was asked for."""
-        return self.policy.name
-
-    @property
-    def loaded(self) -> LoadedPolicy:
-        """What decides."""
-        return self.policy.loaded
-
-    @property
-    def missing(self) -> str | None:
-        """Why the policy that was asked for is not there."""
-        return self.policy.missing
-
-    @property
-    def explore_fraction(self) -> float:
-        """Share of decisions drawn at random."""
-        return self.policy.explore_fraction
-
-    @property
-    def rests(self) -> bool:
-        """Whether the policy is left alone for now."""
-        return self.policy.rests
 
     def predicted_total_tokens(self, context_tokens: int, arm: Arm = "champion") -> float:
         """Predicted size of a request of that context, as who decides for an arm takes it."""
@@ -140,9 +109,25 @@ class PolicyManager:
         Raises:
             ValueError: It is not known, cannot be used, or fails its warm-up.
         """
-        loaded = resolve_policy(policy, self.scenario, self.registry)
-        _warm_up(loaded)
-        return loaded
+        return self._prepare(policy)
+
+    def runner(
+        self,
+        name: str,
+        loaded: LoadedPolicy,
+        explore_fraction: float = 0.0,
+        decides: bool = True,
+    ) -> PolicyRunner:
+        """Put a policy behind a breaker of its own; one that draws does not explore on top.
+
+        Raises:
+            ValueError: The share to explore is out of range.
+        """
+        explore_fraction = 0.0 if loaded.draws else explore_fraction
+        check_exploration(loaded, explore_fraction)
+        breaker = CircuitBreaker(self._settings, self._clock_s)
+        rng = self._rng.spawn(1)[0]
+        return PolicyRunner(name, loaded, breaker, self._timeouts, rng, explore_fraction, decides)
 
     def switch(
         self,
@@ -160,11 +145,16 @@ class PolicyManager:
             prepared: What `prepare` found for it; None: found now.
 
         Raises:
-            ValueError: It is not known, cannot be used, or fails its warm-up; what
-                decided before goes on.
+            ValueError: It is not known, cannot be used, or fails its warm-up; what decided before
+                goes on.
         """
-        found = self._find(policy, explore_fraction, may_be_missing, prepared)
-        self._install(*found, "switched to", "asked")
+        if policy == RAY_DEFAULT:
+            runner = self.runner(policy, self._stand_in, decides=False)
+        else:
+            stand_in = self.baseline if may_be_missing else None
+            prepared = prepared or self._prepare(policy, stand_in)
+            runner = self.runner(policy, prepared, explore_fraction)
+        self._install(runner, "switched to", "asked")
 
     def start_experiment(
         self,
@@ -174,7 +164,7 @@ class PolicyManager:
         alpha: float = DEFAULT_ALPHA,
         prepared: LoadedPolicy | None = None,
     ) -> Experiment:
-        """Put a policy on trial in place of the one that is.
+        """Begin an experiment with a policy, and end the one that runs.
 
         Args:
             policy: As for `switch`, without `ray_default`.
@@ -184,43 +174,37 @@ class PolicyManager:
             prepared: What `prepare` found for it; None: found now.
 
         Raises:
-            ValueError: It cannot be put on trial, or nobody decides whom it could be compared to.
+            ValueError: It cannot be used, or nobody decides whom it could be compared to.
         """
-        if RAY_DEFAULT in (policy, self.name):
+        if RAY_DEFAULT in (policy, self.policy.name):
             raise ValueError(f"{RAY_DEFAULT} scores nothing that a trial could be compared on")
-        guarded, _ = self._find(policy, 0.0, False, prepared)
-        if mode == "canary":
-            # A canary explores as the champion does, or its log could judge nobody.
-            explore = 0.0 if guarded.loaded.draws else self.explore_fraction
-            guarded = self._guarded(policy, guarded.loaded, explore)
-        experiment = Experiment(guarded, mode, share, time.time(), alpha)
+        # A canary explores as the champion does, or its log could judge nobody.
+        explore = self.policy.explore_fraction if mode == "canary" else 0.0
+        runner = self.runner(policy, prepared or self.prepare(policy), explore)
+        experiment = Experiment(runner, mode, share, time.time(), alpha, self._settings)
         self.end_experiment("another one began")
         self.experiment = experiment
-        self._note(f"{mode} began", guarded, f"share {experiment.share:g}")
+        self._note(f"{mode} began", runner, f"share {experiment.share:g}")
         return experiment
 
     def end_experiment(self, why: str) -> None:
-        """End the trial that runs, if any does."""
+        """End the experiment that runs, if any does."""
         if self.experiment is not None and self.experiment.running:
             self.experiment.end(why, time.time())
         self._note_end()
 
-    def promote(self) -> PolicyRunner:
-        """Let the policy on trial decide from now on.
+    def promote(self) -> None:
+        """Let the policy under experiment decide from now on.
 
         Raises:
-            ValueError: None is on trial.
+            ValueError: There is none.
         """
         if self.experiment is None or not self.experiment.running:
             raise ValueError("no policy is on trial")
-        policy = self.experiment.policy
-        policy = self._guarded(
-            policy.name, policy.loaded, 0.0 if policy.loaded.draws else self.explore_fraction
-        )
-        self.experiment.end("it was promoted", time.time())
-        self._note_end()
-        self._install(policy, True, "promoted", "after its trial")
-        return policy
+        tried = self.experiment.policy
+        runner = self.runner(tried.name, tried.loaded, self.policy.explore_fraction)
+        self.end_experiment("it was promoted")
+        self._install(runner, "promoted", "after its trial")
 
     def roll_back(self, why: str = "asked") -> None:
         """Let what decided before decide again; at once, since it was kept.
@@ -230,7 +214,7 @@ class PolicyManager:
         """
         if self.previous is None:
             raise ValueError("no other policy has decided before")
-        self._install(*self.previous, "rolled back to", why)
+        self._install(self.previous, "rolled back to", why)
 
     def arm_of(self, request_id: str) -> Arm:
         """Whose decision a request is."""
@@ -240,31 +224,50 @@ class PolicyManager:
         self,
         request: Request,
         snapshots: Sequence[ReplicaSnapshot],
-        stale: bool,
+        stale: bool = False,
         arm: Arm = "champion",
+        runner: PolicyRunner | None = None,
     ) -> Choice:
-        """Choose the replica for a request, whatever is wrong with the policy.
+        """Choose the replica for a request, whatever is wrong with the policy, and count it.
 
         Args:
             request: To be placed.
             snapshots: Candidates, at least one.
             stale: Whether none of them was heard of lately.
             arm: Whose decision it is.
+            runner: Asked in place of who decides; that is not counted.
         """
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        choice, reason = self._ask(request, snapshots, stale, arm)
-        if choice is None:
-            choice = self._baseline.decide(request, snapshots)
+        asked = runner or self._decides(arm)
+        answer = asked.decide(request, snapshots, stale) if asked.decides else None
+        decision = answer
+        if decision is None or isinstance(decision, Failure):
+            decision = self._stand_in_decide(request, snapshots)
+        own = decision is answer
+        draws = asked.loaded.draws if own else self._stand_in.draws
+        index, propensity = decision.replica, None if draws else 1.0
+        if own and asked.explore_fraction:
+            index, propensity = self._explore(request, snapshots, index, asked)
+        choice = Choice(
+            index, decision.scores, propensity, index != decision.replica,
+            (time.perf_counter_ns() - started_ns) / 1e3,
+            answer.reason if isinstance(answer, Failure) else None,
+        )  # fmt: skip
+        if runner is None:
+            self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)
+            self._count(choice, asked)
+        return choice
+
+    def pick_by_ray(self, index: int, started_ns: int) -> Choice:
+        """Count what Ray has chosen.
+
+        Args:
+            index: Of the candidate.
+            started_ns: When it was asked, by `time.perf_counter_ns`.
+        """
         decision_us = (time.perf_counter_ns() - started_ns) / 1e3
-        self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)
-        choice = replace(
-            choice, decision_us=decision_us, fallback=reason is not None, fallback_reason=reason
-        )
-        self.num_decisions += 1
-        self.num_explored += choice.explored
-        self.decision_us.append(decision_us)
-        if reason is not None:
-            self.fallbacks[reason] += 1
+        choice = Choice(index, None, None, False, decision_us)
+        self._count(choice, self.policy)
         return choice
 
     def observe(
@@ -281,8 +284,7 @@ class PolicyManager:
 
     def label_of(self, arm: Arm) -> str:
         """`name@version` of who decides for an arm."""
-        policy = self._decides(arm)
-        return RAY_DEFAULT if policy.name == RAY_DEFAULT else policy.label
+        return _label(self._decides(arm))
 
     def settle(
         self,
@@ -292,7 +294,7 @@ class PolicyManager:
         output_tokens: int,
         now_s: float,
     ) -> None:
-        """Tell the trial what became of a request; see `Trial.close`."""
+        """Tell the experiment what became of a request; see `Experiment.close`."""
         if self.experiment is not None and self.experiment.running:
             self.experiment.close(request_id, good, response_s, output_tokens, now_s)
             self._note_end()
@@ -300,66 +302,69 @@ class PolicyManager:
     def stop(self) -> None:
         """End the threads."""
         self.end_experiment("the gateway ends")
-        self._callers.stop()
-
-    def _ask(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool, arm: Arm
-    ) -> tuple[Choice | None, str | None]:
-        """Return the choice of who is to decide, or None and why there is none."""
-        experiment = self.experiment
-        if arm == "canary" and experiment is not None and experiment.running:
-            asked = experiment.policy.ask(request, snapshots, stale)
-            failed = experiment.policy.fallbacks
-            if experiment.policy.num_opened or failed["error"] >= _TOO_MANY_ERRORS:
-                experiment.end(f"it failed: {dict(failed)}", time.time())
-                self._note_end()
-            return asked
-        if not self._asks:
-            return None, None  # Ray decides, or nobody was asked for: the baseline is no fallback.
-        return self.policy.ask(request, snapshots, stale)
+        self._timeouts.stop()
 
     def _decides(self, arm: Arm) -> PolicyRunner:
-        canary = arm == "canary" and self.experiment is not None and self.experiment.running
-        return self.experiment.policy if canary and self.experiment is not None else self.policy
+        experiment = self.experiment
+        if arm == "canary" and experiment is not None and experiment.running:
+            return experiment.policy
+        return self.policy
 
-    def _find(
+    def _explore(
         self,
-        policy: str,
-        explore_fraction: float,
-        may_be_missing: bool,
-        prepared: LoadedPolicy | None,
-    ) -> tuple[PolicyRunner, bool]:
-        """Find and warm up a policy; the flag says whether it is asked."""
-        if policy == RAY_DEFAULT:
-            return self._guarded(policy, self._baseline.loaded, 0.0), False
-        missing = None
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        preferred: int,
+        runner: PolicyRunner,
+    ) -> tuple[int, float]:
+        """Maybe draw another replica, and say how likely the returned one was."""
+        fraction, slo_s = runner.explore_fraction, runner.loaded.card.slo_response_s
+        safe = [
+            i
+            for i, finish_s in enumerate(finish_times_s(request, snapshots))
+            if finish_s <= slo_s and snapshots[i].num_outstanding < snapshots[i].max_concurrency
+        ]
+        if len(safe) < 2:
+            return preferred, 1.0
+        chosen = preferred
+        if self._rng.random() < fraction:
+            chosen = safe[int(self._rng.integers(len(safe)))]
+        propensity = fraction / len(safe) if chosen in safe else 0.0
+        if chosen == preferred:
+            propensity += 1.0 - fraction
+        return chosen, propensity
+
+    def _count(self, choice: Choice, runner: PolicyRunner) -> None:
+        self.counts.add(choice)
+        self.decision_us.append(choice.decision_us)
+        if not runner.decides:
+            return
+        runner.counts.add(choice)
+        experiment, failed = self.experiment, runner.counts.fallbacks
+        if experiment is not None and runner is experiment.policy:
+            if runner.breaker.num_opened or failed["error"] >= _TOO_MANY_ERRORS:
+                self.end_experiment(f"it failed: {dict(failed)}")
+
+    def _prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
+        loaded = resolve_policy(policy, self.scenario, self.registry, stand_in)
+        timeout = ThreadTimeout(_WARM_UP_S)
         try:
-            loaded = prepared or self.prepare(policy)
-        except ArtifactError as error:
-            if not may_be_missing:
-                raise
-            missing, loaded = str(error), self._baseline.loaded
-            logger.warning("%s decides: %s", self.baseline, missing)
-        explore_fraction = 0.0 if loaded.draws else explore_fraction
-        return self._guarded(policy, loaded, explore_fraction, missing), True
+            timeout.call(warm_up, loaded)
+        except Exception as error:
+            text = f"policy {loaded.card.name!r} fails its warm-up: {error}"
+            raise ValueError(text) from None
+        finally:
+            timeout.stop()
+        return loaded
 
-    def _guarded(
-        self, name: str, loaded: LoadedPolicy, explore_fraction: float, missing: str | None = None
-    ) -> PolicyRunner:
-        return PolicyRunner(
-            name, loaded, self._trust, self._rng.spawn(1)[0], self._callers, self._clock_s,
-            explore_fraction, missing,
-        )  # fmt: skip
-
-    def _install(self, policy: PolicyRunner, asks: bool, what: str, why: str) -> None:
-        # A trial is against one champion: with another it would begin anew.
+    def _install(self, runner: PolicyRunner, what: str, why: str) -> None:
+        # An experiment is against one champion: with another it would begin anew.
         self.end_experiment("another policy decides")
-        self.previous = (self.policy, self._asks)
-        self.policy, self._asks = policy, asks
-        self._note(what, policy, why)
+        self.previous, self.policy = self.policy, runner
+        self._note(what, runner, why)
 
     def _note_end(self) -> None:
-        """Write down that the trial has ended, once."""
+        """Write down that the experiment has ended, once."""
         experiment = self.experiment
         if experiment is None or experiment.why is None:
             return
@@ -369,21 +374,20 @@ class PolicyManager:
         assert experiment.ended_s is not None
         self.events.append(Event(experiment.ended_s, what, experiment.policy.label, experiment.why))
 
-    def _note(self, what: str, policy: PolicyRunner, why: str) -> None:
-        label = RAY_DEFAULT if policy.name == RAY_DEFAULT else policy.label
-        self.events.append(Event(time.time(), what, label, why))
+    def _note(self, what: str, runner: PolicyRunner, why: str) -> None:
+        self.events.append(Event(time.time(), what, _label(runner), why))
 
 
-def _warm_up(loaded: LoadedPolicy) -> None:
-    """Let a policy decide once before it may, within a time.
+def _label(runner: PolicyRunner) -> str:
+    return RAY_DEFAULT if runner.name == RAY_DEFAULT else runner.label
 
-    Raises:
-        ValueError: It does not.
-    """
-    caller = ThreadTimeout(_WARM_UP_S)
-    try:
-        caller.call(partial(warm_up, loaded))
-    except Exception as error:
-        raise ValueError(f"policy {loaded.card.name!r} fails its warm-up: {error}") from None
-    finally:
-        caller.stop()
+
+def _load_baseline(name: str, scenario: str) -> LoadedPolicy:
+    loaded = resolve_policy(name, scenario)
+    if loaded.card.num_replicas is not None:
+        raise ValueError(
+            f"baseline {name!r} is tuned for {loaded.card.num_replicas} replicas, and replicas "
+            "come and go; choose one for any number"
+        )
+    warm_up(loaded)
+    return loaded

@@ -1,7 +1,7 @@
 """Calls that may take too long, and are given up after a budget.
 
-`WatchedCaller` calls in place, which costs next to nothing, and interrupts what runs Python.
-`BoundedCaller` calls in a thread of its own and stops waiting, whatever the call does.
+`InlineTimeout` calls in place, which costs next to nothing, and interrupts what runs Python.
+`ThreadTimeout` calls in a thread of its own and stops waiting, whatever the call does.
 docs/decisions/0009-a-policy-that-hangs.md says when which of them is used, and what they cost.
 """
 
@@ -13,10 +13,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
+_PATIENCE = 5.0
+"""Budgets that may pass on a machine that is busy with other things."""
 _ENOUGH_LOOPS = 100_000
 """Python looks for interruptions at every turn of a loop."""
 
@@ -52,7 +56,7 @@ class InlineTimeout:
         self._ends = threading.Event()
         threading.Thread(target=self._watch, name="policy-watch", daemon=True).start()
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[..., T], *args: Any) -> T:
         """Return what `function` does, or raise what it raises.
 
         Raises:
@@ -68,7 +72,7 @@ class InlineTimeout:
                 self._cpu_started_s, self._started_s = time.thread_time(), time.monotonic()
                 self._fired, self._running = False, True
             try:
-                result = function()
+                result = function(*args)
             except Exception as raised:
                 error = raised
             with self._lock:
@@ -120,7 +124,7 @@ class ThreadTimeout:
         self._budget_s = budget_s
         self._worker: _Worker | None = None
 
-    def call(self, function: Callable[[], T]) -> T:
+    def call(self, function: Callable[..., T], *args: Any) -> T:
         """Return what `function` does, or raise what it raises.
 
         Raises:
@@ -129,7 +133,7 @@ class ThreadTimeout:
         if self._worker is None:
             self._worker = _Worker()
         worker = self._worker
-        worker.calls.put(function)
+        worker.calls.put(partial(function, *args))
         try:
             result, error = worker.answers.get(timeout=self._budget_s)
         except queue.Empty:
@@ -145,6 +149,32 @@ class ThreadTimeout:
         if self._worker is not None:
             self._worker.calls.put(None)
             self._worker = None
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Who makes the calls, one after another, for policies that take turns."""
+
+    inline: InlineTimeout | ThreadTimeout
+    """For those that are trusted."""
+    thread: ThreadTimeout
+    """For those that were too slow."""
+
+    @classmethod
+    def of(cls, budget_s: float) -> Timeouts:
+        """Give up what computes for longer than `budget_s`, or takes a few times that."""
+        return cls(InlineTimeout(budget_s, _PATIENCE), ThreadTimeout(budget_s * _PATIENCE))
+
+    @classmethod
+    def in_thread(cls, budget_s: float) -> Timeouts:
+        """Likewise, for calls that nobody waits for."""
+        thread = ThreadTimeout(budget_s * _PATIENCE)
+        return cls(thread, thread)
+
+    def stop(self) -> None:
+        """End the threads."""
+        self.inline.stop()
+        self.thread.stop()
 
 
 class _Worker:

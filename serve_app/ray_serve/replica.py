@@ -16,8 +16,8 @@ from ray.serve.config import RequestRouterConfig
 from serve_app.cluster import Pool
 from serve_app.engines.base import Engine, EngineConfig, EngineError
 from serve_app.engines.models import find_model
+from serve_app.engines.profiling import start_and_measure
 from serve_app.engines.sharded.engine import rank_bundles
-from serve_app.engines.speed import start_and_measure
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder, Tokenizer
 from serve_app.gateway.generation import GenerationChunk, GenerationRequest, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus, HostMetrics

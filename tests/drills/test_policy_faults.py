@@ -17,8 +17,8 @@ from unit.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluste
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import GenerationChunk, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus
+from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.openai import create_gateway_api
 from serve_app.policy import manager as manager_module
 from serve_app.policy.manager import PolicyManager
 from tokenyard.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.drills
 
 NUM_CLIENTS = 8
 NUM_REQUESTS = 120
-TRUST = {"budget_s": 0.05, "cool_down_s": 0.3, "stale_after_s": 0.5}
+SETTINGS = {"budget_s": 0.05, "cool_down_s": 0.3, "stale_after_s": 0.5}
 
 
 class BusyPool(FakePool):
@@ -90,7 +90,7 @@ def drill(test, clock_s=time.time):
     async def run():
         cluster = a_cluster(
             pools=("a", "b", "c"),
-            circuit_breaker=TRUST,
+            circuit_breaker=SETTINGS,
             limits={"max_in_flight": 64},
             policy="champion",
         )
@@ -213,7 +213,7 @@ def test_a_truncated_file_is_refused_and_what_decided_goes_on(tmp_path):
         )
         assert canary.status_code == 422
         await load
-        assert drill.gateway.manager.name == "champion"
+        assert drill.gateway.manager.policy.name == "champion"
 
     drill(test)
 
@@ -233,7 +233,7 @@ def test_poisoned_weights_that_send_everything_to_one_replica_fill_it_and_the_re
         assert "tokenyard_retries_total{" in text  # It was full, and the rest went elsewhere.
         back = await drill.client.post("/v1/policies", json={"action": "rollback"})
         assert back.status_code == 200
-        assert drill.gateway.manager.name == "champion"
+        assert drill.gateway.manager.policy.name == "champion"
 
     drill(test)
 
@@ -273,7 +273,7 @@ def test_without_telemetry_the_baseline_decides_and_the_policy_comes_back_with_i
     async def test(drill):
         for pool in drill.pools.values():
             pool.tells = False
-        await asyncio.sleep(TRUST["stale_after_s"] + 0.1)
+        await asyncio.sleep(SETTINGS["stale_after_s"] + 0.1)
         await drill.load()
         stale = (await drill.reasons())["stale"]
         assert stale >= NUM_REQUESTS

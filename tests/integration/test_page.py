@@ -18,8 +18,8 @@ from unit.test_serve_gateway import FakePool, Letters, a_body, a_cluster
 
 from serve_app.gateway.gateway import Gateway
 from serve_app.http import allocation as allocation_api
+from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.openai import create_gateway_api
 from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.policies.rules import StaticPlan
 
@@ -45,7 +45,7 @@ class Site:
         self.gateway = Gateway(cluster, manager, {p.name: FakePool(p.name) for p in cluster.pools})
         api = create_gateway_api(self.gateway, Letters(), Access(token))
         if allocator is not None:
-            allocation_api.install(api, allocator, Access(token), lambda name: None)
+            api.include_router(allocation_api.make_router(allocator, Access(token), lambda _: None))
         config = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="warning")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -58,5 +58,5 @@ def test_a_registry_that_does_not_answer_is_refused_or_fallen_back_from(monkeypa
     unreachable = "http://127.0.0.1:9"
     with pytest.raises(ArtifactError, match=f"registry {unreachable}: "):
         resolve_policy("champion", "poisson_085", registry_uri=unreachable)
-    loaded = resolve_policy("champion", "poisson_085", unreachable, fallback_to_sed=True)
+    loaded = resolve_policy("champion", "poisson_085", unreachable, stand_in="sed")
     assert loaded.card.name == "sed"

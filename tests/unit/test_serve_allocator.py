@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
-from serve_app.allocation.allocator import (
-    Allocator,
-    Limits,
-    cheapest_for,
-    find_plan,
-    plan_of,
-    steady,
-)
+from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
+from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import make_allocation_policy
@@ -36,6 +30,7 @@ class InstantPool:
     def __init__(self):
         self.wanted = {}
         self.most_gpus = 0
+        self.records = []
 
     async def observe(self):
         held = {s: Held(n, n) for s, n in self.wanted.items() if n}
@@ -45,6 +40,12 @@ class InstantPool:
     async def want(self, shape, count):
         self.wanted[shape] = count
 
+    def num_waiting(self):
+        return 0
+
+    def record(self, slot):
+        self.records.append(slot)
+
 
 class World:
     """An allocator, its pool, and a clock that stands still until it is told to go on."""
@@ -52,9 +53,10 @@ class World:
     def __init__(self, policy, scenario=SCENARIO, **options):
         self.now_s, self.offered = 0.0, 0
         self.pool = options.pop("pool", None) or InstantPool()
+        self.pool.num_offered = lambda: self.offered
         self.allocator = Allocator(
-            scenario, "tested", policy, self.pool, lambda: self.offered, lambda: 0,
-            clock_s=lambda: self.now_s, **options,
+            scenario, "tested", policy, self.pool, AllocatorSettings(**options),
+            clock_s=lambda: self.now_s,
         )  # fmt: skip
 
     def slot(self, requests=0, ticks=12):
@@ -153,13 +155,12 @@ def test_the_switch_budget_and_the_cooldown_hold():
 
     budget = SwitchBudget(switches=2, period_slots=10)
     scenario = SCENARIO.model_copy(update={"switch_budget": budget})
-    world = World(Restless(), scenario, start=ONE, limits=Limits(shrink_after_s=0))
+    world = World(Restless(), scenario, start=ONE, shrink_after_s=0)
     for _ in range(9):
         world.slot()
     done = [one for one in world.allocator.changes if one.by == "policy" and one.outcome == "done"]
     assert len(done) == 2
-    limits = Limits(cooldown_slots=3, shrink_after_s=0)
-    world = World(Restless(), start=ONE, limits=limits)
+    world = World(Restless(), start=ONE, cooldown_slots=3, shrink_after_s=0)
     changed = []
     for slot in range(12):
         before = world.allocator.plan
@@ -179,7 +180,7 @@ def test_a_plan_that_could_not_be_left_again_is_replaced_by_what_comes_closest()
     assert "model on 4 GPUs, which was asked for, could not be" in world.allocator.reason
     with pytest.raises(ValueError, match="within 4 GPUs while 1 replicas serve"):
         world.allocator.set_plan(model)
-    world = World(StaticPlan(model), start=FOUR, limits=Limits(min_replicas=0))
+    world = World(StaticPlan(model), start=FOUR, min_replicas=0)
     world.slot()
     assert world.pool.wanted[shape_of(model)] == 1
 
@@ -192,7 +193,7 @@ def test_the_start_is_a_plan_that_can_be_left_again():
 
 
 def test_a_plan_set_by_hand_is_kept_until_a_policy_is_set():
-    world = World(StaticPlan(ONE), start=ONE, limits=Limits(shrink_after_s=0))
+    world = World(StaticPlan(ONE), start=ONE, shrink_after_s=0)
     world.slot()
     world.allocator.set_plan(PAIRS)
     with pytest.raises(ValueError, match="a change is on its way"):
@@ -207,7 +208,7 @@ def test_a_plan_set_by_hand_is_kept_until_a_policy_is_set():
 
 
 def test_what_has_just_grown_is_not_taken_back():
-    world = World(StaticPlan(FOUR), start=ONE, limits=Limits(shrink_after_s=5 * SCENARIO.slot_s))
+    world = World(StaticPlan(FOUR), start=ONE, shrink_after_s=5 * SCENARIO.slot_s)
     world.slot()
     world.allocator.set_policy("static", StaticPlan(TWO))
     plans = []
@@ -233,8 +234,7 @@ def test_a_change_that_takes_too_long_is_given_up():
             return {s: Held(one.wanted, 0, one.wanted) if s == pairs else one
                     for s, one in held.items()}  # fmt: skip
 
-    limits = Limits(change_timeout_s=0.0)
-    world = World(StaticPlan(FOUR), start=FOUR, pool=Stuck(), limits=limits)
+    world = World(StaticPlan(FOUR), start=FOUR, pool=Stuck(), change_timeout_s=0.0)
     world.slot()
     world.allocator.set_plan(PAIRS)
     world.slot(ticks=40)
@@ -270,7 +270,7 @@ def test_whatever_the_demand_the_gpu_budget_holds(demand, minimum):
         def allocate(self, state):
             return TABLE.plans[self.rng.integers(len(TABLE.plans))]
 
-    world = World(RandomPlans(), start=TWO, limits=Limits(min_replicas=minimum))
+    world = World(RandomPlans(), start=TWO, min_replicas=minimum)
     for requests in demand:
         world.slot(requests, ticks=3)
     assert world.pool.most_gpus <= SCENARIO.num_gpus
@@ -281,7 +281,7 @@ def test_under_constant_load_it_settles_on_a_plan_near_the_best_and_stays(share)
     """Within 5 % of the cheapest of all plans, turning back at most once in ten minutes."""
     rng = np.random.default_rng(round(100 * share))
     demand = share * TABLE.pool_in_time_per_s
-    world = World(policy("myopic_no_switching"), start=FOUR, limits=Limits(cooldown_slots=1))
+    world = World(policy("myopic_no_switching"), start=FOUR, cooldown_slots=1)
     plans = []
     for _ in range(round(1800 / SCENARIO.slot_s)):
         world.slot(int(rng.poisson(demand * SCENARIO.slot_s)), ticks=8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ray.serve.config import AutoscalingConfig
 
-from serve_app.allocation.allocator import find_plan
+from serve_app.allocation.plans import find_plan
 from serve_app.autoscaling import PlannedReplicas
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.scenario import load_allocation

@@ -205,13 +205,13 @@ def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_
 ):
     async def test(client, pools, gateway):
         gateway.manager.registry = "sqlite:////proc/no/such/place.db"
-        before = gateway.manager.name
+        before = gateway.manager.policy.name
         await act(client, "canary", policy="x")
         refused = await act(client, "promote")
         assert refused.status_code == 409
         assert "not promoted" in refused.json()["detail"]
         assert gateway.manager.experiment.running
-        assert gateway.manager.name == before
+        assert gateway.manager.policy.name == before
         assert await ask(client, 3) == [200] * 3
 
     resolving(monkeypatch, x=from_artifact("x", marginal_artifact(), "t", SCENARIO))

@@ -34,7 +34,7 @@ def test_a_missing_or_broken_policy_file_is_refused_by_name(tmp_path, content):
 
 
 def test_sed_is_served_in_its_place_when_told_to_and_says_why(tmp_path):
-    loaded = resolve_policy(str(tmp_path / "gone.npz"), "poisson_085", fallback_to_sed=True)
+    loaded = resolve_policy(str(tmp_path / "gone.npz"), "poisson_085", stand_in="sed")
     assert loaded.card.name == "sed"
     assert "gone.npz" in loaded.card.startup_fallback
     assert "does not exist" in loaded.card.startup_fallback
@@ -42,9 +42,9 @@ def test_sed_is_served_in_its_place_when_told_to_and_says_why(tmp_path):
 
 def test_a_mistyped_name_is_refused_even_with_a_fallback():
     with pytest.raises(ValueError, match=r"unknown policy 'sedd'.*round_robin"):
-        resolve_policy("sedd", "poisson_085", fallback_to_sed=True)
+        resolve_policy("sedd", "poisson_085", stand_in="sed")
     with pytest.raises(ValueError, match="unknown scenario"):
-        resolve_policy("sed", "poison", fallback_to_sed=True)
+        resolve_policy("sed", "poison", stand_in="sed")
 
 
 def test_the_champion_of_a_registry_is_preferred(tmp_path, monkeypatch):

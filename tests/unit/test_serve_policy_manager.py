@@ -24,7 +24,7 @@ SNAPSHOTS = [
 ]
 REQUEST = Request(0.0, 100, 150.0)
 BUSY_INDEX, IDLE_INDEX = 0, 1
-TRUST = CircuitBreakerSettings(budget_s=0.04, failures_to_open=2, cool_down_s=10.0)
+SETTINGS = CircuitBreakerSettings(budget_s=0.04, failures_to_open=2, cool_down_s=10.0)
 
 
 class Clock:
@@ -42,7 +42,7 @@ def clock():
 @pytest.fixture
 def manager(clock):
     made = PolicyManager(
-        "conversation_mixed_gpus", "marginal_delay", TRUST, np.random.default_rng(0),
+        "conversation_mixed_gpus", "marginal_delay", SETTINGS, np.random.default_rng(0),
         clock_s=clock,
     )  # fmt: skip
     yield made
@@ -87,7 +87,7 @@ def test_a_policy_that_crashes_or_chooses_nothing_is_replaced_in_the_same_pick(
     serve(manager, monkeypatch, act)
     choice = pick(manager)
     assert (choice.index, choice.fallback_reason) == (IDLE_INDEX, "error")
-    assert manager.fallbacks == {"error": 1}
+    assert manager.counts.fallbacks == {"error": 1}
 
 
 def test_costs_that_are_not_finite_are_a_failure(manager, monkeypatch):
@@ -98,14 +98,14 @@ def test_costs_that_are_not_finite_are_a_failure(manager, monkeypatch):
     assert pick(manager).fallback_reason == "error"
 
 
-def test_a_policy_that_fails_again_and_again_rests_and_is_then_asked_again(
+def test_a_policy_that_fails_again_and_again_opens_its_breaker_and_is_then_asked_again(
     manager, monkeypatch, clock
 ):
     asked = []
     serve(manager, monkeypatch, lambda: asked.append(1) or crash())
     reasons = [pick(manager).fallback_reason for _ in range(4)]
     assert reasons == ["error", "error", "breaker_open", "breaker_open"]
-    assert (len(asked), manager.rests) == (2, True)
+    assert (len(asked), manager.policy.breaker.state) == (2, "open")
     clock.now_s = 11.0
     assert pick(manager).fallback_reason == "error"
     assert len(asked) == 3
@@ -126,7 +126,7 @@ def a_hang(ended, sleep=None):
     return BUSY_INDEX
 
 
-def test_a_policy_that_computes_for_ever_is_cut_off_and_rests(manager, monkeypatch):
+def test_a_policy_that_computes_for_ever_is_cut_off_and_opens_its_breaker(manager, monkeypatch):
     serve(manager, monkeypatch, partial(a_hang, threading.Event()))
     started_s = time.monotonic()
     choice = pick(manager)
@@ -135,7 +135,7 @@ def test_a_policy_that_computes_for_ever_is_cut_off_and_rests(manager, monkeypat
     assert pick(manager).fallback_reason == "breaker_open"
 
 
-def test_a_policy_that_was_too_slow_is_on_probation_in_a_thread_and_cut_off_even_asleep(
+def test_a_policy_that_was_too_slow_is_half_open_in_a_thread_and_cut_off_even_asleep(
     manager, monkeypatch, clock
 ):
     woken, ended = threading.Event(), threading.Event()
@@ -150,13 +150,27 @@ def test_a_policy_that_was_too_slow_is_on_probation_in_a_thread_and_cut_off_even
     assert ended.wait(HANG_S / 2)  # Its thread has been told to end, and did.
 
 
-def test_a_policy_that_behaves_again_gets_off_probation(manager, monkeypatch, clock):
+def test_a_policy_that_was_too_slow_is_open_then_half_open(manager, monkeypatch, clock):
+    serve(manager, monkeypatch, partial(time.sleep, 0.5))
+    assert manager.policy.breaker.state == "closed"
+    pick(manager)
+    assert manager.policy.breaker.state == "open"
+    clock.now_s = 11.0
+    assert manager.policy.breaker.state == "half-open"
+
+
+def test_a_baseline_that_is_tuned_for_a_number_of_replicas_is_refused():
+    with pytest.raises(ValueError, match="baseline 'sita' is tuned for 3 replicas"):
+        PolicyManager("poisson_085", "sita", SETTINGS, np.random.default_rng(0))
+
+
+def test_a_policy_that_behaves_again_closes_its_breaker(manager, monkeypatch, clock):
     naps_s = [0.5]
     serve(manager, monkeypatch, lambda: time.sleep(naps_s.pop() if naps_s else 0.0) or BUSY_INDEX)
     assert pick(manager).fallback_reason == "too_slow"
     clock.now_s = 11.0
     assert {pick(manager).fallback_reason for _ in range(120)} == {None}
-    assert not manager.policy.on_probation
+    assert manager.policy.breaker.state == "closed"
 
 
 def test_stale_signals_are_no_ground_for_a_policy(manager, monkeypatch):
@@ -175,12 +189,12 @@ def test_a_policy_for_other_replicas_is_not_asked(manager, tmp_path):
 def test_a_policy_that_is_missing_at_the_start_is_replaced_and_later_refused(manager, tmp_path):
     gone = str(tmp_path / "gone.npz")
     manager.switch(gone, may_be_missing=True)
-    assert "does not exist" in manager.missing
+    assert "does not exist" in manager.policy.loaded.card.startup_fallback
     assert pick(manager).fallback_reason == "missing"
     manager.switch("sed")
     with pytest.raises(ValueError, match="does not exist"):
         manager.switch(gone)
-    assert (manager.name, manager.missing) == ("sed", None)
+    assert (manager.policy.name, manager.policy.loaded.card.startup_fallback) == ("sed", None)
 
 
 def test_a_file_that_is_no_policy_is_refused_and_the_old_one_goes_on(manager, tmp_path):
@@ -190,7 +204,7 @@ def test_a_file_that_is_no_policy_is_refused_and_the_old_one_goes_on(manager, tm
         manager.switch(str(tmp_path / "bad.npz"))
     with pytest.raises(ValueError, match="unknown policy"):
         manager.switch("seed")
-    assert manager.name == "sed"
+    assert manager.policy.name == "sed"
 
 
 def test_exploration_keeps_to_replicas_within_the_slo_and_tells_its_propensity(manager, tmp_path):
@@ -199,16 +213,16 @@ def test_exploration_keeps_to_replicas_within_the_slo_and_tells_its_propensity(m
     idle = [SNAPSHOTS[0], SNAPSHOTS[1], SNAPSHOTS[1]]
     found = [pick(manager, idle) for _ in range(400)]
     assert {one.index for one in found} == {1, 2}  # Never the one that is at capacity.
-    assert 2 <= manager.num_explored <= 30
+    assert 2 <= manager.counts.num_explored <= 30
     assert {round(one.propensity, 4) for one in found} == {0.975, 0.025}
 
 
 def test_policies_that_draw_are_not_explored_on_top(manager):
     manager.switch("power_of_two", explore_fraction=0.01)
-    assert (manager.explore_fraction, pick(manager).propensity) == (0.0, None)
+    assert (manager.policy.explore_fraction, pick(manager).propensity) == (0.0, None)
 
 
-def test_watched_calls_return_raise_and_are_interrupted_where_they_run_python():
+def test_inline_calls_return_raise_and_are_interrupted_where_they_run_python():
     caller = InlineTimeout(0.05, 5.0)
     assert caller.call(lambda: 3) == 3
     with pytest.raises(KeyError):
@@ -238,7 +252,7 @@ def test_no_interruption_is_left_over_where_a_call_ends_just_in_time():
     caller.stop()
 
 
-def test_bounded_calls_return_raise_and_end_with_their_budget():
+def test_calls_in_a_thread_return_raise_and_end_with_their_budget():
     caller = ThreadTimeout(0.05)
     assert caller.call(lambda: 3) == 3
     with pytest.raises(KeyError):

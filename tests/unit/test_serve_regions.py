@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
+from prometheus_client import generate_latest
 
 from serve_app.http.regions_schema import RegionsMessage
 from serve_app.regions import RegionDecider
@@ -120,11 +121,12 @@ def test_the_routes_answer_and_count():
     from fastapi import FastAPI
 
     from serve_app.http import errors
-    from serve_app.regions import add_routes
+    from serve_app.http.auth import Access
+    from serve_app.regions import make_router
 
-    api = FastAPI()
+    api, decider = FastAPI(), RegionDecider(the_mix())
     errors.install(api)
-    add_routes(api, RegionDecider(the_mix()))
+    api.include_router(make_router(decider, Access(None)))
     client = TestClient(api)
     assert client.post("/v1/regions", json=a_body()).json()["policy"] == "torta"
     stale = client.post("/v1/regions", json=a_body(forecast_age_slots=99.0)).json()
@@ -133,5 +135,5 @@ def test_the_routes_answer_and_count():
     assert refused.status_code == 422
     assert refused.json()["detail"].startswith("slot_s should be greater")
     assert client.get("/v1/regions").json()["num_decisions"] == 2
-    text = client.get("/metrics").text
+    text = generate_latest(decider.registry).decode()
     assert 'tokenyard_region_fallbacks_total{policy="prox_ot",reason="stale_forecast"} 1.0' in text

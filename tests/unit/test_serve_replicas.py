@@ -11,9 +11,9 @@ from serve_app.gateway.replicas import (
     HostMetrics,
     InFlight,
     PrefixIndex,
+    Prompt,
     ReplicaTable,
     parse_vllm,
-    prefix_blocks,
 )
 from tokenyard import observation as ob
 from tokenyard.scenario import load_scenario
@@ -90,7 +90,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
             kv, at_s = row[batching.SCRAPED_KV], row[batching.SCRAPED_S]
             one.publish(EngineStatus(waiting, running, kv, at_s))
         request = sim.request()
-        prompt = [0] * request.context_tokens
+        prompt = Prompt([0] * request.context_tokens)
         ours = table.snapshots(table.offered(sim.now_s(), math.inf), prompt)
         columns, theirs = ob.snapshot_columns(ours), sim.arrays.tables[0].copy()
         theirs[:, ob.AGE_S] = 0.0  # A snapshot carries the time of observation instead.
@@ -137,10 +137,10 @@ def test_an_answer_longer_than_predicted_still_has_a_token_to_come():
 def test_what_was_sent_after_a_state_was_published_is_added_to_it():
     table = ReplicaTable((100.0, 10.0))
     replica = table.add("r", "pool", PROFILE, 0, 0.0)
-    replica.send("a", [1] * 10, 0, 5.0, 1.0)
+    replica.send("a", Prompt([1] * 10), 0, 5.0, 1.0)
     replica.publish(EngineStatus(0, 1, 0.1, 2.0))
-    replica.send("b", [1] * 10, 0, 5.0, 3.0)
-    (snapshot,) = table.snapshots([replica], [1])
+    replica.send("b", Prompt([1] * 10), 0, 5.0, 3.0)
+    (snapshot,) = table.snapshots([replica], Prompt([1]))
     assert (snapshot.num_running, snapshot.num_waiting) == (2, 0)
     replica.publish(EngineStatus(3, 3, 0.1, 1.5))  # Older than what is known.
     assert replica.status.num_running == 1
@@ -151,7 +151,7 @@ def test_a_queue_that_others_filled_is_a_wait_even_where_nothing_was_sent():
     idle = table.add("idle", "pool", PROFILE, 0, 0.0)
     busy = table.add("busy", "pool", PROFILE, 0, 0.0)
     busy.publish(EngineStatus(6, 4, 0.5, 1.0))
-    snapshots = table.snapshots([idle, busy], [1])
+    snapshots = table.snapshots([idle, busy], Prompt([1]))
     assert snapshots[1].engine.prefill_in_flight_tokens == 600.0
     assert snapshots[1].engine.output_in_flight_tokens == 80.0
     waits_s = ob.snapshot_columns(snapshots)[:, ob.WAIT_S]
@@ -162,22 +162,45 @@ def test_a_prefix_that_was_sent_is_believed_to_be_there_until_newer_ones_push_it
     table = ReplicaTable((100.0, 10.0))
     replica = table.add("r", "pool", PROFILE, 10, 0.0)
     prompt = list(range(35))
-    assert replica.match_tokens(prompt) == 0
-    replica.send("a", prompt, 0, 5.0, 0.0)
-    assert replica.match_tokens(prompt) == 30
-    assert replica.match_tokens(prompt[:30]) == 20  # The last token is always computed.
-    assert replica.match_tokens([9, *prompt]) == 0
+    assert replica.match_tokens(Prompt(prompt)) == 0
+    replica.send("a", Prompt(prompt), 0, 5.0, 0.0)
+    assert replica.match_tokens(Prompt(prompt)) == 30
+    assert replica.match_tokens(Prompt(prompt[:30])) == 20  # The last token is always computed.
+    assert replica.match_tokens(Prompt([9, *prompt])) == 0
     for number in range(100):
-        replica.send(str(number), [1000 + number] * 10, 0, 5.0, 0.0)
-    assert replica.match_tokens(prompt) == 0
+        replica.send(str(number), Prompt([1000 + number] * 10), 0, 5.0, 0.0)
+    assert replica.match_tokens(Prompt(prompt)) == 0
 
 
 def test_equal_blocks_after_different_beginnings_are_different():
-    assert prefix_blocks([1, 2, 3, 4], 2)[1] != prefix_blocks([5, 6, 3, 4], 2)[1]
-    assert prefix_blocks([1, 2, 3], 0) == ()
+    assert Prompt([1, 2, 3, 4]).blocks(2)[1] != Prompt([5, 6, 3, 4]).blocks(2)[1]
+    assert Prompt([1, 2, 3]).blocks(0) == ()
     sent = PrefixIndex(2)
     sent.send([1, 2, 3])
     assert (sent.match([1]), sent.match([2, 3])) == (0, 2)
+
+
+class Counted(list):
+    """Token ids that count how often they are cut into pieces."""
+
+    num_cuts = 0
+
+    def __getitem__(self, key):
+        self.num_cuts += 1
+        return super().__getitem__(key)
+
+
+def test_a_prompt_is_hashed_once_per_size_of_block_whatever_the_number_of_replicas():
+    table = ReplicaTable((100.0, 10.0))
+    replicas = [table.add(f"r{i}", "pool", PROFILE, (4, 8)[i % 2], 0.0) for i in range(50)]
+    token_ids = Counted(range(32))
+    prompt = Prompt(token_ids)
+    table.snapshots(replicas, prompt)
+    for number, replica in enumerate(replicas):
+        replica.send(str(number), prompt, 0, 5.0, 0.0)
+    table.snapshots(replicas, prompt)
+    assert token_ids.num_cuts == 32 // 4 + 32 // 8
+    assert [one.match_tokens(prompt) for one in replicas[:2]] == [28, 24]
 
 
 def test_replicas_that_drain_or_are_not_heard_of_are_not_offered_unless_all_are():
@@ -216,7 +239,7 @@ def test_metrics_that_say_nothing_of_queues_are_refused():
         parse_vllm("# TYPE up gauge\nup 1\n", 0.0)
 
 
-def test_the_host_meter_gives_shares_and_a_rate():
+def test_the_host_metrics_give_shares_and_a_rate():
     meter = HostMetrics()
     meter.read(1.0)
     loads = meter.read(2.0)

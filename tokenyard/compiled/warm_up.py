@@ -9,13 +9,13 @@ import numpy as np
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.corrected import LAYOUT, Correction
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.policies.regions import make_region_policy
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
-from tokenyard.rl.tabular import TabularLearner
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.allocation_bounds import clairvoyant_plans, free_switching
 from tokenyard.sim.allocation_run import StreamRunner

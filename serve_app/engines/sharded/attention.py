@@ -36,7 +36,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchLayout:
     """How a batch attends, the same in all layers."""
 
     parts: list[Part]
@@ -96,7 +96,7 @@ def make_plan(
     read_index: torch.Tensor,
     group: int,
     dtype: torch.dtype,
-) -> Plan:
+) -> BatchLayout:
     """Put sequences that decode and are of like length together.
 
     Args:
@@ -133,7 +133,7 @@ def make_plan(
         like = [one for one in decoding if one[0] <= _MOST_PADDING * decoding[0][0]]
         decoding = decoding[len(like) :]
         add([number for _, number in like], _hide([seen for seen, _ in like], group, dtype))
-    return Plan(parts, torch.cat(index) if index else read_index)
+    return BatchLayout(parts, torch.cat(index) if index else read_index)
 
 
 @lru_cache(_NUM_MASKS)

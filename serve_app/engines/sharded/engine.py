@@ -32,7 +32,7 @@ from serve_app.engines.base import (
     Sampling,
 )
 from serve_app.engines.models import check_plan, find_model, read_shape
-from serve_app.engines.sharded.messages import Limits, Member, Progress, Report
+from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Rank:
 
         return await asyncio.to_thread(all_logits, self._model, token_ids)
 
-    async def serve(self) -> Limits:
+    async def serve(self) -> GroupLimits:
         """Allocate the cache and begin to take requests."""
         from serve_app.engines.sharded.rank import LockstepManager, Outbox
 
@@ -123,7 +123,7 @@ class Rank:
             return manager
 
         self._manager = await asyncio.to_thread(_in_a_sentence, begin)
-        limits: Limits = self._manager.limits
+        limits: GroupLimits = self._manager.limits
         return limits
 
     async def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
@@ -207,13 +207,13 @@ class WorkerGroup:
         """Return every rank's logits, shape (ranks, tokens, vocabulary); before `serve`."""
         return await self._all("all_logits", list(token_ids))
 
-    async def serve(self) -> Limits:
+    async def serve(self) -> GroupLimits:
         """Allocate the cache and begin to take requests.
 
         Raises:
             EngineError: There is no memory for it.
         """
-        limits: Limits = (await self._all("serve"))[0]
+        limits: GroupLimits = (await self._all("serve"))[0]
         return limits
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
@@ -295,7 +295,7 @@ class ShardedEngine:
         self._revival: asyncio.Task[None] | None = None
         self._revived_s: list[float] = []
         self._stopped = False
-        self._limits = Limits(0, frozenset())
+        self._limits = GroupLimits(0, frozenset())
         self._reported: EngineStats | None = None
         self._admission = Admission(config.max_batch, config.max_waiting)
 

@@ -8,7 +8,7 @@ from serve_app.engines.base import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GroupLimits:
     """What a loaded model can take."""
 
     kv_capacity_tokens: int

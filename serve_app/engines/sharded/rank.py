@@ -1,4 +1,4 @@
-"""What one rank of a gang does: hold its share of the model and take part in every iteration.
+"""What one rank of a group does: hold its share of the model and take part in every iteration.
 
 All ranks run transformers' continuous batching in lockstep. Rank 0 alone has requests; what it
 takes up, it tells the others, who then schedule the same batch, compute their share of it and draw
@@ -48,7 +48,7 @@ from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampl
 from serve_app.engines.emulation import Pace
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention
-from serve_app.engines.sharded.messages import Limits, Progress, Report
+from serve_app.engines.sharded.messages import GroupLimits, Progress, Report
 from serve_app.engines.sharded.packing import make_packable, pack_linears
 from serve_app.engines.sharded.sampling import GumbelDraws
 
@@ -278,9 +278,9 @@ class StageCache(PagedAttentionCache):
     """A paged cache for the layers and the heads of this rank alone."""
 
     first_layer = 0
-    _plan: attention.Plan | None = None
+    _plan: attention.BatchLayout | None = None
 
-    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.Plan:
+    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.BatchLayout:
         """Return how the batch attends, and let what is read be in the plan's order."""
         if layer == self.first_layer or self._plan is None:
             self._plan = attention.make_plan(
@@ -356,7 +356,7 @@ class LockstepManager(ContinuousBatchingManager):
         self.num_blocks = self._agreed_blocks(config)
         self.continuous_batching_config.num_blocks = self.num_blocks
         eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
-        self.limits = Limits(
+        self.limits = GroupLimits(
             kv_capacity_tokens=self.num_blocks * PAGE_TOKENS,
             eos_token_ids=frozenset(eos_ids),
         )

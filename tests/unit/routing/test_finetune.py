@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from rich.console import Console
 from unit.serve_builders import linear_artifact, marginal_artifact
 
-from serve_app.gateway.decision_log import Outcome, OutcomeLog
+from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.policy.loading import resolve_policy
 from tokenyard.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.offpolicy import replay
@@ -57,7 +57,7 @@ def log(tmp_path_factory):
 
     stream = StreamSource(world).sample(NUM_REQUESTS, stream_rng(5, "evaluation"))
     (run,) = run_each(world, StreamSet([stream], "log"), [choose])
-    writer, out = OutcomeLog(folder), run.outcomes
+    writer, out = DecisionLog(folder), run.outcomes
     for number, (request, snapshots, decision, propensity) in enumerate(placed):
         # What is declared is what snapshots tell, whatever the truth is.
         told = tuple(
@@ -72,7 +72,7 @@ def log(tmp_path_factory):
             for one, factor in zip(snapshots, FACTORS, strict=True)
         )  # fmt: skip
         writer.write(
-            Outcome(
+            DecisionRecord(
                 decision_id=uuid.uuid4().hex, request_id=str(number), attempt=0,
                 time_s=request.arrival_s, policy="poor@1", service_class="default",
                 request=request, snapshots=told, pools=("p",) * 4, scores=decision.scores,

@@ -1,12 +1,14 @@
-"""The HTTP API without a network: what is asked, what is answered, what is refused."""
+"""A gateway without pools: what is asked, what is answered, what is refused."""
 
 import math
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from unit.serve_builders import (
     a_baseline,
     a_body,
+    a_deciding_api,
     a_faulty_policy,
     a_snapshot,
     a_trained_policy,
@@ -18,10 +20,10 @@ from unit.serve_builders import (
     three_snapshots,
 )
 
-from serve_app.http.decide import RoutingService, create_api
+from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import MAX_BODY_BYTES, MAX_REPLICAS
-from serve_app.policy.decider import Decider
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.offpolicy.log import read_log
 from tokenyard.routing.artifact import learned_policy
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
@@ -29,8 +31,7 @@ NOW_S = 1.7e9
 
 
 def an_api(loaded=None, **options):
-    decider = Decider(loaded or a_trained_policy(), np.random.default_rng(0), **options)
-    return create_api(RoutingService(decider, clock_s=lambda: NOW_S))
+    return a_deciding_api(loaded, clock_s=lambda: NOW_S, **options)
 
 
 def route(body, loaded=None):
@@ -246,15 +247,28 @@ def test_a_policy_that_fails_is_answered_for_by_sed_and_counted():
     assert call(api, "GET", "/v1/policy")[1]["num_fallbacks"] == 1
 
 
-def test_health_schema_and_nothing_that_needs_the_network():
+def test_what_has_no_pools_has_no_models_and_decides_about_regions():
     api = an_api()
-    assert call(api, "GET", "/healthz") == (200, {"status": "ok"})
-    assert set(call(api, "GET", "/openapi.json")[1]["paths"]) == {
-        "/v1/route",
-        "/v1/policy",
-        "/v1/regions",
-        "/healthz",
-        "/metrics",
-    }
-    assert call(api, "GET", "/docs")[0] == 404
+    assert call(api, "GET", "/healthz") == (200, {"status": "ok", "replicas": 0})
+    paths = set(call(api, "GET", "/openapi.json")[1]["paths"])
+    assert {"/v1/route", "/v1/policy", "/v1/policies", "/v1/regions", "/metrics"} <= paths
+    assert not {"/v1/completions", "/v1/chat/completions", "/v1/models"} & paths
     assert call(api, "GET", "/v1/route")[0] == 405
+    assert call(api, "GET", "/v1/regions")[1]["num_decisions"] == 0
+
+
+def test_every_answer_has_its_row_in_the_log_with_the_propensity(tmp_path):
+    log = DecisionLog(tmp_path)
+    api = an_api(log=log)
+    answers = [call(api, "POST", "/v1/route", a_body())[1] for _ in range(20)]
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert [row["decision_id"] for row in rows] == [one["decision_id"] for one in answers]
+    assert [[one["score"] for one in row["candidates"]] for row in rows] == [
+        one["scores"] for one in answers
+    ]
+    assert {(row["outcome"], row["propensity"]) for row in rows} == {("unknown", 1.0)}
+    decisions, _ = read_log(tmp_path)
+    assert [one.replica_id for one in decisions] == [one["replica_id"] for one in answers]
+    assert decisions[0].snapshots[0].engine is None
