@@ -16,8 +16,9 @@ from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.policies.size_interval import SizeIntervals
 from tokenyard.policies.tuned import FleetRules, TunedRules
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Scenario
-from tokenyard.sim import batching, kernel
+from tokenyard.sim import kernel
 from tokenyard.sim.batching_streams import BatchingStream, Stream
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import StreamSet, StreamSource, synthetic_streams
@@ -235,7 +236,7 @@ def _sizes_seen(stream: Stream) -> FloatArray:
     """Size of every request as the router knows it, tokens, shape (num_requests,)."""
     if isinstance(stream, BatchingStream):
         rows = stream.requests
-        total: FloatArray = rows[:, batching.CONTEXT] + rows[:, batching.PREDICTED_OUTPUT]
+        total: FloatArray = rows[:, lay.CONTEXT] + rows[:, lay.PREDICTED_OUTPUT]
         return total
     return stream[:, kernel.PREDICTED_TOTAL]
 

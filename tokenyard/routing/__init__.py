@@ -1,0 +1,1 @@
+"""Routing: each request to one of a cluster's servers."""
