@@ -26,8 +26,8 @@ from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.offpolicy.sequential import WorseTest
 from tokenyard.provenance import write_result
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.simulator.batching_kernel.layout import CONTEXT, OUTPUT
 from tokenyard.scenario import load_scenario
-from tokenyard.sim.batching import CONTEXT, OUTPUT
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.run import run_each
 from tokenyard.sim.simulator import Simulator, make_simulator

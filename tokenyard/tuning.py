@@ -17,8 +17,9 @@ from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, Shortes
 from tokenyard.policies.size_interval import SizeIntervals
 from tokenyard.policies.tuned import FleetRules, TunedRules
 from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Scenario
-from tokenyard.sim import batching, kernel
+from tokenyard.sim import kernel
 from tokenyard.sim.batching_streams import BatchingStream, Stream
 from tokenyard.sim.run import run_policy
 from tokenyard.sim.simulator import Simulator, make_simulator
@@ -237,7 +238,7 @@ def _sizes_seen(stream: Stream) -> FloatArray:
     """Size of every request as the router knows it, tokens, shape (num_requests,)."""
     if isinstance(stream, BatchingStream):
         rows = stream.requests
-        total: FloatArray = rows[:, batching.CONTEXT] + rows[:, batching.PREDICTED_OUTPUT]
+        total: FloatArray = rows[:, lay.CONTEXT] + rows[:, lay.PREDICTED_OUTPUT]
         return total
     return stream[:, kernel.PREDICTED_TOTAL]
 

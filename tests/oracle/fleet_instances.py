@@ -9,8 +9,8 @@ import numpy as np
 from oracle.slow_engine import Change, Engine, Job
 
 from tokenyard.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Arrivals, RewardWeights, Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.engines import BatchingSim
 
@@ -20,7 +20,7 @@ SECOND = Engine(
     block_tokens=0, queue_limit=100,
 )  # fmt: skip
 """Every iteration takes a second."""
-STATUS = {"fail": batching.DOWN, "drain": batching.DRAINING, "join": batching.UP}
+STATUS = {"fail": lay.DOWN, "drain": lay.DRAINING, "join": lay.UP}
 
 
 @dataclass(frozen=True)
@@ -72,34 +72,32 @@ def a_sim(
     """Make its simulator, with the engines' own numbers in place of the performance model's."""
     sim = BatchingSim(scenario, num_copies, num_requests)
     for which, engine in enumerate(engines):
-        row = sim._plant[which]
-        row[: batching.KV_TOKEN_S + 1] = engine.a, engine.b, engine.c, engine.d
-        row[batching.NUM_PAGES] = engine.num_pages
-        row[batching.WARM_UP_FACTOR] = engine.warm_up_factor
-        row[batching.IDLE_W] = watts
-        row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = iteration_j, 0.0, 0.0, 0.0
-    sim.arrays.plant[:] = sim._plant
+        row = sim._params[which]
+        row[: lay.KV_TOKEN_S + 1] = engine.a, engine.b, engine.c, engine.d
+        row[lay.NUM_PAGES] = engine.num_pages
+        row[lay.WARM_UP_FACTOR] = engine.warm_up_factor
+        row[lay.IDLE_W] = watts
+        row[lay.ITERATION_J : lay.KV_TOKEN_J + 1] = iteration_j, 0.0, 0.0, 0.0
+    sim.arrays.replica_params[:] = sim._params
     return sim
 
 
 def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStream:
     """Lay requests out as a stream, with what befalls the replicas."""
     numbers = {block: 1 + i for i, block in enumerate({b for ask in asks for b in ask.chain})}
-    rows = np.zeros((len(asks), batching.NUM_REQUEST))
+    rows = np.zeros((len(asks), lay.NUM_REQUEST))
     chains: list[int] = []
     for row, ask in zip(rows, asks, strict=True):
-        row[[batching.DISPATCH_S, batching.ARRIVAL_S]] = ask.submit_s
-        row[batching.CONTEXT], row[batching.OUTPUT] = ask.context, ask.output
-        row[batching.PREDICTED_OUTPUT], row[batching.ROUTER] = ask.predicted_output, ask.router
-        row[batching.PRIORITY], row[batching.GIVE_UP_S] = ask.priority, ask.give_up_s
-        row[batching.CHAIN_AT], row[batching.CHAIN_LENGTH] = len(chains), len(ask.chain)
-        row[batching.SLO_RESPONSE_S : batching.SLO_TPOT_S + 1] = ask.slo_s
-        row[batching.CLASS], row[batching.TENANT] = ask.traffic_class, ask.tenant
+        row[[lay.DISPATCH_S, lay.ARRIVAL_S]] = ask.submit_s
+        row[lay.CONTEXT], row[lay.OUTPUT] = ask.context, ask.output
+        row[lay.PREDICTED_OUTPUT], row[lay.ROUTER] = ask.predicted_output, ask.router
+        row[lay.PRIORITY], row[lay.GIVE_UP_S] = ask.priority, ask.give_up_s
+        row[lay.CHAIN_AT], row[lay.CHAIN_LENGTH] = len(chains), len(ask.chain)
+        row[lay.SLO_RESPONSE_S : lay.SLO_TPOT_S + 1] = ask.slo_s
+        row[lay.CLASS], row[lay.TENANT] = ask.traffic_class, ask.tenant
         chains += [numbers[block] for block in ask.chain]
     events = np.array([(c.at_s, c.replica, STATUS[c.kind]) for c in changes], dtype=np.float64)
-    return BatchingStream(
-        rows, np.array(chains, dtype=np.int64), events.reshape(-1, batching.NUM_EVENT)
-    )
+    return BatchingStream(rows, np.array(chains, dtype=np.int64), events.reshape(-1, lay.NUM_EVENT))
 
 
 def play(sim: BatchingSim, routes: list[list[int]]) -> None:

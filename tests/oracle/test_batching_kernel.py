@@ -13,8 +13,8 @@ from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
 from sizes import scaled
 
 from tokenyard.fleet import TrafficClass
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import RewardWeights
-from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingSim
 
 ITERATION_J = 2.0
@@ -43,7 +43,7 @@ def run_kernel(
     sim = a_sim(scenario, given_engines, len(some), iteration_j=ITERATION_J)
     sim.load(0, a_stream([Ask(**vars(job)) for job in some], changes))
     for state, engine in zip(sim.arrays.state[0], given_engines, strict=True):
-        state[batching.WARM_UNTIL_S] = engine.warm_until_s
+        state[lay.WARM_UNTIL_S] = engine.warm_until_s
     total = 0.0
     while sim.current() >= 0:
         total += float(sim.step(np.array([routes[sim.current()]]))[0])
@@ -62,18 +62,18 @@ def test_every_completion_agrees_with_the_slow_engine(engine, some):
     sim, _ = run_kernel([engine], some, [0] * len(some))
     outcomes = sim.arrays.outcomes[0]
     for fate, found in zip(fates, outcomes, strict=True):
-        assert fate.refused == (found[batching.SERVER] < 0)
-        assert same(fate.first_token_s, found[batching.FIRST_TOKEN_S])
-        assert same(fate.finish_s, found[batching.FINISH_S])
-        assert fate.preemptions == found[batching.PREEMPTIONS]
-        assert fate.hit_tokens == found[batching.HIT_TOKENS]
+        assert fate.refused == (found[lay.SERVER] < 0)
+        assert same(fate.first_token_s, found[lay.FIRST_TOKEN_S])
+        assert same(fate.finish_s, found[lay.FINISH_S])
+        assert fate.preemptions == found[lay.PREEMPTIONS]
+        assert fate.hit_tokens == found[lay.HIT_TOKENS]
     state = sim.arrays.state[0, 0]
-    assert state[batching.ITERATIONS] == totals.iterations
-    assert state[batching.BUSY_S] == pytest.approx(totals.busy_s, abs=1e-6)
+    assert state[lay.ITERATIONS] == totals.iterations
+    assert state[lay.BUSY_S] == pytest.approx(totals.busy_s, abs=1e-6)
     # What is free or evictable at the end is everything, and nobody's books are open.
-    assert state[batching.FREE] + state[batching.EVICTABLE] == engine.num_pages
+    assert state[lay.FREE] + state[lay.EVICTABLE] == engine.num_pages
     books = sim.arrays.routers[0, 0, 0]
-    assert books[[batching.OWN_COUNT, batching.OWN_PREFILL, batching.OWN_OUTPUT]] == (
+    assert books[[lay.OWN_COUNT, lay.OWN_PREFILL, lay.OWN_OUTPUT]] == (
         pytest.approx(np.zeros(3), abs=1e-6)
     )
 
@@ -92,8 +92,8 @@ def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
     sim, rewards = run_kernel([engine], some, [0] * len(some), reward=ENERGY)
     state = sim.arrays.state[0, 0]
-    assert state[batching.BUSY_J] == pytest.approx(ITERATION_J * state[batching.ITERATIONS])
-    assert -rewards == pytest.approx(state[batching.BUSY_J])
+    assert state[lay.BUSY_J] == pytest.approx(ITERATION_J * state[lay.ITERATIONS])
+    assert -rewards == pytest.approx(state[lay.BUSY_J])
 
 
 @settings(max_examples=scaled(100))
@@ -123,9 +123,9 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
         [engine, engine], some, routes, tuple(changes), max_retries=2, retry_delay_s=0.777
     )
     for fate, found in zip(fates, sim.arrays.outcomes[0], strict=True):
-        assert fate.refused == (found[batching.SERVER] < 0)
-        assert same(fate.finish_s, found[batching.FINISH_S])
-        assert fate.preemptions == found[batching.PREEMPTIONS]
+        assert fate.refused == (found[lay.SERVER] < 0)
+        assert same(fate.finish_s, found[lay.FINISH_S])
+        assert fate.preemptions == found[lay.PREEMPTIONS]
 
 
 @settings(max_examples=scaled(60))

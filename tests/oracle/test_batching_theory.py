@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tokenyard.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Arrivals, RewardWeights, Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.engines import BatchingSim
 
@@ -27,22 +27,22 @@ def one_replica(iteration: tuple[float, float, float, float]) -> BatchingSim:
         reward=RewardWeights(processing=0, queue=0, overload=0, balance=0),
     )
     sim = BatchingSim(scenario, 1, NUM_REQUESTS)
-    sim._plant[0, : batching.KV_TOKEN_S + 1] = iteration
-    sim._plant[0, batching.NUM_PAGES] = 1e9
-    sim.arrays.plant[:] = sim._plant
+    sim._params[0, : lay.KV_TOKEN_S + 1] = iteration
+    sim._params[0, lay.NUM_PAGES] = 1e9
+    sim.arrays.replica_params[:] = sim._params
     return sim
 
 
 def mean_response_s(sim: BatchingSim, output: np.ndarray, rate_per_s: float, seed: int) -> float:
     rng = np.random.default_rng(seed)
-    rows = np.zeros((NUM_REQUESTS, batching.NUM_REQUEST))
+    rows = np.zeros((NUM_REQUESTS, lay.NUM_REQUEST))
     arrival_s = np.cumsum(rng.exponential(1 / rate_per_s, NUM_REQUESTS))
-    rows[:, [batching.DISPATCH_S, batching.ARRIVAL_S]] = arrival_s[:, None]
-    rows[:, batching.CONTEXT] = 1
-    rows[:, batching.OUTPUT] = output
-    rows[:, batching.PREDICTED_OUTPUT] = output.mean()
-    rows[:, [batching.GIVE_UP_S, batching.SLO_RESPONSE_S]] = np.inf
-    stream = BatchingStream(rows, np.zeros(0, np.int64), np.zeros((0, batching.NUM_EVENT)))
+    rows[:, [lay.DISPATCH_S, lay.ARRIVAL_S]] = arrival_s[:, None]
+    rows[:, lay.CONTEXT] = 1
+    rows[:, lay.OUTPUT] = output
+    rows[:, lay.PREDICTED_OUTPUT] = output.mean()
+    rows[:, [lay.GIVE_UP_S, lay.SLO_RESPONSE_S]] = np.inf
+    stream = BatchingStream(rows, np.zeros(0, np.int64), np.zeros((0, lay.NUM_EVENT)))
     sim.load(0, stream)
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
     return float(sim.outcomes().response_s[2000:].mean())

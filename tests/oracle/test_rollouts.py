@@ -5,8 +5,8 @@ import pytest
 
 from tokenyard.corrected import corrected_scores, fold, make_scratch
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import RewardWeights, load_scenario
-from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.rollouts import MISSED, RESPONSE, SLOW, RolloutSim
 from tokenyard.sim.streams import StreamSource, stream_rng
@@ -18,8 +18,8 @@ def decide(sim, policy, mean_total_tokens):
     request = sim.arrays.requests[0, sim.current()]
     costs = np.empty(sim.scenario.num_servers)
     return corrected_scores(
-        policy, request[batching.FEATURES :], request[batching.CONTEXT],
-        request[batching.PREDICTED_OUTPUT], mean_total_tokens, sim.scenario.slo_response_s,
+        policy, request[lay.FEATURES :], request[lay.CONTEXT],
+        request[lay.PREDICTED_OUTPUT], mean_total_tokens, sim.scenario.slo_response_s,
         sim.arrays.tables[0], make_scratch(policy, len(costs)), costs,
     )  # fmt: skip
 
@@ -48,9 +48,9 @@ def replayed(scenario, stream, choices, place, decision, choice):
     for action in choices[:decision]:
         sim.step(np.array([action]))
     outcome = sim.arrays.outcomes[0]
-    dropped = (outcome[:, batching.SERVER] < 0) & (outcome[:, batching.ATTEMPTS] > 0)
-    over = ~np.isnan(outcome[:, batching.FINISH_S]) | dropped
-    open_then = ~over & (outcome[:, batching.GAVE_UP] == 0)
+    dropped = (outcome[:, lay.SERVER] < 0) & (outcome[:, lay.ATTEMPTS] > 0)
+    over = ~np.isnan(outcome[:, lay.FINISH_S]) | dropped
+    open_then = ~over & (outcome[:, lay.GAVE_UP] == 0)
     last = sim.current() + 1 + HORIZON
     sim.step(np.array([choice]))
     while 0 <= sim.current() < last:

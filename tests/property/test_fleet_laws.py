@@ -15,7 +15,7 @@ from sizes import scaled
 from tokenyard import observation as ob
 from tokenyard.fleet import TrafficClass
 from tokenyard.routing.evaluation import summarise
-from tokenyard.sim import batching
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.sim.run import Run
 
 few = settings(max_examples=scaled(60))
@@ -71,7 +71,7 @@ def decisions(sim, seed):
 
 
 def held(sim, copy=0):
-    columns = [batching.DECODING, batching.PREFILLING, batching.WAITING]
+    columns = [lay.DECODING, lay.PREFILLING, lay.WAITING]
     return sim.arrays.state[copy][:, columns].sum(axis=1)
 
 
@@ -83,17 +83,15 @@ def sequences(sim, replica, at, count, fields):
 
 def pages_in_use(sim, replica):
     """Pages of what runs beside its cached blocks: those of the token in the making included."""
-    page, block = sim.arrays.rules[[batching.PAGE_TOKENS, batching.BLOCK_TOKENS]]
-    decode = sequences(sim, replica, batching.DECODE_AT, batching.DECODING, batching.DECODE_FIELDS)
-    prefill = sequences(
-        sim, replica, batching.PREFILL_AT, batching.PREFILLING, batching.PREFILL_FIELDS
-    )
-    step = sim.arrays.state[0, replica, batching.STEP]
+    page, block = sim.arrays.rules[[lay.PAGE_TOKENS, lay.BLOCK_TOKENS]]
+    decode = sequences(sim, replica, lay.DECODE_AT, lay.DECODING, lay.DECODE_FIELDS)
+    prefill = sequences(sim, replica, lay.PREFILL_AT, lay.PREFILLING, lay.PREFILL_FIELDS)
+    step = sim.arrays.state[0, replica, lay.STEP]
     tokens = [
-        *(decode[:, batching.D_BASE] + step + 1),
-        *(prefill[:, batching.P_LACK] + prefill[:, batching.P_KV]),
+        *(decode[:, lay.D_BASE] + step + 1),
+        *(prefill[:, lay.P_LACK] + prefill[:, lay.P_KV]),
     ]
-    blocks = decode[:, batching.D_HELD].sum() + prefill[:, batching.P_HELD].sum()
+    blocks = decode[:, lay.D_HELD].sum() + prefill[:, lay.P_HELD].sum()
     return sum(math.ceil(one / page) for one in tokens) - blocks * block / page
 
 
@@ -103,9 +101,9 @@ def test_every_request_is_somewhere_and_the_clock_never_goes_back(instance, seed
     clock_s = -math.inf
     for sim in decisions(loaded(instance), seed):
         found = sim.outcomes()
-        offered = int(sim.arrays.clock[0, batching.NEXT])
+        offered = int(sim.arrays.clock[0, lay.NEXT])
         waits_to_be_placed = sim.current() >= 0
-        again = sim.arrays.clock[0, batching.RETRY_COUNT]
+        again = sim.arrays.clock[0, lay.RETRY_COUNT]
         complete = np.isfinite(found.response_s).sum()
         # A client may hang up on a request that is nowhere at the time.
         dropped = (found.server[:offered] == -1).sum() - (
@@ -123,15 +121,15 @@ def test_every_request_is_somewhere_and_the_clock_never_goes_back(instance, seed
 @given(instance=fleets(), seed=seeds)
 def test_every_page_is_free_or_in_use_or_part_of_one_cached_block(instance, seed):
     for sim in decisions(loaded(instance), seed):
-        page, block = sim.arrays.rules[[batching.PAGE_TOKENS, batching.BLOCK_TOKENS]]
+        page, block = sim.arrays.rules[[lay.PAGE_TOKENS, lay.BLOCK_TOKENS]]
         for replica in range(NUM):
             row = sim.arrays.state[0, replica]
-            holders = sim.arrays.links[0, replica, batching.HOLDERS, 1:]
-            cached = (holders != batching.ABSENT).sum() * block / page
-            assert row[batching.EVICTABLE] == (holders == 0).sum() * block / page
-            assert row[batching.FREE] >= 0
-            total = row[batching.FREE] + cached + pages_in_use(sim, replica)
-            assert total == sim.arrays.plant[0, replica, batching.NUM_PAGES]
+            holders = sim.arrays.links[0, replica, lay.HOLDERS, 1:]
+            cached = (holders != lay.ABSENT).sum() * block / page
+            assert row[lay.EVICTABLE] == (holders == 0).sum() * block / page
+            assert row[lay.FREE] >= 0
+            total = row[lay.FREE] + cached + pages_in_use(sim, replica)
+            assert total == sim.arrays.replica_params[0, replica, lay.NUM_PAGES]
 
 
 @few
@@ -140,10 +138,10 @@ def test_no_replica_that_holds_a_request_idles_and_none_holds_more_than_it_may(i
     _, engine, _, _ = instance
     for sim in decisions(loaded(instance), seed):
         state = sim.arrays.state[0]
-        assert ((held(sim) > 0) == (state[:, batching.BUSY] > 0)).all()
-        running = state[:, batching.DECODING] + state[:, batching.PREFILLING]
+        assert ((held(sim) > 0) == (state[:, lay.BUSY] > 0)).all()
+        running = state[:, lay.DECODING] + state[:, lay.PREFILLING]
         assert (running <= engine.max_batch).all()
-        down = state[:, batching.STATUS] == batching.DOWN
+        down = state[:, lay.STATUS] == lay.DOWN
         assert not held(sim)[down].any()
 
 
@@ -173,8 +171,8 @@ def test_what_is_measured_of_a_fleet_keeps_to_its_bounds(instance, seed):
 def test_every_generated_token_but_the_first_has_its_latency_counted(instance, seed):
     *_, sim = decisions(loaded(instance), seed)
     found = sim.arrays.outcomes[0]
-    first_tokens = np.isfinite(found[:, batching.FIRST_TOKEN_S]).sum()
-    generated = found[:, batching.GENERATED].sum()
+    first_tokens = np.isfinite(found[:, lay.FIRST_TOKEN_S]).sum()
+    generated = found[:, lay.GENERATED].sum()
     assert sim.outcomes().latency_counts.sum() == generated - first_tokens
 
 
@@ -237,13 +235,13 @@ SCRAPE_S = 1.0
 
 def truth(sim):
     """What a scrape of every replica would publish now."""
-    state, plant = sim.arrays.state[0], sim.arrays.plant[0]
-    spare = state[:, batching.FREE] + state[:, batching.EVICTABLE]
+    state, plant = sim.arrays.state[0], sim.arrays.replica_params[0]
+    spare = state[:, lay.FREE] + state[:, lay.EVICTABLE]
     return {
-        "waiting": state[:, batching.WAITING].copy(),
-        "running": state[:, batching.DECODING] + state[:, batching.PREFILLING],
-        "kv": 1.0 - spare / plant[:, batching.NUM_PAGES],
-        "up": state[:, batching.STATUS] == batching.UP,
+        "waiting": state[:, lay.WAITING].copy(),
+        "running": state[:, lay.DECODING] + state[:, lay.PREFILLING],
+        "kv": 1.0 - spare / plant[:, lay.NUM_PAGES],
+        "up": state[:, lay.STATUS] == lay.UP,
     }
 
 
@@ -253,8 +251,8 @@ def own_outstanding(sim, router, placed):
     now = sim.now_s()
     count = np.zeros(NUM)
     for index, replica in placed.items():
-        back = found[index, batching.FINISH_S] <= now or found[index, batching.GAVE_UP]
-        if not back and sim.arrays.requests[0, index, batching.ROUTER] == router:
+        back = found[index, lay.FINISH_S] <= now or found[index, lay.GAVE_UP]
+        if not back and sim.arrays.requests[0, index, lay.ROUTER] == router:
             count[replica] += 1
     return count
 
@@ -301,15 +299,15 @@ def test_what_is_scraped_is_the_state_at_the_last_scrape_and_ones_own_books_are_
         assert table[:, ob.KV_USED_FRACTION].tolist() == scraped["kv"].tolist()
         assert (table[:, ob.ROUTABLE] == scraped["up"]).all()
         assert sim.offered() == (np.flatnonzero(scraped["up"]).tolist() or list(range(NUM)))
-        assert (state[:, batching.SCRAPED_WAITING] == scraped["waiting"]).all()
-        assert (state[:, batching.SCRAPED_RUNNING] == scraped["running"]).all()
+        assert (state[:, lay.SCRAPED_WAITING] == scraped["waiting"]).all()
+        assert (state[:, lay.SCRAPED_RUNNING] == scraped["running"]).all()
         router = asks[index].router
         own = own_outstanding(sim, router, placed)
-        assert (sim.arrays.routers[0, router, :, batching.OWN_COUNT] == own).all()
+        assert (sim.arrays.routers[0, router, :, lay.OWN_COUNT] == own).all()
         assert (table[:, ob.NUM_WAITING] + table[:, ob.NUM_RUNNING] >= own).all()
         sim.step(np.array([actions[index]]))
         placed[index] = actions[index]
-        for lost in [i for i in placed if outcomes[i, batching.SERVER] < 0]:
+        for lost in [i for i in placed if outcomes[i, lay.SERVER] < 0]:
             del placed[lost]
 
 
@@ -380,7 +378,7 @@ def test_a_router_does_not_believe_that_a_refused_prompt_is_cached():
     while sim.current() >= 0:
         matches.append(float(sim.arrays.tables[0, 0, ob.MATCH_TOKENS]))
         sim.step(np.array([0]))
-    assert sim.arrays.outcomes[0, 1, batching.SERVER] < 0
+    assert sim.arrays.outcomes[0, 1, lay.SERVER] < 0
     assert matches == [0.0, 0.0, 0.0, 4.0]
 
 

@@ -14,8 +14,8 @@ from tokenyard.fleet import (
     TrafficClass,
     requests_per_s,
 )
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Arrivals, RewardWeights, Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import encode_for_fleet, token_rows
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.workload.trace import Trace
@@ -33,7 +33,7 @@ def a_trace(num=4000, **fields):
 
 def encoded(fleet, trace, seed=0):
     num = trace.num_requests
-    features = np.zeros((num, batching.NUM_REQUEST - batching.FEATURES))
+    features = np.zeros((num, lay.NUM_REQUEST - lay.FEATURES))
     rng = np.random.default_rng(seed)
     return encode_for_fleet(fleet, trace, np.full(num, 30.0), features, 7.0, rng)
 
@@ -49,23 +49,23 @@ def test_every_class_gets_its_share_its_priority_and_its_promises():
         num_routers=2,
     )
     rows = encoded(fleet, a_trace()).requests
-    chat, batch = rows[:, batching.CLASS] == 0, rows[:, batching.CLASS] == 1
+    chat, batch = rows[:, lay.CLASS] == 0, rows[:, lay.CLASS] == 1
     assert chat.mean() == pytest.approx(0.75, abs=0.03)
-    assert set(rows[chat, batching.SLO_RESPONSE_S]) == {7.0}
-    assert set(rows[chat, batching.SLO_TTFT_S]) == {0.5}
-    assert set(rows[chat, batching.GIVE_UP_S]) == {np.inf}
-    assert set(rows[batch, batching.SLO_RESPONSE_S]) == {60.0}
-    assert set(rows[batch, batching.SLO_TPOT_S]) == {np.inf}
-    assert set(rows[batch, batching.PRIORITY]) == {2.0}
-    waits_s = rows[batch, batching.GIVE_UP_S] - rows[batch, batching.ARRIVAL_S]
+    assert set(rows[chat, lay.SLO_RESPONSE_S]) == {7.0}
+    assert set(rows[chat, lay.SLO_TTFT_S]) == {0.5}
+    assert set(rows[chat, lay.GIVE_UP_S]) == {np.inf}
+    assert set(rows[batch, lay.SLO_RESPONSE_S]) == {60.0}
+    assert set(rows[batch, lay.SLO_TPOT_S]) == {np.inf}
+    assert set(rows[batch, lay.PRIORITY]) == {2.0}
+    waits_s = rows[batch, lay.GIVE_UP_S] - rows[batch, lay.ARRIVAL_S]
     assert waits_s == pytest.approx(np.full(len(waits_s), 90.0))
-    assert rows[:, batching.TENANT].mean() == pytest.approx(0.8, abs=0.03)
-    assert rows[:, batching.ROUTER].mean() == pytest.approx(0.5, abs=0.03)
+    assert rows[:, lay.TENANT].mean() == pytest.approx(0.8, abs=0.03)
+    assert rows[:, lay.ROUTER].mean() == pytest.approx(0.5, abs=0.03)
 
 
 def test_no_prompt_and_no_output_is_empty():
     rows = encoded(Fleet(replicas=(REPLICA,)), a_trace()).requests
-    assert rows[:, batching.CONTEXT].min() == rows[:, batching.OUTPUT].min() == 1
+    assert rows[:, lay.CONTEXT].min() == rows[:, lay.OUTPUT].min() == 1
 
 
 def test_chains_keep_which_prefixes_are_equal():
@@ -77,7 +77,7 @@ def test_chains_keep_which_prefixes_are_equal():
     assert stream.chains.min() == 1
     chains = []
     for row in stream.requests:
-        at, length = int(row[batching.CHAIN_AT]), int(row[batching.CHAIN_LENGTH])
+        at, length = int(row[lay.CHAIN_AT]), int(row[lay.CHAIN_LENGTH])
         chains.append(stream.chains[at : at + length].tolist())
     back = dict(zip(stream.chains.tolist(), itertools.chain(*hashes), strict=True))
     assert [tuple(back[block] for block in chain) for chain in chains] == list(hashes)
@@ -95,14 +95,14 @@ def test_every_replica_goes_down_and_up_in_turn_and_some_ends_are_announced():
     churn = Churn(mean_up_s=100, mean_down_s=20, drained_share=0.5, drain_s=10)
     fleet = Fleet(replicas=(REPLICA, REPLICA.model_copy(update={"name": "s"})), churn=churn)
     events = encoded(fleet, a_trace(8000)).events
-    assert (np.diff(events[:, batching.EVENT_S]) >= 0).all()
+    assert (np.diff(events[:, lay.EVENT_S]) >= 0).all()
     for replica in range(2):
-        mine = events[events[:, batching.EVENT_REPLICA] == replica]
-        ends = mine[mine[:, batching.EVENT_STATUS] != batching.DRAINING]
-        assert set(ends[::2, batching.EVENT_STATUS]) == {batching.DOWN}
-        assert set(ends[1::2, batching.EVENT_STATUS]) == {batching.UP}
-        assert np.diff(ends[:, batching.EVENT_S])[::2].mean() == pytest.approx(20, rel=0.4)
-        drains = mine[mine[:, batching.EVENT_STATUS] == batching.DRAINING]
+        mine = events[events[:, lay.EVENT_REPLICA] == replica]
+        ends = mine[mine[:, lay.EVENT_STATUS] != lay.DRAINING]
+        assert set(ends[::2, lay.EVENT_STATUS]) == {lay.DOWN}
+        assert set(ends[1::2, lay.EVENT_STATUS]) == {lay.UP}
+        assert np.diff(ends[:, lay.EVENT_S])[::2].mean() == pytest.approx(20, rel=0.4)
+        drains = mine[mine[:, lay.EVENT_STATUS] == lay.DRAINING]
         assert len(drains) / (len(ends) / 2) == pytest.approx(0.5, abs=0.2)
 
 

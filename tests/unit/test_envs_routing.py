@@ -9,8 +9,8 @@ from pydantic import ValidationError
 import envs
 from tokenyard.fleet import Churn
 from tokenyard.observation import observation_size
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Scenario, load_scenario, scenario_names
-from tokenyard.sim import batching
 
 NOTHING = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
 FLEETS = [name for name in scenario_names() if load_scenario(name).fleet is not None]
@@ -122,12 +122,12 @@ def test_placing_on_a_replica_that_is_down_is_a_refused_attempt_and_a_step():
     refused = 0
     for _ in range(300):
         index, state = env.sim.current(), env.sim.arrays.state[0]
-        down = np.flatnonzero(state[:, batching.STATUS] == batching.DOWN)
+        down = np.flatnonzero(state[:, lay.STATUS] == lay.DOWN)
         before = env.sim.outcomes().attempts[index]
         truncated = env.step(np.int64(down[0] if len(down) else 0))[3]
         assert env.sim.outcomes().attempts[index] == before + 1
         refused += len(down) > 0
-        assert not state[state[:, batching.STATUS] == batching.DOWN, batching.WAITING].any()
+        assert not state[state[:, lay.STATUS] == lay.DOWN, lay.WAITING].any()
     assert refused > 50
     assert truncated
 

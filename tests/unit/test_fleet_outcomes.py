@@ -11,7 +11,7 @@ from oracle.slow_engine import Change
 from tokenyard import metrics
 from tokenyard.fleet import Tenant, TrafficClass
 from tokenyard.routing.evaluation import summarise
-from tokenyard.sim import batching
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.sim.run import Run
 
 TWO = [SECOND, SECOND]
@@ -28,7 +28,7 @@ def outcomes(asks, routes, changes=(), engines=TWO, watts=0.0, iteration_j=0.0, 
 def gaps(found) -> dict[float, float]:
     """Counted inter-token latencies by the middle of their bin, seconds."""
     bins = np.flatnonzero(found.latency_counts)
-    middle = batching.LATENCY_BIN_START_S * np.exp((bins + 0.5) / batching.LATENCY_BINS_PER_E)
+    middle = lay.LATENCY_BIN_START_S * np.exp((bins + 0.5) / lay.LATENCY_BINS_PER_E)
     return dict(zip(middle.tolist(), found.latency_counts[bins].tolist(), strict=True))
 
 

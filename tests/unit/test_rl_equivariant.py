@@ -25,9 +25,9 @@ from tokenyard.rl.equivariant import EquivariantActorCritic
 from tokenyard.rl.export import export_network
 from tokenyard.rl.recipes import build_config, fleet
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences, learned_policy
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.validation import Validation
 from tokenyard.scenario import load_scenario
-from tokenyard.sim import batching
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSource, stream_rng
 
@@ -150,7 +150,7 @@ def test_replicas_that_take_no_requests_change_nothing_for_the_others(algorithm)
         assert np.isfinite(seen[offered]).all()
         assert np.isneginf(np.delete(seen, offered)).all()
         shown = np.empty(observation_size(len(offered), True, True), dtype=np.float32)
-        features = sim.arrays.requests[0, sim.current(), batching.FEATURES :]
+        features = sim.arrays.requests[0, sim.current(), lay.FEATURES :]
         request = sim.request()
         encode(
             features, request.context_tokens, request.predicted_total_tokens,

@@ -16,8 +16,8 @@ from serve_app.gateway.replicas import (
     parse_vllm,
 )
 from tokenyard import observation as ob
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import load_scenario
-from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.streams import StreamSource
 
@@ -54,11 +54,11 @@ def generated_by_request(sim):
     found = {}
     rules, requests = sim.arrays.rules, sim.arrays.requests[0]
     for row in sim.arrays.state[0]:
-        for which in range(int(row[batching.DECODING])):
-            at = int(rules[batching.DECODE_AT]) + batching.DECODE_FIELDS * which
-            index = int(row[at + batching.D_INDEX])
-            held = row[at + batching.D_BASE] + row[batching.STEP]
-            found[index] = int(held - requests[index, batching.CONTEXT]) + 1
+        for which in range(int(row[lay.DECODING])):
+            at = int(rules[lay.DECODE_AT]) + lay.DECODE_FIELDS * which
+            index = int(row[at + lay.D_INDEX])
+            held = row[at + lay.D_BASE] + row[lay.STEP]
+            found[index] = int(held - requests[index, lay.CONTEXT]) + 1
     return found
 
 
@@ -76,18 +76,18 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
     rng, open_requests, waited = np.random.default_rng(3), {}, 0
     while (index := sim.current()) >= 0:
         outcomes, requests = sim.arrays.outcomes[0], sim.arrays.requests[0]
-        ended = {i: outcomes[i, batching.FINISH_S] for i in open_requests}
+        ended = {i: outcomes[i, lay.FINISH_S] for i in open_requests}
         for done in sorted((i for i in ended if not math.isnan(ended[i])), key=ended.get):
             in_flight = replicas[open_requests.pop(done)].in_flight
-            response_s = ended[done] - requests[done, batching.ARRIVAL_S]
-            in_flight.receive(str(done), int(requests[done, batching.OUTPUT]))
+            response_s = ended[done] - requests[done, lay.ARRIVAL_S]
+            in_flight.receive(str(done), int(requests[done, lay.OUTPUT]))
             in_flight.close(str(done), ended[done], response_s)
         for i, generated in generated_by_request(sim).items():
             replicas[open_requests[i]].in_flight.receive(str(i), generated)
         for one, row in zip(replicas, sim.arrays.state[0], strict=True):
-            state = (batching.SCRAPED_WAITING, batching.SCRAPED_RUNNING)
+            state = (lay.SCRAPED_WAITING, lay.SCRAPED_RUNNING)
             waiting, running = (int(row[column]) for column in state)
-            kv, at_s = row[batching.SCRAPED_KV], row[batching.SCRAPED_S]
+            kv, at_s = row[lay.SCRAPED_KV], row[lay.SCRAPED_S]
             one.publish(EngineStatus(waiting, running, kv, at_s))
         request = sim.request()
         prompt = Prompt([0] * request.context_tokens)
@@ -99,7 +99,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
             [one.observed_at_s for one in sim.snapshots()]
         )
         seen = np.empty(ob.observation_size(3, True, True), dtype=np.float32)
-        features = requests[index, batching.FEATURES :]
+        features = requests[index, lay.FEATURES :]
         sizes = request.context_tokens, request.predicted_total_tokens
         ob.encode(features, *sizes, columns, True, seen)
         assert seen == pytest.approx(sim.observe()[0], rel=1e-6)

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 PACKAGE = Path(__file__).resolve().parents[1]
 _KEPT_FOLDERS = 4
 """Folders of other sources that are kept, those used last."""
-_IMPORTED = re.compile(rb"^from (tokenyard\.[\w.]+) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
+_IMPORTED = re.compile(rb"^from (tokenyard[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 _CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 
 
@@ -65,13 +65,14 @@ def source_key(package: Path = PACKAGE) -> str:
 
 
 def _constants_from(text: bytes) -> set[str]:
-    """Files whose constants a module imports: these are compiled in."""
-    modules = [
-        os.path.join(*module.decode().split(".")[1:])
-        for module, names in _IMPORTED.findall(text)
-        if _CONSTANT.search(names)
-    ]
-    return {module + end for module in modules for end in (".py", os.sep + "__init__.py")}
+    """Files that may define constants which a module uses: these are compiled in."""
+    found = []
+    for module, names in _IMPORTED.findall(text):
+        at = os.path.join(*module.decode().split(".")[1:], "")
+        if _CONSTANT.search(names):
+            found += [at.rstrip(os.sep), at + "__init__"]
+        found += [at + name.decode() for name in re.findall(rb"\b[a-z]\w*", names)]
+    return {path + ".py" for path in found}
 
 
 def _roots(given: str) -> Iterator[Path]:

@@ -11,8 +11,8 @@ from tokenyard.fleet import Fleet
 from tokenyard.intervals import BlockBootstrap, Samples, block_length
 from tokenyard.metrics import score
 from tokenyard.problem import Measure
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingOutcomes
 from tokenyard.sim.run import Run
 from tokenyard.sim.streams import StreamSet
@@ -180,7 +180,7 @@ def _summarise_engines(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[s
 
 def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
     return metrics.binned_percentile_s(
-        outcomes.latency_counts, percent, batching.LATENCY_BIN_START_S, batching.LATENCY_BINS_PER_E
+        outcomes.latency_counts, percent, lay.LATENCY_BIN_START_S, lay.LATENCY_BINS_PER_E
     )
 
 

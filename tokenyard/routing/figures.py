@@ -29,8 +29,8 @@ from tokenyard.figures import (
 from tokenyard.fleet import TrafficClass
 from tokenyard.metrics import tpot_s as tpot
 from tokenyard.problem import Row
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.engines import BatchingOutcomes
 from tokenyard.sim.run import Run
 from tokenyard.types import FloatArray
@@ -295,9 +295,7 @@ def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, Float
         [tpot(one.response_s, one.first_token_s, one.output_tokens) for one in outcomes]
     )
     counts = np.sum([one.latency_counts for one in outcomes], axis=0)
-    edges_s = batching.LATENCY_BIN_START_S * np.exp(
-        np.arange(len(counts) + 1) / batching.LATENCY_BINS_PER_E
-    )
+    edges_s = lay.LATENCY_BIN_START_S * np.exp(np.arange(len(counts) + 1) / lay.LATENCY_BINS_PER_E)
     up_to = np.concatenate([[0.0], np.cumsum(counts)])
     filled = np.flatnonzero(counts)
     shown = slice(filled[0], filled[-1] + 1) if len(filled) else slice(0)

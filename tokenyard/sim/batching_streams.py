@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.fleet import Churn, Fleet, TrafficClass
-from tokenyard.sim import batching
+from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.trace import Trace
 
@@ -17,11 +17,11 @@ class BatchingStream:
     """One stream of requests for a fleet, and what happens to its replicas meanwhile."""
 
     requests: FloatArray
-    """Shape (num_requests, batching.NUM_REQUEST)."""
+    """Shape (num_requests, lay.NUM_REQUEST)."""
     chains: IntArray
     """Ids of all prefix blocks, from 1 on, shape (num_chained,)."""
     events: FloatArray
-    """When replicas change, in order of time, shape (num_events, batching.NUM_EVENT)."""
+    """When replicas change, in order of time, shape (num_events, lay.NUM_EVENT)."""
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -79,20 +79,20 @@ def encode_for_fleet(
             f"the trace tells prefixes in blocks of {block_tokens} tokens; set the fleet's "
             f"prefix_block_tokens, now {fleet.prefix_block_tokens}, to that"
         )
-    rows = np.empty((num, batching.NUM_REQUEST))
-    rows[:, batching.ARRIVAL_S] = trace.arrival_s
-    rows[:, batching.DISPATCH_S] = (
+    rows = np.empty((num, lay.NUM_REQUEST))
+    rows[:, lay.ARRIVAL_S] = trace.arrival_s
+    rows[:, lay.DISPATCH_S] = (
         trace.arrival_s
         if decision_epoch_s is None
         else np.ceil(trace.arrival_s / decision_epoch_s) * decision_epoch_s
     )
-    rows[:, batching.CONTEXT] = np.maximum(trace.context_tokens, 1)
-    rows[:, batching.OUTPUT] = np.maximum(trace.generated_tokens, 1)
-    rows[:, batching.PREDICTED_OUTPUT] = np.maximum(predicted_output, 1.0)
-    rows[:, batching.ROUTER] = rng.integers(fleet.num_routers, size=num)
-    rows[:, batching.FEATURES :] = features
+    rows[:, lay.CONTEXT] = np.maximum(trace.context_tokens, 1)
+    rows[:, lay.OUTPUT] = np.maximum(trace.generated_tokens, 1)
+    rows[:, lay.PREDICTED_OUTPUT] = np.maximum(predicted_output, 1.0)
+    rows[:, lay.ROUTER] = rng.integers(fleet.num_routers, size=num)
+    rows[:, lay.FEATURES :] = features
     _draw_classes(rows, fleet.classes, slo_response_s, rng)
-    rows[:, batching.TENANT] = _draw(num, [one.share for one in fleet.tenants], rng)
+    rows[:, lay.TENANT] = _draw(num, [one.share for one in fleet.tenants], rng)
     chains = _number_blocks(rows, trace if fleet.prefix_block_tokens else None)
     events = _no_events() if fleet.churn is None else _draw_events(fleet, fleet.churn, rows, rng)
     return BatchingStream(rows, chains, events)
@@ -111,48 +111,48 @@ def _draw_classes(
 ) -> None:
     which = _draw(len(rows), [one.share for one in classes], rng)
     patience = rng.exponential(size=len(rows))
-    rows[:, batching.CLASS] = which
+    rows[:, lay.CLASS] = which
     for index, one in enumerate(classes):
         mine = which == index
-        rows[mine, batching.PRIORITY] = one.priority
-        rows[mine, batching.SLO_RESPONSE_S] = one.response_s or slo_response_s
-        rows[mine, batching.SLO_TTFT_S] = one.ttft_s or np.inf
-        rows[mine, batching.SLO_TPOT_S] = one.tpot_s or np.inf
+        rows[mine, lay.PRIORITY] = one.priority
+        rows[mine, lay.SLO_RESPONSE_S] = one.response_s or slo_response_s
+        rows[mine, lay.SLO_TTFT_S] = one.ttft_s or np.inf
+        rows[mine, lay.SLO_TPOT_S] = one.tpot_s or np.inf
         patience_s = patience[mine] * one.patience_s if one.patience_s else np.inf
         waits_s = np.minimum(patience_s, one.timeout_s or np.inf)
-        rows[mine, batching.GIVE_UP_S] = rows[mine, batching.ARRIVAL_S] + waits_s
+        rows[mine, lay.GIVE_UP_S] = rows[mine, lay.ARRIVAL_S] + waits_s
 
 
 def _number_blocks(rows: FloatArray, trace: Trace | None) -> IntArray:
     """Give prefix blocks consecutive numbers from 1 on, and note where each chain stands."""
-    rows[:, [batching.CHAIN_AT, batching.CHAIN_LENGTH]] = 0.0
+    rows[:, [lay.CHAIN_AT, lay.CHAIN_LENGTH]] = 0.0
     if trace is None or trace.prefix_hashes is None:
         return np.zeros(0, dtype=np.int64)
     lengths = np.array([len(hashes) for hashes in trace.prefix_hashes])
-    rows[:, batching.CHAIN_LENGTH] = lengths
-    rows[:, batching.CHAIN_AT] = np.cumsum(lengths) - lengths
+    rows[:, lay.CHAIN_LENGTH] = lengths
+    rows[:, lay.CHAIN_AT] = np.cumsum(lengths) - lengths
     flat = [block for hashes in trace.prefix_hashes for block in hashes]
     return np.unique(np.array(flat, dtype=np.int64), return_inverse=True)[1].reshape(-1) + 1
 
 
 def _no_events() -> FloatArray:
-    return np.zeros((0, batching.NUM_EVENT))
+    return np.zeros((0, lay.NUM_EVENT))
 
 
 def _draw_events(
     fleet: Fleet, churn: Churn, rows: FloatArray, rng: np.random.Generator
 ) -> FloatArray:
     """Ends and returns of all replicas while requests arrive."""
-    end_s = rows[-1, batching.ARRIVAL_S]
+    end_s = rows[-1, lay.ARRIVAL_S]
     events = []
     for replica in range(len(fleet.replicas)):
-        now = rows[0, batching.ARRIVAL_S] + rng.exponential(churn.mean_up_s)
+        now = rows[0, lay.ARRIVAL_S] + rng.exponential(churn.mean_up_s)
         while now < end_s:
             if rng.random() < churn.drained_share:
-                events.append((now, replica, batching.DRAINING))
+                events.append((now, replica, lay.DRAINING))
                 now += churn.drain_s
-            events.append((now, replica, batching.DOWN))
+            events.append((now, replica, lay.DOWN))
             now += rng.exponential(churn.mean_down_s)
-            events.append((now, replica, batching.UP))
+            events.append((now, replica, lay.UP))
             now += rng.exponential(churn.mean_up_s)
-    return np.array(sorted(events), dtype=np.float64).reshape(-1, batching.NUM_EVENT)
+    return np.array(sorted(events), dtype=np.float64).reshape(-1, lay.NUM_EVENT)

@@ -9,8 +9,12 @@ import numpy as np
 
 from tokenyard import observation
 from tokenyard.fleet import Fleet, Randomisation
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel import step as kernel
+from tokenyard.routing.simulator.batching_kernel.fleet import clear
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim import batching
 from tokenyard.sim.batching_streams import BatchingStream, Stream
 from tokenyard.sim.cluster import Actions, Observations, Outcomes
 from tokenyard.types import (
@@ -49,7 +53,7 @@ class BatchingOutcomes(Outcomes):
     """1 where the client hung up."""
     latency_counts: FloatArray
     """Gaps between the tokens of a request, counted by bin over the whole stream, shape
-    (batching.LATENCY_BINS,)."""
+    (lay.LATENCY_BINS,)."""
     energy_j: float
     """Of all replicas that are up, from the first arrival to the last completion."""
 
@@ -59,29 +63,29 @@ class BatchingOutcomes(Outcomes):
         return missed
 
 
-def _plant(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
-    plant = np.zeros((len(fleet.replicas), batching.NUM_PLANT))
-    for row, config, tokens_per_s in zip(plant, fleet.replicas, capacities, strict=True):
-        row[batching.ITERATION_S : batching.KV_TOKEN_S + 1] = config.iteration
-        row[batching.MAX_BATCH] = config.max_batch
-        row[batching.TOKEN_BUDGET] = config.token_budget
-        row[batching.NUM_PAGES] = config.kv_capacity_tokens // fleet.page_tokens
-        row[batching.WARM_UP_FACTOR] = 1.0
+def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
+    params = np.zeros((len(fleet.replicas), lay.NUM_PARAMS))
+    for row, config, tokens_per_s in zip(params, fleet.replicas, capacities, strict=True):
+        row[lay.ITERATION_S : lay.KV_TOKEN_S + 1] = config.iteration
+        row[lay.MAX_BATCH] = config.max_batch
+        row[lay.TOKEN_BUDGET] = config.token_budget
+        row[lay.NUM_PAGES] = config.kv_capacity_tokens // fleet.page_tokens
+        row[lay.WARM_UP_FACTOR] = 1.0
         if fleet.churn is not None:
-            row[batching.WARM_UP_S] = fleet.churn.warm_up_s
-            row[batching.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
+            row[lay.WARM_UP_S] = fleet.churn.warm_up_s
+            row[lay.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
         # Of one place in the batch, as of one slot of a server: the full speed is all of them.
-        row[batching.TOKENS_PER_S] = tokens_per_s / config.max_batch
-        row[batching.IDLE_W] = config.idle_w
-        row[batching.ITERATION_J : batching.KV_TOKEN_J + 1] = config.energy
-        row[batching.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
-    plant[:, batching.RANK] = _ranks(plant)
-    return plant
+        row[lay.TOKENS_PER_S] = tokens_per_s / config.max_batch
+        row[lay.IDLE_W] = config.idle_w
+        row[lay.ITERATION_J : lay.KV_TOKEN_J + 1] = config.energy
+        row[lay.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
+    params[:, lay.RANK] = _ranks(params)
+    return params
 
 
-def _ranks(plant: FloatArray) -> FloatArray:
+def _ranks(params: FloatArray) -> FloatArray:
     """Rank of every replica by its full speed, shape (num_replicas,)."""
-    full = plant[:, batching.TOKENS_PER_S] * plant[:, batching.MAX_BATCH]
+    full = params[:, lay.TOKENS_PER_S] * params[:, lay.MAX_BATCH]
     return observation.speed_ranks(full)
 
 
@@ -89,29 +93,22 @@ def _rules(
     fleet: Fleet, reward: RewardWeights, stream_length: int, expected_finish: bool
 ) -> FloatArray:
     most = max(config.max_batch for config in fleet.replicas)
-    rules = np.zeros(batching.NUM_RULES)
-    rules[batching.PAGE_TOKENS] = fleet.page_tokens
-    rules[batching.BLOCK_TOKENS] = fleet.prefix_block_tokens
-    rules[batching.QUEUE_LIMIT] = fleet.queue_limit
-    rules[batching.NUM_PRIORITIES] = fleet.num_priorities
-    rules[batching.PREFILL_AT] = batching.NUM_SCALARS + fleet.page_tokens
-    rules[batching.DECODE_AT] = rules[batching.PREFILL_AT] + batching.PREFILL_FIELDS * most
-    rules[batching.RINGS_AT] = rules[batching.DECODE_AT] + batching.DECODE_FIELDS * most
+    rules = np.zeros(lay.NUM_RULES)
+    rules[:NUM_REWARDS] = reward_rules(reward)
+    rules[lay.PAGE_TOKENS] = fleet.page_tokens
+    rules[lay.BLOCK_TOKENS] = fleet.prefix_block_tokens
+    rules[lay.QUEUE_LIMIT] = fleet.queue_limit
+    rules[lay.NUM_PRIORITIES] = fleet.num_priorities
+    rules[lay.PREFILL_AT] = lay.NUM_SCALARS + fleet.page_tokens
+    rules[lay.DECODE_AT] = rules[lay.PREFILL_AT] + lay.PREFILL_FIELDS * most
+    rules[lay.RINGS_AT] = rules[lay.DECODE_AT] + lay.DECODE_FIELDS * most
     # Preempted sequences join those that wait.
-    rules[batching.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
-    rules[batching.RETRY_DELAY_S] = fleet.retry_delay_s
-    rules[batching.MAX_RETRIES] = fleet.max_retries
-    rules[batching.EXPECTED_FINISH] = expected_finish
-    rules[batching.COMPLETE] = reward.complete
-    rules[batching.SLO_AT_COMPLETION] = reward.slo_at_completion
-    rules[batching.ACCEPT] = reward.accept
-    rules[batching.DROP] = reward.drop
-    rules[batching.RESPONSE] = reward.response
-    rules[batching.SLO] = reward.slo
-    rules[batching.TAIL] = reward.tail
-    rules[batching.TAIL_AFTER_S] = reward.tail_after_s
-    rules[batching.ENERGY] = reward.energy
-    rules[batching.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
+    rules[lay.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
+    rules[lay.RETRY_DELAY_S] = fleet.retry_delay_s
+    rules[lay.MAX_RETRIES] = fleet.max_retries
+    rules[lay.EXPECTED_FINISH] = expected_finish
+    rules[lay.ENERGY] = reward.energy
+    rules[lay.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
     return rules
 
 
@@ -143,25 +140,25 @@ class BatchingSim:
         self.scenario = scenario
         fleet = scenario.fleet
         num = scenario.num_servers
-        self._plant = _plant(fleet, scenario.server_capacities_tokens_per_s)
+        self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
         rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
-        rings = fleet.num_priorities * (2 + 2 * int(rules[batching.RING_SIZE]))
-        width = int(rules[batching.RINGS_AT]) + rings
+        rings = fleet.num_priorities * (2 + 2 * int(rules[lay.RING_SIZE]))
+        width = int(rules[lay.RINGS_AT]) + rings
         routers = fleet.num_routers
-        self.arrays = batching.Fleet(
-            plant=np.tile(self._plant, (num_copies, 1, 1)),
+        self.arrays = lay.FleetArrays(
+            replica_params=np.tile(self._params, (num_copies, 1, 1)),
             rules=rules,
-            events=np.zeros((num_copies, 0, batching.NUM_EVENT)),
-            requests=np.zeros((num_copies, stream_length, batching.NUM_REQUEST)),
+            events=np.zeros((num_copies, 0, lay.NUM_EVENT)),
+            requests=np.zeros((num_copies, stream_length, lay.NUM_REQUEST)),
             chains=np.zeros((num_copies, 0), dtype=np.int64),
             state=np.zeros((num_copies, num, width)),
-            links=np.zeros((num_copies, num, batching.NUM_LINKS, 1), dtype=np.int32),
-            block_s=np.zeros((num_copies, num, batching.SENT_S + routers, 1)),
-            routers=np.zeros((num_copies, routers, num, batching.NUM_OWN)),
-            clock=np.zeros((num_copies, batching.NUM_CLOCK)),
+            links=np.zeros((num_copies, num, lay.NUM_LINKS, 1), dtype=np.int32),
+            block_s=np.zeros((num_copies, num, lay.SENT_S + routers, 1)),
+            routers=np.zeros((num_copies, routers, num, lay.NUM_OWN)),
+            clock=np.zeros((num_copies, lay.NUM_CLOCK)),
             retries=np.zeros((num_copies, stream_length), dtype=np.int64),
-            outcomes=np.zeros((num_copies, stream_length, batching.NUM_OUTCOME)),
-            latencies=np.zeros((num_copies, batching.LATENCY_BINS)),
+            outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
+            latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
             scratch=np.zeros(width),
         )
@@ -185,7 +182,7 @@ class BatchingSim:
         arrays = self.arrays
         arrays.requests[copy] = stream.requests
         arrays.chains[copy, : len(stream.chains)] = stream.chains
-        arrays.events[copy, :, batching.EVENT_S] = np.inf
+        arrays.events[copy, :, lay.EVENT_S] = np.inf
         arrays.events[copy, : len(stream.events)] = stream.events
         self.clear(copy)
 
@@ -204,31 +201,31 @@ class BatchingSim:
             # A little more than is needed: the next streams are about as long.
             pad = [(0, 0)] * old.ndim
             pad[axis] = (0, missing + needed // 8)
-            fill = {"events": np.inf, "links": batching.ABSENT, "block_s": -np.inf}.get(name, 0)
+            fill = {"events": np.inf, "links": lay.ABSENT, "block_s": -np.inf}.get(name, 0)
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
 
     def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
         """Draw other hardware and staleness for one copy, which is emptied; until the next draw."""
-        plant = self.arrays.plant[copy]
-        plant[:] = self._plant
+        params = self.arrays.replica_params[copy]
+        params[:] = self._params
         low, high = np.log(randomisation.speed_factor)
-        factors = np.exp(rng.uniform(low, high, len(plant)))
-        plant[:, batching.ITERATION_S : batching.KV_TOKEN_S + 1] /= factors[:, None]
-        plant[:, batching.TOKENS_PER_S] *= factors
-        plant[:, batching.RANK] = _ranks(plant)
+        factors = np.exp(rng.uniform(low, high, len(params)))
+        params[:, lay.ITERATION_S : lay.KV_TOKEN_S + 1] /= factors[:, None]
+        params[:, lay.TOKENS_PER_S] *= factors
+        params[:, lay.RANK] = _ranks(params)
         if randomisation.scrape_interval_s is not None:
-            plant[:, batching.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
+            params[:, lay.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
         self.clear(copy)
 
     def clear(self, copy: int) -> None:
         """Empty one copy and go back to the start of its stream."""
-        batching.clear(self.arrays, copy)
-        batching.fill_table(self.arrays, copy)
+        clear(self.arrays, copy)
+        fill_table(self.arrays, copy)
 
     def skip_next(self, copy: int) -> None:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
-        self.arrays.clock[copy, batching.SKIP] = 1.0
+        self.arrays.clock[copy, lay.SKIP] = 1.0
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
@@ -244,17 +241,17 @@ class BatchingSim:
         Raises:
             ValueError: An action names no replica; nothing has changed.
         """
-        self._check(batching.step(self.arrays, actions, self.rewards), actions)
+        self._check(kernel.step(self.arrays, actions, self.rewards), actions)
         return self.rewards
 
     def observe(self) -> Observations:
         """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
-        self.num_saturated += batching.observe(self.arrays, self.observations)
+        self.num_saturated += kernel.observe(self.arrays, self.observations)
         return self.observations
 
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
-        wrong, saturated = batching.step_and_observe(
+        wrong, saturated = kernel.step_and_observe(
             self.arrays, actions, self.rewards, self.observations
         )
         self._check(wrong, actions)
@@ -274,20 +271,21 @@ class BatchingSim:
         Returns:
             What completions have earned, shape (num_copies,); a view, overwritten later.
         """
-        batching.drain(self.arrays, self.rewards)
+        kernel.drain(self.arrays, self.rewards)
         return self.rewards
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
-        scores = np.empty(self.scenario.num_servers)
-        slo_s = self.scenario.slo_response_s
-        batching.run_marginal(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
+        self._run(kernel.MARGINAL, weights, mean_total_tokens)
 
     def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
+        self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
+
+    def _run(self, rule: int, weights: FloatArray, mean_total_tokens: float) -> None:
         scores = np.empty(self.scenario.num_servers)
         slo_s = self.scenario.slo_response_s
-        batching.run_generic(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
+        kernel.run(self.arrays, rule, weights, mean_total_tokens, slo_s, scores, self.rewards)
 
     def best_ahead(self, copy: int, others_weight: float) -> int:
         """Replica where the waiting request does best, seen from what no router knows.
@@ -295,32 +293,32 @@ class BatchingSim:
         The cost is the request's own finish plus `others_weight` times the delay of all others,
         as if nothing more came.
         """
-        return int(batching.best_ahead(self.arrays, copy, others_weight))
+        return int(kernel.best_ahead(self.arrays, copy, others_weight))
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
-        return bool((self.arrays.clock[:, batching.CURRENT] >= 0).any())
+        return bool((self.arrays.clock[:, lay.CURRENT] >= 0).any())
 
     def num_placed(self) -> IntArray:
         """Placements so far in every copy, shape (num_copies,)."""
-        return self.arrays.clock[:, batching.PLACED].astype(np.int64)
+        return self.arrays.clock[:, lay.PLACED].astype(np.int64)
 
     def current(self, copy: int = 0) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
-        return int(self.arrays.clock[copy, batching.CURRENT])
+        return int(self.arrays.clock[copy, lay.CURRENT])
 
     def now_s(self, copy: int = 0) -> float:
         """Clock of one copy, seconds."""
-        return float(self.arrays.clock[copy, batching.NOW_S])
+        return float(self.arrays.clock[copy, lay.NOW_S])
 
     def request(self, copy: int = 0) -> Request:
         """The request that waits to be placed, as a policy may see it."""
         row = self.arrays.requests[copy, self.current(copy)]
-        context = float(row[batching.CONTEXT])
+        context = float(row[lay.CONTEXT])
         return Request(
-            arrival_s=float(row[batching.ARRIVAL_S]),
+            arrival_s=float(row[lay.ARRIVAL_S]),
             context_tokens=int(context),
-            predicted_total_tokens=context + float(row[batching.PREDICTED_OUTPUT]),
+            predicted_total_tokens=context + float(row[lay.PREDICTED_OUTPUT]),
         )
 
     def offered(self, copy: int = 0) -> list[int]:
@@ -339,42 +337,42 @@ class BatchingSim:
     def outcomes(self, copy: int = 0) -> BatchingOutcomes:
         """What became of one copy's requests."""
         requests, outcome = self.arrays.requests[copy], self.arrays.outcomes[copy]
-        finish_s = outcome[:, batching.FINISH_S]
-        arrival_s = requests[:, batching.ARRIVAL_S].copy()
+        finish_s = outcome[:, lay.FINISH_S]
+        arrival_s = requests[:, lay.ARRIVAL_S].copy()
         response_s = finish_s - arrival_s
-        first_s = outcome[:, batching.FIRST_TOKEN_S] - arrival_s
-        output = requests[:, batching.OUTPUT].copy()
+        first_s = outcome[:, lay.FIRST_TOKEN_S] - arrival_s
+        output = requests[:, lay.OUTPUT].copy()
         done = ~np.isnan(response_s)
         return BatchingOutcomes(
             arrival_s=arrival_s,
-            total_tokens=requests[:, batching.CONTEXT] + output,
-            server=outcome[:, batching.SERVER].astype(np.int64),
+            total_tokens=requests[:, lay.CONTEXT] + output,
+            server=outcome[:, lay.SERVER].astype(np.int64),
             response_s=response_s,
-            waiting_seen=outcome[:, batching.WAITING_SEEN].copy(),
+            waiting_seen=outcome[:, lay.WAITING_SEEN].copy(),
             first_token_s=first_s,
             output_tokens=output,
-            context_tokens=requests[:, batching.CONTEXT].copy(),
-            met=outcome[:, batching.MET].astype(np.int64),
-            traffic_class=requests[:, batching.CLASS].astype(np.int64),
-            tenant=requests[:, batching.TENANT].astype(np.int64),
-            attempts=outcome[:, batching.ATTEMPTS].copy(),
-            preemptions=outcome[:, batching.PREEMPTIONS].copy(),
-            hit_tokens=outcome[:, batching.HIT_TOKENS].copy(),
-            prefilled_tokens=outcome[:, batching.PREFILLED_TOKENS].copy(),
-            wasted_tokens=outcome[:, batching.GENERATED] - np.where(done, output, 0.0),
-            kv_seen=outcome[:, batching.KV_SEEN].copy(),
-            gave_up=outcome[:, batching.GAVE_UP].astype(np.int64),
+            context_tokens=requests[:, lay.CONTEXT].copy(),
+            met=outcome[:, lay.MET].astype(np.int64),
+            traffic_class=requests[:, lay.CLASS].astype(np.int64),
+            tenant=requests[:, lay.TENANT].astype(np.int64),
+            attempts=outcome[:, lay.ATTEMPTS].copy(),
+            preemptions=outcome[:, lay.PREEMPTIONS].copy(),
+            hit_tokens=outcome[:, lay.HIT_TOKENS].copy(),
+            prefilled_tokens=outcome[:, lay.PREFILLED_TOKENS].copy(),
+            wasted_tokens=outcome[:, lay.GENERATED] - np.where(done, output, 0.0),
+            kv_seen=outcome[:, lay.KV_SEEN].copy(),
+            gave_up=outcome[:, lay.GAVE_UP].astype(np.int64),
             latency_counts=self.arrays.latencies[copy].copy(),
             energy_j=self._energy_j(copy, finish_s),
         )
 
     def _energy_j(self, copy: int, finish_s: FloatArray) -> float:
         arrays = self.arrays
-        first_s = float(arrays.requests[copy, 0, batching.ARRIVAL_S])
+        first_s = float(arrays.requests[copy, 0, lay.ARRIVAL_S])
         end_s = float(np.nanmax(finish_s, initial=first_s))
         up_s = _up_s(arrays.events[copy], self.scenario.num_servers, first_s, end_s)
-        idle_j = up_s @ arrays.plant[copy, :, batching.IDLE_W]
-        return float(idle_j + arrays.state[copy, :, batching.BUSY_J].sum())
+        idle_j = up_s @ arrays.replica_params[copy, :, lay.IDLE_W]
+        return float(idle_j + arrays.state[copy, :, lay.BUSY_J].sum())
 
 
 def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -> FloatArray:
@@ -382,8 +380,8 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
     up_s = np.full(num_replicas, end_s - first_s)
     is_up = np.ones(num_replicas, dtype=np.bool_)
     # Streams of fewer events than others are filled up with ones that never happen.
-    for at_s, replica, status in events[events[:, batching.EVENT_S] < np.inf]:
-        which, now_up = int(replica), status != batching.DOWN
+    for at_s, replica, status in events[events[:, lay.EVENT_S] < np.inf]:
+        which, now_up = int(replica), status != lay.DOWN
         if now_up != is_up[which]:
             left_s = end_s - min(max(at_s, first_s), end_s)
             up_s[which] += left_s if now_up else -left_s

@@ -30,8 +30,14 @@ import numpy.typing as npt
 from tokenyard import observation as ob
 from tokenyard.compiled import compiled
 from tokenyard.corrected import Correction, Scratch, corrected_scores, make_scratch
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.fleet import clear, find_decision
+from tokenyard.routing.simulator.batching_kernel.iteration import advance
+from tokenyard.routing.simulator.batching_kernel.layout import FleetArrays, replica_of
+from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
+from tokenyard.routing.simulator.batching_kernel.step import drain, place
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim import batching as b
 from tokenyard.sim.batching_streams import BatchingStream
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.types import FloatArray, IntArray
@@ -144,7 +150,9 @@ class RolloutSim:
         if not decide_anew:
             run_corrected(self._sim, correction, self._mean_total_tokens)
             # A request that was dropped was sent nowhere in the end; there it may go anywhere.
-            played = np.maximum(self._sim.arrays.outcomes[_PLAYED, :, b.SERVER], 0).astype(np.int64)
+            played = np.maximum(self._sim.arrays.outcomes[_PLAYED, :, lay.SERVER], 0).astype(
+                np.int64
+            )
             for copy in (_PLAYED, _AHEAD):
                 self._sim.clear(copy)
         found = _sample(
@@ -182,29 +190,30 @@ def run_corrected(sim: BatchingSim, correction: Correction, mean_total_tokens: f
 
 
 @compiled
-def _decide(fleet: b.Fleet, copy: int, player: _Player) -> int:
+def _decide(fleet: FleetArrays, copy: int, player: _Player) -> int:
     """Replica that the policy takes for the current request of a copy."""
-    b.fill_table(fleet, copy)
-    request = fleet.requests[copy, int(fleet.clock[copy, b.CURRENT])]
+    fill_table(fleet, copy)
+    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
     return corrected_scores(
-        player.correction, request[b.FEATURES :], request[b.CONTEXT], request[b.PREDICTED_OUTPUT],
-        player.mean_total_tokens, player.slo_s, fleet.tables[copy], player.scratch, player.scores,
+        player.correction, request[lay.FEATURES :], request[lay.CONTEXT],
+        request[lay.PREDICTED_OUTPUT], player.mean_total_tokens, player.slo_s,
+        fleet.tables[copy], player.scratch, player.scores,
     )  # fmt: skip
 
 
 @compiled
-def _over(fleet: b.Fleet, copy: int, index: int) -> bool:
+def _over(fleet: FleetArrays, copy: int, index: int) -> bool:
     """Whether nothing more will become of a request."""
     outcome = fleet.outcomes[copy, index]
-    dropped = outcome[b.SERVER] < 0.0 and outcome[b.ATTEMPTS] > 0.0
-    return not math.isnan(outcome[b.FINISH_S]) or outcome[b.GAVE_UP] != 0.0 or dropped
+    dropped = outcome[lay.SERVER] < 0.0 and outcome[lay.ATTEMPTS] > 0.0
+    return not math.isnan(outcome[lay.FINISH_S]) or outcome[lay.GAVE_UP] != 0.0 or dropped
 
 
 @compiled
-def _branch(fleet: b.Fleet, first: int, last: int) -> None:
+def _branch(fleet: FleetArrays, first: int, last: int) -> None:
     """Make the copy for futures equal to the one that is played, for requests first..last-1."""
-    for server in range(fleet.plant.shape[1]):
-        b._copy_row(fleet.state[_PLAYED, server], fleet.rules, fleet.state[_AHEAD, server])
+    for server in range(fleet.replica_params.shape[1]):
+        copy_row(fleet.state[_PLAYED, server], fleet.rules, fleet.state[_AHEAD, server])
         _copy(fleet.tables[_PLAYED, server], fleet.tables[_AHEAD, server])
         for router in range(fleet.routers.shape[1]):
             _copy(fleet.routers[_PLAYED, router, server], fleet.routers[_AHEAD, router, server])
@@ -214,8 +223,8 @@ def _branch(fleet: b.Fleet, first: int, last: int) -> None:
             _copy(fleet.block_s[_PLAYED, server, kind], fleet.block_s[_AHEAD, server, kind])
     _copy(fleet.clock[_PLAYED], fleet.clock[_AHEAD])
     size = fleet.retries.shape[1]
-    for ahead in range(int(fleet.clock[_PLAYED, b.RETRY_COUNT])):
-        slot = (int(fleet.clock[_PLAYED, b.RETRY_HEAD]) + ahead) % size
+    for ahead in range(int(fleet.clock[_PLAYED, lay.RETRY_COUNT])):
+        slot = (int(fleet.clock[_PLAYED, lay.RETRY_HEAD]) + ahead) % size
         fleet.retries[_AHEAD, slot] = fleet.retries[_PLAYED, slot]
     for index in range(first, last):
         _copy(fleet.outcomes[_PLAYED, index], fleet.outcomes[_AHEAD, index])
@@ -224,13 +233,13 @@ def _branch(fleet: b.Fleet, first: int, last: int) -> None:
 @compiled
 def _copy(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
     """Copy a row; assigning an array to a slice would allocate."""
-    for place in range(source.shape[0]):
-        target[place] = source[place]
+    for at in range(source.shape[0]):
+        target[at] = source[at]
 
 
 @compiled
 def _play(
-    fleet: b.Fleet,
+    fleet: FleetArrays,
     player: _Player,
     played: IntArray,
     choice: int,
@@ -240,31 +249,31 @@ def _play(
 ) -> None:
     """Play one future: the current request on `choice`, those up to `last` as `played` says."""
     _branch(fleet, first, last)
-    b._place(fleet, _AHEAD, choice)
-    b._find_decision(fleet, _AHEAD)
-    while 0.0 <= fleet.clock[_AHEAD, b.CURRENT] < last:
-        server = played[int(fleet.clock[_AHEAD, b.CURRENT])]
+    place(fleet, _AHEAD, choice)
+    find_decision(fleet, _AHEAD)
+    while 0.0 <= fleet.clock[_AHEAD, lay.CURRENT] < last:
+        server = played[int(fleet.clock[_AHEAD, lay.CURRENT])]
         if server == _ANEW:
             server = _decide(fleet, _AHEAD, player)
-        b._place(fleet, _AHEAD, server)
-        b._find_decision(fleet, _AHEAD)
-    for server in range(fleet.plant.shape[1]):
-        b._advance(b._replica(fleet, _AHEAD, server), math.inf)
+        place(fleet, _AHEAD, server)
+        find_decision(fleet, _AHEAD)
+    for server in range(fleet.replica_params.shape[1]):
+        advance(replica_of(fleet, _AHEAD, server), math.inf)
     for index in range(first, last):
         if _over(fleet, _PLAYED, index):
             continue
         outcome = fleet.outcomes[_AHEAD, index]
-        response_s = outcome[b.FINISH_S] - fleet.requests[_AHEAD, index, b.ARRIVAL_S]
+        response_s = outcome[lay.FINISH_S] - fleet.requests[_AHEAD, index, lay.ARRIVAL_S]
         if math.isnan(response_s):
             response_s = player.lost_s
         costs[RESPONSE] += response_s
-        costs[MISSED] += 1.0 - outcome[b.MET]
+        costs[MISSED] += 1.0 - outcome[lay.MET]
         costs[SLOW] += response_s > player.slow_after_s
 
 
 @compiled
 def _sample(
-    fleet: b.Fleet,
+    fleet: FleetArrays,
     player: _Player,
     played: IntArray,
     every: int,
@@ -275,13 +284,13 @@ def _sample(
     costs: FloatArray,
 ) -> int:
     """Play a stream and fill in the samples; return how many they are."""
-    num = fleet.plant.shape[1]
+    num = fleet.replica_params.shape[1]
     num_requests = fleet.requests.shape[1]
     first = 0
     decision = 0
     found = 0
-    while fleet.clock[_PLAYED, b.CURRENT] >= 0.0 and found < chosen.shape[0]:
-        current = int(fleet.clock[_PLAYED, b.CURRENT])
+    while fleet.clock[_PLAYED, lay.CURRENT] >= 0.0 and found < chosen.shape[0]:
+        current = int(fleet.clock[_PLAYED, lay.CURRENT])
         choice = _decide(fleet, _PLAYED, player)
         while first < current and _over(fleet, _PLAYED, first):
             first += 1
@@ -292,7 +301,7 @@ def _sample(
             table = fleet.tables[_PLAYED]
             request = fleet.requests[_PLAYED, current]
             ob.marginal_scores(
-                player.correction.weights, request[b.CONTEXT], request[b.PREDICTED_OUTPUT],
+                player.correction.weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
                 player.mean_total_tokens, player.slo_s, table, rule_scores[found],
             )  # fmt: skip
             for replica in range(num):
@@ -307,17 +316,17 @@ def _sample(
                 )
             found += 1
         decision += 1
-        b._place(fleet, _PLAYED, choice)
-        b._find_decision(fleet, _PLAYED)
+        place(fleet, _PLAYED, choice)
+        find_decision(fleet, _PLAYED)
     return found
 
 
 @compiled
-def _run(fleet: b.Fleet, player: _Player, rewards: FloatArray) -> None:
+def _run(fleet: FleetArrays, player: _Player, rewards: FloatArray) -> None:
     """Run every copy's whole stream under the policy, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
-        b.clear(fleet, copy)
-        while fleet.clock[copy, b.CURRENT] >= 0.0:
-            b._place(fleet, copy, _decide(fleet, copy, player))
-            b._find_decision(fleet, copy)
-    b.drain(fleet, rewards)
+        clear(fleet, copy)
+        while fleet.clock[copy, lay.CURRENT] >= 0.0:
+            place(fleet, copy, _decide(fleet, copy, player))
+            find_decision(fleet, copy)
+    drain(fleet, rewards)

@@ -1,0 +1,1 @@
+"""Simulators of the servers that requests are routed to."""

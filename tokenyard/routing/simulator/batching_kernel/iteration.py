@@ -1,0 +1,327 @@
+"""Iterations of a replica: admission, preemption, and stretches that only decode at once."""
+
+from __future__ import annotations
+
+import math
+
+from tokenyard.compiled import compiled
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.layout import pages_of, pages_per_block, phase_at
+from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
+    hit_blocks,
+    hold_blocks,
+    take_pages,
+)
+from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, first_waiting
+from tokenyard.routing.simulator.batching_kernel.sequences import (
+    abandon_impatient,
+    complete_all,
+    count_latency,
+    end_prefill,
+    generated_tokens,
+    remove_decoding,
+    remove_prefilling,
+    routers_receive,
+    update_min_finish,
+)
+
+
+@compiled
+def end_iteration(replica):
+    """Hand out the tokens of the iteration in progress."""
+    row = replica.row
+    now = row[lay.UNTIL_S]
+    decoding = row[lay.DECODING]
+    if decoding > 0.0:
+        row[lay.STEP] += 1.0
+        row[lay.KV_SUM] += decoding
+        if replica.real:
+            routers_receive(replica, 1.0)
+    which = 0
+    while which < int(row[lay.PREFILLING]):
+        at = int(replica.rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * which
+        row[at + lay.P_LACK] -= row[at + lay.P_CHUNK]
+        row[at + lay.P_KV] += row[at + lay.P_CHUNK]
+        if row[at + lay.P_LACK] == 0.0:
+            end_prefill(replica, which, now)
+        else:
+            which += 1
+    if row[lay.MIN_FINISH] <= row[lay.STEP]:
+        complete_all(replica, now)
+
+
+@compiled
+def _preempt_one(replica, now):
+    """Send the least urgent running sequence, the last admitted of these, back to its queue."""
+    row = replica.row
+    rules = replica.rules
+    victim = -1
+    decodes = False
+    priority = -1.0
+    order = -1.0
+    for k in range(2):
+        at = int(rules[lay.DECODE_AT]) if k == 0 else int(rules[lay.PREFILL_AT])
+        fields = lay.DECODE_FIELDS if k == 0 else lay.PREFILL_FIELDS
+        for which in range(int(row[lay.DECODING]) if k == 0 else int(row[lay.PREFILLING])):
+            # Index and order stand in the same places of both kinds.
+            own = replica.requests[int(row[at + lay.D_INDEX]), lay.PRIORITY]
+            if own > priority or (own == priority and row[at + lay.D_ORDER] > order):
+                priority = own
+                order = row[at + lay.D_ORDER]
+                victim = which
+                decodes = k == 0
+            at += fields
+    if decodes:
+        at = int(rules[lay.DECODE_AT]) + lay.DECODE_FIELDS * victim
+        index = int(row[at + lay.D_INDEX])
+        generated = generated_tokens(replica, at)
+        if replica.real:
+            replica.outcomes[index, lay.LAST_TOKEN_S] = now
+        remove_decoding(replica, victim)
+        update_min_finish(row, rules)
+    else:
+        at = int(rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * victim
+        index = int(row[at + lay.P_INDEX])
+        generated = row[at + lay.P_GENERATED]
+        remove_prefilling(replica, victim)
+    enqueue(row, rules, int(priority), index, generated, True)
+    if replica.real:
+        replica.outcomes[index, lay.PREEMPTIONS] += 1.0
+
+
+@compiled
+def _pages_for_decode(row, rules, step):
+    """Pages that the decoding sequences need for the token after so many steps."""
+    return row[phase_at(rules, -step)]
+
+
+@compiled
+def _admission(replica):
+    """Whether the next request may run now.
+
+    Returns:
+        Its ring (-1: none may), the blocks of its hit, and the pages that it needs beside them.
+    """
+    row = replica.row
+    rules = replica.rules
+    if (
+        row[lay.WAITING] == 0.0
+        or row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
+    ):
+        return -1, 0, 0.0
+    at = first_waiting(row, rules)
+    slot = at + 2 + 2 * int(row[at])
+    index = int(row[slot])
+    hit = hit_blocks(replica, index)
+    pages = pages_of(rules, replica.requests[index, lay.CONTEXT] + row[slot + 1])
+    spare = row[lay.FREE] + row[lay.EVICTABLE]
+    if hit:
+        pages -= hit * pages_per_block(rules)
+        chain = int(replica.requests[index, lay.CHAIN_AT])
+        for block in replica.chains[chain : chain + hit]:
+            if replica.links[lay.HOLDERS, block] == 0:
+                spare -= pages_per_block(rules)
+    if pages > spare:
+        return -1, 0, 0.0
+    return at, hit, pages
+
+
+@compiled
+def _admit(replica, at, hit, pages, budget, now):
+    """Let the head of a ring run; return the tokens that it computes in this iteration."""
+    row = replica.row
+    rules = replica.rules
+    slot = at + 2 + 2 * int(row[at])
+    index = int(row[slot])
+    generated = row[slot + 1]
+    dequeue(row, rules, at)
+    hold_blocks(replica, index, hit)
+    take_pages(replica, pages, now)
+    cached = hit * rules[lay.BLOCK_TOKENS]
+    lack = replica.requests[index, lay.CONTEXT] + generated - cached
+    chunk = min(lack, budget)
+    to = int(rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * int(row[lay.PREFILLING])
+    row[to + lay.P_INDEX] = index
+    row[to + lay.P_ORDER] = row[lay.ADMITTED]
+    row[to + lay.P_LACK] = lack
+    row[to + lay.P_KV] = cached
+    row[to + lay.P_CHUNK] = chunk
+    row[to + lay.P_GENERATED] = generated
+    row[to + lay.P_HELD] = hit
+    row[lay.PREFILLING] += 1.0
+    row[lay.ADMITTED] += 1.0
+    if replica.real:
+        replica.outcomes[index, lay.HIT_TOKENS] += cached
+        replica.outcomes[index, lay.PREFILLED_TOKENS] += lack
+    return chunk, cached
+
+
+@compiled
+def time_of(base, growth, count):
+    """Time of `count` iterations, the first of which takes `base`, each `growth` more."""
+    return count * base + growth * count * (count - 1.0) / 2.0
+
+
+@compiled
+def _whole_iterations(base, growth, time, most):
+    """Most iterations, up to `most`, that fit into `time`."""
+    if time_of(base, growth, most) <= time:
+        return most
+    half = base - growth / 2.0
+    # The root of the quadratic without cancellation, for small growth too.
+    count = math.floor(2.0 * time / (half + math.sqrt(half * half + 2.0 * growth * time)))
+    while count > 0.0 and time_of(base, growth, count) > time:
+        count -= 1.0
+    while count < most and time_of(base, growth, count + 1.0) <= time:
+        count += 1.0
+    return min(count, most)
+
+
+@compiled
+def _pages_of_steps(row, rules, steps):
+    """Pages that the decoding sequences need for so many more tokens each."""
+    page = int(rules[lay.PAGE_TOKENS])
+    whole = steps // page
+    pages = whole * row[lay.DECODING]
+    for ahead in range(int(steps - whole * page)):
+        pages += _pages_for_decode(row, rules, row[lay.STEP] + ahead)
+    return pages
+
+
+@compiled
+def _account_work(replica, iterations, prefill, decoding, kv, duration):
+    """Book time and energy of iterations with these sums over them."""
+    row = replica.row
+    params = replica.params
+    joules = (
+        params[lay.ITERATION_J] * iterations
+        + params[lay.PREFILL_TOKEN_J] * prefill
+        + params[lay.SEQUENCE_J] * decoding
+        + params[lay.KV_TOKEN_J] * kv
+    )
+    row[lay.ITERATIONS] += iterations
+    row[lay.BUSY_S] += duration
+    row[lay.BUSY_J] += joules
+    row[lay.TAKES_S] = duration
+    row[lay.TAKES_J] = joules
+    if replica.real and decoding > 0.0:
+        count_latency(replica, duration / iterations, decoding)
+
+
+@compiled
+def _skip_ahead(replica, now, until):
+    """Cross iterations that only decode, and that end by `until`, at once.
+
+    It stops before an iteration at whose end a sequence completes, or at whose start a client
+    hangs up, the replica is warm, or pages run out. Returns the time at which it stops.
+    """
+    row = replica.row
+    params = replica.params
+    decoding = row[lay.DECODING]
+    most = row[lay.MIN_FINISH] - row[lay.STEP] - 1.0
+    factor = 1.0
+    limit = row[lay.NEXT_GIVE_UP_S]
+    if now < row[lay.WARM_UNTIL_S]:
+        factor = params[lay.WARM_UP_FACTOR]
+        limit = min(limit, row[lay.WARM_UNTIL_S])
+    base = (
+        params[lay.ITERATION_S]
+        + params[lay.SEQUENCE_S] * decoding
+        + params[lay.KV_TOKEN_S] * row[lay.KV_SUM]
+    )
+    base *= factor
+    if most < 1.0 or now + base > until:
+        return now
+    growth = factor * params[lay.KV_TOKEN_S] * decoding
+    steps = _whole_iterations(base, growth, until - now, most)
+    if limit < math.inf:
+        starts = _whole_iterations(base, growth, limit - now, most)
+        if now + time_of(base, growth, starts) < limit:
+            starts += 1.0
+        steps = min(steps, starts)
+    pages = _pages_of_steps(row, replica.rules, steps)
+    spare = row[lay.FREE] + row[lay.EVICTABLE]
+    if pages > spare:
+        steps = 0.0
+        pages = 0.0
+        ahead = _pages_for_decode(row, replica.rules, row[lay.STEP])
+        while pages + ahead <= spare:
+            pages += ahead
+            steps += 1.0
+            ahead = _pages_for_decode(row, replica.rules, row[lay.STEP] + steps)
+    if steps < 1.0:
+        return now
+    duration = time_of(base, growth, steps)
+    kv = steps * row[lay.KV_SUM] + decoding * steps * (steps - 1.0) / 2.0
+    take_pages(replica, pages, now)
+    _account_work(replica, steps, 0.0, steps * decoding, kv, duration)
+    row[lay.STEP] += steps
+    row[lay.KV_SUM] += steps * decoding
+    if replica.real:
+        routers_receive(replica, steps)
+    return now + duration
+
+
+@compiled
+def begin(replica, now, until):
+    """Begin an iteration at `now`, or later where some could be skipped; or become idle."""
+    row = replica.row
+    params = replica.params
+    rules = replica.rules
+    while True:
+        if row[lay.NEXT_GIVE_UP_S] <= now:
+            abandon_impatient(replica, now)
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0] >= 0:
+            break
+        later = _skip_ahead(replica, now, until)
+        if later == now:
+            break
+        now = later
+    preempted = False
+    while _pages_for_decode(row, rules, row[lay.STEP]) > row[lay.FREE] + row[lay.EVICTABLE]:
+        _preempt_one(replica, now)
+        preempted = True
+    take_pages(replica, _pages_for_decode(row, rules, row[lay.STEP]), now)
+    decoding = row[lay.DECODING]
+    budget = params[lay.TOKEN_BUDGET] - decoding
+    prefill = 0.0
+    kv = row[lay.KV_SUM]
+    at = int(rules[lay.PREFILL_AT])
+    for _ in range(int(row[lay.PREFILLING])):
+        chunk = min(row[at + lay.P_LACK], budget)
+        row[at + lay.P_CHUNK] = chunk
+        if chunk > 0.0:
+            prefill += chunk
+            budget -= chunk
+            kv += row[at + lay.P_KV]
+        at += lay.PREFILL_FIELDS
+    while not preempted and budget > 0.0:
+        ring, hit, pages = _admission(replica)
+        if ring < 0:
+            break
+        chunk, cached = _admit(replica, ring, hit, pages, budget, now)
+        prefill += chunk
+        budget -= chunk
+        kv += cached
+    row[lay.BUSY] = decoding > 0.0 or prefill > 0.0
+    if not row[lay.BUSY]:
+        return
+    duration = (
+        params[lay.ITERATION_S]
+        + params[lay.PREFILL_TOKEN_S] * prefill
+        + params[lay.SEQUENCE_S] * decoding
+        + params[lay.KV_TOKEN_S] * kv
+    )
+    if now < row[lay.WARM_UNTIL_S]:
+        duration *= params[lay.WARM_UP_FACTOR]
+    _account_work(replica, 1.0, prefill, decoding, kv, duration)
+    row[lay.UNTIL_S] = now + duration
+
+
+@compiled
+def advance(replica, until):
+    """Run one replica up to and including `until`."""
+    row = replica.row
+    while row[lay.BUSY] and row[lay.UNTIL_S] <= until:
+        end_iteration(replica)
+        begin(replica, row[lay.UNTIL_S], until)

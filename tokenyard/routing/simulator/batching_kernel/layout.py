@@ -1,0 +1,176 @@
+"""The arrays of a fleet, and what stands where in their rows.
+
+Shapes: C copies, S replicas, R requests per stream, E events, K routers, I prefix-block ids,
+B blocks in all chains of a stream.
+
+    replica_params (C, S, NUM_PARAMS) what a replica is; never changes within a stream
+    rules     (NUM_RULES,)        what holds for all replicas, and what is paid
+    events    (C, E, NUM_EVENT)   when replicas fail, drain and join, in order of time
+    requests  (C, R, NUM_REQUEST) the streams
+    chains    (C, B)              ids of the prefix blocks of all requests, one after the other
+    state     (C, S, width)       what a replica holds, row by row as below
+    links     (C, S, NUM_LINKS, I + 1)  prefix cache: holders, and the list of evictable blocks
+    block_s   (C, S, 2 + K, I + 1) when a block came, when it went, when each router last sent it
+    routers   (C, K, S, NUM_OWN)  what each router knows of what it sent
+    clock     (C, NUM_CLOCK)      where a copy stands
+    retries   (C, R)              ring of requests to be placed again
+    outcomes  (C, R, NUM_OUTCOME) what became of each request
+    tables    (C, S, NUM_COLUMNS) what the router of the current request may know (`observation`)
+
+A row of `state`: scalars; pages needed next, by phase (page_tokens); sequences in prefill, in the
+order of admission (max_batch x PREFILL_FIELDS); sequences that decode (max_batch x DECODE_FIELDS);
+then per priority a ring of waiting requests (head, count, request and tokens generated so far).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard import observation as ob
+from tokenyard.compiled import compiled
+from tokenyard.routing.simulator.rewards import NUM_REWARDS
+from tokenyard.types import FloatArray, IntArray
+
+# replica_params
+(
+    ITERATION_S, PREFILL_TOKEN_S, SEQUENCE_S, KV_TOKEN_S, MAX_BATCH, TOKEN_BUDGET, NUM_PAGES,
+    WARM_UP_S, WARM_UP_FACTOR, TOKENS_PER_S, RANK, IDLE_W, ITERATION_J, PREFILL_TOKEN_J,
+    SEQUENCE_J, KV_TOKEN_J, SCRAPE_INTERVAL_S, NUM_PARAMS,
+) = range(18)  # fmt: skip
+
+# rules: rewards (`rewards`), layout, dynamics, what the router sees
+(
+    PAGE_TOKENS, BLOCK_TOKENS, QUEUE_LIMIT, NUM_PRIORITIES, PREFILL_AT, DECODE_AT, RINGS_AT,
+    RING_SIZE, RETRY_DELAY_S, MAX_RETRIES, EXPECTED_FINISH, ENERGY, LOOKS_AHEAD, NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 14)  # fmt: skip
+
+# events
+EVENT_S, EVENT_REPLICA, EVENT_STATUS, NUM_EVENT = range(4)
+
+# status of a replica, and what an event turns it to
+DOWN, DRAINING, UP = range(3)
+
+# requests; the scaled features follow
+(
+    DISPATCH_S, ARRIVAL_S, CONTEXT, OUTPUT, PREDICTED_OUTPUT, PRIORITY, GIVE_UP_S, ROUTER,
+    CHAIN_AT, CHAIN_LENGTH, SLO_RESPONSE_S, SLO_TTFT_S, SLO_TPOT_S, CLASS, TENANT, FEATURES,
+) = range(16)  # fmt: skip
+NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
+
+# scalars of a row of state; EARNED and what follows outlive a failure
+(
+    STATUS, BUSY, UNTIL_S, DECODING, PREFILLING, WAITING, STEP, MIN_FINISH, KV_SUM, FREE,
+    EVICTABLE, ADMITTED, NEXT_GIVE_UP_S, WARM_UNTIL_S, FINISH_SUM_S, LOOKED_FOR,
+    LOOKED_FINISH_S, TAKES_S, TAKES_J, EARNED, ITERATIONS, BUSY_S, BUSY_J, SCRAPED_S,
+    SCRAPED_WAITING, SCRAPED_RUNNING, SCRAPED_KV, SCRAPED_STATUS, LOOKED_J, NUM_SCALARS,
+) = range(30)  # fmt: skip
+
+# a sequence in prefill
+P_INDEX, P_ORDER, P_LACK, P_KV, P_CHUNK, P_GENERATED, P_HELD, PREFILL_FIELDS = range(8)
+
+# a sequence that decodes: it holds BASE + STEP tokens of KV, and is done when STEP is FINISH
+D_INDEX, D_ORDER, D_BASE, D_FINISH, D_HELD, DECODE_FIELDS = range(6)
+
+# links of the prefix cache; ids begin at 1, and 0 is the anchor of the list of evictable blocks
+HOLDERS, BEFORE, AFTER, NUM_LINKS = range(4)
+ABSENT = -1
+ANCHOR = 0
+
+# times of a block
+CAME_S, WENT_S, SENT_S = range(3)
+
+# what a router knows of what it sent to a replica and has not got back
+(
+    OWN_COUNT, OWN_COUNT_AT_SCRAPE, OWN_PREFILL, OWN_OUTPUT, OWN_DECODING, OWN_GENERATED,
+    OWN_RESPONSE_S, NUM_OWN,
+) = range(8)  # fmt: skip
+
+# clock
+NOW_S, NEXT, CURRENT, EVENT, RETRY_HEAD, RETRY_COUNT, SKIP, PLACED, NUM_CLOCK = range(9)
+
+# outcomes
+(
+    SERVER, FIRST_TOKEN_S, FINISH_S, ATTEMPTS, PREEMPTIONS, HIT_TOKENS, PREFILLED_TOKENS,
+    WAITING_SEEN, READY_S, ASSUMED_PREFILL, GAVE_UP, GENERATED, LAST_TOKEN_S, SUBMITTED,
+    KV_SEEN, MET, NUM_OUTCOME,
+) = range(17)  # fmt: skip
+
+RECENT_WEIGHT = 0.1
+"""Weight of the newest completion in the exponential mean of response times."""
+LATENCY_BINS = 96
+LATENCY_BIN_START_S = 1e-4
+LATENCY_BINS_PER_E = 8.0
+"""Inter-token latencies are counted in bins that are a factor of e^(1/8) wide, from 0.1 ms on."""
+
+
+class FleetArrays(NamedTuple):
+    """All arrays of all copies; see the head of this module for their shapes."""
+
+    replica_params: FloatArray
+    rules: FloatArray
+    events: FloatArray
+    requests: FloatArray
+    chains: IntArray
+    state: FloatArray
+    links: npt.NDArray[np.int32]
+    block_s: FloatArray
+    routers: FloatArray
+    clock: FloatArray
+    retries: IntArray
+    outcomes: FloatArray
+    latencies: FloatArray
+    """Inter-token latencies by bin, shape (C, LATENCY_BINS)."""
+    tables: FloatArray
+    scratch: FloatArray
+    """Copy of one row of state, in which a look ahead is played; shape (width,)."""
+
+
+class Replica(NamedTuple):
+    """One replica of one copy."""
+
+    row: FloatArray
+    params: FloatArray
+    rules: FloatArray
+    requests: FloatArray
+    chains: IntArray
+    links: npt.NDArray[np.int32]
+    block_s: FloatArray
+    own: FloatArray
+    outcomes: FloatArray
+    latencies: FloatArray
+    real: bool
+    """False in a look ahead: nothing outside the row may change."""
+
+
+@compiled
+def replica_of(fleet, copy, server):
+    """One replica of one copy, whose arrays are views."""
+    return Replica(
+        fleet.state[copy, server], fleet.replica_params[copy, server], fleet.rules,
+        fleet.requests[copy], fleet.chains[copy], fleet.links[copy, server],
+        fleet.block_s[copy, server], fleet.routers[copy, :, server], fleet.outcomes[copy],
+        fleet.latencies[copy], True,
+    )  # fmt: skip
+
+
+@compiled
+def pages_of(rules, tokens):
+    """Pages that so many tokens take."""
+    return math.ceil(tokens / rules[PAGE_TOKENS])
+
+
+@compiled
+def pages_per_block(rules):
+    """Pages that a block of a prefix takes."""
+    return rules[BLOCK_TOKENS] / rules[PAGE_TOKENS]
+
+
+@compiled
+def phase_at(rules, tokens):
+    """Place in `row` that counts sequences whose KV fills its pages when STEP = -tokens."""
+    page = int(rules[PAGE_TOKENS])
+    return NUM_SCALARS + (-int(tokens)) % page

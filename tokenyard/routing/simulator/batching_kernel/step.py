@@ -1,0 +1,207 @@
+"""Decisions: place a request, pay for it, run to the next; and whole runs under a rule."""
+
+from __future__ import annotations
+
+import math
+
+from tokenyard import observation as ob
+from tokenyard.compiled import compiled
+from tokenyard.generic import engine_scores
+from tokenyard.observation import encode, marginal_scores
+from tokenyard.routing.simulator import rewards as pay
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.fleet import (
+    clear,
+    find_decision,
+    kv_used,
+    note_sent_blocks,
+    requeue,
+    submit,
+    track_request,
+)
+from tokenyard.routing.simulator.batching_kernel.iteration import advance
+from tokenyard.routing.simulator.batching_kernel.layout import replica_of
+from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_ahead, play_out
+from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
+
+MARGINAL, ANY_CLUSTER = range(2)
+"""Rules that `run` knows: `marginal_scores` and `engine_scores`."""
+
+
+@compiled
+def _add_reward(rules, requests, index, response, added):
+    """Reward of one placement, by the response time that it is looked to have."""
+    tail_s = max(response - rules[pay.TAIL_AFTER_S], 0.0)
+    reward = rules[pay.RESPONSE] * added + rules[pay.TAIL] * tail_s
+    if response > requests[index, lay.SLO_RESPONSE_S]:
+        reward += rules[pay.SLO]
+    return reward
+
+
+@compiled
+def place(fleet, copy, server):
+    """Send the current request to a replica; return the reward that is due at once."""
+    clock = fleet.clock[copy]
+    rules = fleet.rules
+    index = int(clock[lay.CURRENT])
+    now = clock[lay.NOW_S]
+    outcomes = fleet.outcomes[copy]
+    waiting = 0.0
+    kv = 0.0
+    num = fleet.replica_params.shape[1]
+    for other in range(num):
+        waiting += fleet.state[copy, other, lay.WAITING]
+        kv += kv_used(fleet.state[copy, other], fleet.replica_params[copy, other])
+    outcomes[index, lay.WAITING_SEEN] = waiting
+    outcomes[index, lay.KV_SEEN] = kv / num
+    outcomes[index, lay.SERVER] = server
+    outcomes[index, lay.ATTEMPTS] += 1.0
+    # A new attempt is a new submission.
+    outcomes[index, lay.SUBMITTED] = clock[lay.PLACED]
+    clock[lay.PLACED] += 1.0
+    replica = replica_of(fleet, copy, server)
+    row = replica.row
+    # Before it is submitted: the router acknowledges who has hung up at once.
+    track_request(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
+    if not submit(replica, index, now):
+        router_acknowledge(replica, index, 0.0)
+        return 0.0 if requeue(fleet, copy, index, now) else rules[pay.DROP]
+    note_sent_blocks(replica, index, now)
+    reward = rules[pay.ACCEPT]
+    if rules[lay.LOOKS_AHEAD]:
+        finishes, finish, joules = look_ahead(replica, fleet.scratch, index)
+        added = finishes - row[lay.FINISH_SUM_S] - now
+        reward += _add_reward(
+            rules, fleet.requests[copy], index, finish - fleet.requests[copy, index, lay.ARRIVAL_S],
+            added + now - fleet.requests[copy, index, lay.ARRIVAL_S],
+        )  # fmt: skip
+        reward += rules[lay.ENERGY] * (joules - row[lay.LOOKED_J])
+        row[lay.FINISH_SUM_S] = finishes
+        row[lay.LOOKED_J] = joules
+    return reward
+
+
+@compiled
+def best_ahead(fleet, copy, others_weight):
+    """Replica where the current request does best, seen from the true state and true lengths.
+
+    Every replica is played to its end with and without the request, as if nothing more came. The
+    cost is when the request would leave plus `others_weight` times how much longer all others
+    would stay; the first of equals, and the first of all where none takes it.
+    """
+    index = int(fleet.clock[copy, lay.CURRENT])
+    now = fleet.clock[copy, lay.NOW_S]
+    best = 0
+    least = math.inf
+    for server in range(fleet.replica_params.shape[1]):
+        replica = replica_of(fleet, copy, server)
+        before = look_ahead(replica, fleet.scratch, -1)[0]
+        ahead = copied(replica, fleet.scratch)
+        if not submit(ahead, index, now):
+            continue
+        after, finish, _ = play_out(ahead, index)
+        cost = finish + others_weight * (after - finish - before)
+        if cost < least:
+            least = cost
+            best = server
+    return best
+
+
+@compiled
+def _collect(fleet, copy):
+    """Reward terms that completions have earned since the last call."""
+    earned = 0.0
+    for server in range(fleet.replica_params.shape[1]):
+        earned += fleet.state[copy, server, lay.EARNED]
+        fleet.state[copy, server, lay.EARNED] = 0.0
+    return earned
+
+
+@compiled
+def step(fleet, actions, rewards):
+    """Place the waiting request of every copy and run to the moment of the next decision.
+
+    A copy whose SKIP is set has just been cleared, and one whose CURRENT is -1 has no request
+    left: their actions are ignored and earn 0.
+
+    Returns:
+        The first copy whose action names no replica; -1 if none. Nothing is changed otherwise.
+    """
+    num = fleet.replica_params.shape[1]
+    for copy in range(fleet.state.shape[0]):
+        waits = not fleet.clock[copy, lay.SKIP] and fleet.clock[copy, lay.CURRENT] >= 0.0
+        if waits and not 0 <= actions[copy] < num:
+            return copy
+    for copy in range(fleet.state.shape[0]):
+        clock = fleet.clock[copy]
+        rewards[copy] = 0.0
+        if clock[lay.SKIP]:
+            clock[lay.SKIP] = 0.0
+        elif clock[lay.CURRENT] >= 0.0:
+            rewards[copy] = place(fleet, copy, actions[copy])
+            find_decision(fleet, copy)
+            rewards[copy] += _collect(fleet, copy)
+        fill_table(fleet, copy)
+    return -1
+
+
+@compiled
+def observe(fleet, observations):
+    """Encode what the router sees in every copy; return how many numbers hit the bound."""
+    saturated = 0
+    for copy in range(fleet.state.shape[0]):
+        request = fleet.requests[copy, max(int(fleet.clock[copy, lay.CURRENT]), 0)]
+        saturated += encode(
+            request[lay.FEATURES:], request[lay.CONTEXT],
+            request[lay.CONTEXT] + request[lay.PREDICTED_OUTPUT], fleet.tables[copy],
+            fleet.rules[lay.EXPECTED_FINISH] != 0.0, observations[copy],
+        )  # fmt: skip
+    return saturated
+
+
+@compiled
+def step_and_observe(fleet, actions, rewards, observations):
+    """`step`, then `observe`, in one call; return the results of both."""
+    wrong = step(fleet, actions, rewards)
+    if wrong >= 0:
+        return wrong, 0
+    return wrong, observe(fleet, observations)
+
+
+@compiled
+def drain(fleet, rewards):
+    """Let every copy whose requests are all placed finish what it holds; fill in what it earns."""
+    for copy in range(fleet.state.shape[0]):
+        for server in range(fleet.replica_params.shape[1]):
+            advance(replica_of(fleet, copy, server), math.inf)
+        rewards[copy] = _collect(fleet, copy)
+
+
+@compiled
+def _choose(fleet, copy, rule, weights, mean_total_tokens, slo_s, scores):
+    """Replica that a rule of these weights takes for the current request of a copy."""
+    fill_table(fleet, copy)
+    table = fleet.tables[copy]
+    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+    context, output = request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
+    if rule == MARGINAL:
+        return marginal_scores(weights, context, output, mean_total_tokens, slo_s, table, scores)
+    # A policy is told when a request came, not when it is tried again.
+    since = fleet.clock[copy, lay.NOW_S] - request[lay.ARRIVAL_S]
+    for server in range(table.shape[0]):
+        table[server, ob.AGE_S] = max(table[server, ob.AGE_S] - since, 0.0)
+    return engine_scores(weights, context, output, mean_total_tokens, slo_s, table, scores)
+
+
+@compiled
+def run(fleet, rule, weights, mean_total_tokens, slo_s, scores, rewards):
+    """Run every copy's whole stream under a rule, from empty to drained."""
+    for copy in range(fleet.state.shape[0]):
+        clear(fleet, copy)
+        while fleet.clock[copy, lay.CURRENT] >= 0.0:
+            place(
+                fleet, copy, _choose(fleet, copy, rule, weights, mean_total_tokens, slo_s, scores)
+            )
+            find_decision(fleet, copy)
+    drain(fleet, rewards)
