@@ -76,6 +76,7 @@ def test_the_head_of_a_cloud_cluster_is_not_on_spot_and_some_workers_are(name):
     assert len(pools) >= 2
 
 
+@pytest.mark.slow
 def test_ray_makes_what_is_missing_on_aws_and_starts_every_type_of_node(monkeypatch, tmp_path):
     moto = pytest.importorskip("moto")
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):

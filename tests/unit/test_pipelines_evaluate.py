@@ -208,6 +208,7 @@ def test_without_the_file_synthetic_streams_stand_in_with_a_note(tmp_path, monke
     assert "synthetic: no recorded test part" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_policies_come_out_the_same_from_several_processes(tmp_path):
     args = dict(scenario="poisson_085", policies="random,sed", streams=1)
     evaluate.main(evaluate.Args(**args, json=tmp_path / "one.json"))

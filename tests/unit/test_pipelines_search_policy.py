@@ -21,17 +21,20 @@ def found():
     return search(MIXED, PROMISES, seed=0)
 
 
+@pytest.mark.slow
 def test_a_search_that_prices_promises_keeps_more_of_them_than_the_hand_rule(found):
     assert len(found.weights) == NUM_PROMISING_WEIGHTS
     assert found.row["objective_violation"] == 300.0
     assert found.row["delta_slo_violation"] < -0.02
 
 
+@pytest.mark.slow
 def test_without_promises_the_weights_are_those_of_delays():
     args = replace(MIXED, promises=False, generations=1, streams=1)
     assert len(search(args, PROMISES, seed=0).weights) == NUM_MARGINAL_WEIGHTS
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_what_was_asked_for(found):
     rule = stand_still(MIXED.scenario)
     rows = [rule.row, found.row]
@@ -39,6 +42,7 @@ def test_what_is_kept_is_what_was_asked_for(found):
     assert choose(rows, missed_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
 
 
+@pytest.mark.integration
 def test_the_best_is_written(tmp_path):
     main(replace(MIXED, generations=1, streams=1, out=tmp_path))
     artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")

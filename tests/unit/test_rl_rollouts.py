@@ -60,6 +60,7 @@ def test_an_exported_policy_can_be_improved_further():
         RolloutImprovement(scenario, replace(SMALL, hidden=4)).go_on_from(first.artifact())
 
 
+@pytest.mark.integration
 def test_processes_play_the_same_streams():
     scenario = load_scenario(NAME)
     alone, together = (

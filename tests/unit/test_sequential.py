@@ -25,6 +25,7 @@ def stopped_after(champion_goodput, canary_goodput, num_requests, seed):
     return math.inf
 
 
+@pytest.mark.slow
 def test_a_worse_canary_is_stopped_and_an_equal_one_is_let_be():
     worse = [stopped_after(0.90, 0.85, 5000, seed) for seed in range(100)]
     equal = [stopped_after(0.90, 0.90, 5000, seed) for seed in range(100)]
@@ -40,6 +41,7 @@ def test_a_better_canary_is_never_stopped():
     assert {stopped_after(0.85, 0.95, 4000, seed) for seed in range(20)} == {math.inf}
 
 
+@pytest.mark.slow
 def test_what_is_late_whoever_decides_hides_less_where_sizes_are_known():
     """Long answers are late by themselves; among the short ones the canary doubles the late."""
 
@@ -58,6 +60,7 @@ def test_what_is_late_whoever_decides_hides_less_where_sizes_are_known():
     assert known > unknown + 0.2
 
 
+@pytest.mark.slow
 def test_bursts_that_hit_both_do_not_count_against_the_canary():
     """All requests of a burst are bad, whoever decided."""
 

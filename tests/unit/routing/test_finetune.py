@@ -100,6 +100,7 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     assert twin.error_fraction < 0.1
 
 
+@pytest.mark.slow
 def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
