@@ -79,12 +79,8 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     suites = SUITES
     default_policies = (*ALLOCATION_BASELINES, *TRAINED, *BOUNDS)
     default_baseline = "autoscaler_tuned"
-    default_streams = 5
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
-    learned = "champion"
-    rivals = ()
-    num_validation_streams = 2
 
     def scenario_names(self) -> list[str]:
         """Names of the scenarios that ship, sorted."""

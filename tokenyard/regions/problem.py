@@ -56,7 +56,6 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     suites = SUITES
     default_policies = (*REGION_BASELINES, LEARNED)
     default_baseline = "skylb"
-    default_streams = 5
     score = Score("total_cost", -1, "$ an episode")
     headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
     learned = LEARNED
@@ -65,7 +64,6 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
         "prox_ot_forecast_live_cost", "receding_horizon", "receding_horizon_live",
         "receding_horizon_live_cost",
     )  # fmt: skip
-    num_validation_streams = 2
 
     def scenario_names(self) -> list[str]:
         """Names of the scenarios that ship, sorted."""

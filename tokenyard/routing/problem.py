@@ -62,8 +62,6 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     default_streams = 30
     score = Score("score", 1, "s")
     headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
-    learned = "champion"
-    rivals = ()
     num_validation_streams = 8
 
     def scenario_names(self) -> list[str]:
