@@ -153,8 +153,10 @@ def columns(sweep: Sweep) -> Columns:
         return of_measure | {heading: partial(difference, measure=measure)}
 
     found: dict[str, Callable[[Row], str]] = {"score": lambda row: f"{row[SCORE]:.3f}"}
-    for measure in sweep.problem.measures(sweep.scenario):
-        if measure.key in sweep.problem.headline:
+    measures = sweep.problem.measures(sweep.scenario)
+    headline = sweep.problem.headline or [one.key for one in measures if one.delta]
+    for measure in measures:
+        if measure.key in headline:
             found |= shown(measure)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -30,8 +31,8 @@ SCENARIOS = {name: ToyScenario(name, mean) for name, mean in (("toy_low", 3), ("
 
 class ToyMetadata(Frozen):
     trainer: str
-    metrics: dict[str, float] = {}
-    lineage: dict[str, str] = {}
+    metrics: Mapping[str, float] = {}
+    lineage: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -50,28 +51,15 @@ class ToyArtifact:
         write_arrays(path, *self.parts())
 
 
-def load(path):
-    parse = ToyMetadata.model_validate_json
-    return read_arrays(path, lambda text, arrays: ToyArtifact(parse(text), float(arrays["level"])))
-
-
 class Demands(np.ndarray):
-    """Shape (num_streams, DAYS)."""
-
     described = f"some times {DAYS} days"
 
 
 class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
     name = "toy"
     suites = {"toys": tuple(SCENARIOS)}  # noqa: RUF012
-    default_policies = ("one", "champion")
-    default_baseline = "one"
-    default_streams = 5
+    default_policies, default_baseline = ("one", "champion"), "one"
     score = Score("cost", -1, "$")
-    headline = ("cost",)
-    learned = "champion"
-    rivals = ()
-    num_validation_streams = 3
 
     def scenario_names(self):
         return sorted(SCENARIOS)
@@ -80,13 +68,14 @@ class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
         return SCENARIOS[name]
 
     def load_artifact(self, path):
-        return load(path)
+        parse = ToyMetadata.model_validate_json
+        return read_arrays(path, lambda text, a: ToyArtifact(parse(text), float(a["level"])))
 
     def candidate(self, scenario, name, registry=None):
         if name == "one":
             return Candidate(name, RULE, partial(run, 1.0))
-        artifact, source = find_champion("toy", scenario.name, load, "", None, registry)
-        return Candidate(name, f"{source}, {artifact.sha256}", self.trained(artifact))
+        found = find_champion("toy", scenario.name, self.load_artifact, "", None, registry)
+        return Candidate(name, f"{found[1]}, {found[0].sha256}", self.trained(found[0]))
 
     def trained(self, artifact):
         return partial(run, artifact.level)
@@ -113,8 +102,6 @@ TOY = ToyProblem()
 
 
 class ToySearch:
-    """Moves the level by chance, and stays where it costs less."""
-
     def __init__(self, scenario, seed):
         self._scenario, self._seed, self._level, self.env_steps = scenario, seed, 0.0, 0
 
@@ -127,8 +114,8 @@ class ToySearch:
         return {"level": self._level}
 
     def artifact(self, metrics, lineage):
-        metadata = ToyMetadata(trainer="search", metrics=metrics, lineage=lineage)
-        return ToyArtifact(metadata, self._level)
+        made = ToyMetadata(trainer="search", metrics=metrics, lineage=lineage)
+        return ToyArtifact(made, self._level)
 
     def state(self):
         return {"level": self._level, "env_steps": self.env_steps}

@@ -203,16 +203,16 @@ class Problem(Protocol[S, A, D, R]):
     """Scenarios that are evaluated together, by the suite's name."""
     default_policies: Sequence[str]
     default_baseline: str
-    default_streams: int
+    default_streams: int = 5
     """What an evaluation runs where nothing else is asked for."""
     score: Score
-    headline: Sequence[str]
-    """Keys of the measures that a sweep prints."""
-    learned: str
+    headline: Sequence[str] = ()
+    """Keys of the measures that a sweep prints; (): of those that are compared."""
+    learned: str = "champion"
     """Name of the candidate that stands for the best trained policy."""
-    rivals: Sequence[str]
+    rivals: Sequence[str] = ()
     """Candidates that `learned` is set beside one by one, each as its baseline."""
-    num_validation_streams: int
+    num_validation_streams: int = 2
     """Streams by which trials are ranked; their seed is 0, so that all sweeps can be compared."""
 
     def scenario_names(self) -> list[str]:

@@ -79,24 +79,12 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     suites = SUITES
     default_policies = (*ALLOCATION_BASELINES, *TRAINED, *BOUNDS)
     default_baseline = "autoscaler_tuned"
-    default_streams = 5
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
-    learned = "champion"
-    rivals = ()
-    num_validation_streams = 2
-
-    def scenario_names(self) -> list[str]:
-        """Names of the scenarios that ship, sorted."""
-        return allocation_names()
-
-    def load_scenario(self, name: str) -> AllocationScenario:
-        """Read a shipped scenario by name, or a YAML file by path."""
-        return load_allocation(name)
-
-    def load_artifact(self, path: str | Path) -> AllocationArtifact:
-        """Read a policy file."""
-        return AllocationArtifact.load(path)
+    scenario_names = staticmethod(allocation_names)
+    load_scenario = staticmethod(load_allocation)
+    load_artifact = staticmethod(AllocationArtifact.load)
+    summary = staticmethod(summarise)
 
     def candidate(
         self, scenario: AllocationScenario, name: str, registry: RegistryLookup | None = None
@@ -142,12 +130,6 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     def measures(self, scenario: AllocationScenario) -> Sequence[Measure]:
         """Cost, attainment, energy and changes of plan."""
         return MEASURES
-
-    def summary(
-        self, scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]
-    ) -> dict[str, float]:
-        """Measures of all draws together."""
-        return summarise(scenario, runs)
 
     def samples(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -56,28 +55,17 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     suites = SUITES
     default_policies = (*REGION_BASELINES, LEARNED)
     default_baseline = "skylb"
-    default_streams = 5
     score = Score("total_cost", -1, "$ an episode")
     headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
+    scenario_names = staticmethod(region_names)
+    load_scenario = staticmethod(load_regions)
+    load_artifact = staticmethod(RegionArtifact.load)
     learned = LEARNED
     rivals = (
         "skylb", "sdib", "round_robin", "prox_ot_forecast", "prox_ot_forecast_live",
         "prox_ot_forecast_live_cost", "receding_horizon", "receding_horizon_live",
         "receding_horizon_live_cost",
     )  # fmt: skip
-    num_validation_streams = 2
-
-    def scenario_names(self) -> list[str]:
-        """Names of the scenarios that ship, sorted."""
-        return region_names()
-
-    def load_scenario(self, name: str) -> RegionScenario:
-        """Read a shipped scenario by name, or a YAML file by path."""
-        return load_regions(name)
-
-    def load_artifact(self, path: str | Path) -> RegionArtifact:
-        """Read a policy file."""
-        return RegionArtifact.load(path)
 
     def candidate(
         self, scenario: RegionScenario, name: str, registry: RegistryLookup | None = None

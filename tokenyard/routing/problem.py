@@ -14,20 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenyard.artifact import RegistryLookup
-from tokenyard.intervals import Samples
 from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.policies.tuned import load_tuned
-from tokenyard.problem import (
-    RULE,
-    Candidate,
-    Measure,
-    Problem,
-    Purpose,
-    Row,
-    Runner,
-    Score,
-    StreamOptions,
-)
+from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.validation import Validation
@@ -62,21 +51,13 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     default_streams = 30
     score = Score("score", 1, "s")
     headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
-    learned = "champion"
-    rivals = ()
     num_validation_streams = 8
-
-    def scenario_names(self) -> list[str]:
-        """Names of the scenarios that ship, sorted."""
-        return scenario_names()
-
-    def load_scenario(self, name: str) -> Scenario:
-        """Read a shipped scenario by name, or a YAML file by path."""
-        return load_scenario(name)
-
-    def load_artifact(self, path: str | Path) -> PolicyArtifact:
-        """Read a policy file."""
-        return PolicyArtifact.load(path)
+    scenario_names = staticmethod(scenario_names)
+    load_scenario = staticmethod(load_scenario)
+    load_artifact = staticmethod(PolicyArtifact.load)
+    measures = staticmethod(evaluation.measures)
+    summary = staticmethod(evaluation.mean_summary)
+    samples = staticmethod(evaluation.samples)
 
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
@@ -118,24 +99,6 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         """
         streams, notes = _find_streams(StreamSource(scenario), options)
         return streams, [*notes, f"output length known to the router: {scenario.output_length}"]
-
-    def measures(self, scenario: Scenario) -> list[Measure]:
-        """Times, SLO violations and, of replicas that batch, what is in docs/metrics.md besides."""
-        return evaluation.measures(scenario)
-
-    def summary(self, scenario: Scenario, runs: Sequence[Run]) -> dict[str, float]:
-        """Means over streams."""
-        return evaluation.mean_summary(scenario, runs)
-
-    def samples(
-        self,
-        scenario: Scenario,
-        streams: StreamSet,
-        runs: Mapping[str, Sequence[Run]],
-        baseline: str,
-    ) -> dict[str, Samples]:
-        """Measures by stream; of one recorded stream, by resamples of its requests."""
-        return evaluation.samples(scenario, streams, runs, baseline)
 
     def validation(
         self, scenario: Scenario, num_streams: int, seed: int = 0
