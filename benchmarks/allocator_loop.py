@@ -48,7 +48,7 @@ class Args:
     policies: tuple[str, ...] = ("autoscaler_tuned", "myopic_no_switching", "champion")
     """Who decides."""
     shares: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    """Loads, as shares of what the pool can serve in time."""
+    """Loads, as shares of the pool's goodput capacity."""
     slots: int = 144
     """Slots; the second half counts."""
     seed: int = 0
@@ -103,7 +103,7 @@ async def run(
     allocator = Allocator(
         scenario, policy, make_plan_policy(policy, scenario), pool, clock_s=lambda: pool.now_s
     )  # fmt: skip
-    demand = share * allocator.table.pool_in_time_per_s
+    demand = share * allocator.table.pool_goodput_capacity_per_s
     plans: list[Plan] = []
     for _ in range(slots):
         pool.offered += int(rng.poisson(demand * scenario.slot_s))
@@ -113,8 +113,8 @@ async def run(
         plans.append(allocator.plan)
 
     def cost(plan: Plan) -> float:
-        usd, missed = allocator.predicted(plan, demand)
-        return usd + scenario.missed_usd * missed
+        usd, violations = allocator.predicted(plan, demand)
+        return usd + scenario.violation_usd * violations
 
     settled = plans[slots // 2 :]
     best = min(allocator.table.plans, key=cost)

@@ -1,4 +1,4 @@
-"""How well a log of one policy foretells others: sign and coverage over pairs of known value.
+"""How well a log of one policy predicts others: sign and coverage over pairs of known value.
 
 A world is simulated whose replicas are not as fast as declared. One policy decides there, with a
 small share of random picks, and what it did is all that the estimators get. Truth comes from the

@@ -105,7 +105,15 @@ def main(args: Args) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     table = Table(title=f"{rows[0]['num_replicas']} replicas of {args.scenario}")
-    for column in ("policy", "scrape s", "routers", "mean s", "p99 s", "missed", "mean vs first"):
+    for column in (
+        "policy",
+        "scrape s",
+        "routers",
+        "mean s",
+        "p99 s",
+        "violations",
+        "mean vs first",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         low, high = row["delta_mean_ci_low"], row["delta_mean_ci_high"]

@@ -9,7 +9,7 @@ import gymnasium
 import numpy as np
 from pydantic import Field
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.sim.literal import (
     NUM_ACTIONS,
     NUM_STATES,
@@ -20,7 +20,7 @@ from tokenyard.sim.literal import (
 )
 
 
-class LiteralEnvConfig(Frozen):
+class LiteralEnvConfig(FrozenModel):
     """What `LiteralParallelismEnv` is made from."""
 
     reading: Reading = "correlated"

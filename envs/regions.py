@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream
@@ -38,7 +38,7 @@ Observations = npt.NDArray[np.float32]
 _MEASURED = {
     "offered_tasks": kernel.OUT_OFFERED,
     "dropped_tasks": kernel.OUT_DROPPED,
-    "missed_tasks": kernel.OUT_MISSED,
+    "deadline_misses": kernel.OUT_DEADLINE_MISSES,
     "response_s": kernel.OUT_RESPONSE_S,
     "energy_usd": kernel.OUT_ENERGY_USD,
     "switching_usd": kernel.OUT_OVERHEAD_USD,
@@ -49,7 +49,7 @@ _MEASURED = {
 """Numbers of a step's `info` by column of what a slot measures."""
 
 
-class RegionReward(Frozen):
+class RegionReward(FrozenModel):
     """Weights of one slot's reward: a sum of weight x term, higher is better."""
 
     usd: Annotated[float, Field(ge=0)] = 1.0
@@ -70,7 +70,7 @@ PAPER_REWARD = RegionReward(usd=0.0, transport=1.0, smoothness=0.4, waiting=1.0)
 that they mean the same for any R; the weights are picks."""
 
 
-class RegionEnvConfig(Frozen):
+class RegionEnvConfig(FrozenModel):
     """What `RegionEnv` and its vectorised twin are made from."""
 
     scenario: RegionScenario
@@ -91,7 +91,7 @@ class _Copy:
 
     def __init__(self, config: RegionEnvConfig, forecaster: DemandForecaster) -> None:
         self.config, self._forecaster = config, forecaster
-        self._rule = ActivationRule.of(config.scenario)
+        self._rule = ActivationRule.from_scenario(config.scenario)
         cluster = make_cluster(config.scenario)
         self.num_regions = cluster.num_regions
         kinds = list(config.scenario.kinds.values())
@@ -160,7 +160,7 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
 
     Observation:
         float32, shape (8 R,): by region, each over what its servers can serve in a slot, the last
-        slot's arrivals, the forecast of this slot and of the last one foretold; log(1 + tasks that
+        slot's arrivals, the forecast of this slot and of the last one forecast; log(1 + tasks that
         wait, likewise); share of the last slot in which its servers were at work; servers on over
         servers; price of electricity over the mean, minus 1; share of all capacity times R, minus
         1. With `action="shares"` the last shares follow, and those of the transport of the

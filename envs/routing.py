@@ -14,7 +14,7 @@ from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator, model_validator
 
 from tokenyard.fleet import Randomisation
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
 from tokenyard.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.sim import kernel
@@ -25,7 +25,7 @@ from tokenyard.sim.streams import StreamSource
 from tokenyard.types import FloatArray
 
 
-class RoutingEnvConfig(Frozen):
+class RoutingEnvConfig(FrozenModel):
     """What `LoadBalancingEnv` and its vectorised twin are made from."""
 
     scenario: Scenario

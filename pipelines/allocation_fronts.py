@@ -4,7 +4,7 @@
 
 Three tables: the cheapest kind of plan by load for every pool (with a figure); the Pareto front of
 goodput and dollars over random weights of the paper's terms beside that of plans that never change
-(with a figure), and hypervolumes; and planners that keep a promise as a constraint (dual ascent) at
+(with a figure), and hypervolumes; and planners that attain an SLO as a constraint (dual ascent) at
 least dollars or least energy. Fronts are of the training part, constraints are also run on tests.
 """
 
@@ -27,11 +27,11 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
 from tokenyard.allocation.dynamics import (
     ENERGY_J,
-    MISSED,
     NUM_OUT,
     OFFERED,
     SERVED,
     USD,
+    VIOLATIONS,
     make_model,
     run_slot,
 )
@@ -51,7 +51,7 @@ POOLS = (
 )  # fmt: skip
 KINDS = {"data": "#3B7BA8", "model": "#E1812C", "hybrid": "#5B9F5B"}
 LOADS: FloatArray = np.linspace(0.01, 1.0, 100)
-"""Demand over the most that the pool can serve in time."""
+"""Demand over the pool's goodput capacity."""
 
 Rows = list[dict[str, Any]]
 
@@ -65,7 +65,7 @@ class Args:
     weightings: int = 32
     """Random weights of the paper's five terms."""
     attainment: float = 0.99
-    """Share of requests that must be served as promised."""
+    """Share of requests that must attain the SLO."""
     seed: int = 0
     figures: Path | None = None
     """Draw into this folder."""
@@ -74,12 +74,12 @@ class Args:
 
 
 def cheapest_kinds(scenario: AllocationScenario) -> list[str]:
-    """Kind of the plan of least cost at each of `LOADS`, missed requests included."""
+    """Kind of the plan of least cost at each of `LOADS`, SLO violations included."""
     table, model = plan_table(scenario), make_model(scenario)
     out = np.zeros(NUM_OUT)
     kinds = []
     for load in LOADS:
-        demand = load * table.pool_in_time_per_s
+        demand = load * table.pool_goodput_capacity_per_s
         rewards = [run_slot(model, p, p, demand, 0.0, out) for p in range(table.num_plans)]
         kinds.append(table.plans[int(np.argmax(rewards))].parallelism.split("_")[0])
     return kinds
@@ -100,7 +100,7 @@ def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict
     offered = outcomes.column(OFFERED).sum()
     tokens = outcomes.column(SERVED).sum() * scenario.generated_tokens
     return {
-        "goodput_fraction": float(1 - outcomes.column(MISSED).sum() / offered),
+        "goodput_fraction": float(1 - outcomes.column(VIOLATIONS).sum() / offered),
         "cost_per_hour": float(outcomes.column(USD).mean() * 3600 / scenario.slot_s),
         "cost_per_million_tokens": float(1e6 * outcomes.column(USD).sum() / tokens),
         "energy_j_per_token": float(outcomes.column(ENERGY_J).sum() / tokens),
@@ -147,7 +147,7 @@ def goods(points: Rows, families: tuple[str, ...]) -> FloatArray:
 
 
 def constraint_rows(args: Args, scenario: AllocationScenario) -> Rows:
-    """Planners that keep the promise at least cost, on the training part and on tests."""
+    """Planners that attain the SLO at least cost, on the training part and on tests."""
     rows: Rows = []
     test = demand_source(scenario).test(args.seed)
     for goal, cost in (("dollars", Objective(usd=1.0)), ("energy", Objective(energy=1.0))):
@@ -157,7 +157,7 @@ def constraint_rows(args: Args, scenario: AllocationScenario) -> Rows:
             {
                 "table": "constraint",
                 "least": goal,
-                "multiplier": found.objective.missed,
+                "multiplier": found.objective.violations,
                 "train_attainment": found.attainment,
                 "test_attainment": attainment(outcomes),
                 **measured(outcomes, scenario),
@@ -176,7 +176,7 @@ def draw_regions() -> Figure:
         axes.barh(np.full(len(LOADS), row), width, left=LOADS - width, color=colours, height=0.75)
     axes.set_yticks(range(len(POOLS)), POOLS)
     axes.invert_yaxis()
-    axes.set(xlabel="demand over the most that the pool serves in time", xlim=(0, 1))
+    axes.set(xlabel="demand over the pool's goodput capacity", xlim=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items()]
     figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
@@ -194,7 +194,7 @@ def draw_front(points: Rows, scenario: AllocationScenario) -> Figure:
         axes.step(
             -best[:, 1], best[:, 0], where="pre", color=colour, label=f"{family}: front"
         )  # fmt: skip
-    axes.set(xlabel="dollars per hour", ylabel="share of requests served as promised")
+    axes.set(xlabel="dollars per hour", ylabel="share of requests that attain the SLO")
     axes.set_title(scenario.name, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
@@ -220,7 +220,7 @@ def main(args: Args) -> None:
     points, volumes = front_rows(args, scenario)
     print_rows(f"{scenario.name}: fronts of goodput and dollars", volumes)
     constraints = constraint_rows(args, scenario)
-    print_rows(f"{scenario.name}: at least {args.attainment:.1%} in time", constraints)
+    print_rows(f"{scenario.name}: at least {args.attainment:.1%} attainment", constraints)
     if args.figures:
         drawn = {"regions": draw_regions(), "front": draw_front(points, scenario)}
         save_figures(drawn, args.figures)

@@ -94,7 +94,7 @@ class Args:
     token: str | None = None
     """Its bearer token; by default TOKENYARD_TOKEN where that is set."""
     scenario: str = "conversation_mixed_gpus"
-    """Name or YAML path: traffic, promises and reward of the new scenario."""
+    """Name or YAML path: traffic, SLOs and reward of the new scenario."""
     out: Path = Path("live.yaml")
     """Where it is written."""
     write: bool = False

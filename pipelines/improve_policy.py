@@ -25,7 +25,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
-from tokenyard.routing.validation import AgainstRule, choose, worst_p99
+from tokenyard.routing.validation import PairedScore, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -56,8 +56,8 @@ class Args:
     decide_anew: bool = False
     """Let the policy decide anew in every future; else those who come later stay where they went.
     For the first rounds of a policy that is still far from good, with a short horizon."""
-    missed_s: float = 1.0
-    """Seconds that a promise not kept costs beside the response time."""
+    violation_s: float = 1.0
+    """Seconds that an SLO violation costs beside the response time."""
     slow_s: float = 5.0
     """Seconds that a response slower than `slow_share` of the hand rule's 99th percentile costs
     beside its length."""
@@ -101,7 +101,7 @@ def start_policy(args: Args, source: StreamSource) -> PolicyArtifact:
 
 
 def report(rows: list[dict[str, float]], best: int) -> None:
-    table = Table("round", "mean, s", "against the rule", "p99", "at most", "missed, points")
+    table = Table("round", "mean, s", "against the rule", "p99", "at most", "violations, points")
     for index, row in enumerate(rows):
         table.add_row(
             str(index),
@@ -130,12 +130,12 @@ def main(args: Args) -> None:
     scenario = load_scenario(args.scenario)
     source = StreamSource(scenario)
     start = start_policy(args, source)
-    judge = AgainstRule(source, hand_rule(source), NUM_VALIDATION_STREAMS)
+    judge = PairedScore(source, hand_rule(source), NUM_VALIDATION_STREAMS)
     improvement = RolloutImprovement(
         scenario,
         RolloutConfig(
             start=tuple(start.arrays["weights"].tolist()),
-            missed_s=args.missed_s,
+            violation_s=args.violation_s,
             slow_s=args.slow_s,
             slow_after_s=args.slow_share * judge.rule_p99_s,
             streams_per_round=args.streams,
@@ -170,12 +170,12 @@ def main(args: Args) -> None:
         print(
             f"round {number}: mean {rows[-1]['delta_mean_fraction']:+.1%}, "
             f"p99 {rows[-1]['delta_p99_fraction']:+.1%}, "
-            f"missed {rows[-1]['slo_violation_fraction']:.2%}, "
+            f"violations {rows[-1]['slo_violation_fraction']:.2%}, "
             f"{found['changed_fraction']:.0%} of decisions changed, "
             f"{time.perf_counter() - started:.0f} s",
             flush=True,
         )
-    best = choose(rows, args.missed_s, args.p99_margin)
+    best = choose(rows, args.violation_s, args.p99_margin)
     report(rows, best)
     path = save(policies[best], args.out)
     if path is not None:

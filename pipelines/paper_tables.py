@@ -46,7 +46,8 @@ PRINTED = {
     ("II", "least_connections"): "6800±210 / 1.85±0.13 / 6.2±0.6 / 48.5±3.8 %",
     ("II", "least_loaded"): "7000±190 / 1.70±0.12 / 5.8±0.5 / 42.2±3.4 %",
 }
-"""What the paper printed: cumulative reward, mean response in seconds, queue length, SLO missed."""
+"""What the paper printed: cumulative reward, mean response in seconds, queue length, SLO
+violations."""
 CURVE_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 """Moments of a training that its learning curve is printed at: shares of its length."""
 
@@ -151,9 +152,18 @@ def summary(frame: pd.DataFrame) -> list[dict[str, Any]]:
 def report(rows: Sequence[dict[str, Any]]) -> None:
     """Print every row beside the paper's."""
     table = Table(title="mean ± standard deviation over training seeds x episodes")
-    for column in ("table", "traffic", "policy", "seeds", "reward", "mean s", "queue", "missed"):
+    for column in (
+        "table",
+        "traffic",
+        "policy",
+        "seeds",
+        "reward",
+        "mean s",
+        "queue",
+        "violations",
+    ):
         table.add_column(column)
-    table.add_column("the paper: reward / s / queue / missed")
+    table.add_column("the paper: reward / s / queue / violations")
     for row in rows:
         weights = row["reward_weights"]
         name = row["policy"] + (f" ({weights})" if row["table"] == "ablation" else "")

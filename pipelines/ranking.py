@@ -96,7 +96,9 @@ def agreement(scenario: Scenario, args: Args) -> list[dict[str, str | int | floa
 
 def main(args: Args) -> None:
     rows = [row for name in args.scenarios for row in agreement(load_scenario(name), args)]
-    table = Table("scenario", "traffic", "mean", "p99", "late", title="Kendall's tau to recorded")
+    table = Table(
+        "scenario", "traffic", "mean", "p99", "violations", title="Kendall's tau to recorded"
+    )
     for row in rows:
         cells = [f"{row[f'tau_{m}']:.2f} ({row[f'tau_{m}_between_streams']:.2f})" for m in METRICS]
         table.add_row(str(row["scenario"]), str(row["traffic"]), *cells)

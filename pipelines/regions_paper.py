@@ -107,7 +107,7 @@ def main(args: Args) -> None:
             print(
                 f"{row['case']}: {row['policy']} response {row['mean_response_s']:.2f} s, "
                 f"p99 {row['p99_response_s']:.0f} s, total {row['total_cost']:.1f} $, overhead "
-                f"{100 * float(row['overhead_fraction']):.2f} %, missed "
+                f"{100 * float(row['overhead_fraction']):.2f} %, violations "
                 f"{100 * float(row['deadline_miss_fraction']):.1f} %, dropped "
                 f"{100 * float(row['dropped_fraction']):.2f} %, restarted "
                 f"{row['restarted_tasks']:.0f}, migrated {row['migrated_tasks']:.0f}, rerouted "

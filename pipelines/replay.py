@@ -280,7 +280,7 @@ def summarise(
     response_s = np.array([one.response_s for one in answers])
     ttft_s = np.array([one.ttft_s for one in answers])
     arrival_s = np.array([one.arrival_s for one in asks])
-    missed = metrics.missed(response_s, slo_s)
+    violations = metrics.violations(response_s, slo_s)
     return {
         "requests": len(asks),
         "completed": int(np.isfinite(response_s).sum()),
@@ -293,8 +293,8 @@ def summarise(
         "p50_ttft_s": metrics.percentile(ttft_s, 50),
         "p99_ttft_s": metrics.percentile(ttft_s, 99),
         "output_tokens_per_s": sum(one.output_tokens for one in answers) / took_s,
-        "goodput_per_s": metrics.goodput_per_s(arrival_s, missed),
-        "slo_violation_fraction": metrics.slo_violation_fraction(missed),
+        "goodput_per_s": metrics.goodput_per_s(arrival_s, violations),
+        "slo_violation_fraction": metrics.slo_violation_fraction(violations),
         "mean_prompt_tokens": _mean_tokens([one.prompt_tokens for one in answers]),
         "mean_output_tokens": _mean_tokens([one.output_tokens for one in answers]),
     }

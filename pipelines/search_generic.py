@@ -30,13 +30,13 @@ from rich.table import Table
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.search_any_cluster import (
+    AnyClusterConfig,
+    AnyClusterSearch,
     Found,
-    GenericConfig,
-    GenericSearch,
     Kind,
     TrainingCluster,
+    any_cluster_artifact,
     draw_cluster,
-    generic_artifact,
     search_cost,
 )
 from tokenyard.sim.streams import stream_rng
@@ -76,7 +76,7 @@ class Args:
 
 def go_on(args: Args) -> dict[str, Any]:
     """Search to the last generation, and return the state with all that was kept."""
-    config = GenericConfig(
+    config = AnyClusterConfig(
         population=args.population,
         num_elites=max(args.population // 5, 2),
         clusters=args.clusters,
@@ -85,7 +85,7 @@ def go_on(args: Args) -> dict[str, Any]:
         initial_std=args.std,
     )
     begin = None if args.start is None else weights_of(args.start, args.kind)
-    search = GenericSearch(args.kind, config, args.seed, begin)
+    search = AnyClusterSearch(args.kind, config, args.seed, begin)
     kept: list[list[float]] = [search.mean.tolist()]
     cpu_s = 0.0
     if args.state.exists():
@@ -123,7 +123,7 @@ def chosen(state: dict[str, Any]) -> FloatArray:
 
 
 def validate(
-    args: Args, config: GenericConfig, some: list[FloatArray]
+    args: Args, config: AnyClusterConfig, some: list[FloatArray]
 ) -> list[dict[str, float | str]]:
     """Try kept weights on clusters that no search has seen; one row each."""
     clusters = []
@@ -159,7 +159,7 @@ def export(args: Args, servers: dict[str, Any], engines: dict[str, Any]) -> None
         for state in (servers, engines)
         for name in ("cpu_s", "env_steps")
     }
-    artifact = generic_artifact(chosen(servers), chosen(engines), metrics, lineage)
+    artifact = any_cluster_artifact(chosen(servers), chosen(engines), metrics, lineage)
     args.out.mkdir(parents=True, exist_ok=True)
     artifact.save(args.out / "generic.npz")
     print(f"wrote {args.out / 'generic.npz'} ({artifact.sha256})")

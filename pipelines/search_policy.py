@@ -22,12 +22,12 @@ from rich.table import Table
 
 from tokenyard import metrics
 from tokenyard.fleet import Randomisation
-from tokenyard.observation import NUM_PROMISE_WEIGHTS, NUM_SCORE_WEIGHTS
+from tokenyard.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig
-from tokenyard.routing.validation import AgainstRule, choose, mean_and_misses_s, worst_p99
+from tokenyard.routing.validation import PairedScore, choose, mean_and_violations_s, worst_p99
 from tokenyard.scenario import Scenario, load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -44,7 +44,7 @@ class Args:
     """Independent searches per objective."""
     objectives: tuple[int, ...] = (0, 1, 2, 3, 4)
     """Which of the objectives to search with: 0 is eager for the mean, 4 careful with the tail, 5
-    wants promises kept at any price; give it a `p99_margin` that lets it."""
+    wants SLOs attained at any price; give it a `p99_margin` that lets it."""
     generations: int = 50
     streams: int = 6
     """Streams per generation, of 5000 requests each."""
@@ -54,10 +54,10 @@ class Args:
     """Range of factors on the speed of every replica of a fleet."""
     scrape_range: tuple[float, float] | None = None
     """Range of a fleet's scrape interval, seconds."""
-    promises: bool = True
-    """Search the prices of promises that are likely to be broken too, on a fleet."""
-    missed_s: float | None = None
-    """Seconds that a share of 1 of broken promises costs; None: what each objective says, and
+    slo_terms: bool = True
+    """Search the prices of likely SLO violations too, on a fleet."""
+    violation_s: float | None = None
+    """Seconds that a share of 1 of SLO violations costs; None: what each objective says, and
     what the score says in choosing between them."""
     p99_margin: float = 0.01
     """How far p99 may exceed that of the hand rule, as a fraction: at the upper end of
@@ -77,7 +77,7 @@ OBJECTIVES = (
     Objective(cvar99=0.3, violation=1.0, tail_guard=5.0),
     Objective(cvar99=0.0, violation=30.0, tail_guard=0.0),
 )
-"""From eager for the mean to careful with the tail, and one for promises at any price; validation
+"""From eager for the mean to careful with the tail, and one for SLOs at any price; validation
 decides between them."""
 
 
@@ -93,10 +93,10 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
     """Run one search to the end and judge it on the validation streams."""
     scenario = load_scenario(args.scenario)
     start = hand_rule(scenario)
-    if args.promises and scenario.fleet is not None:
-        start += (0.0,) * NUM_PROMISE_WEIGHTS
-    if args.missed_s is not None:
-        objective = replace(objective, violation=args.missed_s)
+    if args.slo_terms and scenario.fleet is not None:
+        start += (0.0,) * NUM_SLO_WEIGHTS
+    if args.violation_s is not None:
+        objective = replace(objective, violation=args.violation_s)
     config = SearchConfig(
         start=start,
         objective=objective,
@@ -116,7 +116,7 @@ def search(args: Args, objective: Objective, seed: int) -> Found:
     return Found(row | validate(policy, start), policy.mean.tolist())
 
 
-def stand_still(scenario_name: str) -> Found:
+def baseline_only(scenario_name: str) -> Found:
     """The hand rule itself: no champion is worse on validation than where it began."""
     scenario = load_scenario(scenario_name)
     start = hand_rule(scenario)
@@ -137,7 +137,7 @@ def validate(policy: PolicySearch, start: tuple[float, ...]) -> dict[str, float]
     """Compare what a search found with the hand rule on streams that it was not trained on."""
     rule = PolicySearch(policy.scenario, SearchConfig(start=start))
     source = StreamSource(policy.scenario)
-    return AgainstRule(source, rule.artifact(), NUM_VALIDATION_STREAMS)(policy.artifact())
+    return PairedScore(source, rule.artifact(), NUM_VALIDATION_STREAMS)(policy.artifact())
 
 
 def export(args: Args, best: Found) -> PolicyArtifact:
@@ -153,11 +153,17 @@ def command_line() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def report(found: list[Found], best: Found, missed_s: float) -> None:
+def report(found: list[Found], best: Found, violation_s: float) -> None:
     table = Table(
-        "objective (cvar99, violation, guard)", "seed", "score", "mean", "p99", "at most", "late"
+        "objective (cvar99, violation, guard)",
+        "seed",
+        "score",
+        "mean",
+        "p99",
+        "at most",
+        "violations",
     )
-    for one in sorted(found, key=lambda one: mean_and_misses_s(one.row, missed_s)):
+    for one in sorted(found, key=lambda one: mean_and_violations_s(one.row, violation_s)):
         row = one.row
         objective = (
             row["objective_cvar99"],
@@ -183,10 +189,10 @@ def main(args: Args) -> None:
     with ProcessPoolExecutor(args.jobs, mp_context=get_context("spawn")) as pool:
         futures = [pool.submit(search, args, objective, seed) for objective, seed in tasks]
         found = [future.result() for future in futures]
-    found.append(stand_still(args.scenario))
-    missed_s = metrics.VIOLATION_WEIGHT_S if args.missed_s is None else args.missed_s
-    best = found[choose([one.row for one in found], missed_s, args.p99_margin)]
-    report(found, best, missed_s)
+    found.append(baseline_only(args.scenario))
+    violation_s = metrics.VIOLATION_WEIGHT_S if args.violation_s is None else args.violation_s
+    best = found[choose([one.row for one in found], violation_s, args.p99_margin)]
+    report(found, best, violation_s)
     artifact = export(args, best)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,7 @@ class PlannedReplicas:
     """Decides the number of replicas once per slot of an allocation scenario.
 
     What a policy says of another size of replica counts as as many replicas of this size as serve
-    no less in time.
+    no less within the SLO.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PlannedReplicas:
             registry: MLflow URI where champions are looked up.
 
         Raises:
-            ValueError: Any of these is unknown, or no such replica keeps the promises.
+            ValueError: Any of these is unknown, or no such replica attains the SLO.
         """
         self._scenario = load_allocation(scenario)
         self._table = plan_table(self._scenario)
@@ -105,15 +105,15 @@ class PlannedReplicas:
         return float(np.interp(in_progress, held, rates)) + queue / self._scenario.slot_s
 
     def replicas_for(self, plan: Plan) -> int:
-        """Replicas of the deployment that serve no less in time than a plan, or all there are."""
+        """Replicas of the deployment of no less goodput capacity than a plan, or all there are."""
         if plan in self._family:
             return plan.num_replicas
-        enough = self._table.in_time_per_s[self._table.find(plan)]
-        serves = [one for one in self._family if self._in_time(one) >= enough]
+        enough = self._table.goodput_capacity_per_s[self._table.find(plan)]
+        serves = [one for one in self._family if self._goodput_capacity_per_s(one) >= enough]
         return (serves or self._family[-1:])[0].num_replicas
 
-    def _in_time(self, plan: Plan) -> float:
-        return float(self._table.in_time_per_s[self._table.find(plan)])
+    def _goodput_capacity_per_s(self, plan: Plan) -> float:
+        return float(self._table.goodput_capacity_per_s[self._table.find(plan)])
 
     def _nearest(self, num_replicas: int) -> Plan:
         return min(self._family, key=lambda plan: abs(plan.num_replicas - num_replicas))

@@ -14,7 +14,7 @@ from pydantic import Field, HttpUrl, ValidationError, model_validator
 
 from serve_app.engines.base import EngineConfig
 from tokenyard.fleet import EngineSpeed, requests_per_s
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.named import read_named
 from tokenyard.types import Parallelism
 
@@ -37,7 +37,7 @@ class EngineProfile(EngineSpeed):
         return per_s * (context_tokens + generated_tokens) / self.max_batch
 
 
-class Pool(Frozen):
+class Pool(FrozenModel):
     """Equal replicas of one engine, deployed by us."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
@@ -64,14 +64,14 @@ class Pool(Frozen):
         return self.max_ongoing or self.config.max_batch + self.config.max_waiting
 
 
-class Endpoint(Frozen):
+class Endpoint(FrozenModel):
     """One replica of an external pool."""
 
     url: HttpUrl
     """Where `/v1/completions` and `/metrics` are."""
 
 
-class ExternalPool(Frozen):
+class ExternalPool(FrozenModel):
     """Servers that run already: OpenAI's API, with vLLM's Prometheus metrics at `/metrics`."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
@@ -91,7 +91,7 @@ class ExternalPool(Frozen):
 AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
 
 
-class PlanMessage(Frozen):
+class PlanMessage(FrozenModel):
     """A plan, as a file or a person gives it."""
 
     parallelism: Parallelism
@@ -102,7 +102,7 @@ class PlanMessage(Frozen):
     """Most sequences that a replica decodes at once; None: likewise."""
 
 
-class AllocatedPool(Frozen):
+class AllocatedPool(FrozenModel):
     """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
 
     scenario: str
@@ -144,7 +144,7 @@ class AllocatedPool(Frozen):
         return 1.0 if emulates is None else emulates.time_scale
 
 
-class SloClass(Frozen):
+class SloClass(FrozenModel):
     """The SLO of a class of requests; a request names its class by `service_tier`."""
 
     name: Annotated[str, Field(min_length=1, max_length=40)]
@@ -156,7 +156,7 @@ class SloClass(Frozen):
     keeps room for the other classes."""
 
 
-class Limits(Frozen):
+class Limits(FrozenModel):
     """What one request, and all of them together, may ask for."""
 
     max_in_flight: Annotated[int, Field(ge=1)] = 256
@@ -171,7 +171,7 @@ class Limits(Frozen):
     """Times that a request is placed again where a replica fails before its first token."""
 
 
-class CircuitBreakerSettings(Frozen):
+class CircuitBreakerSettings(FrozenModel):
     """When a policy is not asked, and for how long: see `serve_app.policy.runner`."""
 
     budget_s: Annotated[float, Field(gt=0, le=1)] = 0.02
@@ -184,7 +184,7 @@ class CircuitBreakerSettings(Frozen):
     """Age from which on a replica's published state counts as unknown."""
 
 
-class Placement(Frozen):
+class Placement(FrozenModel):
     """Where the gateway's process goes."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
@@ -193,7 +193,7 @@ class Placement(Frozen):
     """Ray labels of the nodes that it may be on."""
 
 
-class Cluster(Frozen):
+class Cluster(FrozenModel):
     """Everything that the gateway serves, and how."""
 
     name: str
@@ -271,21 +271,6 @@ class Cluster(Frozen):
         return max(max_model_tokens(pool) for pool in (*self.pools, *self.templates))
 
 
-FORMER_KEYS = {
-    "trust": "circuit_breaker",
-    "rehearses": "emulates",
-    "slow_down": "time_scale",
-}
-
-
-def _refuse_former_keys(fields: object, name: str) -> None:
-    for key, value in fields.items() if isinstance(fields, dict) else ():
-        if key in FORMER_KEYS:
-            raise ValueError(f"cluster file {name}: {key} is called {FORMER_KEYS[key]} now")
-        for one in value if isinstance(value, list) else [value]:
-            _refuse_former_keys(one, name)
-
-
 def max_model_tokens(pool: Pool | ExternalPool) -> int:
     """Longest prompt plus output that a pool takes."""
     return pool.config.max_model_tokens if isinstance(pool, Pool) else pool.max_model_tokens
@@ -302,9 +287,7 @@ def load_cluster(name: str) -> Cluster:
     except OSError as error:
         raise ValueError(f"cluster file {name}: {error.strerror}") from None
     try:
-        fields = yaml.safe_load(text)
-        _refuse_former_keys(fields, name)
-        return Cluster.model_validate(fields)
+        return Cluster.model_validate(yaml.safe_load(text))
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])

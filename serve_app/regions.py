@@ -166,14 +166,14 @@ def _first_usable(
 
 def make_router(decider: RegionDecider, access: Access) -> APIRouter:
     """Lay `/v1/regions` over `decider`."""
-    router, may_use = APIRouter(), [Depends(access.may_use)]
+    router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
 
-    @router.post("/v1/regions", dependencies=may_use, responses=PROBLEMS)
+    @router.post("/v1/regions", dependencies=is_authorized, responses=PROBLEMS)
     async def regions(message: RegionsMessage) -> RegionsAnswer:
         """Decide shares and servers for the slot that begins."""
         return decider.decide(message)
 
-    @router.get("/v1/regions", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/regions", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def describe() -> RegionsCard:
         """Describe the policy that decides about regions, and count what it did."""
         return decider.describe()

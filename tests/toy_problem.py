@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenyard.artifact import content_hash, find_champion, read_arrays, write_arrays
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.intervals import Samples
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
@@ -29,7 +29,7 @@ class ToyScenario(NamedTuple):
 SCENARIOS = {name: ToyScenario(name, mean) for name, mean in (("toy_low", 3), ("toy_high", 9))}
 
 
-class ToyMetadata(Frozen):
+class ToyMetadata(FrozenModel):
     trainer: str
     metrics: Mapping[str, float] = {}
     lineage: Mapping[str, str] = {}

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.network import Layer, layers_of
 
 _METADATA = "metadata"
 
 _Made = TypeVar("_Made")
-MetadataT = TypeVar("MetadataT", bound=Frozen)
+MetadataT = TypeVar("MetadataT", bound=FrozenModel)
 ArtifactT = TypeVar("ArtifactT", bound="Artifact[Any]")
 
 
@@ -69,7 +69,7 @@ class Artifact(Generic[MetadataT]):
         ValueError: The arrays do not fit the metadata, or are not finite.
     """
 
-    METADATA: ClassVar[type[Frozen]]
+    METADATA: ClassVar[type[FrozenModel]]
     """Class of the metadata; it has `format_version`, `problem` and `kind`."""
 
     metadata: MetadataT
@@ -159,7 +159,7 @@ def _read(path: str | Path, make: Callable[[str, dict[str, npt.NDArray[Any]]], _
         raise ArtifactError(f"policy file {path} is broken: {error}") from error
 
 
-def _parsed(metadata: type[Frozen], text: str) -> Any:
+def _parsed(metadata: type[FrozenModel], text: str) -> Any:
     """Read metadata of one class, or refuse them in one sentence."""
     found = json.loads(text)
     ours, version = (metadata.model_fields[one].default for one in ("problem", "format_version"))

@@ -35,11 +35,11 @@ _NUM_FEATURES = LAYOUT.num_features
 _STRIDE = LAYOUT.numbers_per_replica
 
 
-class Correction(NamedTuple):
+class ResidualNetwork(NamedTuple):
     """The arrays of the policy, with the units of its inputs folded into the first layer."""
 
     weights: FloatArray
-    """Of the rule, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_PROMISING_WEIGHTS,)."""
+    """Of the rule, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,)."""
     first: FloatArray
     """Shape (F + NUM_REQUEST_FEATURES + F, H): the replica, the request, the mean replica."""
     first_bias: FloatArray
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
 
 def fold(
     arrays: Mapping[str, FloatArray], layers: Sequence[tuple[FloatArray, FloatArray]]
-) -> Correction:
+) -> ResidualNetwork:
     """Take a policy's arrays for the compiled function.
 
     Args:
@@ -75,7 +75,7 @@ def fold(
     )
     mean, std = map(np.concatenate, zip(of_replica, of_request, of_replica, strict=True))
     scaled = first / std
-    return Correction(
+    return ResidualNetwork(
         np.ascontiguousarray(arrays["weights"], dtype=np.float64),
         np.ascontiguousarray(scaled.T),
         first_bias - scaled @ mean,
@@ -85,7 +85,7 @@ def fold(
     )
 
 
-def make_scratch(correction: Correction, num_replicas: int) -> Scratch:
+def make_scratch(correction: ResidualNetwork, num_replicas: int) -> Scratch:
     """Make room for decisions between so many replicas."""
     size = observation_size(num_replicas, LAYOUT.expected_finish, LAYOUT.batches)
     hidden = np.empty((NUM_LAYERS, len(correction.first_bias)))
@@ -93,8 +93,8 @@ def make_scratch(correction: Correction, num_replicas: int) -> Scratch:
 
 
 @compiled
-def corrected_scores(
-    correction: Correction,
+def residual_scores(
+    correction: ResidualNetwork,
     request_features: FloatArray,
     context_tokens: float,
     output_tokens: float,
@@ -137,7 +137,7 @@ def corrected_scores(
     best = 0
     for replica in range(num):
         if columns[replica, ROUTABLE] != 0.0:
-            out[replica] -= _correction_of(correction, replica, scratch)
+            out[replica] -= _residual_network_of(correction, replica, scratch)
         if out[replica] < out[best]:
             best = replica
     return best
@@ -145,7 +145,7 @@ def corrected_scores(
 
 @compiled
 def _shared_part(
-    correction: Correction, columns: FloatArray, routable: int, scratch: Scratch
+    correction: ResidualNetwork, columns: FloatArray, routable: int, scratch: Scratch
 ) -> None:
     """First layer over what all replicas share: the request, and the mean routable replica."""
     shared = scratch.hidden[0]
@@ -168,7 +168,7 @@ def _shared_part(
 
 
 @compiled
-def _correction_of(correction: Correction, replica: int, scratch: Scratch) -> float:
+def _residual_network_of(correction: ResidualNetwork, replica: int, scratch: Scratch) -> float:
     """What the network takes off the cost of one replica, in units of the SLO."""
     shared, first, second = scratch.hidden[0], scratch.hidden[1], scratch.hidden[2]
     at = NUM_REQUEST_FEATURES + replica * _STRIDE

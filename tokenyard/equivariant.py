@@ -83,7 +83,7 @@ class Layout:
         """Numbers from which one replica is scored."""
         return NUM_REQUEST_FEATURES + 2 * self.num_features
 
-    def take_apart(self, observations: Array, xp: Any) -> Observed:
+    def split_observation(self, observations: Array, xp: Any) -> Observed:
         """Split observations of shape (B, size)."""
         request = observations[..., :NUM_REQUEST_FEATURES]
         rest = observations[..., NUM_REQUEST_FEATURES:]

@@ -18,7 +18,7 @@ from tokenyard.problem import Measure, Row
 from tokenyard.types import FloatArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LATE, ON_TIME, BASELINE = "#D55E00", "#0072B2", "#7F7F7F"
+VIOLATION, ON_TIME, BASELINE = "#D55E00", "#0072B2", "#7F7F7F"
 
 Curves = Mapping[str, Sequence[Sequence[tuple[float, float]]]]
 """Label to the curves of its repetitions; a curve is (environment steps, value) in order."""

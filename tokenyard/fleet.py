@@ -12,7 +12,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.perf.coefficients import batch_grid, fit_linear, linear_coefficients
 from tokenyard.perf.iteration import iteration_s
 from tokenyard.perf.models import Precision
@@ -21,7 +21,7 @@ from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.types import FloatArray
 
 
-class _Replica(Frozen):
+class _Replica(FrozenModel):
     """Any replica: a name, and its engine's limits."""
 
     name: str
@@ -85,7 +85,7 @@ class ReplicaConfig(_Replica):
         return float(power_w(self.replica, 0.0, 0.0))
 
 
-class EngineSpeed(Frozen):
+class EngineSpeed(FrozenModel):
     """How long a measured engine's iterations take, and how much it holds.
 
     An iteration takes `iteration_s + prefill_token_s x prompt tokens computed + sequence_s x
@@ -156,8 +156,8 @@ def requests_per_s(
     return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
 
 
-class TrafficClass(Frozen):
-    """Requests that are promised the same."""
+class TrafficClass(FrozenModel):
+    """Requests with the same SLO."""
 
     name: str
     share: Annotated[float, Field(gt=0)] = 1.0
@@ -167,16 +167,16 @@ class TrafficClass(Frozen):
     response_s: Annotated[float, Field(gt=0)] | None = None
     """Longest acceptable end-to-end time; None: the scenario's SLO."""
     ttft_s: Annotated[float, Field(gt=0)] | None = None
-    """Longest acceptable time to the first token; None: not promised."""
+    """Longest acceptable time to the first token; None: no SLO on it."""
     tpot_s: Annotated[float, Field(gt=0)] | None = None
-    """Longest acceptable mean time per output token after the first; None: not promised."""
+    """Longest acceptable mean time per output token after the first; None: no SLO on it."""
     patience_s: Annotated[float, Field(gt=0)] | None = None
     """Mean time after which a client hangs up, exponentially distributed; None: never."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Time after which every client hangs up; None: never."""
 
 
-class Tenant(Frozen):
+class Tenant(FrozenModel):
     """Whose requests they are."""
 
     name: str
@@ -186,7 +186,7 @@ class Tenant(Frozen):
     """Share of the service that it is entitled to, relative to the other tenants."""
 
 
-class Churn(Frozen):
+class Churn(FrozenModel):
     """Replicas that fail and come back, and that are drained for maintenance."""
 
     mean_up_s: Annotated[float, Field(gt=0)]
@@ -203,7 +203,7 @@ class Churn(Frozen):
     """How many times as long its iterations take meanwhile."""
 
 
-class Randomisation(Frozen):
+class Randomisation(FrozenModel):
     """What differs from one training stream to the next, so that a policy suits more fleets.
 
     Domain randomisation, Tobin et al. 2017, arXiv:1703.06907.
@@ -229,7 +229,7 @@ class Randomisation(Frozen):
         return self.speed_factor != (1.0, 1.0) or self.scrape_interval_s is not None
 
 
-class Fleet(Frozen):
+class Fleet(FrozenModel):
     """Replicas that batch continuously, and what the router knows of them."""
 
     replicas: Annotated[tuple[AnyReplica, ...], Field(min_length=1)]

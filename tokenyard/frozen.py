@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class Frozen(BaseModel):
+class FrozenModel(BaseModel):
     """A value: it never changes, and a field that is not known is a mistake."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")

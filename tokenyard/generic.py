@@ -28,10 +28,10 @@ from tokenyard.types import FloatArray
 NUM_SERVER_MODULATORS = 6
 """What weights depend on: 1, relative speed v, backlog b, v b, then share of slots c and c v."""
 NUM_SERVER_FEATURES = 11
-LATE_FEATURES = slice(6, 8)
-"""Places of those features of a server that are of what is late."""
+VIOLATION_FEATURES = slice(6, 8)
+"""Places of those features of a server that are of SLO violations."""
 HOPELESS_FEATURES = slice(9, 11)
-"""Places of those that count only where no server can be in time."""
+"""Places of those that count only where no server can attain the SLO."""
 SLOT_MODULATORS = slice(4, 6)
 """Places of the modulators that are 0 where servers take one request at a time."""
 NUM_SERVER_WEIGHTS = NUM_SERVER_MODULATORS * NUM_SERVER_FEATURES
@@ -41,8 +41,8 @@ length of replies y, spread of speeds e."""
 NUM_ENGINE_FEATURES = 9
 NUM_ENGINE_WEIGHTS = NUM_ENGINE_MODULATORS * NUM_ENGINE_FEATURES
 
-LATE_SCALE = 30.0
-"""How late something must be for more of it to count half: where nothing can be in time a weight of
+LATENESS_SCALE = 30.0
+"""Lateness of which more counts half: where nothing can attain the SLO a weight of
 lateness can send it to where it is later still, and this bounds how far."""
 SPREAD_SCALE = 0.05
 """Coefficient of variation of the servers' speeds at which giving one up counts half."""
@@ -72,7 +72,7 @@ def server_scores(
     which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
     logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
     cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded
-    lateness l / (1 + l / LATE_SCALE), and, where no server can be in time, else 0,
+    lateness l / (1 + l / LATENESS_SCALE), and, where no server can attain the SLO, else 0,
     n = e / (e + SPREAD_SCALE) max(1 - (e / SPREAD_LIMIT)^4, 0) FEW_SERVERS / (servers + 1)
     with e the coefficient of variation of capacities, the cost is
 
@@ -80,8 +80,9 @@ def server_scores(
         f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
 
     Zero weights are shortest expected delay. Where servers have one slot, the last two modulators
-    are 0. What a rule that gives a server up does is only seen where no server can be in time: n is
-    what lets the formula do so. Between equal servers there is none to be given up, and n is 0.
+    are 0. What a rule that gives a server up does is only seen where no server can attain the SLO:
+    n is what lets the formula do so. Between equal servers there is none to be given up, and n is
+    0.
 
     Args:
         weights: Shape (NUM_SERVER_WEIGHTS,), modulators first.
@@ -128,9 +129,9 @@ def server_scores(
         speed = math.log(relative)
         wait = row[ob.WAIT_S] / unit_s
         service = size_tokens / row[ob.TOKENS_PER_S] / unit_s
-        late = max(wait + service - slo_s / unit_s, 0.0)
-        miss = 1.0 if late > 0.0 else 0.0
-        late = late / (1.0 + late / LATE_SCALE)
+        lateness = max(wait + service - slo_s / unit_s, 0.0)
+        violation = 1.0 if lateness > 0.0 else 0.0
+        lateness = lateness / (1.0 + lateness / LATENESS_SCALE)
         idle = 1.0 if wait <= 0.0 else 0.0
         modulators = (1.0, speed, backlog, backlog * speed, slotted, slotted * speed)
         cost = wait + service
@@ -143,10 +144,10 @@ def server_scores(
                 + weights[k + 3] * wait * z
                 + weights[k + 4] * z / relative * z
                 + weights[k + 5] * wait * root
-                + weights[k + 6] * miss
-                + weights[k + 7] * late
+                + weights[k + 6] * violation
+                + weights[k + 7] * lateness
                 + weights[k + 8] * idle
-                + hopeless * (weights[k + 9] + weights[k + 10] * late)
+                + hopeless * (weights[k + 9] + weights[k + 10] * lateness)
             )
         out[server] = cost
         if cost < out[best]:
@@ -172,7 +173,7 @@ def engine_scores(
     w + p + d exceeds the SLO, and q = z / (1 + z) with z the size relative to the mean, the cost is
 
         w + p + d + o + sum over m in (1, v, b, h, a, y, e) of m (weights[m] . f),
-        f = (1, w, p, d, o, k, l / (1 + l / LATE_SCALE), w q, o q),
+        f = (1, w, p, d, o, k, l / (1 + l / LATENESS_SCALE), w q, o q),
 
     where v is the logarithm of the replica's speed relative to the mean, b = log(1 + mean wait),
     h the share of u that is prefill, a = i / (i + AGE_SCALE) with i the mean number of iterations
@@ -238,8 +239,8 @@ def engine_scores(
         prefill = first_s / unit_s - wait
         decode = decode_s / unit_s
         others = others_s / unit_s
-        late = max(wait + prefill + decode - slo_s / unit_s, 0.0)
-        late = late / (1.0 + late / LATE_SCALE)
+        lateness = max(wait + prefill + decode - slo_s / unit_s, 0.0)
+        lateness = lateness / (1.0 + lateness / LATENESS_SCALE)
         speed = math.log(row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] * num / speeds)
         modulators = (1.0, speed, backlog, prefill_share, age, length, spread)
         cost = wait + prefill + decode + others
@@ -252,7 +253,7 @@ def engine_scores(
                 + weights[k + 3] * decode
                 + weights[k + 4] * others
                 + weights[k + 5] * row[ob.KV_USED_FRACTION]
-                + weights[k + 6] * late
+                + weights[k + 6] * lateness
                 + size * (weights[k + 7] * wait + weights[k + 8] * others)
             )
         out[replica] = cost

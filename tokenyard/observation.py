@@ -59,11 +59,11 @@ NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
 NUM_MARGINAL_FEATURES = 9
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
-NUM_PROMISE_PRICES = 2 * NUM_SCORE_POWERS
-NUM_PROMISE_LIMITS = 5
-NUM_PROMISE_WEIGHTS = NUM_PROMISE_PRICES + NUM_PROMISE_LIMITS
-NUM_PROMISING_WEIGHTS = NUM_MARGINAL_WEIGHTS + NUM_PROMISE_WEIGHTS
-"""Length of a marginal policy's weights where it prices promises that may be broken."""
+NUM_SLO_PRICES = 2 * NUM_SCORE_POWERS
+NUM_SLO_LIMITS = 5
+NUM_SLO_WEIGHTS = NUM_SLO_PRICES + NUM_SLO_LIMITS
+NUM_MARGINAL_SLO_WEIGHTS = NUM_MARGINAL_WEIGHTS + NUM_SLO_WEIGHTS
+"""Length of a marginal policy's weights where it prices SLO violations."""
 MARGINAL_WAIT = 1
 MARGINAL_OTHERS = 4
 """Places of the weights, for all replicas alike, of the request's wait and of others' delays."""
@@ -224,9 +224,12 @@ def batching_delays(
     running = min(row[NUM_RUNNING], row[NUM_SLOTS] - 1.0)
     outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
     kv = row[KV_USED_FRACTION] * row[KV_CAPACITY_TOKENS]
-    lack = context_tokens - row[MATCH_TOKENS]
+    tokens_to_prefill = context_tokens - row[MATCH_TOKENS]
     step = row[ITERATION_S] + row[SEQUENCE_S] * running + row[KV_TOKEN_S] * kv
-    prefill = lack * row[PREFILL_TOKEN_S] + math.ceil(lack / row[TOKEN_BUDGET]) * step
+    prefill = (
+        tokens_to_prefill * row[PREFILL_TOKEN_S]
+        + math.ceil(tokens_to_prefill / row[TOKEN_BUDGET]) * step
+    )
     own_kv = context_tokens + output_tokens / 2.0
     own_step = row[SEQUENCE_S] + row[KV_TOKEN_S] * own_kv
     decode = max(output_tokens - 1.0, 0.0) * (step + own_step)
@@ -234,7 +237,7 @@ def batching_delays(
     if outstanding > 0.0:
         output_left = row[OUTPUT_IN_FLIGHT] / outstanding
         together = min(output_tokens, output_left)
-        others = outstanding * (lack * row[PREFILL_TOKEN_S] + together * own_step)
+        others = outstanding * (tokens_to_prefill * row[PREFILL_TOKEN_S] + together * own_step)
     return row[WAIT_S] + prefill, decode, others
 
 
@@ -259,8 +262,8 @@ _TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
 
 
 @compiled
-def _promise_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
-    w = NUM_MARGINAL_WEIGHTS + NUM_PROMISE_PRICES
+def _slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
+    w = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
     return (
         _TYPICAL_LIMITS[0] * math.exp(weights[w]),
         _TYPICAL_LIMITS[1] * math.exp(weights[w + 1]),
@@ -271,12 +274,12 @@ def _promise_limits(weights: FloatArray) -> tuple[float, float, float, float, fl
 
 
 @compiled
-def _promise_price(weights: FloatArray, risky: bool, late: float, rank: float) -> float:
+def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -> float:
     price = 0.0
     power = 1.0
     for p in range(NUM_SCORE_POWERS):
         w = NUM_MARGINAL_WEIGHTS + p
-        price += power * (risky * weights[w] + late * weights[w + NUM_SCORE_POWERS])
+        price += power * (risky * weights[w] + lateness * weights[w + NUM_SCORE_POWERS])
         power *= rank
     return price
 
@@ -304,19 +307,20 @@ def marginal_scores(
     Zero weights are the rule of least marginal delay. Replicas that are not routable cost
     infinity.
 
-    Behind these weights there may be those of promises: two prices with three powers of the rank,
+    After these weights there may be SLO terms: two prices with three powers of the rank,
     a and b, and the logarithms of five limits, v, relative to what is typical. They add
 
         sum over p in 0..2 of r^p * (a[p] [risky] + b[p] max((q + t) / limit_4 - 1, 0)),
 
     with a choice risky where (q + t) > limit_0, the time per token after the first is more than
-    limit_1, (q + t + u) > limit_2 or z > limit_3. A promise is kept or it is not, which no
-    sum of delays says: what would be late wherever it goes does the least harm where nobody else
-    is made late, and a fast replica is best kept just below what breaks its promises.
+    limit_1, (q + t + u) > limit_2 or z > limit_3. An SLO is met or violated, which a sum of delays
+    cannot express. A request that will violate its SLO on every replica should go where it delays
+    nobody else, and a fast replica should be loaded to just below the point where its requests
+    start to violate theirs.
 
     Args:
-        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first, or with the promises'
-            behind them (NUM_PROMISING_WEIGHTS,): a, b, v.
+        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first, or with the SLO terms
+            after them (NUM_MARGINAL_SLO_WEIGHTS,): a, b, v.
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
         mean_total_tokens: Typical size of a request, tokens.
@@ -328,8 +332,8 @@ def marginal_scores(
         Index of the cheapest replica, the first of equals.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
-    promises = weights.shape[0] > NUM_MARGINAL_WEIGHTS
-    limits = _promise_limits(weights) if promises else _TYPICAL_LIMITS
+    slo_terms = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    limits = _slo_limits(weights) if slo_terms else _TYPICAL_LIMITS
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
@@ -355,7 +359,7 @@ def marginal_scores(
                 + weights[w + 8] * max(own - 1.0, 0.0)
             )
             power *= row[SPEED_RANK]
-        if promises:
+        if slo_terms:
             token = decode / max(output_tokens - 1.0, 1.0)
             risky = (
                 wait + prefill > limits[0]
@@ -363,8 +367,8 @@ def marginal_scores(
                 or own > limits[2]
                 or excess + 1.0 > limits[3]
             )
-            late = max((wait + prefill) / limits[4] - 1.0, 0.0)
-            cost += _promise_price(weights, risky, late, row[SPEED_RANK])
+            lateness = max((wait + prefill) / limits[4] - 1.0, 0.0)
+            cost += _slo_price(weights, risky, lateness, row[SPEED_RANK])
         out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
         if out[replica] < out[best]:
             best = replica
@@ -474,8 +478,8 @@ def linear_scores(
         row = columns[replica]
         wait = row[WAIT_S] / slo_s
         service = predicted_total_tokens / (row[TOKENS_PER_S] * slo_s)
-        late = max(wait + service - 1.0, 0.0)
-        miss = 1.0 if late > 0.0 else 0.0
+        lateness = max(wait + service - 1.0, 0.0)
+        violation = 1.0 if lateness > 0.0 else 0.0
         cost = wait + service
         power = 1.0
         for p in range(NUM_SCORE_POWERS):
@@ -486,8 +490,8 @@ def linear_scores(
                 + weights[w + 2] * service
                 + weights[w + 3] * wait * excess
                 + weights[w + 4] * service * excess
-                + weights[w + 5] * miss
-                + weights[w + 6] * late
+                + weights[w + 5] * violation
+                + weights[w + 6] * lateness
             )
             power *= row[SPEED_RANK]
         out[replica] = cost

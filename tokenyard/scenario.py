@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from tokenyard.fleet import Fleet, requests_per_s
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.named import read_named, shipped_names
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
@@ -24,7 +24,7 @@ Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sha
 Visibility = Literal["oracle", "by_context", "none"]
 
 
-class Server(Frozen):
+class Server(FrozenModel):
     """One replica of the token-level cluster."""
 
     name: str
@@ -34,7 +34,7 @@ class Server(Frozen):
     """Waiting plus running requests from which on the server counts as at capacity."""
 
 
-class Arrivals(Frozen):
+class Arrivals(FrozenModel):
     """When requests come. Exactly one of `rate_per_s` and `load` is given."""
 
     process: Literal["poisson", "mmpp"] = "poisson"
@@ -52,7 +52,7 @@ class Arrivals(Frozen):
         return self
 
 
-class HeldOutTrace(Frozen):
+class HeldOutTrace(FrozenModel):
     """The recorded requests that judge a policy, where the file is there."""
 
     name: Literal["azure_code", "azure_conv"]
@@ -61,7 +61,7 @@ class HeldOutTrace(Frozen):
     the test part. The time of the file is scaled to the load."""
 
 
-class RewardWeights(Frozen):
+class RewardWeights(FrozenModel):
     """Weights of every reward term; a term is `weight x quantity`, so penalties are negative.
 
     The first seven are the five terms and the SLO term of the paper (Abbaraju, section IV), at
@@ -89,7 +89,7 @@ class RewardWeights(Frozen):
     response: float = 0.0
     """Per second of response time, credited at the decision."""
     slo: float = 0.0
-    """When the response will miss the SLO, credited at the decision."""
+    """When the response will violate the SLO, credited at the decision."""
     tail: float = 0.0
     """Per second of response time beyond `tail_after_s`, credited at the decision."""
     tail_after_s: Annotated[float, Field(ge=0)] = 6.0
@@ -124,7 +124,7 @@ _OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "
 """Fields of a scenario that say how servers work, and their defaults."""
 
 
-class Scenario(Frozen):
+class Scenario(FrozenModel):
     """A routing problem: who serves, what arrives, what the router knows, what is paid."""
 
     name: str
@@ -165,7 +165,7 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _says_nothing_of_what_it_has_not(self) -> Self:
+    def _refuse_unknown_terms(self) -> Self:
         self.reward.refuse_unknown_to(is_fleet=self.fleet is not None)
         wrong = [name for name, default in _OF_SERVERS.items() if getattr(self, name) != default]
         if self.fleet and wrong:
@@ -196,7 +196,7 @@ class Scenario(Frozen):
 
     @property
     def slo(self) -> Slo:
-        """The response-time promise."""
+        """The response-time SLO."""
         return Slo(response_s=self.slo_response_s)
 
     @property

@@ -12,7 +12,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "fleet": (
         "azure_code_mixed_gpus",
         "azure_code_mixed_gpus_085",
-        "azure_code_promises",
+        "azure_code_slo",
         "conversation_mixed_gpus",
         "multi_turn_prefix",
         "two_classes_slo",
@@ -20,7 +20,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "stale_signals",
     ),
     # What a router may meet: loads, bursts, kinds and numbers of servers, and, where only replicas
-    # that batch know them, churn, stale signals and promises that differ.
+    # that batch know them, churn, stale signals and SLOs that differ.
     "regimes": (
         "nominal",
         "high_load",

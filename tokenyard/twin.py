@@ -1,4 +1,4 @@
-"""The same requests through the simulator of the replicas that served them: how well it foretells.
+"""The same requests through the simulator of the replicas that served them: how well it predicts.
 
 A scenario of the live replicas (`pipelines/calibrate.py --url`) is stepped through what a replay
 has sent, under the policies that decided there.
@@ -28,7 +28,7 @@ _COPIES = 10
 
 @dataclass(frozen=True)
 class Agreement:
-    """How well simulated means foretell measured ones."""
+    """How well simulated means predict measured ones."""
 
     mean_error_fraction: float
     """Mean over policies of the relative error, regardless of its sign."""

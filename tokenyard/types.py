@@ -17,7 +17,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request is promised."""
+    """Service level objective (SLO) of a request."""
 
     response_s: float = 2.0
     """Longest acceptable end-to-end response time, seconds."""
@@ -187,8 +187,8 @@ class SlotMeasurements:
     """Share of the time spent in collective operations."""
     paused_s: float = 0.0
     """Time without service."""
-    missed_fraction: float = 0.0
-    """Share of the slot's requests that were dropped or late."""
+    violation_fraction: float = 0.0
+    """Share of the slot's requests that were dropped or violated the SLO."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,7 +226,7 @@ def ablation() -> Experiment:
 def ours() -> Experiment:
     """Our recipe, five seeds of each algorithm, each with the reward it learns best from.
 
-    DQN gets fewer steps: an update for every 64 of them makes one several times as dear.
+    DQN gets fewer steps: an update for every 64 of them makes one several times as costly.
     """
     plans = (
         ("dqn", "response", 60_000),

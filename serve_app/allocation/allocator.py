@@ -37,11 +37,11 @@ from tokenyard.allocation.dynamics import (
     BATCH,
     LOAD,
     MEAN_LATENCY_S,
-    MISSED,
     NETWORK,
     NUM_OUT,
     OFFERED,
     USD,
+    VIOLATIONS,
     make_model,
     run_slot,
 )
@@ -142,7 +142,7 @@ class Allocator:
         """Take everything; nothing is started before `run`.
 
         Args:
-            scenario: Plans, promises, prices and limits.
+            scenario: Plans, SLOs, prices and limits.
             policy_name: What the policy was asked for by.
             policy: Decides.
             pool: Carries out.
@@ -190,7 +190,7 @@ class Allocator:
             for i in table.best_memory
             if is_reachable(table.plans[i], smallest, self.budget, minimum)
         ]
-        return cheapest_for(table, 0.5 * table.pool_in_time_per_s, plans)
+        return cheapest_for(table, 0.5 * table.pool_goodput_capacity_per_s, plans)
 
     async def run(self) -> None:
         """Begin with the plan of the start, or what a former run has left; then go on for ever."""
@@ -271,11 +271,11 @@ class Allocator:
         """What a slot of that demand costs under a plan in force.
 
         Returns:
-            Dollars for GPUs, and requests that miss their promise.
+            Dollars for GPUs, and requests that violate their SLO.
         """
         i = self.table.find(plan)
         run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
-        return float(self._out[USD]), float(self._out[MISSED])
+        return float(self._out[USD]), float(self._out[VIOLATIONS])
 
     @property
     def _budget_left(self) -> float:
@@ -291,7 +291,7 @@ class Allocator:
             batch_share=float(out[BATCH]),
             latency_s=float(out[MEAN_LATENCY_S]),
             network_share=float(out[NETWORK]),
-            missed_fraction=float(out[MISSED] / max(out[OFFERED], 1e-9)),
+            violation_fraction=float(out[VIOLATIONS] / max(out[OFFERED], 1e-9)),
         )
 
     async def _write(self, first_slot: int, num_slots: int) -> None:
@@ -379,9 +379,9 @@ class Allocator:
         if self._is_round_trip(wanted):
             return wanted
         table = self.table
-        serves = {table.plans[i]: float(table.in_time_per_s[i]) for i in table.best_memory}
+        serves = {table.plans[i]: float(table.goodput_capacity_per_s[i]) for i in table.best_memory}
         plans = [plan for plan in serves if plan == self.plan or self._is_round_trip(plan)]
-        least = float(table.in_time_per_s[table.find(wanted)])
+        least = float(table.goodput_capacity_per_s[table.find(wanted)])
         enough = [plan for plan in plans if serves[plan] >= least]
         if enough:
             return min(enough, key=lambda plan: (plan.num_gpus, plan != self.plan))
@@ -410,18 +410,19 @@ class Allocator:
         return None
 
     def _is_growth(self, plan: Plan) -> bool:
-        serves = self.table.in_time_per_s
+        serves = self.table.goodput_capacity_per_s
         return bool(serves[self.table.find(plan)] > serves[self.table.find(self.plan)])
 
     def _why(self, plan: Plan) -> str:
         demand = self.demand_per_s[-1]
-        share = demand / self.table.in_time_per_s[self.table.find(self.plan)]
-        usd, missed = self.predicted(plan, demand)
-        usd_now, missed_now = self.predicted(self.plan, demand)
+        share = demand / self.table.goodput_capacity_per_s[self.table.find(self.plan)]
+        usd, violations = self.predicted(plan, demand)
+        usd_now, violations_now = self.predicted(self.plan, demand)
         return (
             f"demand was {demand:.2f} per second, {share:.0%} of what {format_plan(self.plan)} "
-            f"serves in time; at that {format_plan(plan)} costs ${usd:.3f} and misses {missed:.1f} "
-            f"requests per slot, against ${usd_now:.3f} and {missed_now:.1f}"
+            f"serves in time; at that {format_plan(plan)} costs ${usd:.3f} and violates "
+            f"{violations:.1f} "
+            f"requests per slot, against ${usd_now:.3f} and {violations_now:.1f}"
         )
 
     def _note(self, by: By, plan: Plan, outcome: Outcome, reason: str) -> Change:

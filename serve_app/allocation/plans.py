@@ -80,7 +80,7 @@ def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | 
 
 
 def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
-    """The cheapest plan that serves a demand in time; the strongest, where none does.
+    """The cheapest plan whose goodput capacity covers a demand; the strongest, where none does.
 
     Args:
         table: The plans.
@@ -88,9 +88,9 @@ def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | N
         among: Plans to choose from; None: the best memory of every shape.
     """
     plans = table.best_memory if among is None else among
-    enough = [i for i in plans if table.in_time_per_s[i] >= demand_per_s]
+    enough = [i for i in plans if table.goodput_capacity_per_s[i] >= demand_per_s]
     if not enough:
-        return table.plans[max(plans, key=lambda i: float(table.in_time_per_s[i]))]
+        return table.plans[max(plans, key=lambda i: float(table.goodput_capacity_per_s[i]))]
     return table.plans[min(enough, key=lambda i: float(table.usd_per_hour[i]))]
 
 

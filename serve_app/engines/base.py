@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from serve_app.engines.emulation import Emulation
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token; `length`: max_tokens; `abort`: the client left."""
@@ -23,7 +23,7 @@ class EngineError(RuntimeError):
     """An engine that cannot do what it is asked; the text says why, in one sentence."""
 
 
-class EngineConfig(Frozen):
+class EngineConfig(FrozenModel):
     """What an engine runs, and on what."""
 
     model: str

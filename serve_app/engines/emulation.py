@@ -20,7 +20,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from tokenyard.fleet import ReplicaConfig
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.perf.models import Precision
 from tokenyard.types import FloatArray
 
@@ -29,7 +29,7 @@ _CATCH_UP_S = 0.02
 """An iteration that ends later than it should lets the next one begin as much earlier, to here."""
 
 
-class Emulation(Frozen):
+class Emulation(FrozenModel):
     """Hardware and model that a replica stands in for."""
 
     gpu: str

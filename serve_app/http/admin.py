@@ -48,7 +48,7 @@ class GatewayPolicyAnswer(PolicyAnswer):
     """Decides where the policy cannot."""
     missing: str | None
     """Why the policy that was asked for is not there; the baseline decides."""
-    resting: bool
+    breaker_open: bool
     """Whether the policy is left alone for a while after it failed."""
     fallbacks_by_reason: dict[str, int]
     decision_p50_us: float | None
@@ -63,9 +63,9 @@ class GatewayPolicyAnswer(PolicyAnswer):
 def policy_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about who decides."""
     router, lifecycle = APIRouter(), Lifecycle(gateway.manager)
-    may_use, may_change = [Depends(access.may_use)], [Depends(access.may_change)]
+    is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
-    @router.get("/v1/policy", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policy() -> GatewayPolicyAnswer:
         """Describe the policy that decides, and count what it did."""
         return describe(gateway)
@@ -87,7 +87,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
 
-    @router.get("/v1/policies", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies() -> PoliciesAnswer:
         """Say who decides, who did before, and how the trial goes."""
         return lifecycle.describe()
@@ -109,10 +109,10 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
 def state_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about what the gateway does and knows, for programs and for people."""
-    router, may_use = APIRouter(), [Depends(access.may_use)]
+    router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
     page = _PAGE.read_text(encoding="utf-8")
 
-    @router.get("/v1/history", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/history", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def history() -> dict[str, Any]:
         """Tell of the last quarter of an hour, and of the last decisions with their scores."""
         return {
@@ -122,7 +122,7 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             "decisions": gateway.history.decisions(),
         }
 
-    @router.get("/v1/pools", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/pools", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica: speed, state and its age."""
         now_s = gateway.refresh()
@@ -165,7 +165,7 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
         active=policy.name,
         baseline=manager.baseline,
         missing=policy.loaded.card.startup_fallback,
-        resting=policy.breaker.state == "open",
+        breaker_open=policy.breaker.state == "open",
         fallbacks_by_reason=dict(counts.fallbacks),
         decision_p50_us=p50,
         decision_p99_us=p99,

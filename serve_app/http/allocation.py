@@ -30,11 +30,11 @@ class PlanCard(BaseModel):
     tensor_parallel: int
     memory_fraction: float
     max_batch: int
-    in_time_per_s: float
-    """Most requests per second of which 99 % get what they are promised, in the scenario's time."""
+    goodput_capacity_per_s: float
+    """Most requests per second of which 99 % attain the SLO, in the scenario's time."""
     usd_per_slot: float
-    missed_per_slot: float | None
-    """Requests that miss their promise at that demand; None: no slot is over yet."""
+    violations_per_slot: float | None
+    """Requests that violate their SLO at that demand; None: no slot is over yet."""
 
 
 class ShapeCard(BaseModel):
@@ -110,9 +110,9 @@ def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -
         make_policy: Makes a policy that is asked for by name.
     """
     router = APIRouter()
-    may_use, may_change = [Depends(access.may_use)], [Depends(access.may_change)]
+    is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
-    @router.get("/v1/allocation", dependencies=may_use, responses={401: {"model": Problem}})
+    @router.get("/v1/allocation", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def allocation() -> AllocationAnswer:
         """Say which plan is in force, which is proposed and why, and what was changed."""
         return describe(allocator)
@@ -169,7 +169,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
 
 def _card(allocator: Allocator, plan: Plan) -> PlanCard:
     demand = allocator.demand_per_s[-1] if allocator.demand_per_s else None
-    usd, missed = allocator.predicted(plan, demand or 0.0)
+    usd, violations = allocator.predicted(plan, demand or 0.0)
     return PlanCard(
         parallelism=plan.parallelism,
         num_gpus=plan.num_gpus,
@@ -177,9 +177,11 @@ def _card(allocator: Allocator, plan: Plan) -> PlanCard:
         tensor_parallel=plan.tensor_parallel,
         memory_fraction=plan.memory_fraction,
         max_batch=plan.max_batch,
-        in_time_per_s=float(allocator.table.in_time_per_s[allocator.table.find(plan)]),
+        goodput_capacity_per_s=float(
+            allocator.table.goodput_capacity_per_s[allocator.table.find(plan)]
+        ),
         usd_per_slot=usd,
-        missed_per_slot=None if demand is None else missed,
+        violations_per_slot=None if demand is None else violations,
     )
 
 

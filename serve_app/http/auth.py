@@ -30,7 +30,7 @@ class Access:
             raise ValueError("the token must be ASCII and not empty")
         self._token = token
 
-    async def may_use(self, request: Request) -> None:
+    async def is_authorized(self, request: Request) -> None:
         """Let a caller ask for tokens and look.
 
         Raises:
@@ -48,7 +48,7 @@ class Access:
         Raises:
             Denied: The token is missing or wrong, or there is none and the caller is elsewhere.
         """
-        await self.may_use(request)
+        await self.is_authorized(request)
         if self._token is None and not _is_loopback(request):
             raise Denied("without a token changes are accepted from this machine only", 403)
 

@@ -111,7 +111,7 @@ def make_router(service: RouteService, access: Access) -> APIRouter:
     """
     router = APIRouter()
 
-    @router.post("/v1/route", dependencies=[Depends(access.may_use)], responses=PROBLEMS)
+    @router.post("/v1/route", dependencies=[Depends(access.is_authorized)], responses=PROBLEMS)
     async def route(message: RouteMessage) -> RouteAnswer:
         """Choose among replicas that the caller describes; nothing is sent to them."""
         return service.route(message)

@@ -276,17 +276,23 @@ def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRo
         access: Who may ask.
     """
     router, generator = APIRouter(), Generator(gateway, tokenizer)
-    may_use, started_s = [Depends(access.may_use)], int(time.time())
+    is_authorized, started_s = [Depends(access.is_authorized)], int(time.time())
 
     @router.post(
-        "/v1/completions", dependencies=may_use, response_model=CompletionAnswer, responses=_ERRORS
+        "/v1/completions",
+        dependencies=is_authorized,
+        response_model=CompletionAnswer,
+        responses=_ERRORS,
     )
     async def completions(body: CompletionBody, service_tier: _ClassHeader = None) -> Response:
         """Continue a prompt; `stream: true` gives server-sent events."""
         return await generator.complete(body, service_tier)
 
     @router.post(
-        "/v1/chat/completions", dependencies=may_use, response_model=ChatAnswer, responses=_ERRORS
+        "/v1/chat/completions",
+        dependencies=is_authorized,
+        response_model=ChatAnswer,
+        responses=_ERRORS,
     )
     async def chat_completions(body: ChatBody, service_tier: _ClassHeader = None) -> Response:
         """Answer a conversation; `stream: true` gives server-sent events."""
@@ -298,13 +304,13 @@ def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRo
             id=cluster.served_model, created=started_s, max_model_len=cluster.max_model_tokens
         )
 
-    @router.get("/v1/models", dependencies=may_use, responses={401: _ERRORS[401]})
+    @router.get("/v1/models", dependencies=is_authorized, responses={401: _ERRORS[401]})
     async def models() -> ModelList:
         """List the model that is served."""
         return ModelList(data=[card()])
 
     @router.get(
-        "/v1/models/{model:path}", dependencies=may_use,
+        "/v1/models/{model:path}", dependencies=is_authorized,
         responses={status: _ERRORS[status] for status in (400, 401, 404)},
     )  # fmt: skip
     async def model(model: str) -> ModelCard:

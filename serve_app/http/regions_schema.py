@@ -85,14 +85,14 @@ class RegionsMessage(_Message):
 
     @property
     def has_forecast(self) -> bool:
-        """Whether demand was foretold."""
+        """Whether demand was forecast."""
         return self.regions[0].forecast is not None
 
     def to_state(self, with_forecast: bool) -> RegionState:
         """Make the state that a policy sees.
 
         Args:
-            with_forecast: Trust the forecast; else the last arrivals stand in for it.
+            with_forecast: Rely on the forecast; else the last arrivals stand in for it.
         """
         regions, num = self.regions, len(self.regions)
         arrivals = np.array([one.arrivals for one in regions], dtype=np.float64).T

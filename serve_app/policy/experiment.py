@@ -2,8 +2,8 @@
 
 In the shadow it is asked about every decision and changes none: a thread of its own does that, and
 where it does not keep up, decisions are left out. As a canary it decides for the requests whose
-hash falls to it, until `tokenyard.offpolicy.sequential.WorseTest` finds it worse or its breaker
-opens.
+hash falls to it, until `tokenyard.offpolicy.sequential.SequentialTest` finds it worse or its
+breaker opens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunne
 from serve_app.policy.timeouts import Timeouts
 from tokenyard.intervals import Interval
 from tokenyard.offpolicy import estimate
-from tokenyard.offpolicy.sequential import WorseTest
+from tokenyard.offpolicy.sequential import SequentialTest
 from tokenyard.policies.delay import finish_times_s
 from tokenyard.types import ReplicaSnapshot, Request
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Mode = Literal["shadow", "canary"]
 Arm = Literal["champion", "canary"]
 MAX_SHARE = 0.5
-GIVE_UP_AFTER = 2.0
+ABANDON_AFTER = 2.0
 """SLO targets until a request counts as bad though it may still be answered."""
 _MAX_SETTLED = 20_000
 _ESTIMATES_EVERY_S = 2.0
@@ -60,18 +60,19 @@ class Verdict:
 class Verdicts:
     """Which requests have attained their SLO, known when they end or are given up.
 
-    A late one is waited for, as the length of its answer says how much its lateness means.
+    One that violated its SLO is waited for, as the length of its answer says how much its lateness
+    means.
     """
 
     def __init__(self) -> None:
         """Wait for nothing."""
         self._open: dict[str, tuple[bool, int]] = {}
-        self._given_up_at: list[tuple[float, str]] = []
+        self._abandoned_at: list[tuple[float, str]] = []
 
-    def open(self, request_id: str, canary: bool, prompt_tokens: int, give_up_s: float) -> None:
+    def open(self, request_id: str, canary: bool, prompt_tokens: int, abandon_s: float) -> None:
         """Note a request, and when it is bad whatever becomes of it, Unix time, seconds."""
         self._open[request_id] = (canary, prompt_tokens)
-        heapq.heappush(self._given_up_at, (give_up_s, request_id))
+        heapq.heappush(self._abandoned_at, (abandon_s, request_id))
 
     def close(
         self, request_id: str, good: bool | None, output_tokens: int | None, now_s: float
@@ -93,8 +94,8 @@ class Verdicts:
     def overdue(self, now_s: float) -> list[Verdict]:
         """Give up what has taken too long."""
         settled = []
-        while self._given_up_at and self._given_up_at[0][0] < now_s:
-            _, request_id = heapq.heappop(self._given_up_at)
+        while self._abandoned_at and self._abandoned_at[0][0] < now_s:
+            _, request_id = heapq.heappop(self._abandoned_at)
             found = self._open.pop(request_id, None)
             if found is not None:
                 settled.append(Verdict(found[0], False, found[1], None))
@@ -289,7 +290,7 @@ class Experiment:
         self.why: str | None = None
         """Why it was ended; None: it goes on."""
         self.verdicts = Verdicts()
-        self.test = WorseTest(share, alpha) if mode == "canary" else None
+        self.test = SequentialTest(share, alpha) if mode == "canary" else None
         self.shadow = Shadow(policy, settings) if mode == "shadow" else None
 
     @property
@@ -310,8 +311,8 @@ class Experiment:
     ) -> None:
         """Note a request that was let in, and in how many seconds its answer is due."""
         if self.running and self.test is not None:
-            give_up_s = arrival_s + GIVE_UP_AFTER * slo_s
-            self.verdicts.open(request_id, arm == "canary", prompt_tokens, give_up_s)
+            abandon_s = arrival_s + ABANDON_AFTER * slo_s
+            self.verdicts.open(request_id, arm == "canary", prompt_tokens, abandon_s)
 
     def close(
         self,

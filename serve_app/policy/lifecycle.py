@@ -50,7 +50,7 @@ class BreakerAnswer(PolicyReference):
 
     num_decisions: int
     fallbacks_by_reason: dict[str, int]
-    resting: bool
+    breaker_open: bool
     times_opened: int
 
 
@@ -62,7 +62,7 @@ class EstimateAnswer(BaseModel):
     high: float | None
 
 
-class TrialAnswer(BaseModel):
+class ExperimentAnswer(BaseModel):
     """A trial so far."""
 
     mode: Mode
@@ -91,7 +91,7 @@ class PoliciesAnswer(BaseModel):
     champion: BreakerAnswer
     previous: PolicyReference | None
     """What `rollback` goes back to."""
-    trial: TrialAnswer | None
+    experiment: ExperimentAnswer | None
     """The last one; it may have ended."""
     events: list[dict[str, Any]]
     """Changes of who decides, newest first."""
@@ -143,7 +143,9 @@ class Lifecycle:
         return PoliciesAnswer(
             champion=_breaker(manager.policy),
             previous=previous,
-            trial=None if manager.experiment is None else _describe_experiment(manager.experiment),
+            experiment=None
+            if manager.experiment is None
+            else _describe_experiment(manager.experiment),
             events=[asdict(one) for one in reversed(manager.events)],
             registry=self._registry_note,
         )
@@ -232,13 +234,13 @@ def _breaker(policy: PolicyRunner) -> BreakerAnswer:
         **_reference(policy).model_dump(),
         num_decisions=policy.counts.num_decisions,
         fallbacks_by_reason=dict(policy.counts.fallbacks),
-        resting=policy.breaker.state == "open",
+        breaker_open=policy.breaker.state == "open",
         times_opened=policy.breaker.num_opened,
     )
 
 
-def _describe_experiment(experiment: Experiment) -> TrialAnswer:
-    answer = TrialAnswer(
+def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
+    answer = ExperimentAnswer(
         mode=experiment.mode, policy=_breaker(experiment.policy), share=experiment.share,
         started_s=experiment.started_s, ended_s=experiment.ended_s, why_ended=experiment.why,
     )  # fmt: skip

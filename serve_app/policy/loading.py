@@ -126,7 +126,7 @@ def warm_up(loaded: LoadedPolicy) -> None:
     request = Request(0.0, 1, 2.0)
     kinds = {True: (engine,), False: (None,), None: (engine, None)}
     for kind in kinds[loaded.card.needs_engine]:
-        idle = ReplicaSnapshot("rehearsal", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
+        idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
         policy = loaded.make(np.random.default_rng(0))
         policy.route(request, [idle] * (loaded.card.num_replicas or 1))
         finish_times_s(request, [idle])  # Exploration asks it.

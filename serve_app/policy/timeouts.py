@@ -77,17 +77,17 @@ class InlineTimeout:
                 error = raised
             with self._lock:
                 self._running = False
-                late = self._fired
-            if late:
+                overdue = self._fired
+            if overdue:
                 # The interruption is on its way to this thread, and is taken here at the latest.
                 for _ in range(_ENOUGH_LOOPS):
                     pass
-            late = late or self._is_late()
+            overdue = overdue or self._is_overdue()
         except _TimedOut:
             with self._lock:
                 self._running = False
-            late = True
-        if late:
+            overdue = True
+        if overdue:
             raise TooSlow(f"no answer within {1000 * self._budget_s:g} ms")
         if error is not None:
             raise error
@@ -97,7 +97,7 @@ class InlineTimeout:
         """End the thread."""
         self._ends.set()
 
-    def _is_late(self) -> bool:
+    def _is_overdue(self) -> bool:
         computed_s = time.clock_gettime(self._clock) - self._cpu_started_s
         passed_s = time.monotonic() - self._started_s
         return computed_s >= self._budget_s or passed_s >= self._limit_s
@@ -105,7 +105,7 @@ class InlineTimeout:
     def _watch(self) -> None:
         while not self._ends.wait(self._budget_s):
             with self._lock:
-                if self._running and self._is_late():
+                if self._running and self._is_overdue():
                     self._running, self._fired = False, True
                     _interrupt(self._ident)
 

@@ -80,7 +80,7 @@ def site(tmp_path_factory, own_ray):
             "gateway": {"node_labels": {"drill": "head"}},
             "limits": {"max_in_flight": 64, "timeout_s": 60},
             "pools": [
-                a_pool("gang", "head"),
+                a_pool("sharded", "head"),
                 a_pool("tiny", "head", engine=tiny, replicas=2),
                 a_pool("away", "spare", engine=tiny),
             ],
@@ -92,7 +92,7 @@ def site(tmp_path_factory, own_ray):
             options = GatewayOptions(cluster=str(file), registry=None)
             serve.run(build_gateway(options), name="drills", route_prefix="/")
             made = Site(f"http://127.0.0.1:{port}", fake, folder)
-            made.wait_for({"gang": 1, "tiny": 2, "away": 1})
+            made.wait_for({"sharded": 1, "tiny": 2, "away": 1})
             yield made
         finally:
             serve.shutdown()
@@ -214,7 +214,7 @@ def under_load(site, break_it, heal):
     return heard
 
 
-WHOLE = {"gang": 1, "tiny": 2, "away": 1}
+WHOLE = {"sharded": 1, "tiny": 2, "away": 1}
 
 
 def kill(process):
@@ -301,13 +301,13 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
     heard = under_load(site, lambda: None, promote)
     assert set(heard) == {"answered"}
     state = httpx.get(f"{site.url}/v1/policies", timeout=30).json()
-    assert state["trial"]["why_ended"] is None
+    assert state["experiment"]["why_ended"] is None
     assert state["champion"]["name"] == "champion"
 
 
 def test_a_node_that_dies_takes_its_pool_and_no_request(site):
     node = next(iter(site.fake.worker_nodes))
-    left = {"gang": 1, "tiny": 2}
+    left = {"sharded": 1, "tiny": 2}
 
     def heal():
         site.wait_for(left)

@@ -286,7 +286,7 @@ def allocation_decisions(artifact: AllocationArtifact) -> dict[str, Any]:
     scenario, policy = artifact.metadata.scenario, learned_allocation(artifact)
     table = plan_table(scenario)
     slots = np.arange(600 + NUM_SLOTS)
-    demand = table.pool_in_time_per_s * (0.4 - 0.35 * np.cos(2 * np.pi * slots / 144))
+    demand = table.pool_goodput_capacity_per_s * (0.4 - 0.35 * np.cos(2 * np.pi * slots / 144))
     demand = (demand * np.exp(rng.normal(0, 0.1, len(slots)))).tolist()
     plan, plans = table.plans[0], []
     for slot in range(600, 600 + NUM_SLOTS):
@@ -310,7 +310,7 @@ def allocation_decisions(artifact: AllocationArtifact) -> dict[str, Any]:
 def regional_decisions(artifact: RegionArtifact) -> dict[str, Any]:
     """Shares, servers that are to be on, and how tasks are sent; five regions, twelve servers."""
     rng, num = np.random.default_rng(SEED), 5
-    policy = learned_regions(artifact, ActivationRule.of(load_regions("continents")))
+    policy = learned_regions(artifact, ActivationRule.from_scenario(load_regions("continents")))
     previous, decided = np.eye(num), []
     latency = rng.uniform(0.01, 0.1, (num, num))
     latency = (latency + latency.T) * (1 - np.eye(num))

@@ -10,7 +10,7 @@ from golden import record
 QUICK = (
     "routing/nominal",
     "routing/bursty_serial/recorded",
-    "routing/azure_code_promises",
+    "routing/azure_code_SLOs",
     "routing/churn",
     "allocation/a100x8_13b_budget",
 )

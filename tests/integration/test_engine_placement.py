@@ -1,4 +1,4 @@
-"""Where the ranks of a gang go, on nodes whose GPUs are pretended; no model is loaded."""
+"""Where the ranks of a worker group go, on nodes whose GPUs are pretended; no model is loaded."""
 
 import asyncio
 
@@ -46,7 +46,7 @@ def test_ranks_ask_for_a_gpu_each_and_see_one_of_their_own():
     assert {member.visible_gpus for member in members} == {"0", "1"}
 
 
-def test_a_gang_larger_than_a_node_is_spread_over_two():
+def test_a_worker_group_larger_than_a_node_is_spread_over_two():
     members = asyncio.run(placed(a_config(tensor_parallel=2, pipeline_parallel=2)))
     by_node = {}
     for member in members:
@@ -65,7 +65,7 @@ def test_ranks_on_cpus_can_be_asked_for_and_a_kind_of_gpu_too():
 
 @ray.remote(num_cpus=0)
 class Replica:
-    """What a server does: it makes a gang within the placement group that it was given."""
+    """What a server does: it makes a worker group within the placement group that it was given."""
 
     async def members(self, config):
         return await placed(config)
@@ -86,7 +86,7 @@ def test_a_replica_with_a_placement_group_has_its_ranks_in_it():
     replica = Replica.options(scheduling_strategy=strategy).remote()
     members = ray.get(replica.members.remote(config))
     assert {member.visible_gpus for member in members} == {"0", "1"}
-    # The group is the replica's: ending the gang leaves it.
+    # The group is the replica's: ending the group leaves it.
     assert ray.util.placement_group_table(group)["state"] == "CREATED"
     refusal = ray.get(replica.refusal.remote(a_config(tensor_parallel=4)))
     assert "the placement group has 3 bundles for 4 ranks" in refusal

@@ -133,7 +133,7 @@ def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, 
     assert 1 <= stats.last_batch_size <= 4
 
 
-def test_an_engine_keeps_its_promises_one_by_one(tiny):
+def test_an_engine_keeps_its_futures_in_order(tiny):
     """Laws that need one running engine each take some seconds to start: they share it."""
     folder, model = tiny
     config = a_config(folder, max_batch=2, max_waiting=1, kv_bytes=800 << 10)

@@ -97,9 +97,9 @@ class HeapqCluster:
         slo_s = self.scenario.slo_response_s
 
         def of_response(response_s: float) -> float:
-            late = response_s > slo_s
+            violated = response_s > slo_s
             beyond = max(response_s - weights.tail_after_s, 0.0)
-            return weights.response * response_s + weights.slo * late + weights.tail * beyond
+            return weights.response * response_s + weights.slo * violated + weights.tail * beyond
 
         rewards = []
         for index, job in enumerate(self.jobs):

@@ -23,7 +23,7 @@ def toy_model(restart_s=90.0, during=((0, -1), (-1, 1))):
     curves[:, :, POWER_W] = 100 + 100 * UTILISATION
     constants = np.zeros(dynamics.NUM_CONSTANTS)
     constants[:] = 300.0, restart_s, 30.0, 2.0, 20.0, 400.0, 100.0
-    weights = np.array(Objective(usd=1, missed=0.002, goodput=0.5, power=0.25).values)
+    weights = np.array(Objective(usd=1, violations=0.002, goodput=0.5, power=0.25).values)
     return dynamics.Model(plans, curves, np.array(during, np.int64), constants, weights)
 
 
@@ -39,7 +39,7 @@ def test_the_reward_of_a_restart_is_the_one_worked_out_by_hand():
     served = 30 + 210
     energy_j = 90 * 100 + 210 * (100 + 100 * served / (4 * 210))
     assert out[dynamics.DROPPED] == pytest.approx(60, abs=1e-9)
-    assert out[dynamics.MISSED] == pytest.approx(300 - on_time, abs=1e-9)
+    assert out[dynamics.VIOLATIONS] == pytest.approx(300 - on_time, abs=1e-9)
     assert out[dynamics.ENERGY_J] == pytest.approx(energy_j, abs=1e-6)
     expected = -1.0 - 0.002 * (300 - on_time)
     expected += 0.5 * on_time / 300 + 0.25 * (1 - energy_j / 300 / 400)
@@ -52,7 +52,7 @@ def test_growing_by_equal_replicas_leaves_the_old_ones_at_work():
     out = np.zeros(dynamics.NUM_OUT)
     dynamics.run_slot(model, 0, 1, 1.0, 0.0, out)
     assert out[dynamics.DROPPED] == 0
-    assert out[dynamics.MISSED] == pytest.approx(300 - 90 * 0.5 - 210 * 0.75, abs=1e-9)
+    assert out[dynamics.VIOLATIONS] == pytest.approx(300 - 90 * 0.5 - 210 * 0.75, abs=1e-9)
 
 
 @pytest.mark.parametrize("demand", [0.5, 1.9, 3.0, 5.0])

@@ -70,10 +70,10 @@ def test_every_completion_agrees_with_the_slow_engine(engine, some):
     state = sim.arrays.state[0, 0]
     assert state[lay.ITERATIONS] == totals.iterations
     assert state[lay.BUSY_S] == pytest.approx(totals.busy_s, abs=1e-6)
-    # What is free or evictable at the end is everything, and nobody's books are open.
+    # What is free or evictable at the end is everything, and nothing is in flight.
     assert state[lay.FREE] + state[lay.EVICTABLE] == engine.num_pages
-    books = sim.arrays.routers[0, 0, 0]
-    assert books[[lay.OWN_COUNT, lay.OWN_PREFILL, lay.OWN_OUTPUT]] == (
+    in_flight = sim.arrays.routers[0, 0, 0]
+    assert in_flight[[lay.OWN_COUNT, lay.OWN_PREFILL, lay.OWN_OUTPUT]] == (
         pytest.approx(np.zeros(3), abs=1e-6)
     )
 
@@ -112,7 +112,7 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
         engine, queue_limit=max(engine.queue_limit, 1), warm_until_s=0.0, warm_up_factor=1.0
     )
     # Every attempt goes to the same replica; retries at odd times, so that none ties.
-    some = [dataclasses.replace(job, give_up_s=math.inf) for job in some]
+    some = [dataclasses.replace(job, abandon_s=math.inf) for job in some]
     changes = [Change(fails_s, 0, "fail"), Change(fails_s + down_s, 0, "join")]
     if drains:
         changes.insert(0, Change(fails_s / 2, 0, "drain"))

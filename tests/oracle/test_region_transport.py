@@ -49,7 +49,7 @@ def test_prices_have_no_effect_on_the_balanced_plan_and_do_on_the_one_with_slack
     assert (cheap @ price).sum() <= (local @ price).sum() + 1e-9
 
 
-def test_with_slack_the_dear_region_is_left_empty():
+def test_with_slack_the_costly_region_is_left_empty():
     demand, capacity = np.array([10.0, 10.0]), np.array([30.0, 30.0])
     plan = transport.within(demand, capacity, np.tile([1.0, 5.0], (2, 1)))
     assert plan == pytest.approx(np.array([[10.0, 0.0], [10.0, 0.0]]))
@@ -126,7 +126,7 @@ def test_for_independent_targets_prox_takes_smaller_steps_by_the_closed_form(wei
     assert smoothing == pytest.approx((1 + weight) * (1 + 2 * weight), rel=0.02)
 
 
-def test_the_receding_horizon_moves_less_the_dearer_a_change_is():
+def test_the_receding_horizon_moves_less_the_costlier_a_change_is():
     rng = np.random.default_rng(1)
     demand = rng.uniform(5, 10, (3, 4))
     cost = np.tile(rng.uniform(0, 1, (4, 4)), (3, 1, 1))

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from tokenyard.corrected import corrected_scores, fold, make_scratch
+from tokenyard.corrected import fold, make_scratch, residual_scores
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.scenario import RewardWeights, load_scenario
 from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.rollouts import MISSED, RESPONSE, SLOW, RolloutSim
+from tokenyard.sim.rollouts import RESPONSE, SLOW, VIOLATIONS, RolloutSim
 from tokenyard.sim.streams import StreamSource, stream_rng
 
 LENGTH, EVERY, HORIZON, SLOW_AFTER_S = 300, 60, 40, 4.0
@@ -17,7 +17,7 @@ LENGTH, EVERY, HORIZON, SLOW_AFTER_S = 300, 60, 40, 4.0
 def decide(sim, policy, mean_total_tokens):
     request = sim.arrays.requests[0, sim.current()]
     costs = np.empty(sim.scenario.num_servers)
-    return corrected_scores(
+    return residual_scores(
         policy, request[lay.FEATURES :], request[lay.CONTEXT],
         request[lay.PREDICTED_OUTPUT], mean_total_tokens, sim.scenario.slo_response_s,
         sim.arrays.tables[0], make_scratch(policy, len(costs)), costs,
@@ -40,7 +40,7 @@ def replayed(scenario, stream, choices, place, decision, choice):
     """Play to the decision, take the choice, go on as `place` says, and let everything end.
 
     Returns:
-        Response times, kept promises, and which requests were not done at the decision, of
+        Response times, attained SLOs, and which requests were not done at the decision, of
         all requests up to the horizon.
     """
     sim = BatchingSim(scenario, 1, LENGTH, RewardWeights(balance=0.0))
@@ -65,7 +65,7 @@ def replayed(scenario, stream, choices, place, decision, choice):
     "name", ["azure_code_mixed_gpus_085", "multi_turn_prefix", "churn", "two_classes_slo"]
 )
 @pytest.mark.parametrize("decide_anew", [False, True])
-def test_costs_are_those_of_futures_played_from_the_beginning(name, decide_anew):
+def test_costs_are_those_of_rollouts_played_from_the_beginning(name, decide_anew):
     scenario = load_scenario(name)
     source = StreamSource(scenario)
     mean = source.mean_total_tokens
@@ -91,5 +91,5 @@ def test_costs_are_those_of_futures_played_from_the_beginning(name, decide_anew)
             response_s = np.where(np.isnan(response_s), lost_s, response_s)[open_then]
             costs = samples.costs[k, choice]
             assert costs[RESPONSE] == pytest.approx(response_s.sum(), rel=1e-9)
-            assert costs[MISSED] == pytest.approx((1 - met[open_then]).sum())
+            assert costs[VIOLATIONS] == pytest.approx((1 - met[open_then]).sum())
             assert costs[SLOW] == (response_s > SLOW_AFTER_S).sum()

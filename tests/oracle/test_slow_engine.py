@@ -168,29 +168,29 @@ def test_a_preempted_request_goes_back_to_the_front_of_its_queue():
 
 def test_clients_that_hang_up_leave_the_queue_and_the_batch_when_the_next_iteration_starts():
     engine = replace(ROOMY, max_batch=1)
-    running = Job(0.0, 8, 100, give_up_s=2.5)
-    waiting = Job(0.0, 8, 1, give_up_s=3.0)
+    running = Job(0.0, 8, 100, abandon_s=2.5)
+    waiting = Job(0.0, 8, 1, abandon_s=3.0)
     fates, totals = simulate(engine, [running, waiting, Job(0.0, 8, 1)])
     assert fates[0].first_token_s == 2.0
     assert all(math.isnan(t) for t in [fates[0].finish_s, fates[1].first_token_s])
     # The iteration in which the first hangs up ends first.
     assert worked(totals) == [(8, 0, 0), (0, 1, 8), (8, 0, 0)]
     assert not any(fate.refused for fate in fates)
-    _, totals = simulate(engine, [replace(running, give_up_s=2.0), Job(0.0, 8, 1)])
+    _, totals = simulate(engine, [replace(running, abandon_s=2.0), Job(0.0, 8, 1)])
     assert worked(totals) == [(8, 0, 0), (8, 0, 0)]
 
 
 def test_what_completes_in_the_iteration_in_which_its_client_hangs_up_is_complete():
-    [fate], _ = simulate(ROOMY, [Job(0.0, 8, 1, give_up_s=1.0)])
+    [fate], _ = simulate(ROOMY, [Job(0.0, 8, 1, abandon_s=1.0)])
     assert fate.finish_s == 2.0
-    [fate], totals = simulate(ROOMY, [Job(0.0, 8, 1, give_up_s=0.0)])
+    [fate], totals = simulate(ROOMY, [Job(0.0, 8, 1, abandon_s=0.0)])
     assert math.isnan(fate.finish_s)
     assert totals.iterations == 0
 
 
 def test_giving_up_frees_memory_for_the_next():
     engine = replace(TIGHT, num_pages=3)
-    fates, _ = simulate(engine, [Job(0.0, 9, 4, give_up_s=2.0), Job(0.5, 9, 1)])
+    fates, _ = simulate(engine, [Job(0.0, 9, 4, abandon_s=2.0), Job(0.5, 9, 1)])
     assert fates[1].first_token_s == (1 + 9 / 8) + (1 + 9 / 8)
 
 
@@ -384,7 +384,7 @@ def test_every_request_is_refused_or_given_up_or_complete(engine, arrivals):
         complete = not math.isnan(fate.finish_s)
         assert not (complete and fate.refused)
         if not complete and not fate.refused:
-            assert job.give_up_s < math.inf
+            assert job.abandon_s < math.inf
         if complete:
             least_s = engine.a + engine.b * (job.context - fate.hit_tokens)
             assert fate.first_token_s >= job.submit_s + least_s

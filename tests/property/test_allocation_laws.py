@@ -28,7 +28,7 @@ def test_what_comes_is_served_dropped_or_waits_and_shares_are_shares(old, new, d
     dynamics.run_slot(MODEL, old, new, demand, backlog, out)
     left = out[dynamics.OFFERED] + backlog - out[dynamics.SERVED] - out[dynamics.DROPPED]
     assert left == pytest.approx(out[dynamics.BACKLOG], abs=1e-6)
-    assert -1e-9 <= out[dynamics.MISSED] <= out[dynamics.OFFERED] + 1e-9
+    assert -1e-9 <= out[dynamics.VIOLATIONS] <= out[dynamics.OFFERED] + 1e-9
     for column in (dynamics.SERVED, dynamics.DROPPED, dynamics.BACKLOG, dynamics.ENERGY_J):
         assert out[column] >= 0
     for column in (dynamics.LOAD, dynamics.BATCH, dynamics.NETWORK):
@@ -37,13 +37,13 @@ def test_what_comes_is_served_dropped_or_waits_and_shares_are_shares(old, new, d
 
 
 @given(plan=PLANS, demand=st.floats(0, 60), more=st.floats(0, 20), backlog=st.floats(0, 500))
-def test_more_demand_or_backlog_never_means_fewer_missed(plan, demand, more, backlog):
+def test_more_demand_or_backlog_never_means_fewer_violations(plan, demand, more, backlog):
     one, two, three = (np.zeros(dynamics.NUM_OUT) for _ in range(3))
     dynamics.run_slot(MODEL, plan, plan, demand, 0.0, one)
     dynamics.run_slot(MODEL, plan, plan, demand + more, 0.0, two)
     dynamics.run_slot(MODEL, plan, plan, demand, backlog, three)
-    assert two[dynamics.MISSED] >= one[dynamics.MISSED] - 1e-6
-    assert three[dynamics.MISSED] >= one[dynamics.MISSED] - 1e-6
+    assert two[dynamics.VIOLATIONS] >= one[dynamics.VIOLATIONS] - 1e-6
+    assert three[dynamics.VIOLATIONS] >= one[dynamics.VIOLATIONS] - 1e-6
 
 
 @pytest.mark.parametrize("name", allocation_names())
@@ -52,7 +52,7 @@ def test_attainment_falls_with_load_and_power_rises(name):
     assert (np.diff(table.curves[:, :, ATTAINED], axis=1) <= 1e-9).all()
     assert UTILISATION[0] == 0
     assert UTILISATION[-1] == 1
-    assert (table.in_time_per_s <= table.capacity_per_s).all()
+    assert (table.goodput_capacity_per_s <= table.capacity_per_s).all()
 
 
 @given(

@@ -89,7 +89,7 @@ def pages_in_use(sim, replica):
     step = sim.arrays.state[0, replica, lay.STEP]
     tokens = [
         *(decode[:, lay.D_BASE] + step + 1),
-        *(prefill[:, lay.P_LACK] + prefill[:, lay.P_KV]),
+        *(prefill[:, lay.P_TO_PREFILL] + prefill[:, lay.P_KV]),
     ]
     blocks = decode[:, lay.D_HELD].sum() + prefill[:, lay.P_HELD].sum()
     return sum(math.ceil(one / page) for one in tokens) - blocks * block / page
@@ -235,12 +235,12 @@ SCRAPE_S = 1.0
 
 def truth(sim):
     """What a scrape of every replica would publish now."""
-    state, plant = sim.arrays.state[0], sim.arrays.replica_params[0]
+    state, params = sim.arrays.state[0], sim.arrays.replica_params[0]
     spare = state[:, lay.FREE] + state[:, lay.EVICTABLE]
     return {
         "waiting": state[:, lay.WAITING].copy(),
         "running": state[:, lay.DECODING] + state[:, lay.PREFILLING],
-        "kv": 1.0 - spare / plant[:, lay.NUM_PAGES],
+        "kv": 1.0 - spare / params[:, lay.NUM_PAGES],
         "up": state[:, lay.STATUS] == lay.UP,
     }
 
@@ -280,7 +280,7 @@ def truths(instance, actions):
 
 @few
 @given(instance=fleets(num_routers=2, scrape_interval_s=SCRAPE_S), seed=seeds)
-def test_what_is_scraped_is_the_state_at_the_last_scrape_and_ones_own_books_are_of_now(
+def test_what_is_scraped_is_the_state_at_the_last_scrape_and_ones_own_in_flight_counts_are_of_now(
     instance, seed
 ):
     scenario, engine, asks, changes = instance

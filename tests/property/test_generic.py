@@ -12,7 +12,7 @@ from sizes import scaled
 from tokenyard import generic, observation
 from tokenyard.policies.delay import MarginalDelay, SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.routing.artifact import learned_policy
-from tokenyard.routing.search_any_cluster import draw_cluster, generic_artifact
+from tokenyard.routing.search_any_cluster import any_cluster_artifact, draw_cluster
 from tokenyard.sim.run import run_policy
 from tokenyard.sim.simulator import make_simulator
 from tokenyard.sim.streams import StreamSet, StreamSource
@@ -28,7 +28,7 @@ def a_policy(rng, spread=0.3, slo=None):
         rng.normal(0.0, spread, num)
         for num in (generic.NUM_SERVER_WEIGHTS, generic.NUM_ENGINE_WEIGHTS)
     ]
-    return learned_policy(generic_artifact(*arrays), slo=slo)
+    return learned_policy(any_cluster_artifact(*arrays), slo=slo)
 
 
 def a_replica(rng, number, batches):
@@ -90,7 +90,7 @@ def test_without_weights_it_is_the_rule_that_it_corrects(seed, batches):
 @some_cases
 @given(seed=seeds, factor=st.floats(0.1, 10.0))
 def test_a_cluster_that_is_faster_throughout_is_decided_on_alike(seed, factor):
-    """Time is counted in units of the cluster, so only the promise says what a second is."""
+    """Time is counted in units of the cluster, so only the SLO says what a second is."""
     rng = np.random.default_rng(seed)
     weights, request = rng.normal(size=generic.NUM_SERVER_WEIGHTS), a_request(rng)
     columns = observation.snapshot_columns([a_replica(rng, i, False) for i in range(6)])
@@ -134,9 +134,9 @@ def test_the_simulator_runs_it_as_the_server_would(discipline, seed):
     stream = random_stream(scenario, rng, 60, load=1.1)
     weights = rng.normal(0.0, 0.3, generic.NUM_SERVER_WEIGHTS)
     compiled, stepped = loaded(scenario, stream), loaded(scenario, stream)
-    compiled.run_generic(weights, 2000.0)
+    compiled.run_any_cluster(weights, 2000.0)
     policy = learned_policy(
-        generic_artifact(weights, np.zeros(generic.NUM_ENGINE_WEIGHTS)), slo=scenario.slo
+        any_cluster_artifact(weights, np.zeros(generic.NUM_ENGINE_WEIGHTS)), slo=scenario.slo
     )
     for _ in range(len(stream)):
         stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
@@ -152,8 +152,8 @@ def test_the_simulator_of_fleets_runs_it_as_the_server_would(seed):
     weights = rng.normal(0.0, 0.3, generic.NUM_ENGINE_WEIGHTS)
     sim = make_simulator(scenario, 1, 80)
     sim.load(0, stream)
-    sim.run_generic(weights, 2000.0)
-    artifact = generic_artifact(np.zeros(generic.NUM_SERVER_WEIGHTS), weights)
+    sim.run_any_cluster(weights, 2000.0)
+    artifact = any_cluster_artifact(np.zeros(generic.NUM_SERVER_WEIGHTS), weights)
     (run,) = run_policy(
         scenario,
         StreamSet([stream], "test"),
@@ -239,11 +239,11 @@ def test_where_only_some_replicas_batch_all_are_taken_for_servers():
     assert 0 <= a_policy(rng).route(a_request(rng), some) < 3
 
 
-def test_the_promise_it_is_given_counts():
+def test_the_slo_it_is_given_counts():
     rng = np.random.default_rng(1)
     weights = np.zeros(generic.NUM_SERVER_WEIGHTS)
-    weights[generic.LATE_FEATURES] = 5.0
-    artifact = generic_artifact(weights, np.zeros(generic.NUM_ENGINE_WEIGHTS))
+    weights[generic.VIOLATION_FEATURES] = 5.0
+    artifact = any_cluster_artifact(weights, np.zeros(generic.NUM_ENGINE_WEIGHTS))
     request, some = a_request(rng), [a_replica(rng, number, False) for number in range(4)]
     strict, lax = (learned_policy(artifact, slo=Slo(slo_s)) for slo_s in (0.01, 1000.0))
     assert strict.decide(request, some).scores > lax.decide(request, some).scores

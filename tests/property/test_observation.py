@@ -15,7 +15,7 @@ from tokenyard.policies.delay import MarginalDelay
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 seeds = st.integers(0, 2**32 - 1)
-marginal_sizes = st.sampled_from([ob.NUM_MARGINAL_WEIGHTS, ob.NUM_PROMISING_WEIGHTS])
+marginal_sizes = st.sampled_from([ob.NUM_MARGINAL_WEIGHTS, ob.NUM_MARGINAL_SLO_WEIGHTS])
 amounts = st.floats(0, 1e6)
 
 snapshots = st.builds(
@@ -180,16 +180,16 @@ def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
 
 @settings(max_examples=scaled(100))
 @given(seeds, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
-def test_prices_are_added_where_a_promise_is_likely_to_be_broken(seed, context, output, some):
+def test_prices_are_added_where_an_slo_violation_is_likely(seed, context, output, some):
     """Against the formula of the docstring, by names and not by places."""
     rng = np.random.default_rng(seed)
-    plain, risky_prices, late_prices, logs = (rng.normal(size=n) for n in (27, 3, 3, 5))
+    plain, risky_prices, lateness_prices, logs = (rng.normal(size=n) for n in (27, 3, 3, 5))
     columns, slo_s = ob.snapshot_columns(some), 2.0
     without, priced = np.empty(len(some)), np.empty(len(some))
     ob.marginal_scores(plain, context, output, 2000.0, slo_s, columns, without)
-    weights = np.concatenate([plain, risky_prices, late_prices, logs])
+    weights = np.concatenate([plain, risky_prices, lateness_prices, logs])
     ob.marginal_scores(weights, context, output, 2000.0, slo_s, columns, priced)
-    first, token, response, size, late = ob._TYPICAL_LIMITS * np.exp(logs)
+    first, token, response, size, lateness = ob._TYPICAL_LIMITS * np.exp(logs)
     for row, before, after in zip(columns, without, priced, strict=True):
         to_first_s, decode_s, _ = ob.batching_delays(row, context, output)
         seen = np.array([to_first_s, decode_s / max(output - 1, 1), to_first_s + decode_s]) / slo_s
@@ -199,7 +199,7 @@ def test_prices_are_added_where_a_promise_is_likely_to_be_broken(seed, context, 
         risky = (seen > limits).any() or (context + output) / 2000.0 > size
         powers = row[ob.SPEED_RANK] ** np.arange(3)
         added = risky * risky_prices @ powers
-        added += max(seen[0] / late - 1.0, 0.0) * late_prices @ powers
+        added += max(seen[0] / lateness - 1.0, 0.0) * lateness_prices @ powers
         assert after == pytest.approx(before + added, rel=1e-9, abs=1e-9)
 
 

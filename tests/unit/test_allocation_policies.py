@@ -75,7 +75,7 @@ def test_an_autoscaler_grows_at_once_and_waits_before_it_shrinks():
     rule = AutoscalerRule(tensor_parallel=1, cooldown_slots=3)
     scaler = Autoscaler(TABLE, rule)
     plans = [TABLE.plans[i] for i in family(TABLE, 1)]
-    high, low = (TABLE.in_time_per_s[family(TABLE, 1)][k] * 0.69 for k in (4, 1))
+    high, low = (TABLE.goodput_capacity_per_s[family(TABLE, 1)][k] * 0.69 for k in (4, 1))
     grown = scaler.allocate(AllocationState(0.0, plans[0], (high,), slots_since_switch=1))
     assert grown == plans[4]
     held = scaler.allocate(AllocationState(0.0, plans[4], (low,), slots_since_switch=2))

@@ -14,7 +14,7 @@ from tokenyard.regions import artifact as of_regions
 from tokenyard.routing import artifact as of_routing
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
-from tokenyard.routing.search_any_cluster import generic_artifact
+from tokenyard.routing.search_any_cluster import any_cluster_artifact
 from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
 
 
@@ -57,9 +57,9 @@ def an_equivariant_network(arrays=None, **changes):
     return PolicyArtifact(metadata, given | (arrays or {}))
 
 
-def a_generic_policy(arrays=None):
+def a_policy_for_any_cluster(arrays=None):
     rng = np.random.default_rng(0)
-    given = generic_artifact(
+    given = any_cluster_artifact(
         rng.normal(size=NUM_SERVER_WEIGHTS), rng.normal(size=NUM_ENGINE_WEIGHTS)
     )
     return PolicyArtifact(given.metadata, {**given.arrays, **(arrays or {})})
@@ -76,7 +76,7 @@ A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=10
 
 
 @pytest.mark.parametrize(
-    "make", [a_linear_policy, a_network, an_equivariant_network, a_generic_policy]
+    "make", [a_linear_policy, a_network, an_equivariant_network, a_policy_for_any_cluster]
 )
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")
@@ -144,9 +144,9 @@ def test_layers_that_do_not_fit_are_refused():
 
 def test_a_policy_for_any_cluster_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="'server_weights' has shape"):
-        a_generic_policy({"server_weights": np.zeros(3)})
+        a_policy_for_any_cluster({"server_weights": np.zeros(3)})
     with pytest.raises(ValueError, match="'engine_weights' has shape"):
-        a_generic_policy({"engine_weights": np.zeros(3)})
+        a_policy_for_any_cluster({"engine_weights": np.zeros(3)})
 
 
 def test_an_equivariant_network_that_does_not_fit_is_refused():

@@ -1,4 +1,4 @@
-"""How a trace becomes a stream for a fleet: classes, promises, blocks, failures."""
+"""How a trace becomes a stream for a fleet: classes, SLOs, blocks, failures."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def encoded(fleet, trace, seed=0):
     return encode_for_fleet(fleet, trace, np.full(num, 30.0), features, 7.0, rng)
 
 
-def test_every_class_gets_its_share_its_priority_and_its_promises():
+def test_every_class_gets_its_share_its_priority_and_its_slos():
     fleet = Fleet(
         replicas=(REPLICA,),
         classes=(
@@ -53,11 +53,11 @@ def test_every_class_gets_its_share_its_priority_and_its_promises():
     assert chat.mean() == pytest.approx(0.75, abs=0.03)
     assert set(rows[chat, lay.SLO_RESPONSE_S]) == {7.0}
     assert set(rows[chat, lay.SLO_TTFT_S]) == {0.5}
-    assert set(rows[chat, lay.GIVE_UP_S]) == {np.inf}
+    assert set(rows[chat, lay.ABANDON_S]) == {np.inf}
     assert set(rows[batch, lay.SLO_RESPONSE_S]) == {60.0}
     assert set(rows[batch, lay.SLO_TPOT_S]) == {np.inf}
     assert set(rows[batch, lay.PRIORITY]) == {2.0}
-    waits_s = rows[batch, lay.GIVE_UP_S] - rows[batch, lay.ARRIVAL_S]
+    waits_s = rows[batch, lay.ABANDON_S] - rows[batch, lay.ARRIVAL_S]
     assert waits_s == pytest.approx(np.full(len(waits_s), 90.0))
     assert rows[:, lay.TENANT].mean() == pytest.approx(0.8, abs=0.03)
     assert rows[:, lay.ROUTER].mean() == pytest.approx(0.5, abs=0.03)

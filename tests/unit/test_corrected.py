@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
-from tokenyard.corrected import LAYOUT, corrected_scores, fold, make_scratch
+from tokenyard.corrected import LAYOUT, fold, make_scratch, residual_scores
 from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import (
     NUM_COLUMNS,
+    NUM_MARGINAL_SLO_WEIGHTS,
     NUM_MARGINAL_WEIGHTS,
-    NUM_PROMISING_WEIGHTS,
     NUM_REQUEST_FEATURES,
     ROUTABLE,
     encode,
@@ -33,7 +33,7 @@ seeds = st.integers(0, 2**32 - 1)
 def some_artifact(scenario_name=MIXED, seed=0, size=0.3):
     """A policy whose every number does something."""
     rng = np.random.default_rng(seed)
-    config = RolloutConfig(start=(0.0,) * NUM_PROMISING_WEIGHTS, hidden=8)
+    config = RolloutConfig(start=(0.0,) * NUM_MARGINAL_SLO_WEIGHTS, hidden=8)
     fresh = RolloutImprovement(load_scenario(scenario_name), config).artifact()
     arrays = {
         name: np.abs(array) + rng.uniform(0.5, 2.0, array.shape)
@@ -60,7 +60,7 @@ def scored(artifact, table, request=None):
     correction = fold(artifact.arrays, artifact.layers)
     costs = np.empty(len(table))
     features = np.zeros(NUM_REQUEST_FEATURES) if request is None else request
-    best = corrected_scores(
+    best = residual_scores(
         correction, features, 900.0, 40.0, 2000.0, 3.0, table,
         make_scratch(correction, len(table)), costs,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def test_the_costs_are_those_of_a_plain_network_on_the_plain_observation(seed):
     marginal_scores(arrays["weights"], 900.0, 40.0, 2000.0, 3.0, table, rule)
     observation = np.empty(observation_size(4, True, True), dtype=np.float32)
     encode(request, 900.0, 940.0, table, True, observation)
-    seen = LAYOUT.take_apart(observation.astype(np.float64), np)
+    seen = LAYOUT.split_observation(observation.astype(np.float64), np)
     x = scorer_inputs(
         Observed(
             (seen.request - arrays["request_mean"]) / arrays["request_std"],

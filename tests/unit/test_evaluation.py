@@ -103,8 +103,8 @@ def test_every_completion_is_paid_even_of_requests_that_end_after_the_last_arriv
     }  # fmt: skip
     paid = SCENARIO.model_copy(update={"reward": SCENARIO.reward.model_copy(update=weights)})
     (run,) = run_policy(paid, streams(500), baseline("round_robin"), seed=0)
-    num_late = int((run.outcomes.response_s > 2.0).sum())
-    assert run.rewards.sum() == pytest.approx(500 - 5 * num_late)
+    num_violations = int((run.outcomes.response_s > 2.0).sum())
+    assert run.rewards.sum() == pytest.approx(500 - 5 * num_violations)
 
 
 def test_dropped_requests_are_counted_against_the_policy():

@@ -44,7 +44,7 @@ def test_every_figure_of_the_paper_is_drawn_with_units_and_its_source(evaluated)
     assert "thousand tokens" in labels(all_figures["load_trajectories"])
 
 
-def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
+def test_a_fleet_has_figures_of_tokens_memory_energy_and_slos():
     scenario = load_scenario("two_classes_slo")
     requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
     runs = {
@@ -57,7 +57,7 @@ def test_a_fleet_has_figures_of_tokens_memory_energy_and_promises():
     tokens = drawn["token_latencies"]
     for word in ("first token, s", "output token, s", "between tokens, s"):
         assert word in labels(tokens)
-    # Two policies, and the promises of two classes on the first token and of one after it.
+    # Two policies, and the SLOs of two classes on the first token and of one after it.
     assert [len(axes.lines) for axes in tokens.axes] == [4, 3, 2]
     for axes in tokens.axes:
         for line in axes.lines[:2]:

@@ -1,4 +1,4 @@
-"""What is booked of a fleet's requests, against sums done by hand."""
+"""What is counted of a fleet's requests, against sums done by hand."""
 
 import dataclasses
 import math
@@ -44,7 +44,7 @@ def test_what_a_failing_replica_had_generated_is_wasted_though_the_request_compl
 
 
 def test_what_was_lost_and_what_nobody_waited_for_is_wasted_together():
-    asks = [Ask(0.0, 4, 5, give_up_s=6.5)]
+    asks = [Ask(0.0, 4, 5, abandon_s=6.5)]
     found = outcomes(asks, [[0, 1]], (Change(3.5, 0, "fail"),), **RETRY)
     # Three tokens on the first replica; those of 5, 6 and 7 s on the second.
     assert found.wasted_tokens.tolist() == [6.0]
@@ -126,16 +126,16 @@ def test_memory_that_was_held_is_seen_when_a_request_is_placed():
 
 
 def test_a_row_of_a_fleet_has_all_its_numbers_right():
-    promises = [
+    classes = [
         TrafficClass(name="chat", ttft_s=1.0), TrafficClass(name="batch", tpot_s=0.5),
     ]  # fmt: skip
     scenario = a_fleet(
-        TWO, classes=tuple(promises), tenants=(Tenant(name="a"), Tenant(name="b")), **RETRY
+        TWO, classes=tuple(classes), tenants=(Tenant(name="a"), Tenant(name="b")), **RETRY
     )
     asks = [
         Ask(0.0, 4, 5, slo_s=(99.0, 1.0, 99.0)),
         Ask(2.0, 6, 3, traffic_class=1, tenant=1, slo_s=(99.0, 99.0, 0.5)),
-        Ask(10.0, 4, 5, tenant=1, slo_s=(99.0, 1.0, 99.0), give_up_s=11.5),
+        Ask(10.0, 4, 5, tenant=1, slo_s=(99.0, 1.0, 99.0), abandon_s=11.5),
     ]
     sim = a_sim(scenario, TWO, 3, watts=10.0, iteration_j=6.0)
     sim.load(0, a_stream(asks, (Change(3.5, 0, "fail"),)))
@@ -162,9 +162,9 @@ def test_a_row_of_a_fleet_has_all_its_numbers_right():
     assert row["energy_j_per_token"] == pytest.approx((10.0 * (3.5 + 10.0) + work_j) / 8)
 
 
-def test_a_class_keeps_its_promises_by_its_own_measure():
-    missed = np.array([False, True, False, True])
+def test_a_class_attains_its_slos_by_its_own_measure():
+    violations = np.array([False, True, False, True])
     group = np.array([0, 0, 0, 1])
-    assert metrics.attained_fraction(missed, group, 0) == pytest.approx(2 / 3)
-    assert metrics.attained_fraction(missed, group, 1) == 0.0
-    assert math.isnan(metrics.attained_fraction(missed, group, 2))
+    assert metrics.attained_fraction(violations, group, 0) == pytest.approx(2 / 3)
+    assert metrics.attained_fraction(violations, group, 1) == 0.0
+    assert math.isnan(metrics.attained_fraction(violations, group, 2))

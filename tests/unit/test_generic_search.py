@@ -8,16 +8,16 @@ from sizes import scaled
 
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.search_any_cluster import (
+    AnyClusterConfig,
+    AnyClusterSearch,
     Found,
-    GenericConfig,
-    GenericSearch,
     TrainingCluster,
     draw_cluster,
     search_cost,
 )
 from tokenyard.sim.streams import stream_rng
 
-TINY = GenericConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
+TINY = AnyClusterConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
 
 
 @given(seed=st.integers(0, 10_000))
@@ -68,7 +68,7 @@ def test_fleets_with_fresh_and_with_stale_signals_with_churn_and_with_classes_ar
     ],
 )
 def test_equal_seeds_search_alike_and_a_restored_search_goes_on(kind, num_weights):
-    one, same = GenericSearch(kind, TINY, 3), GenericSearch(kind, TINY, 3)
+    one, same = AnyClusterSearch(kind, TINY, 3), AnyClusterSearch(kind, TINY, 3)
     one.step()
     same.restore(one.state())
     assert one.step() == same.step()
@@ -80,7 +80,7 @@ def test_equal_seeds_search_alike_and_a_restored_search_goes_on(kind, num_weight
 def test_searches_of_servers_and_of_slots_move_different_weights():
     moved = []
     for kind in ("servers", "slots"):
-        search = GenericSearch(kind, TINY, 3)
+        search = AnyClusterSearch(kind, TINY, 3)
         search.step()
         moved.append(search.mean != 0.0)
     np.testing.assert_array_equal(moved[0], ~moved[1])
@@ -108,9 +108,9 @@ RULES = found([1.0, 1.0])
     [found([0.7, 1.2]), found([1.0, 1.0], p99_s=(4.0, 6.0)), found([1, 1], (4, 4), (0.1, 0.3))],
 )
 def test_a_gain_on_one_kind_of_cluster_does_not_excuse_a_loss_on_another(worse):
-    assert search_cost(GenericConfig(), worse, RULES, np.array([0, 1])) > 0.0
-    assert search_cost(GenericConfig(), RULES, RULES, np.array([0, 1])) == 0.0
+    assert search_cost(AnyClusterConfig(), worse, RULES, np.array([0, 1])) > 0.0
+    assert search_cost(AnyClusterConfig(), RULES, RULES, np.array([0, 1])) == 0.0
 
 
 def test_a_gain_everywhere_costs_less_than_nothing():
-    assert search_cost(GenericConfig(), found([0.9, 0.95]), RULES, np.array([0, 0])) < 0.0
+    assert search_cost(AnyClusterConfig(), found([0.9, 0.95]), RULES, np.array([0, 0])) < 0.0

@@ -16,10 +16,10 @@ responses = arrays(np.float64, st.integers(1, 300), elements=st.floats(0.001, 1e
 
 def test_violations_and_goodput_count_dropped_requests_as_offered():
     response_s = np.array([1.0, 2.0, 2.1, NAN])
-    assert metrics.slo_violation_fraction(metrics.missed(response_s, 2.0)) == 0.5
+    assert metrics.slo_violation_fraction(metrics.violations(response_s, 2.0)) == 0.5
     assert metrics.dropped_fraction(response_s) == 0.25
     assert (
-        metrics.goodput_per_s(np.array([0.0, 1.0, 2.0, 4.0]), metrics.missed(response_s, 2.0))
+        metrics.goodput_per_s(np.array([0.0, 1.0, 2.0, 4.0]), metrics.violations(response_s, 2.0))
         == 2 / 4
     )
 
@@ -41,11 +41,11 @@ def test_without_data_there_is_no_number():
         assert math.isnan(metrics.mean_response_s(response_s))
         assert math.isnan(metrics.percentile_response_s(response_s, 99))
         assert math.isnan(metrics.cvar99_response_s(response_s))
-    assert math.isnan(metrics.slo_violation_fraction(metrics.missed(none, 2.0)))
+    assert math.isnan(metrics.slo_violation_fraction(metrics.violations(none, 2.0)))
     assert math.isnan(metrics.dropped_fraction(none))
     assert math.isnan(metrics.goodput_per_s(np.array([3.0]), np.array([False])))
-    assert metrics.slo_violation_fraction(metrics.missed(dropped, 2.0)) == 1.0
-    assert metrics.score(dropped, metrics.missed(dropped, 2.0)) == -math.inf
+    assert metrics.slo_violation_fraction(metrics.violations(dropped, 2.0)) == 1.0
+    assert metrics.score(dropped, metrics.violations(dropped, 2.0)) == -math.inf
 
 
 def test_the_score_adds_up_as_printed():
@@ -60,8 +60,8 @@ def test_dropping_a_request_never_improves_the_score(response_s, dropped):
     which = dropped.draw(st.integers(0, len(response_s) - 1))
     charged = response_s.copy()
     charged[which] = NAN
-    assert metrics.score(charged, metrics.missed(charged, 2.0)) <= metrics.score(
-        response_s, metrics.missed(response_s, 2.0)
+    assert metrics.score(charged, metrics.violations(charged, 2.0)) <= metrics.score(
+        response_s, metrics.violations(response_s, 2.0)
     ) + 1e-9 or (
         # Where the slowest itself is dropped, the next slowest stands in for it.
         response_s[which] == response_s.max()

@@ -43,7 +43,7 @@ def test_the_grid_holds_nothing_that_the_replica_or_the_simulator_cannot():
     assert (prefill + sequences).min() > 0
 
 
-def test_longer_prompts_make_each_of_their_tokens_dearer():
+def test_longer_prompts_make_each_of_their_tokens_costlier():
     replica = make_replica("a100_80g_sxm", "llama2_7b")
     short, long = (linear_coefficients(replica, prompt_tokens=n) for n in (256, 8192))
     assert long.per_prefill_token_s > 1.2 * short.per_prefill_token_s

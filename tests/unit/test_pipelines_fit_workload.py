@@ -38,7 +38,7 @@ def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(fit_workload, own,
     model = load_model(str(out))
     assert model.name == "mine"
     assert model.arrivals.mean_rate_per_s == pytest.approx(10, rel=0.05)
-    scenario = load_scenario("rehearsal").model_copy(update={"workload": str(out)})
+    scenario = load_scenario("emulated").model_copy(update={"workload": str(out)})
     context, output = scenario.mean_lengths_tokens
     assert (context, output) == pytest.approx((103, 6), rel=0.01)
     assert len(StreamSource(scenario).sample(50, np.random.default_rng(0))) == 50

@@ -64,13 +64,14 @@ def test_other_kinds_cannot_be_started_from(pipeline):
 
 
 def test_the_best_round_keeps_the_tail(pipeline):
-    def row(mean_s, missed, p99):
+    def row(mean_s, violations, p99):
         return {
-            "mean_response_s": mean_s, "slo_violation_fraction": missed, "delta_p99_ci_high": p99
+            "mean_response_s": mean_s, "slo_violation_fraction": violations,
+            "delta_p99_ci_high": p99
         }  # fmt: skip
 
     rows = [row(1.0, 0.10, -0.1), row(0.9, 0.05, 0.2), row(1.1, 0.05, -0.1)]
-    assert pipeline.choose(rows, missed_s=5.0, p99_margin=0.0) == 2
-    assert pipeline.choose(rows, missed_s=0.0, p99_margin=0.0) == 0
-    assert pipeline.choose(rows, missed_s=0.0, p99_margin=0.3) == 1
-    assert pipeline.choose(rows[1:2], missed_s=0.0, p99_margin=0.0) == 0
+    assert pipeline.choose(rows, violation_s=5.0, p99_margin=0.0) == 2
+    assert pipeline.choose(rows, violation_s=0.0, p99_margin=0.0) == 0
+    assert pipeline.choose(rows, violation_s=0.0, p99_margin=0.3) == 1
+    assert pipeline.choose(rows[1:2], violation_s=0.0, p99_margin=0.0) == 0

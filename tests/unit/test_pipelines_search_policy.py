@@ -3,43 +3,43 @@
 from dataclasses import replace
 
 import pytest
-from search_policy import OBJECTIVES, Args, main, search, stand_still
+from search_policy import OBJECTIVES, Args, baseline_only, main, search
 
-from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_PROMISING_WEIGHTS
+from tokenyard.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.validation import choose
 
-PROMISES = OBJECTIVES[-1]
+SLO_FIRST = OBJECTIVES[-1]
 MIXED = Args(
     scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=4, streams=2,
-    missed_s=300.0, p99_margin=10.0, jobs=1,
+    violation_s=300.0, p99_margin=10.0, jobs=1,
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def found():
-    return search(MIXED, PROMISES, seed=0)
+    return search(MIXED, SLO_FIRST, seed=0)
 
 
 @pytest.mark.slow
-def test_a_search_that_prices_promises_keeps_more_of_them_than_the_hand_rule(found):
-    assert len(found.weights) == NUM_PROMISING_WEIGHTS
+def test_a_search_that_prices_slo_violations_has_fewer_of_them_than_the_hand_rule(found):
+    assert len(found.weights) == NUM_MARGINAL_SLO_WEIGHTS
     assert found.row["objective_violation"] == 300.0
     assert found.row["delta_slo_violation"] < -0.02
 
 
 @pytest.mark.slow
-def test_without_promises_the_weights_are_those_of_delays():
-    args = replace(MIXED, promises=False, generations=1, streams=1)
-    assert len(search(args, PROMISES, seed=0).weights) == NUM_MARGINAL_WEIGHTS
+def test_without_slos_the_weights_are_those_of_delays():
+    args = replace(MIXED, slo_terms=False, generations=1, streams=1)
+    assert len(search(args, SLO_FIRST, seed=0).weights) == NUM_MARGINAL_WEIGHTS
 
 
 @pytest.mark.slow
 def test_what_is_kept_is_what_was_asked_for(found):
-    rule = stand_still(MIXED.scenario)
+    rule = baseline_only(MIXED.scenario)
     rows = [rule.row, found.row]
-    assert choose(rows, missed_s=300.0, p99_margin=10.0) == 1
-    assert choose(rows, missed_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
+    assert choose(rows, violation_s=300.0, p99_margin=10.0) == 1
+    assert choose(rows, violation_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
 
 
 @pytest.mark.integration

@@ -13,7 +13,7 @@ from tokenyard.regions.forecast import (
 SCENARIO = a_scenario(num_slots=120)
 
 
-def test_the_seasonal_forecast_uses_nothing_of_the_slot_that_it_foretells():
+def test_the_seasonal_forecast_uses_nothing_of_the_slot_that_it_forecasts():
     forecaster = fit_seasonal(SCENARIO, num_days=4)
     stream = a_stream(SCENARIO)
     before = forecaster.forecast_all(stream)
@@ -34,7 +34,7 @@ def test_the_seasonal_forecast_is_better_than_the_last_slot_and_its_quantile_is_
     assert 0.8 < (actual <= high).mean() < 0.98
 
 
-def test_a_flat_profile_without_news_is_foretold_as_it_is():
+def test_a_flat_profile_without_news_is_forecast_as_it_is():
     stream = a_stream(SCENARIO)
     stream.counts[:] = 10
     flat = SeasonalForecaster(np.full((1920, 4), 10.0), 0.5, 0.9, 3)
@@ -45,7 +45,7 @@ def test_a_flat_profile_without_news_is_foretold_as_it_is():
 def test_injected_error_reaches_the_accuracy_that_is_asked_for(wanted):
     stream = a_stream(SCENARIO)
     sd = sd_for_accuracy(wanted, [stream])
-    foretold = NoisyOracle(sd, 1).forecast_all(stream)[:, 0]
-    assert prediction_accuracy(foretold, stream.counts) == pytest.approx(wanted, abs=0.01)
+    forecasts = NoisyOracle(sd, 1).forecast_all(stream)[:, 0]
+    assert prediction_accuracy(forecasts, stream.counts) == pytest.approx(wanted, abs=0.01)
     with pytest.raises(ValueError, match="must be in"):
         sd_for_accuracy(0.0, [stream])

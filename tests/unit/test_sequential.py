@@ -1,4 +1,4 @@
-"""The test that stops a worse canary: what it promises, and how soon it keeps it."""
+"""The test that stops a worse canary: what it guarantees, and how soon it stops."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
-from tokenyard.offpolicy.sequential import WorseTest
+from tokenyard.offpolicy.sequential import SequentialTest
 
 SHARE = 0.2
 TOKENS = st.none() | st.integers(0, 10_000)
@@ -16,7 +16,7 @@ TOKENS = st.none() | st.integers(0, 10_000)
 
 def stopped_after(champion_goodput, canary_goodput, num_requests, seed):
     """Canary requests until it is stopped; infinity: never."""
-    rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+    rng, test = np.random.default_rng(seed), SequentialTest(SHARE)
     for _ in range(num_requests):
         canary = rng.random() < SHARE
         goodput = canary_goodput if canary else champion_goodput
@@ -42,11 +42,12 @@ def test_a_better_canary_is_never_stopped():
 
 
 @pytest.mark.slow
-def test_what_is_late_whoever_decides_hides_less_where_sizes_are_known():
-    """Long answers are late by themselves; among the short ones the canary doubles the late."""
+def test_what_is_a_violation_whoever_decides_hides_less_where_sizes_are_known():
+    """Long answers violate their SLO anyway; of the short ones the canary doubles the
+    violations."""
 
     def stopped(seed, sizes_are_known):
-        rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+        rng, test = np.random.default_rng(seed), SequentialTest(SHARE)
         for _ in range(3000):
             canary, long = rng.random() < SHARE, rng.random() < 0.3
             bad = rng.random() < (0.95 if long else 0.08 if canary else 0.04)
@@ -65,7 +66,7 @@ def test_bursts_that_hit_both_do_not_count_against_the_canary():
     """All requests of a burst are bad, whoever decided."""
 
     def stopped(seed):
-        rng, test = np.random.default_rng(seed), WorseTest(SHARE)
+        rng, test = np.random.default_rng(seed), SequentialTest(SHARE)
         good = np.repeat(rng.random(100) < 0.7, 50)
         return any(test.record(rng.random() < SHARE, bool(one)) for one in good)
 
@@ -83,12 +84,12 @@ def test_the_capital_is_a_martingale_whatever_happened_before(share, past, good,
     """Over whose the next request is, with the share as its probability, nothing is won."""
 
     def capital_after(canary):
-        test = WorseTest(share)
+        test = SequentialTest(share)
         for one in (*past, (canary, good, *sizes)):
             test.record(*one)
         return math.exp(test.log_capital)
 
-    before = WorseTest(share)
+    before = SequentialTest(share)
     for one in past:
         before.record(*one)
     expected = share * capital_after(True) + (1 - share) * capital_after(False)
@@ -98,4 +99,4 @@ def test_the_capital_is_a_martingale_whatever_happened_before(share, past, good,
 @pytest.mark.parametrize(("share", "alpha"), [(0.0, 0.05), (1.0, 0.05), (0.2, 0.0), (0.2, 1.0)])
 def test_shares_and_levels_outside_are_refused(share, alpha):
     with pytest.raises(ValueError, match="must lie inside"):
-        WorseTest(share, alpha)
+        SequentialTest(share, alpha)

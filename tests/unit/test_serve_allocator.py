@@ -18,7 +18,7 @@ from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
 
-SCENARIO = load_allocation("rehearsal_l4x4")
+SCENARIO = load_allocation("emulated_l4x4")
 TABLE = plan_table(SCENARIO)
 ONE, TWO, FOUR = (find_plan(TABLE, "data", n) for n in (1, 2, 4))
 PAIRS = find_plan(TABLE, "hybrid_tp2", 4)
@@ -106,7 +106,7 @@ def test_where_the_policy_fails_an_autoscaler_decides(what):
             return "two of them"
 
     world = World(Broken(), start=ONE)
-    world.slot(requests=round(0.9 * TABLE.pool_in_time_per_s * SCENARIO.slot_s))
+    world.slot(requests=round(0.9 * TABLE.pool_goodput_capacity_per_s * SCENARIO.slot_s))
     assert world.allocator.plan.num_gpus == 4
     assert world.allocator.changes[-1].by == "stand_in"
     assert world.allocator.fallbacks == {"error": 1}
@@ -280,7 +280,7 @@ def test_whatever_the_demand_the_gpu_budget_holds(demand, minimum):
 def test_under_constant_load_it_settles_on_a_plan_near_the_best_and_stays(share):
     """Within 5 % of the cheapest of all plans, turning back at most once in ten minutes."""
     rng = np.random.default_rng(round(100 * share))
-    demand = share * TABLE.pool_in_time_per_s
+    demand = share * TABLE.pool_goodput_capacity_per_s
     world = World(policy("myopic_no_switching"), start=FOUR, cooldown_slots=1)
     plans = []
     for _ in range(round(1800 / SCENARIO.slot_s)):
@@ -288,8 +288,8 @@ def test_under_constant_load_it_settles_on_a_plan_near_the_best_and_stays(share)
         plans.append(world.allocator.plan)
 
     def cost(plan):
-        usd, missed = world.allocator.predicted(plan, demand)
-        return usd + SCENARIO.missed_usd * missed
+        usd, violations = world.allocator.predicted(plan, demand)
+        return usd + SCENARIO.violation_usd * violations
 
     settled = plans[len(plans) // 2 :]
     window = round(600 / SCENARIO.slot_s)

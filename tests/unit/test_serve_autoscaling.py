@@ -11,7 +11,7 @@ from serve_app.autoscaling import PlannedReplicas
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.scenario import load_allocation
 
-SCENARIO = load_allocation("rehearsal_l4x4")
+SCENARIO = load_allocation("emulated_l4x4")
 TABLE = plan_table(SCENARIO)
 
 
@@ -31,21 +31,21 @@ def held_at(plan, share):
 
 @pytest.mark.parametrize("share", [0.05, 0.3, 0.6, 0.9])
 def test_the_rate_is_found_from_what_is_in_progress(share):
-    policy = PlannedReplicas("rehearsal_l4x4")
+    policy = PlannedReplicas("emulated_l4x4")
     plan = find_plan(TABLE, "data", 2)
     in_progress, rate = held_at(plan, share)
     assert policy.arrivals_per_s(plan, in_progress) == pytest.approx(rate, rel=1e-6)
 
 
 def test_a_queue_counts_as_arrivals_to_be_served_within_a_slot():
-    policy = PlannedReplicas("rehearsal_l4x4")
+    policy = PlannedReplicas("emulated_l4x4")
     plan = find_plan(TABLE, "data", 1)
     full = policy.arrivals_per_s(plan, 1e4)
     assert policy.arrivals_per_s(plan, 1e4 + 6) == pytest.approx(full + 6 / SCENARIO.slot_s)
 
 
 def test_it_grows_and_shrinks_with_the_load_once_per_slot():
-    policy = PlannedReplicas("rehearsal_l4x4", time_scale=2.0)
+    policy = PlannedReplicas("emulated_l4x4", time_scale=2.0)
     replicas, state, seen = 1, {"other": 1}, []
     for look in range(480):
         time_s = 1000.0 + look / 10 * 2.0
@@ -63,7 +63,7 @@ def test_it_grows_and_shrinks_with_the_load_once_per_slot():
 
 
 def test_a_plan_of_another_size_counts_by_what_it_serves():
-    policy = PlannedReplicas("rehearsal_l4x4")
+    policy = PlannedReplicas("emulated_l4x4")
     assert policy.replicas_for(find_plan(TABLE, "data", 3)) == 3
     assert policy.replicas_for(find_plan(TABLE, "model", 2)) == 2
     assert policy.replicas_for(find_plan(TABLE, "model", 4)) == 4
@@ -74,7 +74,7 @@ def test_serve_takes_it_by_name():
         min_replicas=1, max_replicas=4,
         policy={
             "policy_function": "serve_app.autoscaling:PlannedReplicas",
-            "policy_kwargs": {"scenario": "rehearsal_l4x4"},
+            "policy_kwargs": {"scenario": "emulated_l4x4"},
         },
     )  # fmt: skip
     assert config.policy.get_policy() is PlannedReplicas

@@ -43,19 +43,6 @@ def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("where", "new"),
-    [
-        ("trust", "circuit_breaker"),
-        ("allocation.template.config.rehearses", "emulates"),
-        ("allocation.template.config.emulates.slow_down", "time_scale"),
-    ],
-)
-def test_a_former_key_is_refused_with_its_name_of_today(where, new, tmp_path):
-    with pytest.raises(ValueError, match=rf"{where.rpartition('.')[2]} is called {new} now"):
-        load_cluster(a_file(tmp_path / "old.yaml", {where: 1}))
-
-
-@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"allocation": None}, "give at least one pool"),

@@ -406,8 +406,8 @@ def test_routing_without_sending_follows_the_active_policy():
             "num_waiting": 0, "num_running": 0, "tokens_in_flight": 0.0,
         }  # fmt: skip
         body = {"request": {"context_tokens": 5}, "snapshots": [snapshot]}
-        unfit = await client.post("/v1/route", json=body)
-        assert unfit.status_code == 422
+        incompatible = await client.post("/v1/route", json=body)
+        assert incompatible.status_code == 422
         await client.post("/v1/policy", json={"policy": "sed"})
         answer = (await client.post("/v1/route", json=body)).json()
         assert (answer["policy"]["name"], answer["replica_id"]) == ("sed", "a")

@@ -58,11 +58,11 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
     async def test(client, pools, gateway):
         gateway.manager.switch("round_robin")
         started = (await act(client, "shadow", policy="sed")).json()
-        assert started["trial"]["mode"] == "shadow"
+        assert started["experiment"]["mode"] == "shadow"
         assert await ask(client, 120) == [200] * 120
         await settled(lambda: gateway.manager.experiment.shadow.num_asked == 120)
         await settled(lambda: gateway.manager.experiment.shadow.gains)
-        seen = (await client.get(PATH)).json()["trial"]
+        seen = (await client.get(PATH)).json()["experiment"]
         assert 0 < seen["agreement_fraction"] < 1  # The pools are equal: half by round robin.
         assert len(pools["a"].requests) == len(pools["b"].requests) == 60
         assert set(seen["estimated_gains"]) == {
@@ -94,9 +94,9 @@ def test_a_canary_decides_for_its_share_and_its_rows_say_so(monkeypatch, tmp_pat
     async def test(client, pools, gateway):
         gateway.manager.switch("round_robin")
         answer = (await act(client, "canary", policy="only_a", share=0.3)).json()
-        assert answer["trial"]["share"] == 0.3
+        assert answer["experiment"]["share"] == 0.3
         assert await ask(client, 200) == [200] * 200
-        experiment = (await client.get(PATH)).json()["trial"]
+        experiment = (await client.get(PATH)).json()["experiment"]
         assert 30 <= experiment["canary_requests"] <= 90
         assert experiment["canary_requests"] + experiment["champion_requests"] == 200
         assert experiment["canary_attained_fraction"] == 1.0
@@ -119,7 +119,9 @@ def test_a_canary_whose_requests_fail_is_stopped_within_fifty():
                 pool.script = [(0, ReplicaFailed("broken"))] if bad else []
             statuses += await ask(client, 1)
         assert experiment.test.num_canary <= 50
-        assert "worse than the champion" in (await client.get(PATH)).json()["trial"]["why_ended"]
+        assert (
+            "worse than the champion" in (await client.get(PATH)).json()["experiment"]["why_ended"]
+        )
         for pool in pools.values():
             pool.script = []
         assert await ask(client, 5) == [200] * 5
@@ -148,10 +150,10 @@ def test_a_canary_that_raises_is_stopped_by_its_own_breaker_and_nobody_notices(m
         await act(client, "canary", policy="crashes", share=0.5)
         assert await ask(client, 60) == [200] * 60
         state = (await client.get(PATH)).json()
-        assert "it failed" in state["trial"]["why_ended"]
-        assert state["trial"]["policy"]["times_opened"] == 1
+        assert "it failed" in state["experiment"]["why_ended"]
+        assert state["experiment"]["policy"]["times_opened"] == 1
         assert state["champion"]["times_opened"] == 0
-        assert state["champion"]["resting"] is False
+        assert state["champion"]["breaker_open"] is False
 
     resolving(monkeypatch, crashes=a_faulty_policy(crash))
     check(test)
@@ -250,9 +252,9 @@ def test_changes_need_the_token():
 
 def test_a_late_request_is_waited_for_until_it_is_given_up():
     verdicts = Verdicts()
-    verdicts.open("never", canary=True, prompt_tokens=7, give_up_s=10.0)
-    verdicts.open("left", canary=True, prompt_tokens=7, give_up_s=30.0)
-    verdicts.open("late", canary=False, prompt_tokens=9, give_up_s=20.0)
+    verdicts.open("never", canary=True, prompt_tokens=7, abandon_s=10.0)
+    verdicts.open("left", canary=True, prompt_tokens=7, abandon_s=30.0)
+    verdicts.open("late", canary=False, prompt_tokens=9, abandon_s=20.0)
     assert verdicts.close("late", good=False, output_tokens=5, now_s=11.0) == [
         Verdict(canary=True, good=False, prompt_tokens=7, output_tokens=None),
         Verdict(canary=False, good=False, prompt_tokens=9, output_tokens=5),

@@ -65,7 +65,7 @@ def test_the_champion_of_a_registry_is_preferred(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("scenario", ["poisson_085", "churn"])
-def test_the_policy_for_any_cluster_takes_promise_and_predictor_from_the_scenario(scenario):
+def test_the_policy_for_any_cluster_takes_slo_and_predictor_from_the_scenario(scenario):
     loaded = pickle.loads(pickle.dumps(resolve_policy("generic", scenario)))
     assert (loaded.card.kind, loaded.card.num_replicas) == ("generic", None)
     assert loaded.card.slo_response_s == load_scenario(scenario).slo_response_s

@@ -240,8 +240,8 @@ def test_metrics_that_say_nothing_of_queues_are_refused():
 
 
 def test_the_host_metrics_give_shares_and_a_rate():
-    meter = HostMetrics()
-    meter.read(1.0)
-    loads = meter.read(2.0)
+    host_metrics = HostMetrics()
+    host_metrics.read(1.0)
+    loads = host_metrics.read(2.0)
     assert all(0 <= value <= 1 for name, value in loads.items() if name.endswith("_fraction"))
     assert loads["network_bytes_per_s"] >= 0

@@ -37,10 +37,12 @@ def test_reward_weights_that_are_unknown_are_refused():
         trainer_config({**trial, "reward_weights": "beauty"})
 
 
-def test_what_a_missed_request_weighs_in_training_is_a_parameter_of_the_trial():
+def test_what_an_slo_violation_weighs_in_training_is_a_parameter_of_the_trial():
     trial = dict(load_experiment("allocation:smoke").trials[0])
-    once, twice = (trainer_config({**trial, "missed_factor": f})["objective"] for f in (1.0, 2.0))
-    assert twice.missed == 2 * once.missed
+    once, twice = (
+        trainer_config({**trial, "violation_factor": f})["objective"] for f in (1.0, 2.0)
+    )
+    assert twice.violations == 2 * once.violations
     assert twice.usd == once.usd == 1
 
 

@@ -101,7 +101,7 @@ def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm,
         module = training.module
         outputs = module.forward_inference({"obs": torch.tensor(seen[None]).float()})
         means = outputs["action_dist_inputs"].detach().numpy()[0]
-        decision = learned_regions(artifact, ActivationRule.of(TINY)).decide(state)
+        decision = learned_regions(artifact, ActivationRule.from_scenario(TINY)).decide(state)
         env = RegionEnv(scenario=TINY, action=action)
         env.reset(seed=0)
         env._copy.sim, env._copy.state = RegionSim(TINY, a_stream(TINY), an_oracle(TINY)), state

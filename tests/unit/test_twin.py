@@ -20,7 +20,7 @@ def sent():
 
 
 def test_the_same_requests_run_through_the_simulator_by_policy(sent):
-    scenario = load_scenario("rehearsal")
+    scenario = load_scenario("emulated")
     found = simulate(scenario, scenario.name, sent, POLICIES, seed=1)
     assert list(found) == POLICIES
     assert found["ray_default"] == found["power_of_two"]
@@ -28,10 +28,10 @@ def test_the_same_requests_run_through_the_simulator_by_policy(sent):
 
 
 def test_rules_are_those_of_the_scenario_that_is_served(sent):
-    own = load_scenario("rehearsal").model_copy(update={"name": "mine"})
+    own = load_scenario("emulated").model_copy(update={"name": "mine"})
     with pytest.raises(ValueError, match="mine"):
         simulate(own, "mine", sent, ["tuned_marginal_delay"], seed=1)
-    assert simulate(own, "rehearsal", sent, ["tuned_marginal_delay"], seed=1)
+    assert simulate(own, "emulated", sent, ["tuned_marginal_delay"], seed=1)
 
 
 def test_agreement_tells_errors_and_orders():

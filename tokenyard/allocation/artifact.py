@@ -19,12 +19,12 @@ from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, 
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 from tokenyard.types import AllocationPolicy
 
 
-class AllocationMetadata(Frozen):
+class AllocationMetadata(FrozenModel):
     """What an allocation policy is, where it comes from, and what it decides for."""
 
     format_version: Literal[1] = 1

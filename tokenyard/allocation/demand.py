@@ -21,7 +21,7 @@ from scipy.signal import lfilter
 
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Demand
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.types import FloatArray
 from tokenyard.workload.locations import data_folders, find_trace
 from tokenyard.workload.readers import read_trace
@@ -39,7 +39,7 @@ _TRAINING, _EVALUATION = 0, 2
 """Parts of the seeds of noise, so that no seed of one gives the noise of another."""
 
 
-class DemandGenerator(Frozen):
+class DemandGenerator(FrozenModel):
     """Normalised demand, in the units of the min-max normalised trace."""
 
     provenance: str
@@ -158,7 +158,7 @@ class DemandSource:
 
         Args:
             demand: What the scenario says of it.
-            pool_per_s: Requests per second that the pool can serve as promised.
+            pool_per_s: Requests per second that the pool can serve within the SLO.
             slot_s: Length of a slot, seconds.
 
         Raises:
@@ -261,5 +261,5 @@ def demand_source(scenario: AllocationScenario) -> DemandSource:
     Raises:
         ValueError: The scenario names a recorded hour whose file is not there.
     """
-    pool_per_s = plan_table(scenario).pool_in_time_per_s
+    pool_per_s = plan_table(scenario).pool_goodput_capacity_per_s
     return DemandSource(scenario.demand, pool_per_s, scenario.slot_s)

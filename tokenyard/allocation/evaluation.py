@@ -13,12 +13,12 @@ import numpy as np
 from tokenyard.allocation.dynamics import (
     DROPPED,
     ENERGY_J,
-    MISSED,
     OFFERED,
     REWARD,
     SERVED,
     SWITCHED,
     USD,
+    VIOLATIONS,
 )
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario
@@ -44,7 +44,7 @@ MEASURES = (
 def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> dict[str, float]:
     """Measure all runs of one policy together; docs/metrics.md defines every key."""
     outs = np.concatenate([one.outs for one in runs])
-    offered, missed = outs[:, OFFERED].sum(), outs[:, MISSED].sum()
+    offered, violations = outs[:, OFFERED].sum(), outs[:, VIOLATIONS].sum()
     hours = len(outs) * scenario.slot_s / 3600
     tokens = outs[:, SERVED].sum() * scenario.generated_tokens
     usd = outs[:, USD].sum()
@@ -61,10 +61,10 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
         "cost_per_hour": float(usd / hours),
         "cost_with_penalty": float(daily_cost(scenario, runs).mean())
         if scenario.objective is None
-        else float((usd + scenario.missed_usd * missed) / hours),
+        else float((usd + scenario.violation_usd * violations) / hours),
         "cost_per_million_tokens": float(1e6 * usd / tokens),
-        "goodput_fraction": float(1 - missed / offered),
-        "slo_attainment": float(1 - missed / offered),
+        "goodput_fraction": float(1 - violations / offered),
+        "slo_attainment": float(1 - violations / offered),
         "worst_day_attainment": _worst_day(scenario, runs),
         "dropped_fraction": float(outs[:, DROPPED].sum() / offered),
         "energy_j_per_token": float(outs[:, ENERGY_J].sum() / tokens),
@@ -75,7 +75,7 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
 
 
 def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> FloatArray:
-    """Dollars per hour of every day, missed requests included, mean over draws; shape (days,).
+    """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,).
 
     Where the objective is another than dollars, minus the reward of a slot.
     """
@@ -97,5 +97,5 @@ def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
     for one in runs:
         for start in range(0, len(one.outs) - each + 1, each):
             day = one.outs[start : start + each]
-            days.append(1 - day[:, MISSED].sum() / day[:, OFFERED].sum())
+            days.append(1 - day[:, VIOLATIONS].sum() / day[:, OFFERED].sum())
     return float(min(days)) if days else np.nan

@@ -65,7 +65,9 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
     fine = LOWEST_LEVEL * np.exp(_STEP / 2 * np.arange(-60, 2 * NUM_LEVELS + 60))
     size = len(candidates)
     certain = np.zeros((len(fine), size, size))
-    _certain_costs(model, candidates, fine * table.pool_in_time_per_s, certain, np.zeros(NUM_OUT))
+    _certain_costs(
+        model, candidates, fine * table.pool_goodput_capacity_per_s, certain, np.zeros(NUM_OUT)
+    )
     nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
     weights = weights / weights.sum()
     costs = np.zeros((len(SPREADS), NUM_LEVELS, size, size))
@@ -78,7 +80,10 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
     usd = float(table.usd_per_hour.max()) * scenario.slot_s / 3600
     weight_usd = (objective or scenario.reward).usd
     return PlannerModel(
-        costs, candidates, table.pool_in_time_per_s, usd * weight_usd if weight_usd else 1.0
+        costs,
+        candidates,
+        table.pool_goodput_capacity_per_s,
+        usd * weight_usd if weight_usd else 1.0,
     )
 
 

@@ -10,7 +10,7 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.corrected import LAYOUT, Correction
+from tokenyard.corrected import LAYOUT, ResidualNetwork
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
@@ -25,7 +25,7 @@ from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.literal import LearningConfig, learn, literal_table
 from tokenyard.sim.regions_run import run_regions
-from tokenyard.sim.rollouts import RolloutSim, run_corrected
+from tokenyard.sim.rollouts import RolloutSim, run_residual
 from tokenyard.sim.streams import StreamSource, stream_rng
 
 _NUM_REQUESTS = 20
@@ -42,8 +42,8 @@ def compile_batching() -> None:
     _play(sim, NUM_ENGINE_WEIGHTS)
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
-    policy = Correction(np.zeros(sim.num_weights), first, bias, second, bias, bias)
-    run_corrected(sim, policy, 1.0)
+    policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
+    run_residual(sim, policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
 
 
@@ -67,7 +67,7 @@ def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
     sim.step_and_observe(first)
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
-    sim.run_generic(np.zeros(num_generic_weights), 1.0)
+    sim.run_any_cluster(np.zeros(num_generic_weights), 1.0)
 
 
 def compile_allocation() -> None:

@@ -70,7 +70,7 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
 
 
 def fleet_of(decisions: Sequence[LoggedDecision], base: Scenario, name: str) -> Scenario:
-    """The replicas that were logged, with the traffic model and the promises of `base`.
+    """The replicas that were logged, with the traffic model and the SLOs of `base`.
 
     Raises:
         ValueError: `base` has no fleet, or what was logged does not batch.

@@ -2,16 +2,16 @@
 
 Requests go to the canary by a hash, so that under the null hypothesis (which policy decided makes
 no difference to whether a request is good) a request that turned out bad was the canary's with
-exactly the canary's share as its probability, whatever the traffic did meanwhile: bursts, drift
-and failing replicas change how many requests are bad, not whose they are. `WorseTest` bets against
+exactly the canary's share as its probability, whatever the traffic did meanwhile: bursts, drift and
+failing replicas change how many requests are bad, not whose they are. `SequentialTest` bets against
 that. Its capital is a test martingale, and the chance that it ever exceeds `1 / alpha` is at most
 `alpha` (Ville's inequality; Shafer 2021, "Testing by betting"; Ramdas et al. 2023,
 arXiv:2210.01948). A bet against an assignment probability is a sequential randomisation test.
 
-A long answer is late under any policy, a short one under none, and neither tells much. So a model
-of the champion's requests says how likely one of this size is bad, and the bets follow it. How many
-tokens were asked for and generated does not depend on whose a request was, so the capital stays a
-martingale, however wrong the model.
+A long answer violates its SLO under any policy, a short one under none, and neither tells much. So
+a model of the champion's requests says how likely one of this size is bad, and the bets follow it.
+How many tokens were asked for and generated does not depend on whose a request was, so the capital
+stays a martingale, however wrong the model.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class _Size:
         self.squares += away * (math.log1p(tokens) - self.mean)
 
 
-class _BadRate:
+class _ViolationRate:
     """How likely a request of the champion's is bad: logistic regression, one step a request.
 
-    Features are the rate of late and the sizes with their squares; steps are AdaGrad's (Duchi et
+    Features are the violation rate and the sizes with their squares; steps are AdaGrad's (Duchi et
     al. 2011).
     """
 
@@ -93,7 +93,7 @@ class _BadRate:
         prompt, output = self._prompt.scaled(prompt_tokens), self._output.scaled(output_tokens)
         return [1.0, recent, output, output * output - 1.0, prompt, prompt * prompt - 1.0]
 
-    def of(self, features: Sequence[float]) -> float:
+    def predict(self, features: Sequence[float]) -> float:
         logit = sum(w * x for w, x in zip(self._weights, features, strict=True))
         return min(
             max(1.0 / (1.0 + math.exp(-min(max(logit, -7.0), 4.0))), _LEAST_RATE), _MOST_RATE
@@ -106,7 +106,7 @@ class _BadRate:
 
     def learn(self, features: Sequence[float], good: bool) -> None:
         """Learn what became of one of the champion's."""
-        error = (not good) - self.of(features)
+        error = (not good) - self.predict(features)
         for i, one in enumerate(features):
             slope = error * one
             self._squares[i] += slope * slope
@@ -116,7 +116,7 @@ class _BadRate:
 
 
 @dataclass
-class WorseTest:
+class SequentialTest:
     """Counts who was good, and says when the canary is worse than what it is compared to."""
 
     share: float
@@ -129,7 +129,7 @@ class WorseTest:
     canary_good: int = 0
     champion_good: int = 0
     _log_capital: list[float] = field(default_factory=list)
-    _bad_rate: _BadRate = field(default_factory=_BadRate)
+    _violation_rate: _ViolationRate = field(default_factory=_ViolationRate)
 
     def __post_init__(self) -> None:
         """Split the capital.
@@ -155,7 +155,7 @@ class WorseTest:
         return -math.log(self.alpha)
 
     @property
-    def is_worse(self) -> bool:
+    def is_rejected(self) -> bool:
         """Whether the capital exceeds 1 / alpha now."""
         return self.log_capital >= self.stops_at
 
@@ -170,13 +170,13 @@ class WorseTest:
 
         Args:
             canary: Whose request it was.
-            good: Whether it kept its promises.
+            good: Whether it attained its SLOs.
             prompt_tokens: Its prompt; None: not known.
             output_tokens: The answer, which must not depend on whose it was; None: not known.
         """
         # Bets are placed on what was known before this request.
-        features = self._bad_rate.features(prompt_tokens, output_tokens)
-        bad_rate = self._bad_rate.of(features)
+        features = self._violation_rate.features(prompt_tokens, output_tokens)
+        bad_rate = self._violation_rate.predict(features)
         for index, alternative in enumerate(self.alternatives):
             self._log_capital[index] += self._gain(alternative, bad_rate, canary, good)
         if canary:
@@ -185,9 +185,9 @@ class WorseTest:
         else:
             self.num_champion += 1
             self.champion_good += good
-            self._bad_rate.learn(features, good)
-        self._bad_rate.see(prompt_tokens, output_tokens)
-        return self.is_worse
+            self._violation_rate.learn(features, good)
+        self._violation_rate.see(prompt_tokens, output_tokens)
+        return self.is_rejected
 
     def _gain(self, alternative: Alternative, bad_rate: float, canary: bool, good: bool) -> float:
         """Logarithm of how the stake multiplies: Pr(whose | outcome) over Pr(whose)."""

@@ -100,7 +100,7 @@ class SedReserve:
 
 
 class SedDump:
-    """SED that sends what is late anyway to one fixed replica, so that the others stay on time.
+    """SED that sends certain SLO violations to one fixed replica, so that the others attain theirs.
 
     While a replica is down the others stand at other positions, and it is SED.
     """
@@ -112,8 +112,8 @@ class SedDump:
         self._num_replicas = num_replicas
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the first to be done; the given-up replica where even that would be late."""
+        """Return the first to be done; the dump replica where even that violates the SLO."""
         costs = finish_times_s(request, snapshots)
         best = cheapest(costs)
-        in_time = costs[best] <= self._slo.response_s
-        return best if in_time or len(costs) != self._num_replicas else self._replica
+        attained = costs[best] <= self._slo.response_s
+        return best if attained or len(costs) != self._num_replicas else self._replica

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.corrected import corrected_scores, fold, make_scratch
+from tokenyard.corrected import fold, make_scratch, residual_scores
 from tokenyard.equivariant import BASELINES, Layout, scorer_inputs
 from tokenyard.generic import engine_scores, server_scores
 from tokenyard.network import Arrays, Layer, Network, forward, layers_of
@@ -87,7 +87,7 @@ class MarginalPolicy(LinearPolicy):
         return Decision(best, tuple(costs.tolist()))
 
 
-class GenericPolicy:
+class AnyClusterPolicy:
     """The policy for any cluster (`tokenyard.generic`), of servers or of replicas that batch."""
 
     def __init__(
@@ -203,7 +203,7 @@ class ReplicaScorer:
             Shape (..., num_replicas), higher is better; minus infinity where not routable.
         """
         metadata, units = self.metadata, self.arrays
-        observed = self.layout.take_apart(observations, np)
+        observed = self.layout.split_observation(observations, np)
         normalised = observed._replace(
             request=(observed.request - units["request_mean"]) / units["request_std"],
             replicas=(observed.replicas - units["replica_mean"]) / units["replica_std"],
@@ -252,7 +252,7 @@ class EquivariantPolicy:
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
 
-class CorrectedPolicy:
+class ResidualPolicy:
     """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
 
     def __init__(
@@ -280,7 +280,7 @@ class CorrectedPolicy:
         if len(self._scratch.observation) != observation_size(num, True, True):
             self._scratch = make_scratch(self._correction, num)
         costs = np.empty(num)
-        best = corrected_scores(
+        best = residual_scores(
             self._correction,
             self._features.push(request),
             request.context_tokens,

@@ -7,11 +7,11 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 
 
-class FleetRules(Frozen):
+class FleetRules(FrozenModel):
     """Parameters of the rules for replicas that batch; the defaults are those of their sources.
 
     Without batching, none of them has an effect.
@@ -43,14 +43,14 @@ class FleetRules(Frozen):
         return tuple(weights)
 
 
-class TunedRules(Frozen):
+class TunedRules(FrozenModel):
     """What the tuned rules of one scenario were found to do best with."""
 
     scenario: str
     reserve_above_tokens: Annotated[float, Field(gt=0)]
     """SED-reserve: requests above this size are barred from the slowest replica."""
     dump_replica: Annotated[int, Field(ge=0)]
-    """SED-dump: index of the replica that takes what is late anyway."""
+    """SED-dump: index of the replica that takes certain SLO violations."""
     sita_cuts_tokens: tuple[float, ...]
     """SITA: upper ends of all size intervals but the last, increasing."""
     sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]

@@ -31,7 +31,7 @@ class ActivationRule:
     """Slots from off to ready, this one included."""
 
     @classmethod
-    def of(cls, scenario: RegionScenario) -> ActivationRule:
+    def from_scenario(cls, scenario: RegionScenario) -> ActivationRule:
         """Take the scenario's parameters and its mean warm-up time."""
         micro = scenario.micro
         lead = int(np.ceil(np.mean(micro.warmup_s) / scenario.slot_s)) + 1

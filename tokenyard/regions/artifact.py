@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
@@ -22,7 +22,7 @@ from tokenyard.regions.policies.learned import LearnedMix, RegionNetwork
 from tokenyard.regions.state import Dispatch, RegionPolicy
 
 
-class RegionMetadata(Frozen):
+class RegionMetadata(FrozenModel):
     """What a regional policy is and where it comes from."""
 
     format_version: Literal[2] = 2

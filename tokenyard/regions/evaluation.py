@@ -61,7 +61,7 @@ def measure(outcomes: RegionOutcomes) -> dict[str, float]:
         "switching_cost": switching,
         "lateness_cost": late,
         "total_cost": energy + switching + late,
-        "deadline_miss_fraction": total(kernel.OUT_MISSED) / offered,
+        "deadline_miss_fraction": total(kernel.OUT_DEADLINE_MISSES) / offered,
         "dropped_fraction": total(kernel.OUT_DROPPED) / offered,
         "restarted_tasks": total(kernel.OUT_RESTARTED),
         "rerouted_tasks": total(kernel.OUT_REROUTED),

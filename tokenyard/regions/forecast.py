@@ -22,7 +22,7 @@ _SMOOTHING_SLOTS = 41
 
 
 class DemandForecaster(Protocol):
-    """Foretells the tasks of the slots to come."""
+    """Forecasts the tasks of the slots to come."""
 
     def forecast_all(self, stream: RegionStream) -> FloatArray:
         """Forecast from every slot of an episode, each by what was known when it began.

@@ -44,7 +44,7 @@ _MOST_LIVE = 20.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What transport goes by. Costs are in units of the dearest energy of a task."""
+    """What transport goes by. Costs are in units of the costliest energy of a task."""
 
     latency: float = _LATENCY
     """Of the greatest latency."""

@@ -154,7 +154,7 @@ def policy_maker(
 
 
 def _learned(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
-    return learned_regions(artifact, ActivationRule.of(scenario))
+    return learned_regions(artifact, ActivationRule.from_scenario(scenario))
 
 
 def _run(make: Maker, scenario: RegionScenario, among: Episodes, seed: int) -> list[Measured]:

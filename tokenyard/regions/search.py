@@ -115,7 +115,7 @@ class RegionSearch(CrossEntropy):
         def measured(policy: RegionPolicy) -> dict[str, float]:
             return measure(run_regions(scenario, stream, policy, forecaster))
 
-        rule = ActivationRule.of(scenario)
+        rule = ActivationRule.from_scenario(scenario)
         start = measured(LearnedMix(np.zeros(NUM_PARAMETERS), rule))
         rival = measured(make_region_policy(self.config.rival, scenario))
         return lambda theta: self.cost(measured(LearnedMix(theta, rule)), start, rival)

@@ -108,8 +108,10 @@ def within(
     if slack >= 0:
         supply = np.append(demand, slack)
         return exact(supply, capacity, np.vstack([cost, np.zeros(len(capacity))]))[:-1]
-    dear = overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
-    wide = np.hstack([cost, np.full((len(cost), 1), dear)])
+    costly = (
+        overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
+    )
+    wide = np.hstack([cost, np.full((len(cost), 1), costly)])
     plan = exact(demand, np.append(capacity, -slack), wide)
     total = capacity.sum()
     where = capacity / total if total > 0 else np.full(len(capacity), 1 / len(capacity))

@@ -173,7 +173,7 @@ def demonstrations(
         for slot in range(runner.stream.num_slots):
             may_return = sim.counts[0, SINCE] >= rule.cooldown_slots
             wanted = autoscale(
-                plans, table.in_time_per_s, sim.plan(0), wanted_out[slot], wanted_in[slot],
+                plans, table.goodput_capacity_per_s, sim.plan(0), wanted_out[slot], wanted_in[slot],
                 may_return,
             )  # fmt: skip
             rows.append(sim.observe()[0].copy())

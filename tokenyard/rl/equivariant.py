@@ -54,7 +54,7 @@ class KindNormaliser(nn.Module):
 
     def update(self, observations: Tensor) -> None:
         """Take observations of shape (B, size) into account, of replicas that take requests."""
-        observed = self._layout.take_apart(observations, torch)
+        observed = self._layout.split_observation(observations, torch)
         self.request.update(observed.request)
         self.replica.update(observed.replicas[observed.routable])
 
@@ -82,7 +82,7 @@ class _EquivariantParts(Observes):
 
     def _preferences(self, batch: dict[str, Any], scorer: nn.Module) -> Tensor:
         """Preference for each replica, minus infinity where it is not routable, shape (B, N)."""
-        observed = self.layout.take_apart(batch[Columns.OBS], torch)
+        observed = self.layout.split_observation(batch[Columns.OBS], torch)
         preferences = scorer(scorer_inputs(self.normaliser(observed), torch)).squeeze(-1)
         if self.residual_scale:
             costs_s = BASELINES[self.baseline](observed.replicas, torch)
@@ -113,7 +113,7 @@ class EquivariantActorCritic(_EquivariantParts, TorchRLModule, ValueFunctionAPI,
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
         """Value of each observation, shape (B,)."""
-        observed = self.normaliser(self.layout.take_apart(batch[Columns.OBS], torch))
+        observed = self.normaliser(self.layout.split_observation(batch[Columns.OBS], torch))
         values: Tensor = self.critic(_critic_inputs(observed)).squeeze(-1)
         return values
 

@@ -37,7 +37,7 @@ RESPONSE_REWARD = RewardWeights(
 """Minus the response time, at the decision."""
 
 SCORE_REWARD = RESPONSE_REWARD.model_copy(update={"slo": -2.0, "tail": -4.0, "tail_after_s": 4.0})
-"""The score that sweeps rank on, told at the decision: the response time, 2 s for a missed SLO,
+"""The score that sweeps rank on, told at the decision: the response time, 2 s for an SLO violation,
 and the tail. 0.1 x CVaR99 is 10 x the time beyond the 99th percentile (Rockafellar and Uryasev
 2000, equation 4), which is near 4 s on `poisson_085`; a weight of 4 learns better than 10."""
 

@@ -26,14 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tokenyard.corrected import LAYOUT, Correction, fold
+from tokenyard.corrected import LAYOUT, ResidualNetwork, fold
 from tokenyard.equivariant import Observed, scorer_inputs
 from tokenyard.observation import NUM_MARGINAL_WEIGHTS, NUM_REQUEST_FEATURES
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.scenario import Scenario
 from tokenyard.sim.batching_streams import BatchingStream
-from tokenyard.sim.rollouts import MISSED, RESPONSE, SLOW, RolloutSim, Samples, concatenate
+from tokenyard.sim.rollouts import RESPONSE, SLOW, VIOLATIONS, RolloutSim, Samples, concatenate
 from tokenyard.sim.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray
 
@@ -47,8 +47,8 @@ class RolloutConfig:
     start: tuple[float, ...] = (0.0,) * NUM_MARGINAL_WEIGHTS
     """Weights of the rule that is corrected, and that plays the first round; the default is least
     marginal delay."""
-    missed_s: float = 0.0
-    """Seconds that a promise not kept costs beside the response time."""
+    violation_s: float = 0.0
+    """Seconds that an SLO violation costs beside the response time."""
     slow_s: float = 0.0
     """Seconds that a response slower than `slow_after_s` costs beside its length. With that at the
     99th percentile that must be kept, it is the price of the share of requests beyond."""
@@ -79,7 +79,7 @@ class RolloutConfig:
     """Processes that play."""
 
     def env_steps_per_round(self, num_replicas: int) -> int:
-        """Requests that a round places at most, in all futures."""
+        """Requests that a round places at most, in all rollouts."""
         num_decisions = -(-self.requests_per_stream // self.every)
         tried = num_decisions * num_replicas * (self.horizon + 1)
         return self.streams_per_round * (self.requests_per_stream + tried)
@@ -108,11 +108,11 @@ class RolloutImprovement:
 
     @property
     def env_steps(self) -> int:
-        """Requests placed so far, in all futures."""
+        """Requests placed so far, in all rollouts."""
         return self.round * self.config.env_steps_per_round(self.scenario.num_servers)
 
     @property
-    def correction(self) -> Correction:
+    def correction(self) -> ResidualNetwork:
         """The policy as it is after the rounds so far."""
         artifact = self.artifact()
         return fold(artifact.arrays, artifact.layers)
@@ -126,8 +126,8 @@ class RolloutImprovement:
         """
         samples = self.play()
         if not self._learned:
-            self._network.take_moments(samples)
-            self._average.take_moments(samples)
+            self._network.sample_decisions(samples)
+            self._average.sample_decisions(samples)
         gains_slos = self._gains_slos(samples)
         self._learn(samples, gains_slos)
         # A round is noise for the most part, and what its network adds at random averages out.
@@ -176,7 +176,7 @@ class RolloutImprovement:
         length = self.config.requests_per_stream
         return RolloutSim(self.scenario, length, self._source.mean_total_tokens)
 
-    def _play_one(self, correction: Correction, index: int) -> Samples:
+    def _play_one(self, correction: ResidualNetwork, index: int) -> Samples:
         config = self.config
         rng = stream_rng(self.seed, "training", index)
         load_factor = rng.uniform(*config.load_factor)
@@ -196,7 +196,7 @@ class RolloutImprovement:
         config = self.config
         costs_s = (
             samples.costs[..., RESPONSE]
-            + config.missed_s * samples.costs[..., MISSED]
+            + config.violation_s * samples.costs[..., VIOLATIONS]
             + config.slow_s * samples.costs[..., SLOW]
         )
         saved_s = np.take_along_axis(costs_s, samples.chosen[:, None], axis=1) - costs_s
@@ -287,7 +287,11 @@ def _listed(network: _Network) -> dict[str, Any]:
 
 
 def _play_apart(
-    scenario: Scenario, config: RolloutConfig, seed: int, correction: Correction, part: list[int]
+    scenario: Scenario,
+    config: RolloutConfig,
+    seed: int,
+    correction: ResidualNetwork,
+    part: list[int],
 ) -> Samples:
     """Play some of a round's streams in another process."""
     torch.set_num_threads(1)
@@ -319,9 +323,9 @@ class _Network(nn.Module):
     def _layer(self, index: int) -> nn.Linear:
         return cast(nn.Linear, self.layers[index])
 
-    def take_moments(self, samples: Samples) -> None:
+    def sample_decisions(self, samples: Samples) -> None:
         """Take the units of the inputs from what was observed."""
-        observed = LAYOUT.take_apart(torch.as_tensor(samples.observations), torch)
+        observed = LAYOUT.split_observation(torch.as_tensor(samples.observations), torch)
         for kind, values in (
             ("request", observed.request),
             ("replica", observed.replicas[observed.routable]),
@@ -331,7 +335,7 @@ class _Network(nn.Module):
 
     def forward(self, observations: Tensor, rule_scores: Tensor) -> Tensor:
         """Shapes (K, O) and (K, N) to (K, N); minus infinity where not routable."""
-        observed = LAYOUT.take_apart(observations, torch)
+        observed = LAYOUT.split_observation(observations, torch)
         normalised = Observed(
             (observed.request - self.get_buffer("request_mean")) / self.get_buffer("request_std"),
             (observed.replicas - self.get_buffer("replica_mean")) / self.get_buffer("replica_std"),

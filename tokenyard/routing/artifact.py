@@ -22,20 +22,20 @@ from tokenyard.equivariant import BASELINES, Layout
 from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.network import Arrays, check_layers, check_network, check_shape
 from tokenyard.observation import (
+    NUM_MARGINAL_SLO_WEIGHTS,
     NUM_MARGINAL_WEIGHTS,
-    NUM_PROMISING_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
 )
 from tokenyard.policies.learned import (
-    CorrectedPolicy,
+    AnyClusterPolicy,
     EquivariantPolicy,
-    GenericPolicy,
     LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
     ReplicaScorer,
+    ResidualPolicy,
 )
 from tokenyard.policies.tuned import load_tuned
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
@@ -50,7 +50,7 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     """A trained routing policy.
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_PROMISING_WEIGHTS,). Arrays of a `generic` one:
+    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of a `generic` one:
     `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
     (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`: those of a `tokenyard.network.Network`, from an
     observation to one preference per replica, higher is better.
@@ -106,8 +106,8 @@ def _check_linear(artifact: PolicyArtifact) -> None:
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
-    has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_PROMISING_WEIGHTS
-    size = NUM_PROMISING_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
+    has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
+    size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
 
 
@@ -133,7 +133,7 @@ def _check_equivariant(artifact: PolicyArtifact) -> None:
     _check_scorer(artifact)
 
 
-def _check_corrected(artifact: PolicyArtifact) -> None:
+def _check_residual(artifact: PolicyArtifact) -> None:
     _check_inputs(artifact)
     _check_marginal(artifact)
     if artifact.layout != corrected.LAYOUT:
@@ -164,12 +164,12 @@ KINDS: dict[str, RoutingKind] = {
     "marginal": RoutingKind(
         _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True
     ),
-    "generic": RoutingKind(_check_generic, GenericPolicy, knows_traffic=False),
+    "generic": RoutingKind(_check_generic, AnyClusterPolicy, knows_traffic=False),
     "mlp": RoutingKind(_check_mlp, NetworkPolicy, needs_engine=lambda it: False),
     "equivariant": RoutingKind(
         _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches
     ),
-    "corrected": RoutingKind(_check_corrected, CorrectedPolicy, needs_engine=lambda it: True),
+    "corrected": RoutingKind(_check_residual, ResidualPolicy, needs_engine=lambda it: True),
 }
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""
 
@@ -182,7 +182,7 @@ def learned_policy(
     Args:
         artifact: The trained policy.
         started_at: Calendar time of second 0, where training traffic had a calendar.
-        slo: What requests are promised, for the policy for any cluster; others keep to the SLO
+        slo: What requests have as their SLO, for the policy for any cluster; others keep to the SLO
             that they were trained on.
     """
     metadata, arrays = artifact.metadata, artifact.arrays

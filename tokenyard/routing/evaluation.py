@@ -128,7 +128,7 @@ def samples(
 def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     """Measure one stream; docs/metrics.md defines every key."""
     outcomes = run.outcomes
-    response_s, missed = outcomes.response_s, outcomes.missed(scenario.slo_response_s)
+    response_s, violations = outcomes.response_s, outcomes.violations(scenario.slo_response_s)
     capacity = np.array(scenario.server_capacities_tokens_per_s)
     shares = metrics.server_shares(outcomes.server, scenario.num_servers)
     of_engines = (
@@ -142,11 +142,11 @@ def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
         "p99_response_s": metrics.percentile_response_s(response_s, 99),
         "cvar99_response_s": metrics.cvar99_response_s(response_s),
         "mean_queue_length": float(outcomes.waiting_seen.mean()),
-        "slo_violation_fraction": metrics.slo_violation_fraction(missed),
-        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, missed),
+        "slo_violation_fraction": metrics.slo_violation_fraction(violations),
+        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, violations),
         "dropped_fraction": metrics.dropped_fraction(response_s),
         "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
-        "score": score(response_s, missed),
+        "score": score(response_s, violations),
         **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
         **of_engines,
     }
@@ -187,10 +187,10 @@ def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
 def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
     """Measure how every class and, where there are several, every tenant fared."""
     assert scenario.fleet is not None
-    missed = outcomes.missed(scenario.slo_response_s)
+    violations = outcomes.violations(scenario.slo_response_s)
     found = {
         f"attained_{one.name}_fraction": metrics.attained_fraction(
-            missed, outcomes.traffic_class, which
+            violations, outcomes.traffic_class, which
         )
         for which, one in enumerate(scenario.fleet.classes)
     }
@@ -199,7 +199,7 @@ def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, floa
         return found
     for which, tenant in enumerate(tenants):
         key = f"attained_tenant_{tenant.name}_fraction"
-        found[key] = metrics.attained_fraction(missed, outcomes.tenant, which)
+        found[key] = metrics.attained_fraction(violations, outcomes.tenant, which)
     gaps = metrics.service_gaps_tokens_per_s(
         outcomes.arrival_s,
         outcomes.first_token_s,
@@ -230,7 +230,7 @@ def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, Fl
     num_requests = len(response_s)
     # nanpercentile is a hundred times slower than percentile.
     percentile = np.nanpercentile if np.isnan(response_s).any() else np.percentile
-    violation = run.outcomes.missed(slo_s).astype(np.float64)
+    violation = run.outcomes.violations(slo_s).astype(np.float64)
     return {
         "reward": num_requests * bootstrap.resample(run.rewards, _row_means),
         "mean_response_s": bootstrap.resample(response_s, lambda x: np.nanmean(x, axis=1)),

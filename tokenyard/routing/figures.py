@@ -1,7 +1,7 @@
 """The figures of a routing experiment, drawn from runs; each function returns one figure.
 
 They follow the figures of Abbaraju (learning curves, reward and violations per agent, response
-times, server loads, violation heatmap, traffic). What is late is told apart by
+times, server loads, violation heatmap, traffic). Violations are told apart by
 its colour and by its place or marker.
 """
 
@@ -17,8 +17,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tokenyard.figures import (
     COLOURS,
-    LATE,
     ON_TIME,
+    VIOLATION,
     bars,
     colours,
     new_axes,
@@ -48,8 +48,8 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
 
 def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
     """Draw the share of requests beyond the SLO per policy with its 95 % interval."""
-    late = _late_words(scenario) + (" or dropped" if scenario.fleet is None else "")
-    label = f"requests {late}, % of those offered"
+    violated = _violation_words(scenario) + (" or dropped" if scenario.fleet is None else "")
+    label = f"requests {violated}, % of those offered"
     return bars(rows, "slo_violation_fraction", 100.0, label, credit)
 
 
@@ -71,10 +71,10 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
     )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.axvline(slo_s, color=LATE, linestyle="--", linewidth=1.2)
+    axes.axvline(slo_s, color=VIOLATION, linestyle="--", linewidth=1.2)
     axes.annotate(
         f"SLO {slo_s:g} s", (slo_s, 1.0), (3, 2), xycoords=("data", "axes fraction"),
-        textcoords="offset points", color=LATE, fontsize=8, annotation_clip=False,
+        textcoords="offset points", color=VIOLATION, fontsize=8, annotation_clip=False,
     )  # fmt: skip
     axes.invert_yaxis()
     return figure
@@ -86,7 +86,7 @@ def token_latencies(
     """Draw the distributions of TTFT, TPOT and inter-token latency, all streams together.
 
     A curve is the share of requests (of gaps between tokens) that took longer, so that the tail
-    can be read; level lines are what classes are promised.
+    can be read; level lines are the SLOs of classes.
     """
     assert scenario.fleet is not None
     figure = new_figure(3.4 + 0.16 * math.ceil(len(runs) / 4), credit)
@@ -100,8 +100,8 @@ def token_latencies(
         outcomes = [one.outcomes for one in some if isinstance(one.outcomes, BatchingOutcomes)]
         for axes, (times_s, share) in zip(panels, _tails(outcomes), strict=True):
             axes.plot(times_s, share, style, color=colour, linewidth=1.2, label=words(name))
-    for axes, promise in zip(panels, ("ttft_s", "tpot_s"), strict=False):
-        _promises(axes, scenario.fleet.classes, promise)
+    for axes, slo in zip(panels, ("ttft_s", "tpot_s"), strict=False):
+        _mark_slos(axes, scenario.fleet.classes, slo)
     panels[0].set_ylim(_LEAST_SHARE, 1.05)
     for axes in panels:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -128,7 +128,7 @@ def memory_and_energy(rows: Sequence[Row], credit: str = "") -> Figure:
 
 
 def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
-    """Draw the share of requests that got all they were promised, by class and by tenant."""
+    """Draw the share of requests that attained their SLOs, by class and by tenant."""
     assert scenario.fleet is not None
     panels = {
         f"attained_{one.name}_fraction": (f"class\n{one.name}, %", 100.0)
@@ -139,7 +139,7 @@ def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Fig
             key = f"attained_tenant_{tenant.name}_fraction"
             panels[key] = (f"tenant\n{tenant.name}, %", 100.0)
         panels["service_gap_tokens_per_s"] = ("service gap\ntokens/s", 1.0)
-    title = "requests that got all they were promised"
+    title = "requests that attained their SLOs"
     return small_bars(rows, panels, credit, title)
 
 
@@ -174,25 +174,27 @@ def response_per_request(runs: Mapping[str, Run], slo_s: float, credit: str = ""
         new_axes(axes, "", "response, s")
         response_s = run.outcomes.response_s
         request = np.arange(len(response_s))
-        for which, colour in ((response_s <= slo_s, ON_TIME), (response_s > slo_s, LATE)):
+        for which, colour in ((response_s <= slo_s, ON_TIME), (response_s > slo_s, VIOLATION)):
             axes.scatter(request[which], response_s[which], s=2, color=colour, linewidths=0)
         axes.axhline(slo_s, color="black", linestyle="--", linewidth=0.8)
-        late = 100 * np.mean(~(response_s <= slo_s))
-        axes.set_title(f"{words(name)}: {late:.1f} % beyond {slo_s:g} s", fontsize=9, loc="left")
+        violated = 100 * np.mean(~(response_s <= slo_s))
+        axes.set_title(
+            f"{words(name)}: {violated:.1f} % beyond {slo_s:g} s", fontsize=9, loc="left"
+        )
     panels[0].set_ylim(bottom=0)
     panels[-1].set_xlabel("request, in order of arrival", fontsize=9)
     return figure
 
 
 def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str = "") -> Figure:
-    """Draw the share of late requests per server over time, one panel per policy.
+    """Draw the share of SLO violations per server over time, one panel per policy.
 
     White is a stretch in which the server was sent nothing.
     """
     figure = new_figure(0.9 + 0.32 * scenario.num_servers * len(runs) + 0.25 * len(runs), credit)
     panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, run) in zip(panels, runs.items(), strict=True):
-        edges, share = _late_share(scenario, run)
+        edges, share = _violation_share(scenario, run)
         image = axes.pcolormesh(
             edges / 60, np.arange(scenario.num_servers + 1), 100 * share,
             cmap="cividis", vmin=0, vmax=100,
@@ -204,7 +206,7 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
         axes.invert_yaxis()
     panels[-1].set_xlabel("time of arrival, min", fontsize=9)
     bar = figure.colorbar(image, ax=panels.tolist(), pad=0.01)
-    bar.set_label(f"{_late_words(scenario)}, %", fontsize=9)
+    bar.set_label(f"{_violation_words(scenario)}, %", fontsize=9)
     return figure
 
 
@@ -313,18 +315,18 @@ def _tail(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
     return known[which], share[which]
 
 
-def _promises(axes: Axes, classes: Sequence[TrafficClass], promise: str) -> None:
-    """Mark what classes are promised; equal promises share a line."""
+def _mark_slos(axes: Axes, classes: Sequence[TrafficClass], slo: str) -> None:
+    """Mark the SLOs of classes; equal ones share a line."""
     named: dict[float, list[str]] = {}
     for one in classes:
-        value = getattr(one, promise)
+        value = getattr(one, slo)
         if value is not None:
             named.setdefault(value, []).append(one.name)
     for value_s, names in named.items():
-        axes.axvline(value_s, color=LATE, linestyle="--", linewidth=1.0)
+        axes.axvline(value_s, color=VIOLATION, linestyle="--", linewidth=1.0)
         axes.annotate(
             ", ".join(names), (value_s, 0.02), (-3, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", color=LATE, fontsize=7, rotation=90, ha="right",
+            textcoords="offset points", color=VIOLATION, fontsize=7, rotation=90, ha="right",
         )  # fmt: skip
 
 
@@ -344,17 +346,17 @@ def _load_over_time(run: Run, server: int) -> tuple[FloatArray, FloatArray]:
     return time_s[order], np.cumsum(np.concatenate([[0.0], tokens, -tokens])[order])
 
 
-def _late_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArray]:
-    """Edges of even stretches of time, and the share of late requests per server in each."""
+def _violation_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArray]:
+    """Edges of even stretches of time, and the share of SLO violations per server in each."""
     outcomes = run.outcomes
     edges = _time_edges(outcomes.arrival_s)
-    late = outcomes.missed(scenario.slo_response_s)
+    violated = outcomes.violations(scenario.slo_response_s)
     share = np.empty((scenario.num_servers, len(edges) - 1))
     for server in range(scenario.num_servers):
         mine = outcomes.server == server
         sent, _ = np.histogram(outcomes.arrival_s[mine], edges)
-        missed, _ = np.histogram(outcomes.arrival_s[mine & late], edges)
-        share[server] = np.where(sent > 0, missed / np.maximum(sent, 1), math.nan)
+        violations, _ = np.histogram(outcomes.arrival_s[mine & violated], edges)
+        share[server] = np.where(sent > 0, violations / np.maximum(sent, 1), math.nan)
     return edges, share
 
 
@@ -362,9 +364,9 @@ def _time_edges(arrival_s: FloatArray) -> FloatArray:
     return np.linspace(0.0, max(float(arrival_s[-1]), 1e-9), _NUM_TIME_BINS + 1)
 
 
-def _late_words(scenario: Scenario) -> str:
+def _violation_words(scenario: Scenario) -> str:
     if scenario.fleet is not None:
-        return "that missed a promise of their class"
+        return "that violated an SLO of their class"
     return f"later than {scenario.slo_response_s:g} s"
 
 

@@ -62,7 +62,7 @@ class TwinRunner:
                 [
                     metrics.mean_response_s(one.response_s),
                     metrics.percentile_response_s(one.response_s, 99.0),
-                    metrics.slo_violation_fraction(one.missed(slo_s)),
+                    metrics.slo_violation_fraction(one.violations(slo_s)),
                 ]
                 for one in outcomes
             ]

@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.network import Activation
 from tokenyard.observation import NUM_REQUEST_FEATURES
 from tokenyard.scenario import Visibility
 from tokenyard.types import Slo
 
 
-class LengthPredictor(Frozen):
+class LengthPredictor(FrozenModel):
     """Mean output length by context length, learned from the training traffic."""
 
     bin_edges_tokens: tuple[float, ...]
@@ -30,14 +30,14 @@ class LengthPredictor(Frozen):
         ]
 
 
-class FeatureScaling(Frozen):
+class FeatureScaling(FrozenModel):
     """Medians and interquartile ranges of the request features, from training traffic."""
 
     medians: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
     scales: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
 
 
-class ArtifactMetadata(Frozen):
+class ArtifactMetadata(FrozenModel):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1

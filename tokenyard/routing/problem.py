@@ -193,7 +193,7 @@ def _run_trained(
         known = run_compiled(
             scenario,
             streams,
-            lambda sim: sim.run_generic(weights["server_weights"], mean_total_tokens),
+            lambda sim: sim.run_any_cluster(weights["server_weights"], mean_total_tokens),
         )
         if known is not None:
             return known

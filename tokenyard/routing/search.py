@@ -37,17 +37,17 @@ class Objective:
     cvar99: float = 0.1
     """Per second of mean response of the slowest hundredth."""
     violation: float = 2.0
-    """Seconds that a share of 1 of late or dropped requests costs."""
+    """Seconds that a share of 1 of violations, drops included, costs."""
     tail_guard: float = 0.0
     """Cost of each unit by which the mean p99 over streams exceeds that of the rule, as a fraction
     of it; 0 leaves the tail to `cvar99`."""
 
-    def stream_cost(self, response_s: FloatArray, missed: BoolArray) -> float:
+    def stream_cost(self, response_s: FloatArray, violations: BoolArray) -> float:
         """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
         return (
             self.mean * metrics.mean_response_s(response_s)
             + self.cvar99 * metrics.cvar99_response_s(response_s)
-            + self.violation * metrics.slo_violation_fraction(missed)
+            + self.violation * metrics.slo_violation_fraction(violations)
         )
 
     def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
@@ -101,7 +101,7 @@ class PolicySearch(CrossEntropy):
         self.scenario = scenario
         self.config = config = config or SearchConfig()
         self._source = StreamSource(scenario)
-        # Nobody reads the rewards here, and the balance metric is dear to compute.
+        # Nobody reads the rewards here, and the balance metric is costly to compute.
         self._sim = make_simulator(
             scenario,
             config.streams_per_generation,
@@ -157,7 +157,7 @@ class PolicySearch(CrossEntropy):
         objective = self.config.objective
         return StreamCosts(
             cost_s=np.array(
-                [objective.stream_cost(one.response_s, one.missed(slo_s)) for one in outcomes]
+                [objective.stream_cost(one.response_s, one.violations(slo_s)) for one in outcomes]
             ),
             p99_s=np.array(
                 [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]

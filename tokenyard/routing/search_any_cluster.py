@@ -23,11 +23,11 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
 from tokenyard.generic import (
     HOPELESS_FEATURES,
-    LATE_FEATURES,
     NUM_ENGINE_WEIGHTS,
     NUM_SERVER_FEATURES,
     NUM_SERVER_WEIGHTS,
     SLOT_MODULATORS,
+    VIOLATION_FEATURES,
 )
 from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.artifact import PolicyArtifact
@@ -45,7 +45,7 @@ Kind = Literal["servers", "slots", "engines"]
 MEAN_TOTAL_TOKENS = 2000.0
 """What sizes are relative to, whatever the traffic."""
 SLO_S = 2.0
-"""Promise of most training clusters, and of the artifact where it is told no other."""
+"""SLO of most training clusters, and of the artifact where it is told no other."""
 
 _NOTHING_PAID = RewardWeights(
     processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
@@ -88,7 +88,7 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
         workload=workload,
         arrivals=arrivals,
         output_length="by_context" if rng.random() < 0.8 else "none",
-        # A slot has a share of the speed, so that nobody could promise the same.
+        # A slot has a share of the speed, so that no single SLO would fit.
         slo_response_s=3 * SLO_S if discipline == "parallel_split" else SLO_S,
         reward=_NOTHING_PAID,
     )
@@ -97,7 +97,7 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
 def _draw_fleet(rng: np.random.Generator) -> Scenario:
     """2 to 8 GPUs of up to four kinds; scrapes 0 to 2 s old, up to two routers, some with churn.
 
-    Half of the conversations are of two classes, of which one goes first and is promised more.
+    Half of the conversations are of two classes, of which one goes first and has a tighter SLO.
     """
     num = int(rng.integers(2, 9))
     kinds = rng.choice(_GPUS, int(rng.integers(1, 5)), replace=False)
@@ -174,15 +174,16 @@ class Found:
     def of(cls, sim: Simulator, num_streams: int, slo_s: float) -> Found:
         """Measure streams that have been run to their end."""
         outcomes = [sim.outcomes(copy) for copy in range(num_streams)]
-        missed = [one.missed(slo_s) for one in outcomes]
+        violations = [one.violations(slo_s) for one in outcomes]
         p99_s = [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
         scores = [
-            metrics.score(one.response_s, late) for one, late in zip(outcomes, missed, strict=True)
+            metrics.score(one.response_s, violated)
+            for one, violated in zip(outcomes, violations, strict=True)
         ]
         return cls(
             np.array([metrics.mean_response_s(one.response_s) for one in outcomes]),
             np.array(p99_s),
-            np.array([metrics.slo_violation_fraction(late) for late in missed]),
+            np.array([metrics.slo_violation_fraction(violated) for violated in violations]),
             np.array(scores),
         )
 
@@ -210,7 +211,7 @@ class TrainingCluster:
 
     def try_weights(self, weights: FloatArray) -> Found:
         """Run all streams under weights of `tokenyard.generic`."""
-        self._sim.run_generic(weights, MEAN_TOTAL_TOKENS)
+        self._sim.run_any_cluster(weights, MEAN_TOTAL_TOKENS)
         return self._found()
 
     def best_rule(self) -> Found:
@@ -282,7 +283,7 @@ class TrainingCluster:
 
 
 @dataclass(frozen=True)
-class GenericConfig:
+class AnyClusterConfig:
     """How wide and how long the search looks, and what it minds."""
 
     population: int = 32
@@ -304,13 +305,13 @@ class GenericConfig:
     """Cost of each unit of the share of violations above the rule's."""
 
 
-class GenericSearch(CrossEntropy):
+class AnyClusterSearch(CrossEntropy):
     """A search over the weights of the policy for any cluster."""
 
     def __init__(
         self,
         kind: Kind = "servers",
-        config: GenericConfig | None = None,
+        config: AnyClusterConfig | None = None,
         seed: int = 0,
         start: FloatArray | None = None,
     ) -> None:
@@ -324,7 +325,7 @@ class GenericSearch(CrossEntropy):
         """
         assert kind in get_args(Kind)
         self.kind: Kind = kind
-        self.config = config = config or GenericConfig()
+        self.config = config = config or AnyClusterConfig()
         std = _initial_std(kind, config.initial_std)
         super().__init__(
             np.zeros(len(std)) if start is None else start, std, seed=seed,
@@ -386,8 +387,8 @@ def _initial_std(kind: Kind, std: float) -> FloatArray:
         return np.full(NUM_ENGINE_WEIGHTS, std)
     of_weights: FloatArray = np.full(NUM_SERVER_WEIGHTS, std)
     of_features = of_weights.reshape(-1, NUM_SERVER_FEATURES)
-    # What is late has to be moved further than the rest before it goes elsewhere at all.
-    of_features[:, LATE_FEATURES] *= 2.0
+    # SLO violations have to be moved further than the rest before it goes elsewhere at all.
+    of_features[:, VIOLATION_FEATURES] *= 2.0
     of_features[:, HOPELESS_FEATURES] *= 3.0
     # Slots have modulators of their own: what is found for one slot stays as it is.
     slots = np.zeros(len(of_features), dtype=np.bool_)
@@ -396,7 +397,7 @@ def _initial_std(kind: Kind, std: float) -> FloatArray:
     return of_weights
 
 
-def search_cost(config: GenericConfig, found: Found, rules: Found, groups: IntArray) -> float:
+def search_cost(config: AnyClusterConfig, found: Found, rules: Found, groups: IntArray) -> float:
     """What a candidate costs beside the best rules: its gain on average, and its guards.
 
     Args:
@@ -425,7 +426,7 @@ def search_cost(config: GenericConfig, found: Found, rules: Found, groups: IntAr
     return cost + config.violation_guard * guard(violations)
 
 
-def generic_artifact(
+def any_cluster_artifact(
     server_weights: FloatArray,
     engine_weights: FloatArray,
     metrics_found: Mapping[str, float] | None = None,

@@ -19,7 +19,7 @@ from tokenyard.observation import finish_columns
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
 from tokenyard.sim.cluster import Observations, Outcomes
 from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.rollouts import run_corrected
+from tokenyard.sim.rollouts import run_residual
 from tokenyard.sim.simulator import Simulator, make_simulator
 from tokenyard.sim.streams import (
     StreamSet,
@@ -66,10 +66,10 @@ class Validation:
         return np.array(
             [
                 (
-                    metrics.score(one.response_s, one.missed(slo_s)),
+                    metrics.score(one.response_s, one.violations(slo_s)),
                     metrics.mean_response_s(one.response_s),
                     metrics.percentile_response_s(one.response_s, 99.0),
-                    metrics.slo_violation_fraction(one.missed(slo_s)),
+                    metrics.slo_violation_fraction(one.violations(slo_s)),
                 )
                 for one in self._outcomes(artifact)
             ]
@@ -89,13 +89,13 @@ class Validation:
             sim.run_linear(artifact.arrays["weights"], metadata.mean_total_tokens)
         elif metadata.kind == "corrected":
             correction = fold(artifact.arrays, artifact.layers)
-            run_corrected(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
+            run_residual(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
         else:
             _run_network(sim, artifact)
         return [sim.outcomes(copy) for copy in range(len(self._streams))]
 
 
-class AgainstRule:
+class PairedScore:
     """Compares policies with a hand rule on what no search was trained on.
 
     That is fresh synthetic streams and, where the file is found, the recorded requests that the
@@ -134,21 +134,21 @@ class AgainstRule:
 
 
 def worst_p99(found: Mapping[str, Any]) -> float:
-    """How far p99 may exceed that of the hand rule, by all that `AgainstRule` shows."""
+    """How far p99 may exceed that of the hand rule, by all that `PairedScore` shows."""
     recorded = float(found.get("recorded_delta_p99_fraction", -1.0))
     return max(float(found["delta_p99_ci_high"]), recorded)
 
 
-def choose(rows: Sequence[Mapping[str, Any]], missed_s: float, p99_margin: float) -> int:
-    """Pick one of what `AgainstRule` found.
+def choose(rows: Sequence[Mapping[str, Any]], violation_s: float, p99_margin: float) -> int:
+    """Pick one of what `PairedScore` found.
 
-    Returns:
-        Index of the least mean and misses, at `missed_s` seconds for a share of 1, of those whose
-        tail exceeds the hand rule's by no more than `p99_margin`; if none does, of the best tail.
+    Returns: Index of the least mean and SLO violations, at `violation_s` seconds for a share of 1,
+        of those whose tail exceeds the hand rule's by no more than `p99_margin`; if none does, of
+        the best tail.
     """
 
     def cost_s(index: int) -> float:
-        return mean_and_misses_s(rows[index], missed_s)
+        return mean_and_violations_s(rows[index], violation_s)
 
     keeps_tail = [index for index, row in enumerate(rows) if worst_p99(row) <= p99_margin]
     if keeps_tail:
@@ -156,9 +156,9 @@ def choose(rows: Sequence[Mapping[str, Any]], missed_s: float, p99_margin: float
     return min(range(len(rows)), key=lambda index: worst_p99(rows[index]))
 
 
-def mean_and_misses_s(found: Mapping[str, Any], missed_s: float) -> float:
-    """Mean response time, and the share of misses at `missed_s` seconds."""
-    return float(found["mean_response_s"]) + missed_s * float(found["slo_violation_fraction"])
+def mean_and_violations_s(found: Mapping[str, Any], violation_s: float) -> float:
+    """Mean response time, and the share of SLO violations at `violation_s` seconds."""
+    return float(found["mean_response_s"]) + violation_s * float(found["slo_violation_fraction"])
 
 
 def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:

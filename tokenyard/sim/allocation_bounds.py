@@ -1,7 +1,7 @@
 """What no allocator can beat, and exact programmes on the Markov load: they know more than states.
 
 `clairvoyant` knows all demand to come. Its programme leaves backlogs out, which can only make a
-sequence of plans cheaper (more backlog never means fewer missed), so the programme's value is a
+sequence of plans cheaper (more backlog never means fewer violations), so the programme's value is a
 bound; what is reported as its cost is what its sequence costs in the simulator, backlogs included.
 `free_switching` also changes plans at no cost.
 """
@@ -74,7 +74,7 @@ def clairvoyant_plans(runner: StreamRunner) -> tuple[IntArray, float]:
     """Return the plans of the clairvoyant programme and its value: a bound on summed rewards."""
     sim = runner.sim
     demands = sim.stream(0)[: runner.stream.num_slots, DEMAND].copy()
-    allowed = np.array(_worth_a_look(runner), np.int64)
+    allowed = np.array(_undominated(runner), np.int64)
     plans = np.zeros(len(demands), np.int64)
     values = np.zeros((2, len(allowed)))
     choices = np.zeros((len(demands), len(allowed)), np.int32)
@@ -82,7 +82,7 @@ def clairvoyant_plans(runner: StreamRunner) -> tuple[IntArray, float]:
     return plans, float(values[0, 0])
 
 
-def _worth_a_look(runner: StreamRunner) -> list[int]:
+def _undominated(runner: StreamRunner) -> list[int]:
     """Plans among which an optimum is, the one in force at the start first.
 
     Where memory and load weigh nothing, all that less memory does is to make batches smaller; only

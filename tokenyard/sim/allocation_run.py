@@ -13,11 +13,11 @@ from tokenyard.allocation.dynamics import (
     BATCH,
     LOAD,
     MEAN_LATENCY_S,
-    MISSED,
     NETWORK,
     NUM_OUT,
     OFFERED,
     PAUSED_S,
+    VIOLATIONS,
 )
 from tokenyard.allocation.forecast import Forecaster, Outlook, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
@@ -86,7 +86,7 @@ def _measurements(out: FloatArray) -> SlotMeasurements:
         latency_s=float(out[MEAN_LATENCY_S]),
         network_share=float(out[NETWORK]),
         paused_s=float(out[PAUSED_S]),
-        missed_fraction=float(out[MISSED]) / offered if offered > 0 else 0.0,
+        violation_fraction=float(out[VIOLATIONS]) / offered if offered > 0 else 0.0,
     )
 
 
@@ -166,7 +166,8 @@ class StreamRunner:
         sim = self._restart()
         run_autoscaler(
             sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], family,
-            sim.table.in_time_per_s, out_signal, in_signal, cooldown, self._outs, self._plans,
+            sim.table.goodput_capacity_per_s, out_signal, in_signal, cooldown, self._outs,
+            self._plans,
         )  # fmt: skip
         return self._outcomes()
 

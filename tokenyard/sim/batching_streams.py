@@ -65,7 +65,7 @@ def encode_for_fleet(
         trace: Requests; prompts and outputs of no token count as one.
         predicted_output: Output that the router is told of, tokens, shape (num_requests,).
         features: Scaled request features, shape (num_requests, NUM_REQUEST_FEATURES).
-        slo_response_s: End-to-end promise where a class has none of its own.
+        slo_response_s: End-to-end SLO where a class has none of its own.
         rng: Source of all randomness.
         decision_epoch_s: Decide at multiples of this; None: at every arrival.
 
@@ -120,7 +120,7 @@ def _draw_classes(
         rows[mine, lay.SLO_TPOT_S] = one.tpot_s or np.inf
         patience_s = patience[mine] * one.patience_s if one.patience_s else np.inf
         waits_s = np.minimum(patience_s, one.timeout_s or np.inf)
-        rows[mine, lay.GIVE_UP_S] = rows[mine, lay.ARRIVAL_S] + waits_s
+        rows[mine, lay.ABANDON_S] = rows[mine, lay.ARRIVAL_S] + waits_s
 
 
 def _number_blocks(rows: FloatArray, trace: Trace | None) -> IntArray:

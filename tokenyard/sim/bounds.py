@@ -11,8 +11,8 @@ free. Both know the true size of every request that has arrived, and need the si
 so they are no policies; evaluation names them beside policies to show what is left to win.
 
 - `mc_rollout` knows the traffic but not the future: for each candidate server it follows shortest
-  expected delay (SED) over sampled futures and takes the server of least mean cost. The same
-  futures serve all candidates.
+  expected delay (SED) over sampled rollouts and takes the server of least mean cost. The same
+  rollouts serve all candidates.
 - `clairvoyant` knows the future: a beam search over placements, where SED over the true arrivals
   to come estimates what a partial placement still costs. Its result is a feasible placement, so
   the true optimum is at least as good.
@@ -46,7 +46,7 @@ _MISS_COST_S: dict[Objective, float] = {"mean": 0.0, "mean_and_slo": 2.0}
 ROLLOUT_HORIZON = 60
 ROLLOUT_SAMPLES = 40
 ROLLOUT_POOL = 20_000
-"""Requests of sampled traffic in which futures begin."""
+"""Requests of sampled traffic in which rollouts begin."""
 BEAM_WIDTH = 64
 BEAM_HORIZON = 120
 
@@ -147,7 +147,7 @@ def _roll_out(
         terms: As `_terms` gives them, shape (3,).
         requests: The stream, shape (R, NUM_REQUEST).
         pool: Sampled traffic, shape (P, NUM_REQUEST).
-        starts: Requests of `pool` after which the futures of each decision begin, shape (R, K).
+        starts: Requests of `pool` after which the rollouts of each decision begin, shape (R, K).
         horizon: Arrivals in a future; 0 makes the rollout SED itself.
         free_s: When each server gets free, zeros, shape (S,).
         scratch_s: Shape (S,).
@@ -379,17 +379,17 @@ def exact_sed(
 def mc_rollout(
     scenario: Scenario, requests: FloatArray, seed: int = 0, objective: Objective = "mean"
 ) -> Outcomes:
-    """Place by Monte-Carlo rollout over SED: 40 futures of 60 arrivals per candidate.
+    """Place by Monte-Carlo rollout over SED: 40 rollouts of 60 arrivals per candidate.
 
-    Futures are stretches of the scenario's training traffic, each seen from one of its arrivals.
+    Rollouts are stretches of the scenario's training traffic, each seen from one of its arrivals.
     One step of policy improvement over SED (Tesauro and Galperin 1996), with common random
     numbers.
 
     Args:
         scenario: Serial servers that queue.
         requests: The stream, shape (num_requests, kernel.NUM_REQUEST).
-        seed: Of the sampled futures.
-        objective: `mean` response, or `mean_and_slo`: with 2 s more for each missed SLO.
+        seed: Of the sampled rollouts.
+        objective: `mean` response, or `mean_and_slo`: with 2 s more for each SLO violation.
 
     Raises:
         ValueError: The servers are not serial, or drop requests.
@@ -421,7 +421,7 @@ def clairvoyant(
         scenario: Serial servers that queue.
         requests: The stream, shape (num_requests, kernel.NUM_REQUEST).
         seed: Of no effect: nothing is drawn.
-        objective: `mean` response, or `mean_and_slo`: with 2 s more for each missed SLO.
+        objective: `mean` response, or `mean_and_slo`: with 2 s more for each SLO violation.
         beam_width: Partial placements kept after every request.
         horizon: True arrivals over which SED estimates what a placement will cost.
 
@@ -452,8 +452,8 @@ def _trace_back(parents: Actions, moves: Actions) -> Actions:
 
 
 def _mean_cost_s(outcomes: Outcomes, scenario: Scenario, objective: Objective) -> float:
-    misses = outcomes.response_s > scenario.slo_response_s
-    return float(np.mean(outcomes.response_s + _MISS_COST_S[objective] * misses))
+    violations = outcomes.response_s > scenario.slo_response_s
+    return float(np.mean(outcomes.response_s + _MISS_COST_S[objective] * violations))
 
 
 def _ahead(others_weight: float, scenario: Scenario, requests: FloatArray, seed: int) -> Chooser:

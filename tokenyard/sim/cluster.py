@@ -33,22 +33,22 @@ class Outcomes:
     waiting_seen: FloatArray
     """Requests waiting at all servers when this one was placed."""
 
-    def missed(self, slo_response_s: float) -> BoolArray:
-        """Which requests did not get what they were promised, shape (num_requests,)."""
-        return metrics.missed(self.response_s, slo_response_s)
+    def violations(self, slo_response_s: float) -> BoolArray:
+        """Which requests violated the SLO, shape (num_requests,)."""
+        return metrics.violations(self.response_s, slo_response_s)
 
 
-def _plant(scenario: Scenario) -> FloatArray:
-    plant = np.empty((scenario.num_servers, kernel.NUM_PLANT))
-    for row, server in zip(plant, scenario.servers, strict=True):
+def _params(scenario: Scenario) -> FloatArray:
+    params = np.empty((scenario.num_servers, kernel.NUM_PARAMS))
+    for row, server in zip(params, scenario.servers, strict=True):
         parallel = scenario.discipline != "serial"
         split = scenario.discipline == "parallel_split"
         row[kernel.SLOT_TOKENS_PER_S] = server.tokens_per_s / (server.concurrency if split else 1)
         row[kernel.SLOTS] = server.concurrency if parallel else 1
         row[kernel.CONCURRENCY] = server.concurrency
         row[kernel.NOMINAL_TOKENS_PER_S] = server.tokens_per_s
-    plant[:, kernel.RANK] = observation.speed_ranks(plant[:, kernel.SLOT_TOKENS_PER_S])
-    return plant
+    params[:, kernel.RANK] = observation.speed_ranks(params[:, kernel.SLOT_TOKENS_PER_S])
+    return params
 
 
 def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
@@ -103,7 +103,7 @@ class ClusterSim:
             expected_finish: Whether observations hold each server's wait and finish time.
         """
         self.scenario = scenario
-        self.plant = _plant(scenario)
+        self.params = _params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
@@ -142,7 +142,7 @@ class ClusterSim:
         kernel.fill_table(
             self.state[copy],
             self.rules,
-            self.plant,
+            self.params,
             self.requests[copy],
             self.clock[copy, kernel.NOW_S],
             self.tables[copy],
@@ -165,7 +165,7 @@ class ClusterSim:
             ValueError: An action names no server, or a stream is over; nothing has changed.
         """
         wrong = kernel.step(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, actions, self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
@@ -181,7 +181,7 @@ class ClusterSim:
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, actions, self.rewards, self.observations,
         )  # fmt: skip
         self._check(wrong, actions)
@@ -206,25 +206,25 @@ class ClusterSim:
         """
         responses = self.outcome_table[:, :, kernel.RESPONSE_S]
         unfinished = np.isnan(responses)
-        kernel.drain(self.plant, self.rules, self.state, self.requests, self.outcome_table)
+        kernel.drain(self.params, self.rules, self.state, self.requests, self.outcome_table)
         completed = unfinished & ~np.isnan(responses)
-        late = completed & (responses > self.rules[kernel.SLO_S])
+        violated = completed & (responses > self.rules[kernel.SLO_S])
         earned: FloatArray = self.rules[kernel.COMPLETE] * completed.sum(axis=1)
-        earned += self.rules[kernel.SLO_AT_COMPLETION] * late.sum(axis=1)
+        earned += self.rules[kernel.SLO_AT_COMPLETION] * violated.sum(axis=1)
         return earned
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
         kernel.run_linear(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, weights, mean_total_tokens,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
-    def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        kernel.run_generic(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+        kernel.run_any_cluster(
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, weights, mean_total_tokens,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
@@ -234,10 +234,10 @@ class ClusterSim:
 
         Args:
             reserve_above_tokens: Larger requests are barred from the slowest server.
-            dump_server: Takes all that no server could do in time; -1: none does.
+            dump_server: Takes all that no server could do within the SLO; -1: none does.
         """
         kernel.run_delay_rule(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, reserve_above_tokens, dump_server,
         )  # fmt: skip
 

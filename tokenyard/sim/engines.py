@@ -35,7 +35,7 @@ class BatchingOutcomes(Outcomes):
     """Time from arrival to the first token, seconds; NaN where there was none."""
     output_tokens: FloatArray
     met: IntArray
-    """1 where every promise of the request's class was kept."""
+    """1 where every SLO of the request's class was attained."""
     traffic_class: IntArray
     tenant: IntArray
     attempts: FloatArray
@@ -57,10 +57,10 @@ class BatchingOutcomes(Outcomes):
     energy_j: float
     """Of all replicas that are up, from the first arrival to the last completion."""
 
-    def missed(self, slo_response_s: float) -> BoolArray:
-        """Which requests did not get all that their class is promised, shape (num_requests,)."""
-        missed: BoolArray = self.met == 0
-        return missed
+    def violations(self, slo_response_s: float) -> BoolArray:
+        """Which requests violated an SLO of their class, shape (num_requests,)."""
+        violations: BoolArray = self.met == 0
+        return violations
 
 
 def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
@@ -278,7 +278,7 @@ class BatchingSim:
         """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
         self._run(kernel.MARGINAL, weights, mean_total_tokens)
 
-    def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
         self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
 

@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from tokenyard.allocation.demand import normalised, read_vm_cpu, shipped_generator
 from tokenyard.compiled import compiled
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 NUM_STATES = 10
@@ -35,7 +35,7 @@ UPDATES: dict[Update, int] = {"q_learning": 0, "printed": 1, "sarsa": 2}
 _NUM_GENERATED_DAYS = 30
 
 
-class LiteralWeights(Frozen):
+class LiteralWeights(FrozenModel):
     """Weights of the paper's two rewards, over features in [0, 1].
 
     The one of section 3: `bandwidth` x B + `power` x (1 - P) + `latency` x (1 - L) + `memory` x

@@ -1,6 +1,7 @@
 """One slot of many regions, compiled: switching servers, dispatch, and the allocator inside.
 
-All kernels of this simulator are here. A `World` is one copy's arrays; `run_slot` advances it.
+All kernels of this simulator are here. A `RegionArrays` is one copy's arrays; `run_slot` advances
+it.
 
 Within a slot: what fails, fails; servers go on and off towards the targets; tasks arrive in order,
 each is sent to a region by the slot's rule and takes a server that has room, or waits in the
@@ -16,41 +17,41 @@ from typing import NamedTuple
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
-# Columns of `World.servers`, and the states of a server.
+# Columns of `RegionArrays.servers`, and the states of a server.
 REGION, KIND, STATE, HELD_MODEL, LAST_TASK, LAST_MODEL, NUM_SERVER_INTS = range(7)
 OFF, WARMING, ON, DRAINING, DOWN = range(5)
-# Columns of `World.times`.
+# Columns of `RegionArrays.times`.
 READY_S, FREE_S, LAST_FREE_S, BUSY_S, USED, SEEN_S, WARMUP_S, NUM_SERVER_FLOATS = range(8)
-# Columns of `World.kinds`.
+# Columns of `RegionArrays.kinds`.
 (
     KIND_MEMORY, KIND_IDLE_W, KIND_PEAK_W, KIND_SWITCH_S, KIND_MIGRATION_S, KIND_USD, KIND_TASK_S,
     NUM_KIND,
 ) = range(8)  # fmt: skip
-# Columns of `World.tasks`: the first four as in `tokenyard.regions.demand`.
+# Columns of `RegionArrays.tasks`: the first four as in `tokenyard.regions.demand`.
 (
     ARRIVAL_S, WORK_S, MEMORY_GB, DEADLINE_S, AT_S, BEGIN_S, START_S, FINISH_S, BACK_S,
     NUM_TASK_FLOATS,
 ) = range(10)  # fmt: skip
-# Columns of `World.labels`: the first three as there.
+# Columns of `RegionArrays.labels`: the first three as there.
 ORIGIN, TYPE, MODEL, TARGET, SERVER, STATUS, NUM_TASK_INTS = range(7)
 TO_COME, WAITING, PLACED, DROPPED = range(4)
-# Columns of `World.region`.
+# Columns of `RegionArrays.region`.
 NUM_WAITING, SURPLUS, IS_DOWN, NUM_REGION_INTS = range(4)
-# Entries of `World.rules`.
+# Entries of `RegionArrays.rules`.
 (
     SLOT_S, ROOM_S, ROUND_S, PATIENCE_S, HARDWARE, LOAD, LOCALITY, DECAY, RAMP, SURPLUS_SLOTS,
     EARLIEST, SEARCH, PUE, LATE_USD, TASK_S, NUM_RULES,
 ) = range(16)  # fmt: skip
-# Entries of `World.clock`.
+# Entries of `RegionArrays.clock`.
 SLOT, NEXT_TASK, FIRST_OPEN, NUM_CLOCK = range(4)
 # How a slot's tasks are sent to regions.
 BY_SHARES, LIVE_SHARES, SPILL, LEAST_LOADED, BALANCE, LIVE_COST = range(6)
-# Entries of `World.weights`, see `tokenyard.regions.state.LiveCost`.
+# Entries of `RegionArrays.weights`, see `tokenyard.regions.state.LiveCost`.
 DEBT_S, SERVICE, USE, USD_S, LATE, NUM_WEIGHTS = range(6)
 # Columns of what a slot measures.
 (
     OUT_OFFERED, OUT_PLACED, OUT_DROPPED, OUT_RESPONSE_S, OUT_NETWORK_S, OUT_INFERENCE_S,
-    OUT_LATE_S, OUT_MISSED, OUT_SERVED_S, OUT_WARMUP_S, OUT_SWITCH_S, OUT_MIGRATION_S,
+    OUT_LATE_S, OUT_DEADLINE_MISSES, OUT_SERVED_S, OUT_WARMUP_S, OUT_SWITCH_S, OUT_MIGRATION_S,
     OUT_OVERHEAD_USD, OUT_ENERGY_KWH, OUT_ENERGY_USD, OUT_LATE_USD, OUT_BALANCE, OUT_WAITING,
     OUT_RESTARTED, OUT_REROUTED, OUT_MIGRATED, OUT_LOST_S, OUT_ACTIVE, OUT_REMOTE, NUM_OUT,
 ) = range(25)  # fmt: skip
@@ -63,7 +64,7 @@ _FORGET = 0.9
 """Share of a region's memory of models asked for that is left after a slot."""
 
 
-class World(NamedTuple):
+class RegionArrays(NamedTuple):
     """One copy of the simulator. R regions, S servers, K kinds, M models, N tasks, B buffer."""
 
     rules: FloatArray
@@ -183,7 +184,7 @@ def account(w, task, sign):
     out[OUT_INFERENCE_S] += sign * (row[FINISH_S] - row[START_S])
     out[OUT_LATE_S] += sign * late
     out[OUT_LATE_USD] += sign * late * w.rules[LATE_USD]
-    out[OUT_MISSED] += sign * (late > 0.0)
+    out[OUT_DEADLINE_MISSES] += sign * (late > 0.0)
     out[OUT_SERVED_S] += sign * (row[FINISH_S] - row[START_S])
     out[OUT_SWITCH_S] += sign * switching
     out[OUT_OVERHEAD_USD] += sign * switching * usd
@@ -242,7 +243,7 @@ def drop(w, task):
     out = w.out[w.clock[SLOT]]
     w.labels[task, STATUS] = DROPPED
     out[OUT_DROPPED] += 1.0
-    out[OUT_MISSED] += 1.0
+    out[OUT_DEADLINE_MISSES] += 1.0
     out[OUT_LATE_S] += w.rules[PATIENCE_S]
     out[OUT_LATE_USD] += w.rules[PATIENCE_S] * w.rules[LATE_USD]
 
@@ -698,7 +699,7 @@ def arrive(w, task, shares, dispatch, now):
 
 
 @compiled
-def give_up(w, now):
+def abandon(w, now):
     """Drop what has waited longer than the patience."""
     for region in range(len(w.region)):
         kept = 0
@@ -721,7 +722,7 @@ def begin_slot(w, targets, now):
         and w.tasks[w.clock[FIRST_OPEN], FINISH_S] <= now
     ):
         w.clock[FIRST_OPEN] += 1
-    give_up(w, now)
+    abandon(w, now)
     for s in range(len(w.servers)):
         # What reaches beyond a slot's end has no gaps: a server's queue is served on and on.
         w.times[s, BUSY_S] = in_slot(w, now, w.times[s, FREE_S])

@@ -22,7 +22,7 @@ from tokenyard.regions.state import (
     check_decision,
 )
 from tokenyard.sim import regions as kernel
-from tokenyard.sim.regions import World
+from tokenyard.sim.regions import RegionArrays
 from tokenyard.types import FloatArray, IntArray
 
 DISPATCH: dict[Dispatch, int] = {
@@ -86,7 +86,7 @@ class RegionSim:
         num = self.cluster.num_regions
         self.shares = np.eye(num)
         state = self.state()
-        self._start(targets_for(state, state.forecast[0], ActivationRule.of(scenario)))
+        self._start(targets_for(state, state.forecast[0], ActivationRule.from_scenario(scenario)))
 
     @property
     def slot(self) -> int:
@@ -234,7 +234,7 @@ def _padded_index(cluster: Cluster) -> IntArray:
     return np.where(columns < sizes[:, None], cluster.first_server[:-1, None] + columns, -1)
 
 
-def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> World:
+def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> RegionArrays:
     num, servers = cluster.num_regions, len(cluster.region)
     models, tasks = len(scenario.demand.model_shares), len(stream.numbers)
     server_ints = np.full((servers, kernel.NUM_SERVER_INTS), -1, dtype=np.int64)
@@ -249,7 +249,7 @@ def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream
     labels[:, : stream.labels.shape[1]] = stream.labels
     labels[:, kernel.STATUS] = kernel.TO_COME
     slots = stream.num_slots
-    return World(
+    return RegionArrays(
         rules=_rules(scenario),
         weights=np.zeros(kernel.NUM_WEIGHTS),
         kinds=_kinds(scenario, cluster),

@@ -2,7 +2,7 @@
 
 The policy plays a stream. Then at some of its decisions the fleet is copied, the request is placed
 on each replica in turn, the next arrivals are placed too, and everything runs to its end. What
-differs between two of these futures is what the two choices are worth, for all requests and not
+differs between two of these rollouts is what the two choices are worth, for all requests and not
 only for the one that is placed. A policy that prefers the cheaper choice is better than the one
 that was played (policy improvement).
 
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from tokenyard import observation as ob
 from tokenyard.compiled import compiled
-from tokenyard.corrected import Correction, Scratch, corrected_scores, make_scratch
+from tokenyard.corrected import ResidualNetwork, Scratch, make_scratch, residual_scores
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import clear, find_decision
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
@@ -43,7 +43,7 @@ from tokenyard.sim.engines import BatchingSim
 from tokenyard.types import FloatArray, IntArray
 
 RESPONSE = 0
-MISSED = 1
+VIOLATIONS = 1
 SLOW = 2
 NUM_COSTS = 3
 
@@ -51,13 +51,13 @@ _ANEW = -1
 """In place of where a request went: the policy decides."""
 
 _PLAYED, _AHEAD = 0, 1
-"""Copies of the fleet: that of the stream, and that in which futures are played."""
+"""Copies of the fleet: that of the stream, and that in which rollouts are played."""
 
 
 class _Player(NamedTuple):
     """A policy ready to decide, and what its decisions are counted by."""
 
-    correction: Correction
+    correction: ResidualNetwork
     scratch: Scratch
     scores: FloatArray
     """Shape (N,)."""
@@ -81,7 +81,7 @@ class Samples:
     """What the policy chose, shape (K,)."""
     costs: FloatArray
     """Summed over the requests not done at the decision and over those that came after it:
-    response times (s), promises not kept, and responses slower than `slow_after_s`, shape
+    response times (s), SLO violations, and responses slower than `slow_after_s`, shape
     (K, N, NUM_COSTS)."""
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class RolloutSim:
             ValueError: The scenario has no fleet.
         """
         if scenario.fleet is None:
-            raise ValueError(f"scenario {scenario.name!r} has no fleet: futures of fleets only")
+            raise ValueError(f"scenario {scenario.name!r} has no fleet: rollouts of fleets only")
         # Nobody reads the rewards.
         self._sim = BatchingSim(scenario, 2, num_requests, RewardWeights(balance=0.0))
         self._scenario = scenario
@@ -117,7 +117,7 @@ class RolloutSim:
 
     def sample(
         self,
-        correction: Correction,
+        correction: ResidualNetwork,
         stream: BatchingStream,
         every: int,
         horizon: int,
@@ -148,7 +148,7 @@ class RolloutSim:
         )
         played = np.full(len(stream), _ANEW)
         if not decide_anew:
-            run_corrected(self._sim, correction, self._mean_total_tokens)
+            run_residual(self._sim, correction, self._mean_total_tokens)
             # A request that was dropped was sent nowhere in the end; there it may go anywhere.
             played = np.maximum(self._sim.arrays.outcomes[_PLAYED, :, lay.SERVER], 0).astype(
                 np.int64
@@ -173,7 +173,7 @@ _LOST_SLOS = 10.0
 
 def _player(
     scenario: Scenario,
-    correction: Correction,
+    correction: ResidualNetwork,
     mean_total_tokens: float,
     slow_after_s: float = math.inf,
 ) -> _Player:
@@ -184,7 +184,7 @@ def _player(
     )
 
 
-def run_corrected(sim: BatchingSim, correction: Correction, mean_total_tokens: float) -> None:
+def run_residual(sim: BatchingSim, correction: ResidualNetwork, mean_total_tokens: float) -> None:
     """Run all streams of a simulator to the end under a corrected policy."""
     _run(sim.arrays, _player(sim.scenario, correction, mean_total_tokens), sim.rewards)
 
@@ -194,7 +194,7 @@ def _decide(fleet: FleetArrays, copy: int, player: _Player) -> int:
     """Replica that the policy takes for the current request of a copy."""
     fill_table(fleet, copy)
     request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-    return corrected_scores(
+    return residual_scores(
         player.correction, request[lay.FEATURES :], request[lay.CONTEXT],
         request[lay.PREDICTED_OUTPUT], player.mean_total_tokens, player.slo_s,
         fleet.tables[copy], player.scratch, player.scores,
@@ -211,7 +211,7 @@ def _over(fleet: FleetArrays, copy: int, index: int) -> bool:
 
 @compiled
 def _branch(fleet: FleetArrays, first: int, last: int) -> None:
-    """Make the copy for futures equal to the one that is played, for requests first..last-1."""
+    """Make the copy for rollouts equal to the one that is played, for requests first..last-1."""
     for server in range(fleet.replica_params.shape[1]):
         copy_row(fleet.state[_PLAYED, server], fleet.rules, fleet.state[_AHEAD, server])
         _copy(fleet.tables[_PLAYED, server], fleet.tables[_AHEAD, server])
@@ -267,7 +267,7 @@ def _play(
         if math.isnan(response_s):
             response_s = player.lost_s
         costs[RESPONSE] += response_s
-        costs[MISSED] += 1.0 - outcome[lay.MET]
+        costs[VIOLATIONS] += 1.0 - outcome[lay.MET]
         costs[SLOW] += response_s > player.slow_after_s
 
 

@@ -50,7 +50,7 @@ class Simulator(Protocol):
         """Run all streams to the end under the linear policy of these weights."""
         ...
 
-    def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster of these weights."""
         ...
 

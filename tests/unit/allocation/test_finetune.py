@@ -32,7 +32,11 @@ def a_demand(days, seed=0):
     rng = np.random.default_rng(seed)
     slots = np.arange(days * 288)
     share = 0.45 + 0.35 * np.sign(np.cos(2 * np.pi * slots / 288))
-    return share * plan_table(SCENARIO).pool_in_time_per_s * np.exp(rng.normal(0, 0.05, len(slots)))
+    return (
+        share
+        * plan_table(SCENARIO).pool_goodput_capacity_per_s
+        * np.exp(rng.normal(0, 0.05, len(slots)))
+    )
 
 
 def args(log, **fields):

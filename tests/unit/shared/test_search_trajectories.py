@@ -20,7 +20,7 @@ from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.routing import finetune as of_routing_log
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tokenyard.routing.search_any_cluster import GenericConfig, GenericSearch
+from tokenyard.routing.search_any_cluster import AnyClusterConfig, AnyClusterSearch
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.allocation_run import StreamRunner
 
@@ -47,8 +47,8 @@ def of_routing():
 
 
 def of_any_cluster(kind):
-    config = GenericConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
-    return trajectory(GenericSearch(kind, config, seed=3))
+    config = AnyClusterConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
+    return trajectory(AnyClusterSearch(kind, config, seed=3))
 
 
 def of_allocation():

@@ -9,17 +9,17 @@ from pydantic import Field
 
 from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.plans import PlanTable
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.types import AllocationState, IntArray, Plan
 
 
-class AutoscalerRule(Frozen):
+class AutoscalerRule(FrozenModel):
     """Parameters of an autoscaler over replicas of one kind."""
 
     tensor_parallel: Annotated[int, Field(ge=1)]
     """GPUs per replica; replicas are added and taken away."""
     out_utilisation: Annotated[float, Field(gt=0)] = 0.7
-    """GPUs are added above this share of what the plan serves in time."""
+    """GPUs are added above this share of the plan's goodput capacity."""
     in_utilisation: Annotated[float, Field(gt=0)] = 0.7
     """GPUs are given back where what is left stays below this share."""
     out_window: Annotated[int, Field(ge=1)] = 1
@@ -48,7 +48,7 @@ class Autoscaler:
         self._table, self._rule, self._forecaster = table, rule, forecaster
         plans = family(table, rule.tensor_parallel)
         self._family: list[Plan] = [table.plans[i] for i in plans.tolist()]
-        self._capacity = table.in_time_per_s[plans]
+        self._capacity = table.goodput_capacity_per_s[plans]
         self._slot_s = slot_s
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -81,15 +81,15 @@ def family(table: PlanTable, tensor_parallel: int) -> IntArray:
     """Plans with replicas of so many GPUs, by capacity, one per number of replicas.
 
     Raises:
-        ValueError: There is none that serves in time.
+        ValueError: There is none that attains the SLO.
     """
     plans = [
         i
         for i in table.best_memory
-        if table.plans[i].tensor_parallel == tensor_parallel and table.in_time_per_s[i] > 0
+        if table.plans[i].tensor_parallel == tensor_parallel and table.goodput_capacity_per_s[i] > 0
     ]
     if not plans:
-        raise ValueError(f"no plan of this pool serves in time on replicas of {tensor_parallel}")
+        raise ValueError(f"no plan of this pool attains the SLO on replicas of {tensor_parallel}")
     # Equal memory and batch limit, so that replicas are equal and the others stay at work.
     largest = table.plans[max(plans, key=lambda i: table.plans[i].num_gpus)]
     alike = [
@@ -97,12 +97,16 @@ def family(table: PlanTable, tensor_parallel: int) -> IntArray:
         for i, plan in enumerate(table.plans)
         if plan.tensor_parallel == tensor_parallel
         and (plan.memory_fraction, plan.max_batch) == (largest.memory_fraction, largest.max_batch)
-        and table.in_time_per_s[i] > 0
+        and table.goodput_capacity_per_s[i] > 0
     ]
     return np.array(sorted(alike, key=lambda i: table.plans[i].num_gpus), np.int64)
 
 
 def tensor_degrees(table: PlanTable) -> list[int]:
-    """Sizes of replicas that some plan serves in time with."""
-    found = {p.tensor_parallel for p, c in zip(table.plans, table.in_time_per_s, strict=True) if c}
+    """Sizes of replicas that some plan attains the SLO with."""
+    found = {
+        p.tensor_parallel
+        for p, c in zip(table.plans, table.goodput_capacity_per_s, strict=True)
+        if c
+    }
     return sorted(found)

@@ -14,11 +14,11 @@ from tokenyard.allocation.dynamics import (
     BATCH,
     LOAD,
     MEAN_LATENCY_S,
-    MISSED,
     NETWORK,
     NUM_OUT,
     OFFERED,
     PAUSED_S,
+    VIOLATIONS,
     make_model,
 )
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
@@ -152,7 +152,7 @@ class NetworkPlan:
     def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
         """What the network was shown in training; the array is reused."""
         scenario, measured, table = self._scenario, state.measured, self._table
-        plan, scale = table.find(state.plan), table.pool_in_time_per_s
+        plan, scale = table.find(state.plan), table.pool_goodput_capacity_per_s
         demand = np.array(state.demand_per_s)
         slot = round(state.time_s / scenario.slot_s)
         before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
@@ -168,8 +168,8 @@ class NetworkPlan:
             measured.load, measured.batch_share, measured.network_share,
         )  # fmt: skip
         out[MEAN_LATENCY_S], out[PAUSED_S] = measured.latency_s, measured.paused_s
-        out[BACKLOG], out[OFFERED], out[MISSED] = (
-            state.backlog_requests, 1.0, measured.missed_fraction,
+        out[BACKLOG], out[OFFERED], out[VIOLATIONS] = (
+            state.backlog_requests, 1.0, measured.violation_fraction,
         )  # fmt: skip
         write_observation(
             self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,

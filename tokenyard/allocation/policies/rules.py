@@ -18,13 +18,13 @@ from tokenyard.allocation.planner import (
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.frozen import Frozen
+from tokenyard.frozen import FrozenModel
 from tokenyard.types import AllocationState, Plan
 
 _TUNED = "scenarios/tuned/allocation"
 
 
-class TunedAllocation(Frozen):
+class TunedAllocation(FrozenModel):
     """What was tuned for one scenario on its training part; `pipelines/tune_allocation.py`."""
 
     scenario: str
@@ -33,7 +33,7 @@ class TunedAllocation(Frozen):
     autoscaler: AutoscalerRule
     forecast_autoscaler: AutoscalerRule
     train_usd_per_slot: dict[str, float]
-    """Cost of each on the training part, missed requests included."""
+    """Cost of each on the training part, SLO violations included."""
 
 
 def load_tuned_allocation(scenario: str) -> TunedAllocation:
@@ -99,13 +99,13 @@ class FixedThresholds:
 
     The paper gives this one rule; ours for the rest: above 0.4 model parallelism on two GPUs, else
     data parallelism on one. Where that is infeasible, the feasible plan of least GPUs that is
-    no smaller. Load is demand over what the pool can serve in time.
+    no smaller. Load is demand over the pool's goodput capacity.
     """
 
     def __init__(self, context: AllocationContext) -> None:
         """Choose the three plans."""
         table, num_gpus = context.table, context.scenario.num_gpus
-        self._pool_per_s = table.pool_in_time_per_s
+        self._pool_per_s = table.pool_goodput_capacity_per_s
         wanted = (("hybrid_tp2", num_gpus), ("model", 2), ("data", 1))
         self._plans = [_like(table, kind, gpus) for kind, gpus in wanted]
 

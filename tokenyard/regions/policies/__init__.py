@@ -84,4 +84,4 @@ def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:
         raise ValueError(
             f"unknown regional policy {name!r}; choose one of {sorted(REGION_BASELINES)}{hint}"
         )
-    return REGION_BASELINES[name](ActivationRule.of(scenario))
+    return REGION_BASELINES[name](ActivationRule.from_scenario(scenario))

@@ -81,8 +81,8 @@ def search_env_steps(scenario: AllocationScenario, num_generations: int) -> int:
 class AllocationTrainable(PolicyTrainable):
     """Trains one allocator from the fields of `AllocationTrialConfig`.
 
-    It is scored on the training part under noise of its own: by minus dollars per hour, missed
-    requests included, whatever the reward.
+    It is scored on the training part under noise of its own: by minus dollars per hour, SLO
+    violations included, whatever the reward.
     """
 
     problem = PROBLEM
