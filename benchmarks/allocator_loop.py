@@ -29,9 +29,9 @@ from serve_app.allocation.plans import make_plan_policy
 from serve_app.allocation.transition import Held, Shape, is_reachable
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import SlotRecord
+from tokenyard.allocation.types import Plan
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
-from tokenyard.types import Plan
 
 _WINDOW_S = 600.0
 _TICKS = 4

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from serve_app.policy.loading import resolve_policy, warm_up
 from serve_app.policy.timeouts import InlineTimeout, ThreadTimeout
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 SCENARIO = "conversation_mixed_gpus"
 

@@ -22,16 +22,16 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.policy.experiment import ABANDON_AFTER
-from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
-from tokenyard.offpolicy.sequential import SequentialTest
 from tokenyard.provenance import write_result
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.batching_kernel.layout import CONTEXT, OUTPUT
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.batching_streams import BatchingStream
-from tokenyard.sim.run import run_each
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.simulator.batching_streams import BatchingStream
+from tokenyard.routing.simulator.run import run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.statistics.sequential import SequentialTest
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Row = dict[str, str | int | float]

@@ -24,13 +24,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
-from tokenyard.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.provenance import write_result
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
-from tokenyard.scenario import load_scenario
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 NUM_CASES = 256
 

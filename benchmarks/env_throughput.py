@@ -27,10 +27,10 @@ from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
 from tokenyard.provenance import write_result
-from tokenyard.scenario import RewardWeights, load_scenario
-from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.streams import StreamSource
+from tokenyard.routing.scenario import RewardWeights, load_scenario
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.streams import StreamSource
 
 NOTHING = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
 FLEET_REWARDS = {

@@ -21,11 +21,11 @@ from rich.table import Table
 
 from serve_app.cluster import EngineProfile
 from serve_app.gateway.replicas import EngineStatus, ReplicaTable
-from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
-from tokenyard.types import Request
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import Request
 
 PROFILE = EngineProfile(
     iteration_s=0.02, prefill_token_s=6e-5, sequence_s=5e-5, kv_token_s=8e-8,

@@ -19,21 +19,22 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.intervals import Interval
-from tokenyard.observation import (
+from tokenyard.provenance import write_result
+from tokenyard.routing import log_replay as replay
+from tokenyard.routing.observation import (
     MARGINAL_OTHERS,
     MARGINAL_WAIT,
     NUM_MARGINAL_FEATURES,
     marginal_scores,
     snapshot_columns,
 )
-from tokenyard.offpolicy import estimate, replay
-from tokenyard.policies.delay import finish_s
-from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.run import Run, run_each
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.run import Run, run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
 from tokenyard.types import BoolArray, FloatArray
 from tokenyard.workload.trace import Trace
 

@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.evaluation import compare
-from tokenyard.policies import PolicyContext, make_policy
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
+from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.run import PolicyFactory, run_policy
-from tokenyard.sim.streams import StreamSource, synthetic_streams
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator.run import PolicyFactory, run_policy
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ from rich.table import Table
 from tokenyard.allocation.artifact import learned_allocation
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.paper.simulator import Update
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.simulator.run import run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.provenance import write_result
-from tokenyard.sim.allocation_run import run_allocation
-from tokenyard.sim.literal import Update
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ shortest expected delay's, null if that takes longer than the budget.
 
 | trainer | samples from | with |
 |---|---|---|
-| tokenyard | the vectorised environment, 64 copies | arrays (`tokenyard.rl.columns`) |
+| tokenyard | the vectorised environment, 64 copies | arrays (`tokenyard.rl.columnar.columns`) |
 | rllib_stock | the same | RLlib's env runner, connectors and learners |
 | sb3_dummy | DummyVecEnv of 8 single environments, its usual way | Stable-Baselines3 |
 | sb3_vec | the vectorised environment, 64 copies, through an adapter | Stable-Baselines3 |
@@ -51,11 +51,10 @@ from tokenyard import metrics
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.provenance import write_result
-from tokenyard.rl.allocation_training import AllocationRllib, RllibAlgorithm, allocation_config
-from tokenyard.rl.export import export_network
-from tokenyard.rl.recipes import (
+from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
+from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.training import (
     RESPONSE_REWARD,
     AlgorithmRecipe,
     Recipe,
@@ -65,10 +64,11 @@ from tokenyard.rl.recipes import (
 )
 from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 from tokenyard.routing.validation import Validation
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.simulator import make_simulator
-from tokenyard.sim.streams import StreamSource, synthetic_streams
 
 # Ray starts its workers with a lower priority; on a busy machine they would come last.
 os.environ.setdefault("RAY_worker_niceness", "0")

@@ -13,9 +13,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.mixing import START_LIVE
@@ -29,9 +28,9 @@ from tokenyard.regions.observation import (
     wanted_shares,
 )
 from tokenyard.regions.scenario import RegionScenario, load_regions
-from tokenyard.regions.state import Dispatch, RegionDecision, RegionState
-from tokenyard.sim import regions as kernel
-from tokenyard.sim.regions_run import RegionSim
+from tokenyard.regions.servers import make_cluster
+from tokenyard.regions.simulator import RegionSim, kernel
+from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
 Observations = npt.NDArray[np.float32]

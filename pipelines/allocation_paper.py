@@ -19,10 +19,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.decision_quality import decision_quality, one_vs_rest_roc
-from tokenyard.figures import save_figures
-from tokenyard.provenance import write_result
-from tokenyard.sim.literal import (
+from tokenyard.allocation.paper.decision_quality import decision_quality, one_vs_rest_roc
+from tokenyard.allocation.paper.simulator import (
     BANDWIDTH,
     LATENCY,
     MAX_GPUS,
@@ -42,6 +40,8 @@ from tokenyard.sim.literal import (
     literal_table,
     mean_reward,
 )
+from tokenyard.figures import save_figures
+from tokenyard.provenance import write_result
 from tokenyard.types import FloatArray, IntArray
 
 LEARNERS: tuple[Update, ...] = get_args(Update)

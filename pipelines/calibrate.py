@@ -32,7 +32,6 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenyard.perf
-from tokenyard.fleet import MeasuredReplica
 from tokenyard.perf.calibration import (
     MEASURED_LINKS,
     collective_held_out_mape,
@@ -61,7 +60,8 @@ from tokenyard.perf.profiles import (
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
 from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.routing.fleet import MeasuredReplica
+from tokenyard.routing.scenario import Scenario, load_scenario
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
 PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}

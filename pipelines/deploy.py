@@ -33,7 +33,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
+from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
 

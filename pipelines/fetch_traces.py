@@ -18,7 +18,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from tokenyard.provenance import write_result
 from tokenyard.workload.download import SOURCES, DownloadError, fetch
-from tokenyard.workload.locations import TRACE_FILES, data_folders
+from tokenyard.workload.paths import TRACE_FILES, data_folders
 
 
 @dataclass(frozen=True)

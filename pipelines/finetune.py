@@ -27,12 +27,12 @@ from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.offpolicy.log import read_log
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.registry import mlflow_lookup, model_name, offer
 from tokenyard.routing import finetune as of_routing
 from tokenyard.routing.artifact import resolve_champion
-from tokenyard.scenario import load_scenario
+from tokenyard.routing.decision_log import read_log
+from tokenyard.routing.scenario import load_scenario
 
 Row = dict[str, str | float | int | bool]
 

@@ -25,10 +25,10 @@ from rich.table import Table
 
 import tokenyard.workload
 from tokenyard.provenance import write_result
+from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
 from tokenyard.workload.readers import find_trace, read_trace
-from tokenyard.workload.statistics import describe
 from tokenyard.workload.trace import Trace
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"

@@ -1,8 +1,8 @@
 """Improve the policy of a fleet by rollouts and keep the best round on validation.
 
 Each round plays the present policy, tries out every replica at some of its decisions over the
-same next arrivals, and learns which choices turned out cheaper (`tokenyard.rl.rollouts`). This is
-how the shipped champions of kind `corrected` are made:
+same next arrivals, and learns which choices turned out cheaper (`tokenyard.rl.routing.rollouts`).
+This is how the shipped champions of kind `corrected` are made:
 
     python pipelines/improve_policy.py --scenario azure_code_mixed_gpus --out policies
 """
@@ -20,14 +20,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
-from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
+from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.routing.validation import PairedScore, choose, worst_p99
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.streams import StreamSource
 
 NUM_VALIDATION_STREAMS = 90
 

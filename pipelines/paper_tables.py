@@ -28,7 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.provenance import write_result
-from tune_configs import paper, routing
+from tune_configs import paper_tables as paper
+from tune_configs import routing
 from tune_configs.tuner import start_ray, trial_label
 
 MEASURES = ("reward", "mean_response_s", "mean_queue_length", "slo_violation_fraction")

@@ -22,13 +22,18 @@ from rich.table import Table
 from scipy.stats import kendalltau
 
 from tokenyard.evaluation import run_candidates
-from tokenyard.policies import BASELINES
 from tokenyard.provenance import write_result
 from tokenyard.routing.evaluation import summarise
+from tokenyard.routing.policies import BASELINES
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.scenario import Arrivals, Scenario, load_scenario
-from tokenyard.sim.run import Run
-from tokenyard.sim.streams import StreamSet, StreamSource, held_out_streams, synthetic_streams
+from tokenyard.routing.scenario import Arrivals, Scenario, load_scenario
+from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    held_out_streams,
+    synthetic_streams,
+)
 
 METRICS = {
     "mean": "mean_response_s",

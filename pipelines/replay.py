@@ -27,13 +27,13 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard import metrics
-from tokenyard.intervals import t_interval
 from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.twin import agreement, simulate
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.twin import agreement, simulate
+from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
-from tokenyard.workload.locations import TRACE_FILES, find_trace
 from tokenyard.workload.model import load_model
+from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
 from tokenyard.workload.trace import Trace
 

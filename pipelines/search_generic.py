@@ -39,7 +39,7 @@ from tokenyard.routing.search_any_cluster import (
     draw_cluster,
     search_cost,
 )
-from tokenyard.sim.streams import stream_rng
+from tokenyard.routing.simulator.streams import stream_rng
 from tokenyard.types import FloatArray
 
 KEEP_EVERY = 10

@@ -21,15 +21,15 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard import metrics
-from tokenyard.fleet import Randomisation
-from tokenyard.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig
+from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.routing.validation import PairedScore, choose, mean_and_violations_s, worst_p99
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.streams import StreamSource
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python pipelines/tune_baselines.py --scenario poisson_085
 
-Writes tokenyard/scenarios/tuned/<scenario>.json, which ships with the package.
+Writes tokenyard/scenarios/tuned/routing/<scenario>.json, which ships with the package.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenyard
-from tokenyard.policies.tuned import TunedRules
 from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario, scenario_names
-from tokenyard.suites import SUITES, SuiteName
-from tokenyard.tuning import FLEET_GRIDS, tune_rules
+from tokenyard.routing.policies.tuned import TunedRules
+from tokenyard.routing.scenario import load_scenario, scenario_names
+from tokenyard.routing.suites import SUITES, SuiteName
+from tokenyard.routing.tuning import FLEET_GRIDS, tune_rules
 
-TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
+TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned" / "routing"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from serve_app.allocation.plans import make_plan_policy
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.types import AllocationState, Plan
+from tokenyard.allocation.types import AllocationState, Plan
 
 _STATE = "tokenyard"
 _HISTORY_SLOTS = 600

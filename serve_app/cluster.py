@@ -13,10 +13,9 @@ import yaml
 from pydantic import Field, HttpUrl, ValidationError, model_validator
 
 from serve_app.engines.base import EngineConfig
-from tokenyard.fleet import EngineSpeed, requests_per_s
-from tokenyard.frozen import FrozenModel
-from tokenyard.named import read_named
-from tokenyard.types import Parallelism
+from tokenyard.allocation.types import Parallelism
+from tokenyard.config import FrozenModel, read_named
+from tokenyard.routing.fleet import EngineSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
 

@@ -19,7 +19,7 @@ from tokenyard.artifact import ArtifactError
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import learned_regions, resolve_region_champion
 from tokenyard.regions.policies import REGION_BASELINES
-from tokenyard.regions.state import RegionDecision, RegionPolicy, RegionState, check_decision
+from tokenyard.regions.types import RegionDecision, RegionPolicy, RegionState, check_decision
 
 logger = logging.getLogger(__name__)
 

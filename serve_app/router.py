@@ -29,8 +29,8 @@ from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from serve_app.ray_serve import private, router_registry
-from tokenyard.scenario import load_scenario
-from tokenyard.types import Request
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import Request
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenyard.artifact import content_hash, find_champion, read_arrays, write_arrays
-from tokenyard.frozen import FrozenModel
-from tokenyard.intervals import Samples
+from tokenyard.config import FrozenModel
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import SearchTraining
+from tokenyard.statistics.intervals import Samples
 from tune_configs.experiment import Experiment
 
 DAYS = 50

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.network import Layer, layers_of
 
 _METADATA = "metadata"

@@ -18,8 +18,8 @@ from typing import Generic
 from rich import box
 from rich.table import Table
 
-from tokenyard.intervals import Interval, Samples
 from tokenyard.problem import A, Candidate, D, Measure, Problem, R, Row, Runner, S
+from tokenyard.statistics.intervals import Interval, Samples
 
 SCORE = "score"
 """Key of the score in rows of a sweep and in what validation finds; higher is better."""

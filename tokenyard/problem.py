@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from tokenyard.artifact import RegistryLookup
-from tokenyard.intervals import Samples
+from tokenyard.statistics.intervals import Samples
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -16,12 +16,12 @@ from ray import tune
 from ray.tune.search import Searcher
 
 import envs
-from tokenyard.rl.recipes import SCORE_REWARD
-from tokenyard.rl.rollouts import RolloutConfig
+from tokenyard.rl.routing.rollouts import RolloutConfig
+from tokenyard.rl.routing.training import SCORE_REWARD
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tokenyard.scenario import RewardWeights, Scenario, load_scenario
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
 from tune_configs.schedulers import AshaPerAlgorithm
 

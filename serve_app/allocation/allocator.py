@@ -50,7 +50,7 @@ from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.telemetry import SlotRecord
-from tokenyard.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
+from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
 
 logger = logging.getLogger(__name__)
 

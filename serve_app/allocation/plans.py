@@ -14,9 +14,9 @@ from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.types import AllocationPolicy, Plan
 from tokenyard.artifact import NoChampionError
 from tokenyard.registry import mlflow_lookup
-from tokenyard.types import AllocationPolicy, Plan
 
 
 def make_plan_policy(

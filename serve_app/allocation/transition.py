@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tokenyard.types import Plan
+from tokenyard.allocation.types import Plan
 
 
 @dataclass(frozen=True, slots=True, order=True)

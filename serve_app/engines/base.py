@@ -13,7 +13,7 @@ from typing import Annotated, Literal, Protocol
 from pydantic import Field
 
 from serve_app.engines.emulation import Emulation
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token; `length`: max_tokens; `abort`: the client left."""

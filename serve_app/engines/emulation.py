@@ -19,9 +19,9 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from tokenyard.fleet import ReplicaConfig
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.perf.models import Precision
+from tokenyard.routing.fleet import ReplicaConfig
 from tokenyard.types import FloatArray
 
 TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 

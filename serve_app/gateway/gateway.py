@@ -33,8 +33,8 @@ from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
 from serve_app.policy.runner import Choice
 from serve_app.router import RayDefault
-from tokenyard.scenario import load_scenario
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.policy.runner import Choice
-from tokenyard.types import ReplicaSnapshot
+from tokenyard.routing.types import ReplicaSnapshot
 
 BIN_S = 5.0
 _NUM_BINS = 180

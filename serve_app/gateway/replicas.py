@@ -2,7 +2,8 @@
 
 Two sources meet here. A replica publishes its queue, its batch and its memory now and then; what
 this router has sent itself and got back it knows at once. `ReplicaTable.snapshots` combines them as
-`tokenyard.sim.batching` does for a router of the simulator, which a test compares number by number.
+`tokenyard.routing.simulator.batching_kernel` does for a router of the simulator, which a test
+compares number by number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.cluster import EngineProfile
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the mean of response times."""

@@ -15,7 +15,7 @@ from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
 from serve_app.http.errors import PROBLEMS, BadRequest
-from tokenyard.types import AllocationPolicy, Plan
+from tokenyard.allocation.types import AllocationPolicy, Plan
 
 MakePolicy = Callable[[str], AllocationPolicy]
 """Makes an allocation policy by name; ValueError where there is none of that name."""

@@ -15,7 +15,7 @@ from serve_app.http.decide_schema import PolicyReference, RouteAnswer, RouteMess
 from serve_app.http.errors import PROBLEMS
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import Choice, PolicyRunner
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import ReplicaSnapshot, Request
 
 
 class RouteService:

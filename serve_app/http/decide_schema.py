@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 MAX_BODY_BYTES = 1 << 20
 MAX_REPLICAS = 1024
@@ -61,7 +61,7 @@ class RequestMessage(_Message):
 
 
 class EngineMessage(_Message):
-    """A replica that batches continuously; the fields of `tokenyard.types.EngineSnapshot`."""
+    """A replica that batches continuously; the fields of `EngineSnapshot`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
     prefill_token_s: _IterationShare
@@ -81,7 +81,7 @@ class EngineMessage(_Message):
 
 
 class SnapshotMessage(_Message):
-    """One candidate replica; the fields are those of `tokenyard.types.ReplicaSnapshot`."""
+    """One candidate replica; the fields are those of `tokenyard.routing.types.ReplicaSnapshot`."""
 
     replica_id: Annotated[str, Field(min_length=1, max_length=256)]
     tokens_per_s: Annotated[float, Field(ge=1e-3, le=1e9, allow_inf_nan=False)]

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tokenyard.regions.state import Dispatch, RegionState
+from tokenyard.regions.types import Dispatch, RegionState
 
 MAX_REGIONS = 128
 MAX_SLOTS = 64
@@ -132,7 +132,7 @@ class RegionsAnswer(BaseModel):
     dispatch: Dispatch
     """How to send single tasks within the slot."""
     live: dict[str, float]
-    """Weights of `tokenyard.regions.state.LiveCost`, for dispatch `live_cost`."""
+    """Weights of `tokenyard.regions.types.LiveCost`, for dispatch `live_cost`."""
     policy: str
     """What decided."""
     fallback_reason: str | None

@@ -2,7 +2,7 @@
 
 In the shadow it is asked about every decision and changes none: a thread of its own does that, and
 where it does not keep up, decisions are left out. As a canary it decides for the requests whose
-hash falls to it, until `tokenyard.offpolicy.sequential.SequentialTest` finds it worse or its
+hash falls to it, until `tokenyard.statistics.sequential.SequentialTest` finds it worse or its
 breaker opens.
 """
 
@@ -26,11 +26,11 @@ import numpy as np
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
 from serve_app.policy.timeouts import Timeouts
-from tokenyard.intervals import Interval
-from tokenyard.offpolicy import estimate
-from tokenyard.offpolicy.sequential import SequentialTest
-from tokenyard.policies.delay import finish_times_s
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
+from tokenyard.statistics.sequential import SequentialTest
 
 logger = logging.getLogger(__name__)
 

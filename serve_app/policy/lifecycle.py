@@ -17,7 +17,7 @@ from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
 from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
 from serve_app.policy.runner import PolicyRunner
 from tokenyard import registry
-from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
+from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,14 @@ import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.artifact import ArtifactError
-from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.delay import finish_times_s
 from tokenyard.registry import CANDIDATE, mlflow_lookup
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import LengthPredictor
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy, Slo
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.types import Slo
 from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
 

@@ -25,9 +25,9 @@ from serve_app.policy.runner import (
     decide_by,
 )
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
-from tokenyard.offpolicy.sequential import DEFAULT_ALPHA
-from tokenyard.policies.delay import finish_times_s
-from tokenyard.types import ReplicaSnapshot, Request
+from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 RAY_DEFAULT = "ray_default"
 """Name of Ray Serve's own router among the policies."""

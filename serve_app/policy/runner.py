@@ -17,7 +17,7 @@ import numpy as np
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.loading import LoadedPolicy
 from serve_app.policy.timeouts import Timeouts, TooSlow
-from tokenyard.types import Decision, ReplicaSnapshot, Request, RoutingPolicy, ScoringPolicy
+from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, RoutingPolicy, ScoringPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from cluster.hosts import CLEAN_ENVIRONMENT, REPOSITORY, Host, lan, why_not
 from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
-from tokenyard.rl.runner import ColumnarEnvRunner
+from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner
 
 pytestmark = pytest.mark.cluster
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
+from unit.serve.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import a_faulty_policy, marginal_artifact, network_artifact
-from unit.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import GenerationChunk, ReplicaFull
@@ -21,8 +21,8 @@ from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy import manager as manager_module
 from serve_app.policy.manager import PolicyManager
-from tokenyard.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
-from tokenyard.types import Decision
+from tokenyard.routing.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.types import Decision
 
 pytestmark = pytest.mark.drills
 

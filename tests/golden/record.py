@@ -35,25 +35,19 @@ import yaml
 from serve_app import app as serving
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import learned_allocation
 from tokenyard.allocation.scenario import allocation_names, load_allocation
+from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.artifact import PolicyArtifact
-from tokenyard.policies.allocation import learned_allocation
-from tokenyard.policies.learned import learned_policy
-from tokenyard.policies.regions import learned_regions
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.policies import learned_regions
 from tokenyard.regions.scenario import load_regions, region_names
-from tokenyard.regions.state import RegionState
-from tokenyard.scenario import load_scenario, scenario_names
-from tokenyard.types import (
-    AllocationState,
-    EngineSnapshot,
-    ReplicaSnapshot,
-    Request,
-    ScoringPolicy,
-    SlotMeasurements,
-)
-from tokenyard.workload.locations import data_folders
+from tokenyard.regions.types import RegionState
+from tokenyard.routing.policies.learned import learned_policy
+from tokenyard.routing.scenario import load_scenario, scenario_names
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
+from tokenyard.workload.paths import data_folders
 
 HERE = Path(__file__).parent
 PIPELINES = HERE.parents[1] / "pipelines"

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from ray import tune
 
-from tokenyard.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
 from tune_configs.experiment import Experiment
 from tune_configs.schedulers import AshaPerAlgorithm

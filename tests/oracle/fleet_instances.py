@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 from oracle.slow_engine import Change, Engine, Job
 
-from tokenyard.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario
+from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.scenario import Arrivals, RewardWeights, Scenario
-from tokenyard.sim.batching_streams import BatchingStream
-from tokenyard.sim.engines import BatchingSim
+from tokenyard.routing.simulator.batching_streams import BatchingStream
 
 NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
 SECOND = Engine(

@@ -14,15 +14,15 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline
 from serve_app.policy.manager import PolicyManager
-from tokenyard.observation import (
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
+from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
 )
-from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
-from tokenyard.scenario import load_scenario
+from tokenyard.routing.scenario import load_scenario
 
 PREDICTOR = LengthPredictor(bin_edges_tokens=(1000.0,), mean_generated_tokens=(10.0, 50.0))
 

@@ -18,10 +18,10 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, ValueTable
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.types import AllocationPolicy
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.network import Network, check_names, check_network, check_shape, network_names
-from tokenyard.types import AllocationPolicy
 
 
 class AllocationMetadata(FrozenModel):

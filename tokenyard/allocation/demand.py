@@ -21,9 +21,9 @@ from scipy.signal import lfilter
 
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Demand
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray
-from tokenyard.workload.locations import data_folders, find_trace
+from tokenyard.workload.paths import data_folders, find_trace
 from tokenyard.workload.readers import read_trace
 
 VM_CPU_FILE = "azure_vm_cpu.csv"

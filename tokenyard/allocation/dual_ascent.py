@@ -16,8 +16,8 @@ from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import OFFERED, VIOLATIONS
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import AllocationScenario, Objective
-from tokenyard.sim.allocation import AllocationOutcomes
-from tokenyard.sim.allocation_run import StreamRunner
+from tokenyard.allocation.simulator import AllocationOutcomes
+from tokenyard.allocation.simulator.run import StreamRunner
 
 _STEP = 1.0
 """Change of the multiplier's logarithm per percent of violations too many, at first; the k-th

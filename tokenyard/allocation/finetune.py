@@ -18,10 +18,15 @@ from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import Forecaster, fit_forecaster
 from tokenyard.allocation.planner import PlannerModel, make_planner
 from tokenyard.allocation.search import AllocationSearchConfig
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.artifact import ArtifactError
 from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
-from tokenyard.intervals import BlockBootstrap, Interval, block_length, percentile_interval
-from tokenyard.sim.allocation_run import StreamRunner
+from tokenyard.statistics.intervals import (
+    BlockBootstrap,
+    Interval,
+    block_length,
+    percentile_interval,
+)
 from tokenyard.types import FloatArray, IntArray
 
 _LEAST_DAYS = 3

@@ -21,7 +21,7 @@ from scipy.stats import norm
 
 from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 NUM_RECENT = 24

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import ndtr
 
+from tokenyard.allocation.types import Parallelism, Plan
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_parts
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.power import flop_utilisation, power_w
 from tokenyard.perf.replica import Replica
 from tokenyard.perf.serving import prefill_s
-from tokenyard.types import BoolArray, FloatArray, IntArray, Parallelism, Plan
+from tokenyard.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from tokenyard.allocation.scenario import AllocationScenario

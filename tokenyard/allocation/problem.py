@@ -18,24 +18,24 @@ from tokenyard.allocation.artifact import (
     learned_for,
     resolve_allocation_champion,
 )
+from tokenyard.allocation.bounds import (
+    best_static_in_hindsight,
+    clairvoyant,
+    free_switching,
+    value_iteration_policy,
+)
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import NUM_OUT, REWARD
 from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
 from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
+from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
+from tokenyard.allocation.types import AllocationPolicy
 from tokenyard.artifact import NoChampionError, RegistryLookup
-from tokenyard.intervals import Samples
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
-from tokenyard.sim.allocation import AllocationOutcomes
-from tokenyard.sim.allocation_bounds import (
-    best_static_in_hindsight,
-    clairvoyant,
-    free_switching,
-    value_iteration_policy,
-)
-from tokenyard.sim.allocation_run import StreamRunner, run_allocation
-from tokenyard.types import AllocationPolicy
+from tokenyard.statistics.intervals import Samples
 
 BOUNDS = ("best_static_hindsight", "clairvoyant", "free_switching")
 """They know the demand to come, and are no policies."""

@@ -10,8 +10,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.frozen import FrozenModel
-from tokenyard.named import read_named, shipped_names
+from tokenyard.config import FrozenModel, read_named, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
 

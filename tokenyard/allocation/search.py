@@ -17,8 +17,8 @@ from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 
 

@@ -17,10 +17,10 @@ import numpy as np
 from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, make_model, run_slot
+from tokenyard.allocation.paper.simulator import UPDATES, Update, uniform
 from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
-from tokenyard.sim.literal import UPDATES, Update, uniform
 from tokenyard.types import FloatArray
 
 NUM_BINS = 24

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 
 TELEMETRY_FILE = "allocation.jsonl"
 _LONGEST_GAP = 288

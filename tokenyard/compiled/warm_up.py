@@ -6,27 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 
+from tokenyard.allocation.bounds import clairvoyant_plans, free_switching
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.paper.simulator import LearningConfig, learn, literal_table
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.corrected import LAYOUT, ResidualNetwork
-from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.allocation_bounds import clairvoyant_plans, free_switching
-from tokenyard.sim.allocation_run import StreamRunner
-from tokenyard.sim.batching_streams import BatchingStream, token_rows
-from tokenyard.sim.bounds import clairvoyant, mc_rollout
-from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.literal import LearningConfig, learn, literal_table
-from tokenyard.sim.regions_run import run_regions
-from tokenyard.sim.rollouts import RolloutSim, run_residual
-from tokenyard.sim.streams import StreamSource, stream_rng
+from tokenyard.regions.simulator import run_regions
+from tokenyard.routing.bounds import clairvoyant, mc_rollout
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.batching_streams import BatchingStream, token_rows
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.rollouts import RolloutSim, run_residual
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
 _NUM_REQUESTS = 20
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1.5)]

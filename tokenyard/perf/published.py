@@ -13,7 +13,7 @@ import csv
 import io
 from typing import Literal
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.perf.hardware import Calibration, read_table
 from tokenyard.perf.models import Precision
 from tokenyard.perf.replica import Replica, make_replica

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.state import RegionState
+from tokenyard.regions.types import RegionState
 from tokenyard.types import FloatArray, IntArray
 
 

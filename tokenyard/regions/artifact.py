@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Literal
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.observation import Action
 from tokenyard.regions.policies.learned import LearnedMix, RegionNetwork
-from tokenyard.regions.state import Dispatch, RegionPolicy
+from tokenyard.regions.types import Dispatch, RegionPolicy
 
 
 class RegionMetadata(FrozenModel):

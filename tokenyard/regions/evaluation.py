@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.problem import Measure
-from tokenyard.sim import regions as kernel
-from tokenyard.sim.regions_run import RegionOutcomes
+from tokenyard.regions.simulator import RegionOutcomes, kernel
 
 MEASURES = (
     Measure("total_cost", "total $", ".1f", delta="delta_cost_fraction"),

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from tokenyard.regions import transport
-from tokenyard.regions.state import LiveCost, RegionState
+from tokenyard.regions.types import LiveCost, RegionState
 from tokenyard.types import BoolArray, FloatArray
 
 PLANS = ("forecast", "previous", "now", "local")

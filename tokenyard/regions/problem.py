@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 
 from tokenyard.artifact import RegistryLookup
-from tokenyard.intervals import Samples
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, learned_regions, resolve_region_champion
@@ -18,8 +17,9 @@ from tokenyard.regions.evaluation import MEASURES, measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
-from tokenyard.regions.state import RegionPolicy
-from tokenyard.sim.regions_run import run_regions
+from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.types import RegionPolicy
+from tokenyard.statistics.intervals import Samples
 
 LEARNED = "torta"
 SUITES = {"regions": ("abilene", "polska", "gabriel", "cost266")}

@@ -11,8 +11,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.frozen import FrozenModel
-from tokenyard.named import read_named, shipped_names
+from tokenyard.config import FrozenModel, read_named, shipped_names
 
 _FOLDER = "scenarios/regions"
 

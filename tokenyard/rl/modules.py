@@ -21,7 +21,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from torch import Tensor, nn
 
-from tokenyard.observation import finish_columns, observation_size
+from tokenyard.routing.observation import finish_columns, observation_size
 
 NORMALISE = "normalise"
 """Key of a module's `model_config`: whether observations are normalised (bool)."""

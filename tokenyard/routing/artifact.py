@@ -1,7 +1,7 @@
 """The exported routing policy: its kinds, which one is the champion, and what it is made from.
 
 `KINDS` is the one table of what there is to know of a kind. To add one, write its class in
-`tokenyard.policies.learned` and its line here.
+`tokenyard.routing.policies.learned` and its line here.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard import corrected
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.equivariant import BASELINES, Layout
-from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.network import Arrays, check_layers, check_network, check_shape
-from tokenyard.observation import (
+from tokenyard.routing.equivariant import BASELINES, Layout
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
+from tokenyard.routing.observation import (
     NUM_MARGINAL_SLO_WEIGHTS,
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
 )
-from tokenyard.policies.learned import (
+from tokenyard.routing.policies.learned import (
     AnyClusterPolicy,
     EquivariantPolicy,
     LinearPolicy,
@@ -37,10 +36,12 @@ from tokenyard.policies.learned import (
     ReplicaScorer,
     ResidualPolicy,
 )
-from tokenyard.policies.tuned import load_tuned
-from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
-from tokenyard.scenario import Scenario
-from tokenyard.types import FloatArray, ScoringPolicy, Slo
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scores import residual as corrected
+from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.types import ScoringPolicy
+from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
 

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.fleet import Fleet
-from tokenyard.intervals import BlockBootstrap, Samples, block_length
 from tokenyard.metrics import score
 from tokenyard.problem import Measure
+from tokenyard.routing.fleet import Fleet
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.scenario import Scenario
-from tokenyard.sim.engines import BatchingOutcomes
-from tokenyard.sim.run import Run
-from tokenyard.sim.streams import StreamSet
+from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.streams import StreamSet
+from tokenyard.statistics.intervals import BlockBootstrap, Samples, block_length
 from tokenyard.types import FloatArray
 
 _BOOTSTRAP_SEED = 95

@@ -26,13 +26,13 @@ from tokenyard.figures import (
     small_bars,
     words,
 )
-from tokenyard.fleet import TrafficClass
 from tokenyard.metrics import tpot_s as tpot
 from tokenyard.problem import Row
+from tokenyard.routing.fleet import TrafficClass
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.scenario import Scenario
-from tokenyard.sim.engines import BatchingOutcomes
-from tokenyard.sim.run import Run
+from tokenyard.routing.simulator.run import Run
 from tokenyard.types import FloatArray
 
 _NUM_TIME_BINS = 60

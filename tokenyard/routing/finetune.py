@@ -17,15 +17,16 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.artifact import ArtifactError
 from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
-from tokenyard.intervals import Interval
-from tokenyard.observation import marginal_scores, snapshot_columns
-from tokenyard.offpolicy import estimate, replay
-from tokenyard.offpolicy.log import LoggedDecision, fleet_of, windows_of
-from tokenyard.policies.delay import finish_s
+from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
-from tokenyard.scenario import Scenario
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSet
+from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
+from tokenyard.routing.observation import marginal_scores, snapshot_columns
+from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.streams import StreamSet
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
 from tokenyard.types import FloatArray, IntArray
 
 _MAX_COMPARED = 2_000

@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.network import Activation
-from tokenyard.observation import NUM_REQUEST_FEATURES
-from tokenyard.scenario import Visibility
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES
+from tokenyard.routing.scenario import Visibility
 from tokenyard.types import Slo
 
 
@@ -43,11 +43,12 @@ class ArtifactMetadata(FrozenModel):
     format_version: Literal[1] = 1
     kind: Literal["linear", "marginal", "generic", "mlp", "equivariant", "corrected"]
     """`linear`: a learned correction of the expected response time
-    (`tokenyard.observation.linear_scores`); `marginal`: one of the delay that a request adds, for
-    replicas that batch continuously (`marginal_scores`); `generic`: one of either for any cluster
-    (`tokenyard.generic`); `mlp`: a network over the flat observation; `equivariant`: one that
-    scores every replica alike (`tokenyard.equivariant`); `corrected`: a `marginal` policy and a
-    network of that kind that corrects it (`tokenyard.corrected`)."""
+    (`tokenyard.routing.observation.linear_scores`); `marginal`: one of the delay that a request
+    adds, for replicas that batch continuously (`marginal_scores`); `generic`: one of either for any
+    cluster (`tokenyard.routing.scores.any_cluster`); `mlp`: a network over the flat observation;
+    `equivariant`: one that scores every replica alike (`tokenyard.routing.equivariant`);
+    `corrected`: a `marginal` policy and a network of that kind that corrects it
+    (`tokenyard.routing.scores.residual`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
@@ -70,8 +71,8 @@ class ArtifactMetadata(FrozenModel):
     """How much a second of expected response time, or of its baseline's cost, lowers a network's
     preference."""
     baseline: str | None = None
-    """Rule that an `equivariant` network corrects, a key of `tokenyard.equivariant.BASELINES`; an
-    `mlp` corrects shortest expected delay."""
+    """Rule that an `equivariant` network corrects, a key of
+    `tokenyard.routing.equivariant.BASELINES`; an `mlp` corrects shortest expected delay."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}

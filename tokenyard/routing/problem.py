@@ -14,24 +14,24 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenyard.artifact import RegistryLookup
-from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.tuned import load_tuned
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
-from tokenyard.routing.validation import Validation
-from tokenyard.scenario import Scenario, load_scenario, scenario_names
-from tokenyard.sim.bounds import BOUNDS
-from tokenyard.sim.run import Run, run_compiled, run_each, run_policy
-from tokenyard.sim.streams import (
+from tokenyard.routing.bounds import BOUNDS
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
+from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
+from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
     held_out_streams,
     synthetic_streams,
     trace_streams,
 )
-from tokenyard.suites import SUITES
-from tokenyard.types import RoutingPolicy
+from tokenyard.routing.suites import SUITES
+from tokenyard.routing.types import RoutingPolicy
+from tokenyard.routing.validation import Validation
 from tokenyard.workload.readers import read_trace
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.fleet import Randomisation
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor
+from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim.simulator import make_simulator
-from tokenyard.sim.streams import StreamSource, stream_rng
+from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import BoolArray, FloatArray
 
 

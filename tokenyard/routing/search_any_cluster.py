@@ -1,9 +1,10 @@
 """Policy search for the one policy for any cluster: every generation sees other clusters.
 
-Cross-entropy search (`tokenyard.cross_entropy`) over the weights of `tokenyard.generic`. What makes
-them generic is what they are searched on: servers, or replicas that batch, in clusters of many
-sizes and mixtures, from idle to nearly overloaded, under Poisson traffic and recorded kinds of
-bursts. No scenario that ships is among them.
+Cross-entropy search (`tokenyard.cross_entropy`) over the weights of
+`tokenyard.routing.scores.any_cluster`. What makes them generic is what they are searched on:
+servers, or replicas that batch, in clusters of many sizes and mixtures, from idle to nearly
+overloaded, under Poisson traffic and recorded kinds of bursts. No scenario that ships is among
+them.
 
 A candidate is judged against the best hand rule *of each cluster*, found among several parameters
 on the same streams. Its cost is what it gains on average, plus guards: on average over clusters of
@@ -20,8 +21,12 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
-from tokenyard.generic import (
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
+from tokenyard.routing.scores.any_cluster import (
     HOPELESS_FEATURES,
     NUM_ENGINE_WEIGHTS,
     NUM_SERVER_FEATURES,
@@ -29,14 +34,10 @@ from tokenyard.generic import (
     SLOT_MODULATORS,
     VIOLATION_FEATURES,
 )
-from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
-from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSource, stream_rng
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import FloatArray, IntArray
 
 Kind = Literal["servers", "slots", "engines"]
@@ -210,7 +211,7 @@ class TrainingCluster:
             self._sim.load(copy, stream)
 
     def try_weights(self, weights: FloatArray) -> Found:
-        """Run all streams under weights of `tokenyard.generic`."""
+        """Run all streams under weights of `tokenyard.routing.scores.any_cluster`."""
         self._sim.run_any_cluster(weights, MEAN_TOTAL_TOKENS)
         return self._found()
 

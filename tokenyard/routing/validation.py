@@ -13,20 +13,20 @@ from typing import Any, cast
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.corrected import fold
-from tokenyard.intervals import t_interval
-from tokenyard.observation import finish_columns
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
-from tokenyard.sim.cluster import Observations, Outcomes
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.rollouts import run_residual
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import (
+from tokenyard.routing.observation import finish_columns
+from tokenyard.routing.scores.residual import fold
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import Observations, Outcomes
+from tokenyard.routing.simulator.rollouts import run_residual
+from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
     recorded_training_streams,
     synthetic_streams,
 )
+from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 
 NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")

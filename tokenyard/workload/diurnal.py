@@ -8,7 +8,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AwareDatetime, Field
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray
 
 HOUR_S = 3600.0

@@ -56,7 +56,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         "mooncake_synthetic": Source((_MOONCAKE + "synthetic_trace.jsonl",)),
     }
 )
-"""Sources by the names of `tokenyard.workload.locations.TRACE_FILES`, which holds the licences.
+"""Sources by the names of `tokenyard.workload.paths.TRACE_FILES`, which holds the licences.
 
 The publishers give no checksums; the one here was taken from a copy of the published file."""
 

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled_with_arrays
-from tokenyard.types import FloatArray, IntArray, Request
+from tokenyard.routing.types import Request
+from tokenyard.types import FloatArray, IntArray
 
 FEATURE_NAMES = (
     "hour",

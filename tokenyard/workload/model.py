@@ -18,7 +18,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.sampling import draw_lengths, draw_mmpp_arrivals

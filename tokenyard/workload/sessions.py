@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from tokenyard.frozen import FrozenModel
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.model import WorkloadModel, load_model
 from tokenyard.workload.trace import Trace

@@ -12,14 +12,14 @@ from unit.serve_builders import linear_artifact, marginal_artifact
 
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.policy.loading import resolve_policy
-from tokenyard.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
-from tokenyard.offpolicy import replay
-from tokenyard.offpolicy.log import fleet_of, read_log, windows_of
+from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.run import run_each
-from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
-from tokenyard.types import Decision
+from tokenyard.routing.decision_log import fleet_of, read_log, windows_of
+from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.run import run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import Decision
 
 SCENARIO = "conversation_mixed_gpus"
 FACTORS = np.array([1.0, 1.3, 0.8, 1.1])

@@ -15,14 +15,14 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.routing import finetune as of_routing_log
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.search_any_cluster import AnyClusterConfig, AnyClusterSearch
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.allocation_run import StreamRunner
 
 FILE = Path(__file__).with_name("search_trajectories.json")
 POOL = load_allocation("l4x4_7b")

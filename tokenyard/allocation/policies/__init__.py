@@ -19,7 +19,7 @@ from tokenyard.allocation.policies.rules import (
     RandomPlan,
     StaticPlan,
 )
-from tokenyard.types import AllocationPolicy
+from tokenyard.allocation.types import AllocationPolicy
 
 
 def _reactive(context: AllocationContext) -> Autoscaler:

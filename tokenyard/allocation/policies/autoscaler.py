@@ -9,8 +9,9 @@ from pydantic import Field
 
 from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.plans import PlanTable
-from tokenyard.frozen import FrozenModel
-from tokenyard.types import AllocationState, IntArray, Plan
+from tokenyard.allocation.types import AllocationState, Plan
+from tokenyard.config import FrozenModel
+from tokenyard.types import IntArray
 
 
 class AutoscalerRule(FrozenModel):

@@ -38,8 +38,9 @@ from tokenyard.allocation.planner import (
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.types import AllocationState, Plan
 from tokenyard.network import Network
-from tokenyard.types import AllocationState, FloatArray, IntArray, Plan
+from tokenyard.types import FloatArray, IntArray
 
 
 class ForecastPlanner:

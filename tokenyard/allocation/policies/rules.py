@@ -18,8 +18,8 @@ from tokenyard.allocation.planner import (
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.frozen import FrozenModel
-from tokenyard.types import AllocationState, Plan
+from tokenyard.allocation.types import AllocationState, Plan
+from tokenyard.config import FrozenModel
 
 _TUNED = "scenarios/tuned/allocation"
 

@@ -31,7 +31,7 @@ from tokenyard.regions.policies.rules import (
     stay_local,
 )
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.state import Dispatch, LiveCost, RegionPolicy
+from tokenyard.regions.types import Dispatch, LiveCost, RegionPolicy
 
 
 def _planned(

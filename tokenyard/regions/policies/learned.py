@@ -18,11 +18,7 @@ from tokenyard.regions.mixing import (
     total_load,
 )
 from tokenyard.regions.observation import LIMIT, Action, encode, observation_size, shares_of
-from tokenyard.regions.state import (
-    Dispatch,
-    RegionDecision,
-    RegionState,
-)
+from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
 

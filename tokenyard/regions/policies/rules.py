@@ -16,12 +16,7 @@ from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.mixing import (
     START_CAP,
 )
-from tokenyard.regions.state import (
-    Dispatch,
-    LiveCost,
-    RegionDecision,
-    RegionState,
-)
+from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
 PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1

@@ -12,11 +12,7 @@ from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
-from tokenyard.rl.allocation_training import (
-    AllocationRllib,
-    TabularTraining,
-    allocation_config,
-)
+from tokenyard.rl.allocation.training import AllocationRllib, TabularTraining, allocation_config
 from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
 from tokenyard.rl.training import SearchTraining, Training
 

@@ -10,8 +10,8 @@ from tokenyard.regions.observation import Action
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
-from tokenyard.regions.state import Dispatch
-from tokenyard.rl.regions_training import RegionRllib, regions_config
+from tokenyard.regions.types import Dispatch
+from tokenyard.rl.regions.training import RegionRllib, regions_config
 from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
 from tokenyard.rl.training import SearchTraining, Training
 

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tokenyard.rl.recipes import Recipe, build_config, recipe
-from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.sampling import Implementation
+from tokenyard.rl.columnar.sampling import Implementation
+from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
+from tokenyard.rl.routing.training import Recipe, build_config, recipe
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tokenyard.scenario import RewardWeights, Scenario
-from tokenyard.sim.streams import StreamSource
+from tokenyard.routing.simulator.streams import StreamSource
 
 
 class RoutingTrialConfig(TrialConfig):
@@ -28,7 +28,7 @@ class RoutingTrialConfig(TrialConfig):
     implementation: Implementation = "tokenyard"
     """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
     recipe: str = "ours"
-    """Name of a recipe of `tokenyard.rl.recipes`."""
+    """Name of a recipe of `tokenyard.rl.routing.training`."""
     reward: RewardWeights | None = None
     """Weights in place of the recipe's."""
     residual_scale: Annotated[float, Field(ge=0)] | None = None

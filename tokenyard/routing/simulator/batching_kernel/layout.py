@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard import observation as ob
 from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.rewards import NUM_REWARDS
 from tokenyard.types import FloatArray, IntArray
 

@@ -1,0 +1,50 @@
+"""Direct policy search from the command line."""
+
+from dataclasses import replace
+
+import pytest
+from search_policy import OBJECTIVES, Args, baseline_only, main, search
+
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.validation import choose
+
+SLO_FIRST = OBJECTIVES[-1]
+MIXED = Args(
+    scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=4, streams=2,
+    violation_s=300.0, p99_margin=10.0, jobs=1,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(MIXED, SLO_FIRST, seed=0)
+
+
+@pytest.mark.slow
+def test_a_search_that_prices_slo_violations_has_fewer_of_them_than_the_hand_rule(found):
+    assert len(found.weights) == NUM_MARGINAL_SLO_WEIGHTS
+    assert found.row["objective_violation"] == 300.0
+    assert found.row["delta_slo_violation"] < -0.02
+
+
+@pytest.mark.slow
+def test_without_slos_the_weights_are_those_of_delays():
+    args = replace(MIXED, slo_terms=False, generations=1, streams=1)
+    assert len(search(args, SLO_FIRST, seed=0).weights) == NUM_MARGINAL_WEIGHTS
+
+
+@pytest.mark.slow
+def test_what_is_kept_is_what_was_asked_for(found):
+    rule = baseline_only(MIXED.scenario)
+    rows = [rule.row, found.row]
+    assert choose(rows, violation_s=300.0, p99_margin=10.0) == 1
+    assert choose(rows, violation_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
+
+
+@pytest.mark.integration
+def test_the_best_is_written(tmp_path):
+    main(replace(MIXED, generations=1, streams=1, out=tmp_path))
+    artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")
+    assert artifact.metadata.kind == "marginal"
+    assert "slo_violation_fraction" in artifact.metadata.metrics
