@@ -7,7 +7,7 @@ row for every replica.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -48,6 +48,12 @@ def layers_of(arrays: Arrays) -> list[Layer]:
         raise ValueError(f"array {missing} is missing") from None
 
 
+def network_names(arrays: Arrays) -> list[str]:
+    """Names that the arrays of a `Network` with as many layers have."""
+    numbered = [f"{letter}{i}" for i in range(len(layers_of(arrays))) for letter in "wb"]
+    return ["mean", "std", *numbered]
+
+
 @dataclass(frozen=True, eq=False)
 class Network:
     """A network with the units of its inputs."""
@@ -71,6 +77,16 @@ class Network:
     def __call__(self, inputs: npt.NDArray[Any]) -> FloatArray:
         """Outputs of shape (..., outputs) for inputs of shape (..., inputs)."""
         return forward(self.layers, (inputs - self.mean) / self.std, self.activation)
+
+
+def check_names(arrays: Arrays, names: Iterable[str]) -> None:
+    """Check that arrays are these and no others.
+
+    Raises:
+        ValueError: They are not.
+    """
+    if set(arrays) != set(names):
+        raise ValueError(f"arrays {sorted(arrays)} must be {sorted(names)}")
 
 
 def check_shape(arrays: Arrays, name: str, shape: tuple[int, ...]) -> None:

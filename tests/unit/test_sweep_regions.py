@@ -8,9 +8,8 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 import envs
 from envs import RegionEnv
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
+from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, learned_regions
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
-from tokenyard.regions.policies.learned import RegionNetwork
 from tokenyard.rl.regions_trainable import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
 from tokenyard.sim.regions_run import RegionSim
@@ -67,17 +66,19 @@ def a_network(**changes):
 
 
 def test_layers_that_do_not_follow_each_other_are_refused():
-    with pytest.raises(ValueError, match=r"'w1' has shape \(16, 9\), not \(16, 8\)"):
+    with pytest.raises(ValueError, match=r"'w1' has shape \(16, 9\); it must be \(16, 8\)"):
         a_network(w1=np.zeros((16, 9)))
     with pytest.raises(ValueError, match="'theta'"):
         RegionArtifact(RegionMetadata(scenarios=(), trainer="x"), a_network().arrays)
+    with pytest.raises(ValueError, match=r"'theta'.* must be \['b0'"):
+        a_network(theta=np.zeros(1))
 
 
 def test_a_network_says_for_how_many_regions_it_is():
     other = a_scenario(num_slots=12, topology="synthetic/gabriel/5/1")
     state = RegionSim(other, a_stream(other), an_oracle(other)).state()
     with pytest.raises(ValueError, match="trained for"):
-        RegionNetwork(a_network(), ActivationRule()).decide(state)
+        learned_regions(a_network(), ActivationRule()).decide(state)
 
 
 @pytest.mark.parametrize("algorithm", ["torta_faithful", "ppo"])
@@ -100,7 +101,7 @@ def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm,
         module = training.module
         outputs = module.forward_inference({"obs": torch.tensor(seen[None]).float()})
         means = outputs["action_dist_inputs"].detach().numpy()[0]
-        decision = RegionNetwork(artifact, ActivationRule.of(TINY)).decide(state)
+        decision = learned_regions(artifact, ActivationRule.of(TINY)).decide(state)
         env = RegionEnv(scenario=TINY, action=action)
         env.reset(seed=0)
         env._copy.sim, env._copy.state = RegionSim(TINY, a_stream(TINY), an_oracle(TINY)), state

@@ -20,7 +20,7 @@ from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.frozen import Frozen
-from tokenyard.network import Network, check_network, check_shape
+from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 from tokenyard.types import AllocationPolicy
 
 
@@ -81,19 +81,14 @@ class AllocationKind(Kind[AllocationArtifact]):
     policy: Callable[[AllocationArtifact], AllocationPolicy]
 
 
-def _check_names(artifact: AllocationArtifact, wanted: set[str]) -> None:
-    if set(artifact.arrays) != wanted:
-        raise ValueError(f"arrays {sorted(artifact.arrays)} must be {sorted(wanted)}")
-
-
 def _check_planner(artifact: AllocationArtifact) -> None:
-    _check_names(artifact, {"theta"})
+    check_names(artifact.arrays, ["theta"])
     check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
     _ = artifact.forecaster
 
 
 def _check_table(artifact: AllocationArtifact) -> None:
-    _check_names(artifact, {"edges_per_s", "best"})
+    check_names(artifact.arrays, ["edges_per_s", "best"])
     for name, dimensions in (("edges_per_s", 1), ("best", 4)):
         if artifact.arrays[name].ndim != dimensions:
             raise ValueError(f"array {name!r} must have {dimensions} dimensions")
@@ -101,8 +96,7 @@ def _check_table(artifact: AllocationArtifact) -> None:
 
 def _check_network(artifact: AllocationArtifact) -> None:
     check_network(artifact.arrays)
-    layers = {f"{letter}{i}" for i in range(len(artifact.layers)) for letter in "wb"}
-    _check_names(artifact, {"mean", "std"} | layers)
+    check_names(artifact.arrays, network_names(artifact.arrays))
     _ = artifact.forecaster
 
 

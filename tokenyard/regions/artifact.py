@@ -14,7 +14,7 @@ from typing import Literal
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.frozen import Frozen
-from tokenyard.network import Network, check_network, check_shape
+from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.observation import Action
@@ -67,9 +67,13 @@ class RegionKind(Kind[RegionArtifact]):
 
 
 def _check_mix(artifact: RegionArtifact) -> None:
-    if set(artifact.arrays) != {"theta"}:
-        raise ValueError(f"arrays {sorted(artifact.arrays)} must be ['theta']")
+    check_names(artifact.arrays, ["theta"])
     check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
+
+
+def _check_network(artifact: RegionArtifact) -> None:
+    check_network(artifact.arrays)
+    check_names(artifact.arrays, network_names(artifact.arrays))
 
 
 def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
@@ -81,7 +85,7 @@ KINDS: dict[str, RegionKind] = {
     "mix": RegionKind(
         check=_check_mix, policy=lambda it, rule: LearnedMix(it.arrays["theta"], rule)
     ),
-    "network": RegionKind(check=lambda it: check_network(it.arrays), policy=_network),
+    "network": RegionKind(check=_check_network, policy=_network),
 }
 """Kind of an artifact to what there is to know of it."""
 
