@@ -20,8 +20,8 @@ from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions_evaluation import resolve_region_candidate
-from tokenyard.sim.regions_run import run_regions
 
 SIZES = ((12, 250, 100), (37, 600, 300))
 """Regions, servers, tasks per slot."""

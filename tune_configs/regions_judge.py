@@ -15,6 +15,7 @@ from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.scenario import load_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import (
     RegionValidation,
@@ -24,7 +25,6 @@ from tokenyard.regions_evaluation import (
     measure,
     validation_streams,
 )
-from tokenyard.sim.regions_run import run_regions
 from tune_configs.judge import Columns, Comparison, change
 
 Maker = Callable[[], RegionPolicy]

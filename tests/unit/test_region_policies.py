@@ -22,6 +22,8 @@ from tokenyard.regions.mixing import (
     mix,
 )
 from tokenyard.regions.scenario import Failure
+from tokenyard.regions.simulator import RegionSim
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import check_decision
 from tokenyard.regions_evaluation import (
     compare_regions,
@@ -30,7 +32,6 @@ from tokenyard.regions_evaluation import (
     resolve_region_candidate,
     run_region_candidates,
 )
-from tokenyard.sim.regions_run import RegionSim, run_regions
 
 SCENARIO = a_scenario(num_slots=12)
 DOWN = a_scenario(num_slots=12, failures=(Failure(kind="region_down", start_slot=3, num_slots=5),))

@@ -11,9 +11,9 @@ from tokenyard.policies.regions import RegionNetwork
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
+from tokenyard.regions.simulator import RegionSim
 from tokenyard.rl.regions_trainable import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
-from tokenyard.sim.regions_run import RegionSim
 from tune_configs.experiment import load_experiment
 from tune_configs.regions import trainer_config
 from tune_configs.regions_judge import RegionJudge

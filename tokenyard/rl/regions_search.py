@@ -22,9 +22,9 @@ from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import RegionPolicy
 from tokenyard.regions_evaluation import measure
-from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
 
 _MARGINS = {
