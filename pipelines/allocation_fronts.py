@@ -36,12 +36,12 @@ from tokenyard.allocation.dynamics import (
 )
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation_evaluation import validation_streams
 from tokenyard.figures import save_figures
 from tokenyard.pareto import front, hypervolume
 from tokenyard.provenance import write_result
 from tokenyard.rl.dual_ascent import attainment, dual_ascent, run_planner
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 

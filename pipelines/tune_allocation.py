@@ -22,6 +22,7 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.policies.allocation import (
     AutoscalerRule,
     TunedAllocation,
@@ -30,7 +31,6 @@ from tokenyard.policies.allocation import (
 )
 from tokenyard.provenance import git_sha
 from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 

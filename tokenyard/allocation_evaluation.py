@@ -27,6 +27,7 @@ from tokenyard.allocation.dynamics import (
 )
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.artifact import RegistryLookup
 from tokenyard.intervals import Interval, t_interval
 from tokenyard.policies.allocation import (
@@ -36,7 +37,6 @@ from tokenyard.policies.allocation import (
     learned_for,
     make_allocation_policy,
 )
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_bounds import (
     best_static_in_hindsight,
     clairvoyant,
