@@ -27,8 +27,8 @@ from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import PARALLELISM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.simulator import AllocationSim, Observations
 from tokenyard.frozen import Frozen
-from tokenyard.sim.allocation import AllocationSim, Observations
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {

@@ -38,10 +38,10 @@ from tokenyard.allocation.dynamics import (
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.figures import save_figures
 from tokenyard.pareto import front, hypervolume
 from tokenyard.provenance import write_result
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 

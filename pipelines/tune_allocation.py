@@ -25,8 +25,8 @@ from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family, ten
 from tokenyard.allocation.policies.rules import TunedAllocation
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.provenance import git_sha
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 from tokenyard.types import FloatArray
 

@@ -11,7 +11,7 @@ from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import ATTAINED, UTILISATION, plan_table
 from tokenyard.allocation.scenario import SwitchBudget, allocation_names, load_allocation
-from tokenyard.sim.allocation import AllocationSim
+from tokenyard.allocation.simulator import AllocationSim
 
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(

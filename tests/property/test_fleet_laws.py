@@ -235,12 +235,12 @@ SCRAPE_S = 1.0
 
 def truth(sim):
     """What a scrape of every replica would publish now."""
-    state, plant = sim.arrays.state[0], sim.arrays.replica_params[0]
+    state, params = sim.arrays.state[0], sim.arrays.replica_params[0]
     spare = state[:, lay.FREE] + state[:, lay.EVICTABLE]
     return {
         "waiting": state[:, lay.WAITING].copy(),
         "running": state[:, lay.DECODING] + state[:, lay.PREFILLING],
-        "kv": 1.0 - spare / plant[:, lay.NUM_PAGES],
+        "kv": 1.0 - spare / params[:, lay.NUM_PAGES],
         "up": state[:, lay.STATUS] == lay.UP,
     }
 

@@ -57,11 +57,11 @@ def test_no_request_waits_at_a_server_with_a_free_slot_or_beyond_the_queue_limit
     for action in actions:
         sim.step(one(action))
         waiting, running = sim.state[0][:, [kernel.WAITING, kernel.RUNNING]].T
-        assert (running <= sim.plant[:, kernel.SLOTS]).all()
-        assert ((waiting == 0) | (running == sim.plant[:, kernel.SLOTS])).all()
+        assert (running <= sim.params[:, kernel.SLOTS]).all()
+        assert ((waiting == 0) | (running == sim.params[:, kernel.SLOTS])).all()
         assert (waiting <= scenario.queue_limit).all()
         if scenario.overflow == "drop":
-            assert (waiting + running <= sim.plant[:, kernel.CONCURRENCY]).all()
+            assert (waiting + running <= sim.params[:, kernel.CONCURRENCY]).all()
 
 
 @few
@@ -77,7 +77,7 @@ def test_the_clock_never_goes_back_and_no_request_is_served_faster_than_its_serv
     sim.drain()
     outcomes = sim.outcomes()
     done = outcomes.server >= 0
-    speed = sim.plant[outcomes.server[done], kernel.SLOT_TOKENS_PER_S]
+    speed = sim.params[outcomes.server[done], kernel.SLOT_TOKENS_PER_S]
     held_back_s = (stream[:, kernel.DISPATCH_S] - stream[:, kernel.ARRIVAL_S])[done]
     assert (
         outcomes.response_s[done] >= held_back_s + outcomes.total_tokens[done] / speed - 1e-9
@@ -98,7 +98,7 @@ def test_a_serial_server_serves_in_order_of_arrival_as_lindley_says(instance):
         if server < 0:
             continue
         start_s = max(finish_s[server], row[kernel.DISPATCH_S])
-        finish_s[server] = start_s + row[kernel.TRUE_TOTAL] / sim.plant[server, 0]
+        finish_s[server] = start_s + row[kernel.TRUE_TOTAL] / sim.params[server, 0]
         assert response_s == pytest.approx(finish_s[server] - row[kernel.ARRIVAL_S], abs=1e-9)
 
 
@@ -115,7 +115,7 @@ def test_with_exact_predictions_a_request_waits_as_long_as_the_router_was_told(i
     sim.drain()
     outcomes = sim.outcomes()
     done = outcomes.server >= 0
-    service_s = outcomes.total_tokens / sim.plant[outcomes.server, kernel.SLOT_TOKENS_PER_S]
+    service_s = outcomes.total_tokens / sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
     start_s = stream[:, kernel.ARRIVAL_S] + outcomes.response_s - service_s
     waited_s = start_s - stream[:, kernel.DISPATCH_S]
     assert waited_s[done] == pytest.approx(np.array(told_s)[done], abs=1e-9)

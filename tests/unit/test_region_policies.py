@@ -20,8 +20,9 @@ from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.policies.rules import ot_slack
 from tokenyard.regions.problem import PROBLEM, episodes, policy_maker
 from tokenyard.regions.scenario import Failure
+from tokenyard.regions.simulator import RegionSim
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import check_decision
-from tokenyard.sim.regions_run import RegionSim, run_regions
 
 SCENARIO = a_scenario(num_slots=12)
 DOWN = a_scenario(num_slots=12, failures=(Failure(kind="region_down", start_slot=3, num_slots=5),))

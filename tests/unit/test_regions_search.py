@@ -6,7 +6,7 @@ from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions.mixing import FILL, NUM_PARAMETERS, cost_of
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
-from tokenyard.sim.regions_run import RegionSim
+from tokenyard.regions.simulator import RegionSim
 
 SMALL = RegionSearchConfig(population=4, num_elites=2, slots=10, num_generations=2)
 TINY = a_scenario(num_slots=12)

@@ -12,9 +12,9 @@ from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, learned_regions
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
 from tokenyard.regions.problem import PROBLEM
+from tokenyard.regions.simulator import RegionSim
 from tokenyard.rl.regions.trial import RegionTrialConfig
 from tokenyard.rl.regions_training import RegionRllib, constraint_values, regions_config
-from tokenyard.sim.regions_run import RegionSim
 from tune_configs.experiment import load_experiment
 from tune_configs.regions import trainer_config
 

@@ -16,7 +16,7 @@ from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import MISSED, OFFERED
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import AllocationScenario, Objective
-from tokenyard.sim.allocation import AllocationOutcomes
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.sim.allocation_run import StreamRunner
 
 _STEP = 1.0

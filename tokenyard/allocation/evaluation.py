@@ -22,8 +22,8 @@ from tokenyard.allocation.dynamics import (
 )
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.problem import Measure
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.types import FloatArray
 
 MEASURES = (

@@ -24,10 +24,10 @@ from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
 from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.intervals import Samples
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
-from tokenyard.sim.allocation import AllocationOutcomes
 from tokenyard.sim.allocation_bounds import (
     best_static_in_hindsight,
     clairvoyant,

@@ -16,6 +16,7 @@ from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.allocation_bounds import clairvoyant_plans, free_switching
 from tokenyard.sim.allocation_run import StreamRunner
@@ -24,7 +25,6 @@ from tokenyard.sim.bounds import clairvoyant, mc_rollout
 from tokenyard.sim.cluster import ClusterSim
 from tokenyard.sim.engines import BatchingSim
 from tokenyard.sim.literal import LearningConfig, learn, literal_table
-from tokenyard.sim.regions_run import run_regions
 from tokenyard.sim.rollouts import RolloutSim, run_corrected
 from tokenyard.sim.streams import StreamSource, stream_rng
 

@@ -18,8 +18,8 @@ from tokenyard.regions.evaluation import MEASURES, measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import RegionPolicy
-from tokenyard.sim.regions_run import run_regions
 
 LEARNED = "torta"
 SUITES = {"regions": ("abilene", "polska", "gabriel", "cost266")}

@@ -24,8 +24,8 @@ from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import RegionPolicy
-from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
 
 _MARGINS = {

@@ -28,13 +28,13 @@ from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
 from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator.kernel import SINCE
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.allocation_modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.rounds import RoundsDQNConfig
 from tokenyard.rl.sampling import REPLAY_CAPACITY, Implementation, with_sampling
 from tokenyard.rl.training import RllibLearner
-from tokenyard.sim.allocation import SINCE
 from tokenyard.sim.allocation_run import StreamRunner, autoscale
 from tokenyard.types import FloatArray, IntArray
 

@@ -30,12 +30,12 @@ from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.observation import LOGIT_SCALE, Action, action_size
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.state import Dispatch
 from tokenyard.rl.a2c import A2CConfig
 from tokenyard.rl.modules import NORMALISE, RouterActorCritic
 from tokenyard.rl.sampling import with_sampling
 from tokenyard.rl.training import RllibLearner
-from tokenyard.sim.regions_run import run_regions
 from tokenyard.types import FloatArray
 
 RllibAlgorithm = Literal["ppo", "a2c", "torta_faithful"]

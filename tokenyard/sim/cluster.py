@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,12 @@ import numpy.typing as npt
 
 from tokenyard import metrics, observation
 from tokenyard.fleet import Randomisation
+from tokenyard.routing.simulator.rewards import (
+    COMPLETE,
+    NUM_REWARDS,
+    SLO_AT_COMPLETION,
+    reward_rules,
+)
 from tokenyard.scenario import RewardWeights, Scenario
 from tokenyard.sim import kernel
 from tokenyard.sim.batching_streams import Stream, token_rows
@@ -38,21 +45,22 @@ class Outcomes:
         return metrics.missed(self.response_s, slo_response_s)
 
 
-def _plant(scenario: Scenario) -> FloatArray:
-    plant = np.empty((scenario.num_servers, kernel.NUM_PLANT))
-    for row, server in zip(plant, scenario.servers, strict=True):
+def _server_params(scenario: Scenario) -> FloatArray:
+    params = np.empty((scenario.num_servers, kernel.NUM_PARAMS))
+    for row, server in zip(params, scenario.servers, strict=True):
         parallel = scenario.discipline != "serial"
         split = scenario.discipline == "parallel_split"
         row[kernel.SLOT_TOKENS_PER_S] = server.tokens_per_s / (server.concurrency if split else 1)
         row[kernel.SLOTS] = server.concurrency if parallel else 1
         row[kernel.CONCURRENCY] = server.concurrency
         row[kernel.NOMINAL_TOKENS_PER_S] = server.tokens_per_s
-    plant[:, kernel.RANK] = observation.speed_ranks(plant[:, kernel.SLOT_TOKENS_PER_S])
-    return plant
+    params[:, kernel.RANK] = observation.speed_ranks(params[:, kernel.SLOT_TOKENS_PER_S])
+    return params
 
 
 def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
     rules = np.empty(kernel.NUM_RULES)
+    rules[:NUM_REWARDS] = reward_rules(reward)
     rules[kernel.QUEUE_LIMIT] = scenario.queue_limit
     rules[kernel.DROP_AT_CAPACITY] = scenario.overflow == "drop"
     rules[kernel.SHARING] = scenario.discipline == "processor_sharing"
@@ -62,14 +70,6 @@ def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> 
     rules[kernel.QUEUE] = reward.queue
     rules[kernel.OVERLOAD] = reward.overload
     rules[kernel.BALANCE] = reward.balance
-    rules[kernel.ACCEPT] = reward.accept
-    rules[kernel.COMPLETE] = reward.complete
-    rules[kernel.SLO_AT_COMPLETION] = reward.slo_at_completion
-    rules[kernel.DROP] = reward.drop
-    rules[kernel.RESPONSE] = reward.response
-    rules[kernel.SLO] = reward.slo
-    rules[kernel.TAIL] = reward.tail
-    rules[kernel.TAIL_AFTER_S] = reward.tail_after_s
     rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
     rules[kernel.EXPECTED_FINISH] = expected_finish
     return rules
@@ -103,7 +103,7 @@ class ClusterSim:
             expected_finish: Whether observations hold each server's wait and finish time.
         """
         self.scenario = scenario
-        self.plant = _plant(scenario)
+        self.params = _server_params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
@@ -142,7 +142,7 @@ class ClusterSim:
         kernel.fill_table(
             self.state[copy],
             self.rules,
-            self.plant,
+            self.params,
             self.requests[copy],
             self.clock[copy, kernel.NOW_S],
             self.tables[copy],
@@ -165,7 +165,7 @@ class ClusterSim:
             ValueError: An action names no server, or a stream is over; nothing has changed.
         """
         wrong = kernel.step(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, actions, self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
@@ -181,7 +181,7 @@ class ClusterSim:
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
-            self.plant, self.rules, self.state, self.clock, self.requests,
+            self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, actions, self.rewards, self.observations,
         )  # fmt: skip
         self._check(wrong, actions)
@@ -206,28 +206,20 @@ class ClusterSim:
         """
         responses = self.outcome_table[:, :, kernel.RESPONSE_S]
         unfinished = np.isnan(responses)
-        kernel.drain(self.plant, self.rules, self.state, self.requests, self.outcome_table)
+        kernel.drain(self.params, self.rules, self.state, self.requests, self.outcome_table)
         completed = unfinished & ~np.isnan(responses)
         late = completed & (responses > self.rules[kernel.SLO_S])
-        earned: FloatArray = self.rules[kernel.COMPLETE] * completed.sum(axis=1)
-        earned += self.rules[kernel.SLO_AT_COMPLETION] * late.sum(axis=1)
+        earned: FloatArray = self.rules[COMPLETE] * completed.sum(axis=1)
+        earned += self.rules[SLO_AT_COMPLETION] * late.sum(axis=1)
         return earned
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
-        kernel.run_linear(
-            self.plant, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
+        self._run(kernel.LINEAR, weights, mean_total_tokens)
 
     def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        kernel.run_generic(
-            self.plant, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
+        self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
 
     def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
@@ -236,9 +228,13 @@ class ClusterSim:
             reserve_above_tokens: Larger requests are barred from the slowest server.
             dump_server: Takes all that no server could do in time; -1: none does.
         """
-        kernel.run_delay_rule(
-            self.plant, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
+        self._run(kernel.DELAY, np.array([reserve_above_tokens, dump_server]), math.nan)
+
+    def _run(self, rule: int, weights: FloatArray, mean_total_tokens: float) -> None:
+        kernel.run(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, rule, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

@@ -5,7 +5,7 @@ a slice. `tokenyard.sim.cluster.ClusterSim` owns the arrays and gives them names
 
 Shapes: C copies, S servers, R requests per stream.
 
-    plant     (S, NUM_PLANT)       what a server is; never changes
+    params    (S, NUM_PARAMS)      what a server is; never changes
     rules     (NUM_RULES,)         what happens at a full queue, and what is paid
     state     (C, S, STATE + 5 M + Q)  what a server holds; M = most requests that run at once,
                                    Q = queue limit. After the scalars come five blocks of M
@@ -27,36 +27,31 @@ from tokenyard import observation as ob
 from tokenyard.compiled import compiled
 from tokenyard.generic import server_scores
 from tokenyard.observation import encode, linear_scores
+from tokenyard.routing.simulator.rewards import (
+    ACCEPT,
+    COMPLETE,
+    DROP,
+    NUM_REWARDS,
+    RESPONSE,
+    SLO,
+    SLO_AT_COMPLETION,
+    TAIL,
+    TAIL_AFTER_S,
+)
 
-# plant
+# params
 SLOT_TOKENS_PER_S = 0
 SLOTS = 1
 CONCURRENCY = 2
 NOMINAL_TOKENS_PER_S = 3
 RANK = 4
-NUM_PLANT = 5
+NUM_PARAMS = 5
 
-# rules: dynamics, then reward weights
-QUEUE_LIMIT = 0
-DROP_AT_CAPACITY = 1
-SHARING = 2
-MAX_RUNNING = 3
-SLO_S = 4
-PROCESSING = 5
-QUEUE = 6
-OVERLOAD = 7
-BALANCE = 8
-ACCEPT = 9
-COMPLETE = 10
-SLO_AT_COMPLETION = 11
-DROP = 12
-RESPONSE = 13
-SLO = 14
-TAIL = 15
-TAIL_AFTER_S = 16
-SUBTRACT_BASELINE = 17
-EXPECTED_FINISH = 18
-NUM_RULES = 19
+# rules: rewards (`rewards`), then dynamics and what else is paid
+(
+    QUEUE_LIMIT, DROP_AT_CAPACITY, SHARING, MAX_RUNNING, SLO_S, PROCESSING, QUEUE, OVERLOAD,
+    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 12)  # fmt: skip
 
 # state
 RUNNING = 0
@@ -95,6 +90,9 @@ RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
 BALANCE_EPSILON = 1e-8
 
+LINEAR, ANY_CLUSTER, DELAY = range(3)
+"""Rules that `run` knows: `linear_scores`, `server_scores`, and shortest expected delay."""
+
 
 @compiled
 def clear(rules, state, clock, requests, outcomes, copy):
@@ -120,19 +118,19 @@ def _argmin(values):
 
 
 @compiled
-def _start(row, rules, plant, requests, slot, index, now):
+def _start(row, rules, params, requests, slot, index, now):
     """Let request `index` run in place `slot` from now on."""
     most = int(rules[MAX_RUNNING])
     row[STATE + slot] = index
     row[STATE + most + slot] = now
     total = requests[index, TRUE_TOTAL]
     # Under sharing the finish is not known: the tokens that are left stand in its place.
-    finish = total if rules[SHARING] else now + total / plant[SLOT_TOKENS_PER_S]
+    finish = total if rules[SHARING] else now + total / params[SLOT_TOKENS_PER_S]
     row[STATE + 2 * most + slot] = finish
 
 
 @compiled
-def _advance_server(row, rules, plant, requests, outcomes, until):
+def _advance_server(row, rules, params, requests, outcomes, until):
     """Run one server up to and including `until`; return completions and late completions."""
     most = int(rules[MAX_RUNNING])
     finish = row[STATE + 2 * most : STATE + 3 * most]
@@ -151,7 +149,7 @@ def _advance_server(row, rules, plant, requests, outcomes, until):
                 slot = other
         now = finish[slot]
         if sharing:
-            now = row[SHARED_UNTIL_S] + finish[slot] * running / plant[SLOT_TOKENS_PER_S]
+            now = row[SHARED_UNTIL_S] + finish[slot] * running / params[SLOT_TOKENS_PER_S]
         if now > until:
             break
         if sharing:
@@ -177,7 +175,7 @@ def _advance_server(row, rules, plant, requests, outcomes, until):
             row[HEAD] = (head + 1) % ring.shape[0]
             row[WAITING] -= 1.0
             row[PREDICTED_WAITING] -= requests[waiting, PREDICTED_TOTAL]
-            _start(row, rules, plant, requests, slot, waiting, now)
+            _start(row, rules, params, requests, slot, waiting, now)
         else:
             last = running - 1
             for block in range(3):
@@ -189,7 +187,7 @@ def _advance_server(row, rules, plant, requests, outcomes, until):
                 row[TOKENS] = 0.0
                 row[PREDICTED] = 0.0
     if sharing and row[RUNNING] > 0.0:
-        served = (until - row[SHARED_UNTIL_S]) * plant[SLOT_TOKENS_PER_S] / row[RUNNING]
+        served = (until - row[SHARED_UNTIL_S]) * params[SLOT_TOKENS_PER_S] / row[RUNNING]
         for other in range(int(row[RUNNING])):
             # Rounding must not leave less than nothing: the clock would go back.
             finish[other] = max(finish[other] - served, 0.0)
@@ -199,7 +197,7 @@ def _advance_server(row, rules, plant, requests, outcomes, until):
 
 
 @compiled
-def _place(row, rules, plant, requests, outcomes, index, server, now):
+def _place(row, rules, params, requests, outcomes, index, server, now):
     """Give request `index` to a server that has been advanced to `now`.
 
     Returns:
@@ -208,16 +206,16 @@ def _place(row, rules, plant, requests, outcomes, index, server, now):
     """
     running = int(row[RUNNING])
     waiting = int(row[WAITING])
-    slots = int(plant[SLOTS])
+    slots = int(params[SLOTS])
     full = waiting >= rules[QUEUE_LIMIT] and running >= slots
-    if full or (rules[DROP_AT_CAPACITY] and running + waiting >= plant[CONCURRENCY]):
+    if full or (rules[DROP_AT_CAPACITY] and running + waiting >= params[CONCURRENCY]):
         return False, math.nan
     outcomes[index, SERVER] = server
     row[TOKENS] += requests[index, TRUE_TOTAL]
     row[PREDICTED] += requests[index, PREDICTED_TOTAL]
     most = int(rules[MAX_RUNNING])
     if running < slots:
-        _start(row, rules, plant, requests, running, index, now)
+        _start(row, rules, params, requests, running, index, now)
         row[RUNNING] += 1.0
     else:
         ring = row[STATE + 5 * most :]
@@ -228,16 +226,16 @@ def _place(row, rules, plant, requests, outcomes, index, server, now):
         return True, math.nan
     free = row[STATE + 3 * most : STATE + 3 * most + slots]
     slot = _argmin(free)
-    free[slot] = max(free[slot], now) + requests[index, TRUE_TOTAL] / plant[SLOT_TOKENS_PER_S]
+    free[slot] = max(free[slot], now) + requests[index, TRUE_TOTAL] / params[SLOT_TOKENS_PER_S]
     return True, free[slot] - requests[index, ARRIVAL_S]
 
 
 @compiled
-def _predicted_wait_s(row, rules, plant, requests, now):
+def _predicted_wait_s(row, rules, params, requests, now):
     """Time until a request placed now would start, by the sizes that the router knows."""
     running = int(row[RUNNING])
-    slots = int(plant[SLOTS])
-    speed = plant[SLOT_TOKENS_PER_S]
+    slots = int(params[SLOTS])
+    speed = params[SLOT_TOKENS_PER_S]
     most = int(rules[MAX_RUNNING])
     if rules[SHARING]:
         # Everything in the server delays a newcomer as if it were served before it.
@@ -261,31 +259,31 @@ def _predicted_wait_s(row, rules, plant, requests, now):
 
 
 @compiled
-def fill_table(state, rules, plant, requests, now, table):
+def fill_table(state, rules, params, requests, now, table):
     """Write what the router may know of one copy's servers."""
-    for server in range(plant.shape[0]):
+    for server in range(params.shape[0]):
         row = state[server]
         out = table[server]
-        out[ob.TOKENS_PER_S] = plant[server, SLOT_TOKENS_PER_S]
-        out[ob.NUM_SLOTS] = plant[server, SLOTS]
-        out[ob.MAX_CONCURRENCY] = plant[server, CONCURRENCY]
+        out[ob.TOKENS_PER_S] = params[server, SLOT_TOKENS_PER_S]
+        out[ob.NUM_SLOTS] = params[server, SLOTS]
+        out[ob.MAX_CONCURRENCY] = params[server, CONCURRENCY]
         out[ob.NUM_WAITING] = row[WAITING]
         out[ob.NUM_RUNNING] = row[RUNNING]
         out[ob.TOKENS_IN_FLIGHT] = max(row[PREDICTED], 0.0)
-        out[ob.WAIT_S] = _predicted_wait_s(row, rules, plant[server], requests, now)
+        out[ob.WAIT_S] = _predicted_wait_s(row, rules, params[server], requests, now)
         out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
-        out[ob.SPEED_RANK] = plant[server, RANK]
+        out[ob.SPEED_RANK] = params[server, RANK]
 
 
 @compiled
-def _balance(state, plant):
+def _balance(state, params):
     """Balance metric of the paper: 1 - std(loads) / (mean(loads) + epsilon)."""
-    num = plant.shape[0]
+    num = params.shape[0]
     total = 0.0
     squares = 0.0
     for server in range(num):
         load = state[server, TOKENS] / (
-            plant[server, NOMINAL_TOKENS_PER_S] * plant[server, CONCURRENCY]
+            params[server, NOMINAL_TOKENS_PER_S] * params[server, CONCURRENCY]
         )
         total += load
         squares += load * load
@@ -294,7 +292,7 @@ def _balance(state, plant):
 
 
 @compiled
-def _pay_for_response(rules, response):
+def _response_reward(rules, response):
     """Reward of one response time, credited at the decision."""
     reward = rules[RESPONSE] * response
     if response > rules[SLO_S]:
@@ -303,39 +301,39 @@ def _pay_for_response(rules, response):
 
 
 @compiled
-def _decide(state, rules, plant, requests, outcomes, index, server, now):
+def _decide(state, rules, params, requests, outcomes, index, server, now):
     """Place one request and return the reward terms that are due at the decision."""
     row = state[server]
     waiting_seen = 0.0
-    for other in range(plant.shape[0]):
+    for other in range(params.shape[0]):
         waiting_seen += state[other, WAITING]
     outcomes[index, WAITING_SEEN] = waiting_seen
     reward = rules[QUEUE] * row[WAITING]
-    reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / plant[server, SLOT_TOKENS_PER_S]
-    if row[RUNNING] + row[WAITING] >= plant[server, CONCURRENCY]:
+    reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
+    if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
         reward += rules[OVERLOAD]
-    accepted, response = _place(row, rules, plant[server], requests, outcomes, index, server, now)
+    accepted, response = _place(row, rules, params[server], requests, outcomes, index, server, now)
     reward += rules[ACCEPT] if accepted else rules[DROP]
     if rules[BALANCE] != 0.0:
-        reward += rules[BALANCE] * _balance(state, plant)
+        reward += rules[BALANCE] * _balance(state, params)
     if rules[RESPONSE] != 0.0 or rules[SLO] != 0.0 or rules[TAIL] != 0.0:
         if accepted:
-            reward += _pay_for_response(rules, response)
+            reward += _response_reward(rules, response)
         baseline = requests[index, BASELINE_RESPONSE_S]
         # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
         if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
-            reward -= _pay_for_response(rules, baseline)
+            reward -= _response_reward(rules, baseline)
     return reward
 
 
 @compiled
-def _advance(state, rules, plant, requests, outcomes, until):
+def _advance(state, rules, params, requests, outcomes, until):
     """Run one copy's servers up to `until`; return the reward terms due at completions."""
     completed = 0
     late = 0
-    for server in range(plant.shape[0]):
+    for server in range(params.shape[0]):
         done, missed = _advance_server(
-            state[server], rules, plant[server], requests, outcomes, until
+            state[server], rules, params[server], requests, outcomes, until
         )
         completed += done
         late += missed
@@ -343,7 +341,7 @@ def _advance(state, rules, plant, requests, outcomes, until):
 
 
 @compiled
-def step(plant, rules, state, clock, requests, outcomes, tables, actions, rewards):
+def step(params, rules, state, clock, requests, outcomes, tables, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     A copy whose SKIP is set has just been cleared: its action is ignored and earns 0. The last
@@ -355,7 +353,7 @@ def step(plant, rules, state, clock, requests, outcomes, tables, actions, reward
     """
     for copy in range(state.shape[0]):
         over = clock[copy, INDEX] >= requests.shape[1]
-        if not clock[copy, SKIP] and (over or not 0 <= actions[copy] < plant.shape[0]):
+        if not clock[copy, SKIP] and (over or not 0 <= actions[copy] < params.shape[0]):
             return copy
     for copy in range(state.shape[0]):
         if clock[copy, SKIP]:
@@ -364,7 +362,7 @@ def step(plant, rules, state, clock, requests, outcomes, tables, actions, reward
         else:
             index = int(clock[copy, INDEX])
             rewards[copy] = _decide(
-                state[copy], rules, plant, requests[copy], outcomes[copy],
+                state[copy], rules, params, requests[copy], outcomes[copy],
                 index, actions[copy], clock[copy, NOW_S],
             )  # fmt: skip
             index += 1
@@ -372,9 +370,9 @@ def step(plant, rules, state, clock, requests, outcomes, tables, actions, reward
             if index < requests.shape[1]:
                 clock[copy, NOW_S] = requests[copy, index, DISPATCH_S]
                 rewards[copy] += _advance(
-                    state[copy], rules, plant, requests[copy], outcomes[copy], clock[copy, NOW_S]
+                    state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
                 )
-        fill_table(state[copy], rules, plant, requests[copy], clock[copy, NOW_S], tables[copy])
+        fill_table(state[copy], rules, params, requests[copy], clock[copy, NOW_S], tables[copy])
     return -1
 
 
@@ -393,58 +391,20 @@ def observe(rules, clock, requests, tables, observations):
 
 @compiled
 def step_and_observe(
-    plant, rules, state, clock, requests, outcomes, tables, actions, rewards, observations
+    params, rules, state, clock, requests, outcomes, tables, actions, rewards, observations
 ):
     """`step`, then `observe`, in one call; return the results of both."""
-    wrong = step(plant, rules, state, clock, requests, outcomes, tables, actions, rewards)
+    wrong = step(params, rules, state, clock, requests, outcomes, tables, actions, rewards)
     if wrong >= 0:
         return wrong, 0
     return wrong, observe(rules, clock, requests, tables, observations)
 
 
 @compiled
-def drain(plant, rules, state, requests, outcomes):
+def drain(params, rules, state, requests, outcomes):
     """Let every copy finish what it holds."""
     for copy in range(state.shape[0]):
-        _advance(state[copy], rules, plant, requests[copy], outcomes[copy], math.inf)
-
-
-@compiled
-def run_linear(
-    plant, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
-    """Run every copy's whole stream under `linear_scores`, from empty to drained."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, plant, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, plant, requests[copy], now, tables[copy])
-            server = linear_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
-            )  # fmt: skip
-            _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
-    drain(plant, rules, state, requests, outcomes)
-
-
-@compiled
-def run_generic(
-    plant, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
-    """Run every copy's whole stream under `server_scores`, from empty to drained."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, plant, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, plant, requests[copy], now, tables[copy])
-            server = server_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
-            )  # fmt: skip
-            _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
-    drain(plant, rules, state, requests, outcomes)
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
@@ -465,19 +425,43 @@ def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
 
 
 @compiled
-def run_delay_rule(
-    plant, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
+def _choose(rule, weights, size_tokens, mean_total_tokens, slo_s, table, scores):
+    """Server that a rule of these weights takes for a request."""
+    if rule == LINEAR:
+        return linear_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
+    if rule == ANY_CLUSTER:
+        return server_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
+    return _delay_rule(weights[0], int(weights[1]), slo_s, size_tokens, table)
+
+
+@compiled
+def run(
+    params,
+    rules,
+    state,
+    clock,
+    requests,
+    outcomes,
+    tables,
+    rule,
+    weights,
+    mean_total_tokens,
+    scores,
 ):
-    """Run every copy's whole stream under shortest expected delay or one of its variants."""
+    """Run every copy's whole stream under a rule, from empty to drained.
+
+    The weights of `DELAY` are the size above which requests are barred from the slowest server,
+    and the server that takes what none could do in time (-1: none does).
+    """
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, plant, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, plant, requests[copy], now, tables[copy])
-            server = _delay_rule(
-                reserve_above_tokens, dump_server, rules[SLO_S],
-                requests[copy, index, PREDICTED_TOTAL], tables[copy],
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = _choose(
+                rule, weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
-            _decide(state[copy], rules, plant, requests[copy], outcomes[copy], index, server, now)
-    drain(plant, rules, state, requests, outcomes)
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)
