@@ -240,18 +240,17 @@ class PolicyManager:
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         asked = runner or self._decides(arm)
         answer = asked.decide(request, snapshots, stale) if asked.decides else None
-        decision = answer
+        reason = answer.reason if isinstance(answer, Failure) else None
+        decision, loaded = answer, asked.loaded
         if decision is None or isinstance(decision, Failure):
-            decision = self._stand_in_decide(request, snapshots)
-        own = decision is answer
-        draws = asked.loaded.draws if own else self._stand_in.draws
-        index, propensity = decision.replica, None if draws else 1.0
-        if own and asked.explore_fraction:
+            decision, loaded = self._stand_in_decide(request, snapshots), self._stand_in
+        index, propensity = decision.replica, None if loaded.draws else 1.0
+        # What stands in for a policy that was never there is the policy: its log must judge others.
+        if asked.explore_fraction and reason in (None, "missing"):
             index, propensity = self._explore(request, snapshots, index, asked)
         choice = Choice(
             index, decision.scores, propensity, index != decision.replica,
-            (time.perf_counter_ns() - started_ns) / 1e3,
-            answer.reason if isinstance(answer, Failure) else None,
+            (time.perf_counter_ns() - started_ns) / 1e3, reason,
         )  # fmt: skip
         if runner is None:
             self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)

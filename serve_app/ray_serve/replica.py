@@ -25,7 +25,7 @@ from serve_app.gateway.replicas import EngineStatus, HostMetrics
 logger = logging.getLogger(__name__)
 
 ENGINES = {
-    "sharded": "serve_app.engines.sharded.engine:GangEngine",
+    "sharded": "serve_app.engines.sharded.engine:ShardedEngine",
     "vllm": "serve_app.engines.vllm:VllmEngine",
 }
 PUBLISH_EVERY_S = 0.05
