@@ -2,8 +2,8 @@
 
 python benchmarks/gateway_decision.py
 
-CPU time of one thread: `snapshots` is what the table of replicas does for a request (who is offered, what
-is known of each, which of the prompt its cache may hold), `route` is the policy.
+CPU time of one thread: `snapshots` is what the table of replicas does for a request (who is
+offered, what is known of each, which of the prompt its cache may hold), `route` is the policy.
 """
 
 from __future__ import annotations
