@@ -1,4 +1,4 @@
-"""Tokens per second of the gang engine beside plain `model.generate`, batch against batch.
+"""Tokens per second of the sharded engine beside plain `model.generate`, batch against batch.
 
 Both run the same prompts to the same lengths, turn by turn, each on one thread: the engine in its
 rank's process with everything between it and the caller, `generate` in this one with nothing.
@@ -39,7 +39,7 @@ TINY = "tiny"
 
 @dataclass(frozen=True)
 class Args:
-    """Measure the gang engine."""
+    """Measure the sharded engine."""
 
     models: tuple[str, ...] = (TINY, "default")
     """Models to run: `tiny` (6.9M random parameters), `default` (SmolLM2-135M), or any other."""
