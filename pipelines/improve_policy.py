@@ -26,7 +26,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.lineage import lineage_of
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.validation import AgainstRule, choose, worst_p99
+from tokenyard.rl.validation import REFUSED, AgainstRule, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -101,7 +101,7 @@ def start_policy(args: Args, source: StreamSource) -> PolicyArtifact:
     return artifact
 
 
-def report(rows: list[dict[str, float]], best: int) -> None:
+def report(rows: list[dict[str, float]], best: int | None) -> None:
     table = Table("round", "mean, s", "against the rule", "p99", "at most", "missed, points")
     for index, row in enumerate(rows):
         table.add_row(
@@ -178,6 +178,8 @@ def main(args: Args) -> None:
         )
     best = choose(rows, args.missed_s, args.p99_margin)
     report(rows, best)
+    if best is None:
+        raise SystemExit(f"improve_policy: {REFUSED}")
     path = save(policies[best], args.out)
     if path is not None:
         print(f"wrote {path} ({policies[best].sha256})")

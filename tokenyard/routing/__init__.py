@@ -1,0 +1,1 @@
+"""Routing: which replica serves a request."""
