@@ -25,7 +25,7 @@ from tokenyard.policies.tuned import load_tuned
 from tokenyard.provenance import git_sha, write_result
 from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
-from tokenyard.routing.validation import AgainstRule, choose, worst_p99
+from tokenyard.routing.validation import REFUSED, AgainstRule, choose, worst_p99
 from tokenyard.scenario import load_scenario
 from tokenyard.sim.streams import StreamSource
 
@@ -100,7 +100,7 @@ def start_policy(args: Args, source: StreamSource) -> PolicyArtifact:
     return artifact
 
 
-def report(rows: list[dict[str, float]], best: int) -> None:
+def report(rows: list[dict[str, float]], best: int | None) -> None:
     table = Table("round", "mean, s", "against the rule", "p99", "at most", "missed, points")
     for index, row in enumerate(rows):
         table.add_row(
@@ -177,6 +177,8 @@ def main(args: Args) -> None:
         )
     best = choose(rows, args.missed_s, args.p99_margin)
     report(rows, best)
+    if best is None:
+        raise SystemExit(f"improve_policy: {REFUSED}")
     path = save(policies[best], args.out)
     if path is not None:
         print(f"wrote {path} ({policies[best].sha256})")

@@ -36,7 +36,6 @@ from serve_app import app as serving
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import allocation_names, load_allocation
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.policies.allocation import learned_allocation
 from tokenyard.policies.learned import learned_policy
 from tokenyard.policies.regions import learned_regions
@@ -44,6 +43,7 @@ from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.regions.state import RegionState
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.scenario import load_scenario, scenario_names
 from tokenyard.types import (
     AllocationState,
