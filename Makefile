@@ -9,7 +9,7 @@ export OMP_NUM_THREADS := 1
 export PYTHONFAULTHANDLER := 1
 
 # Two workers, with what needs Ray in one of them.
-IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --durations=25
+IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
 
 .PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep

@@ -2,8 +2,8 @@
 
 python benchmarks/gateway_decision.py
 
-CPU time of one thread: `snapshots` is what the collector does for a request (who is offered, what
-is known of each, which of the prompt its cache may hold), `route` is the policy.
+CPU time of one thread: `snapshots` is what the table of replicas does for a request (who is
+offered, what is known of each, which of the prompt its cache may hold), `route` is the policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.cluster import EngineProfile
-from serve_app.gateway.replicas import EngineStatus, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.routing.policies import PolicyContext, make_policy
@@ -46,6 +46,8 @@ class Args:
     """Replicas before it, one row each."""
     prompt_tokens: int = 500
     """Length of every prompt."""
+    prefix_block_tokens: int = 0
+    """Tokens of one block of the replicas' prefix caches; 0: they have none."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -55,16 +57,16 @@ def measure(args: Args, num_replicas: int) -> Row:
     scenario = load_scenario(args.scenario)
     table = ReplicaTable(scenario.mean_lengths_tokens)
     for number in range(num_replicas):
-        replica = table.add(f"r{number}", "pool", PROFILE, 0, NOW_S)
+        replica = table.add(f"r{number}", "pool", PROFILE, args.prefix_block_tokens, NOW_S)
         replica.publish(EngineStatus(1, 3, 0.2, NOW_S))
     rng = np.random.default_rng(0)
     policy = make_policy(args.policy, PolicyContext(scenario.name, scenario.slo, rng, num_replicas))
-    prompt = list(range(args.prompt_tokens))
+    token_ids = list(range(args.prompt_tokens))
     request = Request(NOW_S, args.prompt_tokens, 1.4 * args.prompt_tokens)
     times = []
     for _ in range(max(5, 3_000 // num_replicas)):
         started = time.process_time()
-        snapshots = table.snapshots(table.offered(NOW_S, 5.0), prompt)
+        snapshots = table.snapshots(table.offered(NOW_S, 5.0), Prompt(token_ids))
         collected = time.process_time()
         policy.route(request, snapshots)
         times.append((collected - started, time.process_time() - collected))

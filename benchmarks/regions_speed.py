@@ -21,7 +21,7 @@ from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.problem import policy_maker
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.servers import make_cluster
-from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.simulator.run import run_regions
 
 SIZES = ((12, 250, 100), (37, 600, 300))
 """Regions, servers, tasks per slot."""

@@ -22,7 +22,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.policy.manager import RAY_DEFAULT
+from serve_app.policy.runner import RAY_DEFAULT
 from tokenyard.provenance import write_result
 
 

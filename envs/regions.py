@@ -29,21 +29,21 @@ from tokenyard.regions.observation import (
 )
 from tokenyard.regions.scenario import RegionScenario, load_regions
 from tokenyard.regions.servers import make_cluster
-from tokenyard.regions.simulator import RegionSim, kernel
+from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
 Observations = npt.NDArray[np.float32]
 _MEASURED = {
-    "offered_tasks": kernel.OUT_OFFERED,
-    "dropped_tasks": kernel.OUT_DROPPED,
-    "deadline_misses": kernel.OUT_DEADLINE_MISSES,
-    "response_s": kernel.OUT_RESPONSE_S,
-    "energy_usd": kernel.OUT_ENERGY_USD,
-    "switching_usd": kernel.OUT_OVERHEAD_USD,
-    "late_usd": kernel.OUT_LATE_USD,
-    "load_balance": kernel.OUT_BALANCE,
-    "waiting_tasks": kernel.OUT_WAITING,
+    "offered_tasks": world.OUT_OFFERED,
+    "dropped_tasks": world.OUT_DROPPED,
+    "deadline_misses": world.OUT_DEADLINE_MISSES,
+    "response_s": world.OUT_RESPONSE_S,
+    "energy_usd": world.OUT_ENERGY_USD,
+    "switching_usd": world.OUT_OVERHEAD_USD,
+    "late_usd": world.OUT_LATE_USD,
+    "load_balance": world.OUT_BALANCE,
+    "waiting_tasks": world.OUT_WAITING,
 }
 """Numbers of a step's `info` by column of what a slot measures."""
 
@@ -120,10 +120,10 @@ class _Copy:
         self, shares: FloatArray, before: FloatArray, state: RegionState, out: FloatArray
     ) -> float:
         weights, size = self.config.reward, 2 * self.num_regions
-        usd = out[[kernel.OUT_ENERGY_USD, kernel.OUT_OVERHEAD_USD, kernel.OUT_LATE_USD]].sum()
+        usd = out[[world.OUT_ENERGY_USD, world.OUT_OVERHEAD_USD, world.OUT_LATE_USD]].sum()
         reward = -weights.usd * usd / self._full_usd
         if weights.response:
-            mean_s = out[kernel.OUT_RESPONSE_S] / max(out[kernel.OUT_PLACED], 1.0)
+            mean_s = out[world.OUT_RESPONSE_S] / max(out[world.OUT_PLACED], 1.0)
             reward -= weights.response * mean_s / 20.0
         if weights.transport:
             wanted = wanted_shares(state)
@@ -132,7 +132,7 @@ class _Copy:
             reward -= weights.smoothness * ((shares - before) ** 2).sum() / size
         if weights.waiting:
             whole = max(float(state.capacity.sum()), 1e-9)
-            reward -= weights.waiting * out[kernel.OUT_WAITING] / whole
+            reward -= weights.waiting * out[world.OUT_WAITING] / whole
         return float(reward)
 
     def observe(self) -> Observations:

@@ -27,7 +27,7 @@ from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import PairedScore, choose, worst_p99
+from tokenyard.routing.validation import REFUSED, PairedScore, choose, worst_p99
 
 NUM_VALIDATION_STREAMS = 90
 
@@ -100,7 +100,7 @@ def start_policy(args: Args, source: StreamSource) -> PolicyArtifact:
     return artifact
 
 
-def report(rows: list[dict[str, float]], best: int) -> None:
+def report(rows: list[dict[str, float]], best: int | None) -> None:
     table = Table("round", "mean, s", "against the rule", "p99", "at most", "violations, points")
     for index, row in enumerate(rows):
         table.add_row(
@@ -177,6 +177,8 @@ def main(args: Args) -> None:
         )
     best = choose(rows, args.violation_s, args.p99_margin)
     report(rows, best)
+    if best is None:
+        raise SystemExit(f"improve_policy: {REFUSED}")
     path = save(policies[best], args.out)
     if path is not None:
         print(f"wrote {path} ({policies[best].sha256})")

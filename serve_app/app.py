@@ -26,7 +26,8 @@ from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
-from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 
 APP_NAME = "tokenyard-routing"

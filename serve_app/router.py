@@ -194,7 +194,7 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         offered = self._table.offered(now_s, self._settings.stale_after_s)
         prompt = Prompt(self._token_ids(pending_request))
         length = len(prompt.token_ids)
-        request = Request(now_s, length, self._manager.predicted_total_tokens(length))
+        request = Request(now_s, length, self._manager.policy.loaded.predicted_total_tokens(length))
         choice = self._manager.pick(request, self._table.snapshots(offered, prompt))
         # Reserved at once: the next request may be placed before this one is on its way.
         self._reserve(pending_request, offered[choice.index].replica_id, prompt)
@@ -229,7 +229,7 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         if state is None:
             return
         length = len(prompt.token_ids)
-        output = max(self._manager.predicted_total_tokens(length) - length, 1.0)
+        output = max(self._manager.policy.loaded.predicted_total_tokens(length) - length, 1.0)
         state.send(request_id, prompt, state.match_tokens(prompt), output, time.time())
         self._reserved_at[request_id] = replica_id
 

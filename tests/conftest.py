@@ -23,11 +23,14 @@ settings.load_profile("fast")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What needs Ray is `integration`, whatever its folder, and runs in one worker."""
+    """What needs Ray is `integration`, whatever its folder, and all in one worker; so is a file."""
     for item in items:
-        if not RAY_FIXTURES.isdisjoint(item.fixturenames):
+        needs_ray = not RAY_FIXTURES.isdisjoint(item.fixturenames)
+        if needs_ray:
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.xdist_group("ray"))
+        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.path.stem))
+    # It takes longest, so it begins first.
+    items.sort(key=lambda item: RAY_FIXTURES.isdisjoint(item.fixturenames))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -71,12 +71,7 @@ def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | 
         ValueError: It is not feasible.
     """
     start = allocation.start
-    if start is None:
-        return None
-    table = plan_table(scenario)
-    return find_plan(
-        table, start.parallelism, start.num_gpus, start.memory_fraction, start.max_batch
-    )
+    return None if start is None else find_plan(plan_table(scenario), **start.model_dump())
 
 
 def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:

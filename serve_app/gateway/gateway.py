@@ -30,8 +30,8 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
-from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
-from serve_app.policy.runner import Choice
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.types import ReplicaSnapshot, Request
@@ -365,7 +365,7 @@ class Gateway:
         pools = tuple(one.pool for one in replicas)
         pick = _Pick(
             replicas[choice.index], choice, tuple(snapshots), pools, request,
-            self.manager.label_of(answer.arm), answer.arm, index is not None,
+            self.manager.deciding(answer.arm).label, answer.arm, index is not None,
         )  # fmt: skip
         self._reserve(answer, pick, now_s)
         return pick
@@ -382,7 +382,7 @@ class Gateway:
     def _request(self, answer: _Answer) -> Request:
         """The request as a policy sees it."""
         context = len(answer.wanted.token_ids)
-        total = self.manager.predicted_total_tokens(context, answer.arm)
+        total = self.manager.deciding(answer.arm).loaded.predicted_total_tokens(context)
         total = max(min(total, answer.needed_tokens), context + 1)
         # Always a float: compiled policies are compiled anew for other types.
         return Request(answer.arrival_s, context, float(total))

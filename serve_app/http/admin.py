@@ -15,10 +15,10 @@ from pydantic import BaseModel, Field
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.replicas import ReplicaState
 from serve_app.http.auth import Access
-from serve_app.http.decide_schema import PolicyAnswer, Problem
+from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS, BadRequest
 from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
-from serve_app.policy.manager import RAY_DEFAULT
+from serve_app.policy.runner import RAY_DEFAULT
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -37,27 +37,6 @@ class PolicyChange(BaseModel):
     """`champion`, `generic`, a policy file (.npz), a rule's name, or `ray_default`."""
     explore_fraction: Annotated[float, Field(ge=0, le=0.05, allow_inf_nan=False)] | None = None
     """Absent: the cluster file's."""
-
-
-class GatewayPolicyAnswer(PolicyAnswer):
-    """What decides, what stands in for it, and what has happened since the start."""
-
-    active: str
-    """The name that was asked for."""
-    baseline: str
-    """Decides where the policy cannot."""
-    missing: str | None
-    """Why the policy that was asked for is not there; the baseline decides."""
-    breaker_open: bool
-    """Whether the policy is left alone for a while after it failed."""
-    fallbacks_by_reason: dict[str, int]
-    decision_p50_us: float | None
-    """Of the last thousand decisions."""
-    decision_p99_us: float | None
-    last_decisions_us: list[float]
-    """Times of the last thousand decisions at most, oldest first, microseconds."""
-    last_decisions_cpu_us: list[float]
-    """What they computed, in microseconds of the processor; Ray's own are not among them."""
 
 
 def policy_router(gateway: Gateway, access: Access) -> APIRouter:
@@ -154,9 +133,8 @@ def describe(gateway: Gateway) -> GatewayPolicyAnswer:
     times = np.array(manager.decision_us)
     p50, p99 = np.percentile(times, [50, 99]).tolist() if len(times) else (None, None)
     policy, counts = manager.policy, manager.counts
-    card = policy.loaded.card.model_dump()
     return GatewayPolicyAnswer(
-        **card,
+        **policy.loaded.card.model_dump(),
         explore_fraction=policy.explore_fraction,
         num_decisions=counts.num_decisions,
         num_fallbacks=counts.fallbacks.total(),

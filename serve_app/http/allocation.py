@@ -124,12 +124,7 @@ def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -
             # Made before anything is changed: a body is followed as a whole or not at all.
             policy = None if body.policy is None else make_policy(body.policy)
             if body.plan is not None:
-                wanted = body.plan
-                plan = find_plan(
-                    allocator.table, wanted.parallelism, wanted.num_gpus, wanted.memory_fraction,
-                    wanted.max_batch,
-                )  # fmt: skip
-                allocator.set_plan(plan)
+                allocator.set_plan(find_plan(allocator.table, **body.plan.model_dump()))
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         if policy is not None and body.policy is not None:

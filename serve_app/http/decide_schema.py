@@ -203,16 +203,32 @@ class PolicyCard(BaseModel):
     lineage: dict[str, str] = {}
 
 
-class PolicyAnswer(PolicyCard):
-    """Answer of `GET /v1/policy`: the card, and what has happened since the start."""
+class GatewayPolicyAnswer(PolicyCard):
+    """What decides, what stands in for it, and what has happened since the start."""
 
     explore_fraction: float
     num_decisions: int
     num_fallbacks: int
-    """Decisions in which the policy failed and shortest expected delay answered."""
+    """Decisions that the baseline made in the policy's place."""
     num_explored: int
     num_log_lines_lost: int
     """Decisions that are missing in the decision log."""
+    active: str
+    """The name that was asked for."""
+    baseline: str
+    """Decides where the policy cannot."""
+    missing: str | None
+    """Why the policy that was asked for is not there; the baseline decides."""
+    breaker_open: bool
+    """Whether the policy's circuit breaker is open."""
+    fallbacks_by_reason: dict[str, int]
+    decision_p50_us: float | None
+    """Of the last thousand decisions."""
+    decision_p99_us: float | None
+    last_decisions_us: list[float]
+    """Times of the last thousand decisions at most, oldest first, microseconds."""
+    last_decisions_cpu_us: list[float]
+    """What they computed, in microseconds of the processor; Ray's own are not among them."""
 
 
 class Problem(BaseModel):

@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 
 from serve_app.http.decide_schema import PolicyReference
 from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
-from serve_app.policy.manager import RAY_DEFAULT, PolicyManager
-from serve_app.policy.runner import PolicyRunner
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard import registry
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 

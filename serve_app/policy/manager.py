@@ -17,6 +17,7 @@ from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.experiment import Arm, Experiment, Mode
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy, warm_up
 from serve_app.policy.runner import (
+    RAY_DEFAULT,
     Choice,
     CircuitBreaker,
     DecisionCounts,
@@ -29,8 +30,6 @@ from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
-RAY_DEFAULT = "ray_default"
-"""Name of Ray Serve's own router among the policies."""
 _WARM_UP_S = 30.0
 _NUM_TIMES = 1000
 _NUM_EVENTS = 200
@@ -99,17 +98,26 @@ class PolicyManager:
         """The last one; it may have ended."""
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
 
-    def predicted_total_tokens(self, context_tokens: int, arm: Arm = "champion") -> float:
-        """Predicted size of a request of that context, as who decides for an arm takes it."""
-        return self._decides(arm).loaded.predicted_total_tokens(context_tokens)
-
-    def prepare(self, policy: str) -> LoadedPolicy:
+    def prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
         """Find a policy and let it decide once; takes a while, and may be called in any thread.
+
+        Args:
+            policy: As for `switch`, without `ray_default`.
+            stand_in: Rule that is served where a trained policy is missing or broken.
 
         Raises:
             ValueError: It is not known, cannot be used, or fails its warm-up.
         """
-        return self._prepare(policy)
+        loaded = resolve_policy(policy, self.scenario, self.registry, stand_in)
+        timeout = ThreadTimeout(_WARM_UP_S)
+        try:
+            timeout.call(warm_up, loaded)
+        except Exception as error:
+            text = f"policy {loaded.card.name!r} fails its warm-up: {error}"
+            raise ValueError(text) from None
+        finally:
+            timeout.stop()
+        return loaded
 
     def runner(
         self,
@@ -152,7 +160,7 @@ class PolicyManager:
             runner = self.runner(policy, self._stand_in, decides=False)
         else:
             stand_in = self.baseline if may_be_missing else None
-            prepared = prepared or self._prepare(policy, stand_in)
+            prepared = prepared or self.prepare(policy, stand_in)
             runner = self.runner(policy, prepared, explore_fraction)
         self._install(runner, "switched to", "asked")
 
@@ -220,6 +228,13 @@ class PolicyManager:
         """Whose decision a request is."""
         return "champion" if self.experiment is None else self.experiment.arm_of(request_id)
 
+    def deciding(self, arm: Arm = "champion") -> PolicyRunner:
+        """Return who decides for an arm."""
+        experiment = self.experiment
+        if arm == "canary" and experiment is not None and experiment.running:
+            return experiment.policy
+        return self.policy
+
     def pick(
         self,
         request: Request,
@@ -238,20 +253,19 @@ class PolicyManager:
             runner: Asked in place of who decides; that is not counted.
         """
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
-        asked = runner or self._decides(arm)
+        asked = runner or self.deciding(arm)
         answer = asked.decide(request, snapshots, stale) if asked.decides else None
-        decision = answer
+        reason = answer.reason if isinstance(answer, Failure) else None
+        decision, loaded = answer, asked.loaded
         if decision is None or isinstance(decision, Failure):
-            decision = self._stand_in_decide(request, snapshots)
-        own = decision is answer
-        draws = asked.loaded.draws if own else self._stand_in.draws
-        index, propensity = decision.replica, None if draws else 1.0
-        if own and asked.explore_fraction:
+            decision, loaded = self._stand_in_decide(request, snapshots), self._stand_in
+        index, propensity = decision.replica, None if loaded.draws else 1.0
+        # What stands in for a policy that was never there is the policy: its log must judge others.
+        if asked.explore_fraction and reason in (None, "missing"):
             index, propensity = self._explore(request, snapshots, index, asked)
         choice = Choice(
             index, decision.scores, propensity, index != decision.replica,
-            (time.perf_counter_ns() - started_ns) / 1e3,
-            answer.reason if isinstance(answer, Failure) else None,
+            (time.perf_counter_ns() - started_ns) / 1e3, reason,
         )  # fmt: skip
         if runner is None:
             self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)
@@ -282,10 +296,6 @@ class PolicyManager:
         if experiment is not None and experiment.running and experiment.shadow is not None:
             experiment.shadow.offer(request_id, request, snapshots, choice)
 
-    def label_of(self, arm: Arm) -> str:
-        """`name@version` of who decides for an arm."""
-        return _label(self._decides(arm))
-
     def settle(
         self,
         request_id: str,
@@ -303,12 +313,6 @@ class PolicyManager:
         """End the threads."""
         self.end_experiment("the gateway ends")
         self._timeouts.stop()
-
-    def _decides(self, arm: Arm) -> PolicyRunner:
-        experiment = self.experiment
-        if arm == "canary" and experiment is not None and experiment.running:
-            return experiment.policy
-        return self.policy
 
     def _explore(
         self,
@@ -345,18 +349,6 @@ class PolicyManager:
             if runner.breaker.num_opened or failed["error"] >= _TOO_MANY_ERRORS:
                 self.end_experiment(f"it failed: {dict(failed)}")
 
-    def _prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
-        loaded = resolve_policy(policy, self.scenario, self.registry, stand_in)
-        timeout = ThreadTimeout(_WARM_UP_S)
-        try:
-            timeout.call(warm_up, loaded)
-        except Exception as error:
-            text = f"policy {loaded.card.name!r} fails its warm-up: {error}"
-            raise ValueError(text) from None
-        finally:
-            timeout.stop()
-        return loaded
-
     def _install(self, runner: PolicyRunner, what: str, why: str) -> None:
         # An experiment is against one champion: with another it would begin anew.
         self.end_experiment("another policy decides")
@@ -375,11 +367,7 @@ class PolicyManager:
         self.events.append(Event(experiment.ended_s, what, experiment.policy.label, experiment.why))
 
     def _note(self, what: str, runner: PolicyRunner, why: str) -> None:
-        self.events.append(Event(time.time(), what, _label(runner), why))
-
-
-def _label(runner: PolicyRunner) -> str:
-    return RAY_DEFAULT if runner.name == RAY_DEFAULT else runner.label
+        self.events.append(Event(time.time(), what, runner.label, why))
 
 
 def _load_baseline(name: str, scenario: str) -> LoadedPolicy:

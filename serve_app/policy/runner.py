@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 Reason = Literal["error", "too_slow", "breaker_open", "stale", "incompatible", "missing"]
 """Why a policy did not decide: it failed, it hung, it is skipped after that, nothing current is
 known of the replicas, it is not for these replicas, or it was not found at the start."""
+RAY_DEFAULT = "ray_default"
+"""Name of Ray Serve's own router among the policies."""
 BreakerState = Literal["closed", "open", "half-open"]
 _HALF_OPEN_DECISIONS = 100
 """Decisions that a policy which was too slow makes in a thread before its breaker closes."""
@@ -38,7 +40,6 @@ class Failure:
     """A decision that a policy did not make."""
 
     reason: Reason
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,9 @@ class PolicyRunner:
 
     @property
     def label(self) -> str:
-        """`name@version`."""
+        """`name@version`, or `ray_default`."""
+        if self.name == RAY_DEFAULT:
+            return RAY_DEFAULT
         return f"{self.loaded.card.name}@{self.loaded.card.version}"
 
     def decide(
@@ -176,8 +179,8 @@ class PolicyRunner:
             timeout = self._timeouts.inline if state == "closed" else self._timeouts.thread
             decision = timeout.call(self._decide, request, snapshots)
             _check(decision, len(snapshots))
-        except IncompatibleRequest as error:
-            return Failure("incompatible", str(error))
+        except IncompatibleRequest:
+            return Failure("incompatible")
         except TooSlow as error:
             return self._fail("too_slow", str(error))
         except Exception as error:  # A request must be placed whatever is wrong with the policy.
@@ -217,7 +220,7 @@ class PolicyRunner:
         if self.breaker.fail(too_slow=reason == "too_slow"):
             logger.warning("policy %s: its circuit breaker opens", self.name)
             self._start()  # What the policy remembers may be broken.
-        return Failure(reason, text)
+        return Failure(reason)
 
     def _start(self) -> None:
         # Asked once: looking a protocol's methods up takes as long as a small decision.

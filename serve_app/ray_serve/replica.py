@@ -6,6 +6,7 @@ import importlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,7 @@ class EngineReplica:
         """Publish the state of the engine and the load of its machine."""
         stats, status = self._engine.stats(), self._publish()
         return {
-            "num_waiting": status.num_waiting,
-            "num_running": status.num_running,
-            "kv_used_fraction": status.kv_used_fraction,
-            "observed_at_s": status.observed_at_s,
-            "accepting": status.accepting,
+            **asdict(status),
             "num_preemptions": stats.num_preemptions,
             "last_batch_s": stats.last_batch_s,
             "last_batch_size": stats.last_batch_size,

@@ -256,7 +256,7 @@ import json
 from mlflow import MlflowClient
 from pyarrow import fs
 from tokenyard import registry
-from tokenyard.artifact import PolicyArtifact
+from tokenyard.routing.artifact import PolicyArtifact
 client = MlflowClient("{MLFLOW}")
 experiment = client.get_experiment_by_name("tokenyard-routing")
 runs = client.search_runs([experiment.experiment_id])

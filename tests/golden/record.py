@@ -38,12 +38,12 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import learned_allocation
 from tokenyard.allocation.scenario import allocation_names, load_allocation
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
-from tokenyard.artifact import PolicyArtifact
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.policies import learned_regions
 from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.regions.types import RegionState
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.learned import learned_policy
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
@@ -329,7 +329,13 @@ def regional_decisions(artifact: RegionArtifact) -> dict[str, Any]:
 def schema_part() -> dict[str, Any]:
     """Both HTTP schemas: a hash, and what a reader needs to see where one differs."""
     # The pool of this cluster is made while it serves: nothing of Ray runs before.
-    options = serving.GatewayOptions(cluster="reshape")
+    clusters = {"gateway": "reshape", "decide": "none"}
+    return {name: described(schema_of(cluster)) for name, cluster in clusters.items()}
+
+
+def schema_of(cluster: str) -> dict[str, Any]:
+    """The schema of the application that serves a cluster."""
+    options = serving.GatewayOptions(cluster=cluster)
     interval = sys.getswitchinterval()
     try:
         gateway = serving.GatewayReplica(serving.find_cluster(options), options, {})
@@ -337,9 +343,7 @@ def schema_part() -> dict[str, Any]:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)
         gc.unfreeze()
-    decide = serving.RoutingReplica(serving.find(serving.RoutingOptions()), 0.0, None)
-    apis = {"gateway": gateway, "decide": decide}
-    return {name: described(one.__serve_build_asgi_app__().openapi()) for name, one in apis.items()}
+    return gateway.__serve_build_asgi_app__().openapi()
 
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ bound; what is reported as its cost is what its sequence costs in the simulator,
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import (
@@ -19,12 +20,14 @@ from tokenyard.allocation.dynamics import (
     W_LOAD,
     W_MEMORY,
     W_POWER,
+    Model,
     run_slot,
 )
 from tokenyard.allocation.planner import HIGHEST_LEVEL, LOWEST_LEVEL, NUM_LEVELS, make_planner
 from tokenyard.allocation.policies.learned import ValueTable
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.allocation.simulator import DEMAND, AllocationOutcomes, free_reward
+from tokenyard.allocation.simulator import AllocationOutcomes
+from tokenyard.allocation.simulator.kernel import DEMAND, free_reward
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
@@ -38,7 +41,15 @@ _CLOSE_ENOUGH = 1e-9
 
 
 @compiled
-def _clairvoyant(model, demands, allowed, plans, values, choices, out):
+def _clairvoyant(
+    model: Model,
+    demands: FloatArray,
+    allowed: IntArray,
+    plans: IntArray,
+    values: FloatArray,
+    choices: npt.NDArray[np.int32],
+    out: FloatArray,
+) -> None:
     """Cheapest sequence of plans by backward induction over (slot, plan in force).
 
     The plan in force at the start is the first of those allowed.
@@ -64,7 +75,7 @@ def _clairvoyant(model, demands, allowed, plans, values, choices, out):
 
 
 @compiled
-def _free(model, demands, best, out):
+def _free(model: Model, demands: FloatArray, best: FloatArray, out: FloatArray) -> None:
     """Highest reward of each slot if every plan were in force already."""
     for t in range(len(demands)):
         best[t] = free_reward(model, demands[t], out)

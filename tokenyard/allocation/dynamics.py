@@ -87,24 +87,26 @@ def make_model(scenario: AllocationScenario, objective: Objective | None = None)
 
 
 @compiled
-def curve(curves, plan, utilisation, column):
+def curve(curves: FloatArray, plan: int, utilisation: float, column: int) -> float:
     """Return one curve of a plan at a utilisation in [0, 1], linear between the points."""
     u = min(max(utilisation, 0.0), 1.0)
     # Inverse of the spacing of UTILISATION; rounding may be off by one point.
     low = min(int((1.0 - (1.0 - u) ** (2.0 / 3.0)) * _LAST), _LAST - 1)
     share = (u - UTILISATION[low]) / (UTILISATION[low + 1] - UTILISATION[low])
-    return (1.0 - share) * curves[plan, low, column] + share * curves[plan, low + 1, column]
+    return float((1.0 - share) * curves[plan, low, column] + share * curves[plan, low + 1, column])
 
 
 @compiled
-def _serve(model, plan, demand_per_s, backlog, duration_s, out):
+def _serve(
+    model: Model, plan: int, demand_per_s: float, backlog: float, duration_s: float, out: FloatArray
+) -> float:
     """Let one plan (-1: none) serve for a while; add to `out`, return the backlog left."""
     if duration_s <= 0.0:
         return backlog
     constants = model.constants
     capacity = 0.0 if plan < 0 else model.plans[plan, CAPACITY_PER_S]
     arrived = demand_per_s * duration_s
-    queue = max(backlog + arrived - capacity * duration_s, 0.0)
+    queue: float = max(backlog + arrived - capacity * duration_s, 0.0)
     patience_s = constants[PATIENCE_S]
     longest = demand_per_s * min(duration_s, patience_s)
     longest += backlog * max(0.0, 1.0 - duration_s / patience_s)
@@ -131,7 +133,9 @@ def _serve(model, plan, demand_per_s, backlog, duration_s, out):
 
 
 @compiled
-def run_slot(model, old, new, demand_per_s, backlog, out):
+def run_slot(
+    model: Model, old: int, new: int, demand_per_s: float, backlog: float, out: FloatArray
+) -> float:
     """Run one slot and return its reward; `out` is overwritten.
 
     Args:
@@ -171,7 +175,7 @@ def run_slot(model, old, new, demand_per_s, backlog, out):
     latency = min(out[MEAN_LATENCY_S] / constants[LATENCY_LIMIT_S], 1.0)
     goodput = 1.0 if offered <= 0.0 else 1.0 - out[VIOLATIONS] / offered
     power = out[ENERGY_J] / slot_s / constants[POOL_W]
-    reward = -weights[W_USD] * out[USD] - weights[W_VIOLATIONS] * out[VIOLATIONS]
+    reward: float = -weights[W_USD] * out[USD] - weights[W_VIOLATIONS] * out[VIOLATIONS]
     reward -= weights[W_ENERGY] * out[ENERGY_J] * 1e-6
     reward += weights[W_GOODPUT] * goodput + weights[W_POWER] * (1.0 - power)
     reward += weights[W_LATENCY] * (1.0 - latency)

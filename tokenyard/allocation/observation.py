@@ -7,6 +7,7 @@ cut to [-OBSERVATION_LIMIT, OBSERVATION_LIMIT]; `envs.ParallelismEnv` lists the 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.allocation.dynamics import (
     BACKLOG,
@@ -22,6 +23,7 @@ from tokenyard.allocation.dynamics import (
     PAUSED_S,
     SLOT_S,
     VIOLATIONS,
+    Model,
 )
 from tokenyard.allocation.plans import PlanTable
 from tokenyard.compiled import compiled
@@ -69,7 +71,18 @@ def known_features(
 
 
 @compiled
-def write_observation(model, plan, since, left, allowed, out, known, shape, scale_per_s, row):
+def write_observation(
+    model: Model,
+    plan: int,
+    since: int,
+    left: float,
+    allowed: bool,
+    out: FloatArray,
+    known: FloatArray,
+    shape: int,
+    scale_per_s: float,
+    row: npt.NDArray[np.float32],
+) -> int:
     """Write an observation and return how many of its numbers were cut to the limit.
 
     Args:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenyard.allocation.dynamics import NUM_OUT, make_model, run_slot
+from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model, run_slot
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.compiled import compiled
@@ -88,7 +88,9 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
 
 
 @compiled
-def _certain_costs(model, candidates, demands, costs, out):
+def _certain_costs(
+    model: Model, candidates: IntArray, demands: FloatArray, costs: FloatArray, out: FloatArray
+) -> None:
     for level in range(len(demands)):
         for i in range(len(candidates)):
             for j in range(len(candidates)):
@@ -98,8 +100,17 @@ def _certain_costs(model, candidates, demands, costs, out):
 
 @compiled
 def best_next(
-    planner, forecast, spread, last_surprise, cosine, sine, weight, theta, current, values
-):  # fmt: skip
+    planner: PlannerModel,
+    forecast: FloatArray,
+    spread: FloatArray,
+    last_surprise: float,
+    cosine: float,
+    sine: float,
+    weight: float,
+    theta: FloatArray,
+    current: int,
+    values: FloatArray,
+) -> int:
     """Return the candidate to be in force in the next slot.
 
     Args:

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
 from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, make_model, run_slot
+from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, Model, make_model, run_slot
 from tokenyard.allocation.paper.simulator import UPDATES, Update, uniform
 from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.compiled import compiled
-from tokenyard.types import FloatArray
+from tokenyard.types import FloatArray, IntArray
 
 NUM_BINS = 24
 NUM_HALVES = 2
@@ -48,7 +49,9 @@ class TabularConfig:
 
 
 @compiled
-def _choose(values, current, epsilon, stay, random):
+def _choose(
+    values: FloatArray, current: int, epsilon: float, stay: float, random: npt.NDArray[np.uint64]
+) -> int:
     """Greedy, or exploring with a preference for the plan in force."""
     if uniform(random) < epsilon:
         if uniform(random) < stay:
@@ -62,8 +65,21 @@ def _choose(values, current, epsilon, stay, random):
 
 
 @compiled
-def learn_slots(model, candidates, demands, bins, halves, q, update, settings, progress, state,
-                scalars, random, out):  # fmt: skip
+def learn_slots(
+    model: Model,
+    candidates: IntArray,
+    demands: FloatArray,
+    bins: IntArray,
+    halves: IntArray,
+    q: FloatArray,
+    update: int,
+    settings: FloatArray,
+    progress: FloatArray,
+    state: IntArray,
+    scalars: FloatArray,
+    random: npt.NDArray[np.uint64],
+    out: FloatArray,
+) -> None:
     """Learn along one stretch of demand; state and scalars go on in the next call.
 
     Args:

@@ -17,7 +17,7 @@ from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
-from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS

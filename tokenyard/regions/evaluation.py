@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.problem import Measure
-from tokenyard.regions.simulator import RegionOutcomes, kernel
+from tokenyard.regions.simulator import world
+from tokenyard.regions.simulator.run import RegionOutcomes
 
 MEASURES = (
     Measure("total_cost", "total $", ".1f", delta="delta_cost_fraction"),
@@ -33,14 +34,14 @@ def measure(outcomes: RegionOutcomes) -> dict[str, float]:
     """The measures of one episode by key; docs/metrics.md defines them."""
     response = outcomes.response_s
     total = outcomes.total
-    offered = max(total(kernel.OUT_OFFERED), 1.0)
-    placed = max(total(kernel.OUT_PLACED), 1.0)
-    served_s = max(total(kernel.OUT_SERVED_S), 1e-9)
-    network = total(kernel.OUT_NETWORK_S) / placed
-    inference = total(kernel.OUT_INFERENCE_S) / placed
-    lost_s = total(kernel.OUT_WARMUP_S) + total(kernel.OUT_SWITCH_S) + total(kernel.OUT_MIGRATION_S)
-    energy, switching = total(kernel.OUT_ENERGY_USD), total(kernel.OUT_OVERHEAD_USD)
-    late = total(kernel.OUT_LATE_USD)
+    offered = max(total(world.OUT_OFFERED), 1.0)
+    placed = max(total(world.OUT_PLACED), 1.0)
+    served_s = max(total(world.OUT_SERVED_S), 1e-9)
+    network = total(world.OUT_NETWORK_S) / placed
+    inference = total(world.OUT_INFERENCE_S) / placed
+    lost_s = total(world.OUT_WARMUP_S) + total(world.OUT_SWITCH_S) + total(world.OUT_MIGRATION_S)
+    energy, switching = total(world.OUT_ENERGY_USD), total(world.OUT_OVERHEAD_USD)
+    late = total(world.OUT_LATE_USD)
     steps = np.diff(outcomes.shares, axis=0)
     p50, p95, p99 = np.percentile(response, [50, 95, 99]) if len(response) else [np.nan] * 3
     return {
@@ -49,28 +50,28 @@ def measure(outcomes: RegionOutcomes) -> dict[str, float]:
         "p95_response_s": float(p95),
         "p99_response_s": float(p99),
         "network_s": network,
-        "waiting_s": total(kernel.OUT_RESPONSE_S) / placed - network - inference,
+        "waiting_s": total(world.OUT_RESPONSE_S) / placed - network - inference,
         "inference_s": inference,
-        "load_balance": float(outcomes.outs[:, kernel.OUT_BALANCE].mean()),
+        "load_balance": float(outcomes.outs[:, world.OUT_BALANCE].mean()),
         "energy_cost": energy,
-        "energy_kwh": total(kernel.OUT_ENERGY_KWH),
+        "energy_kwh": total(world.OUT_ENERGY_KWH),
         "overhead_fraction": lost_s / served_s,
-        "warmup_fraction": total(kernel.OUT_WARMUP_S) / served_s,
-        "model_switch_fraction": total(kernel.OUT_SWITCH_S) / served_s,
+        "warmup_fraction": total(world.OUT_WARMUP_S) / served_s,
+        "model_switch_fraction": total(world.OUT_SWITCH_S) / served_s,
         "switching_cost": switching,
         "lateness_cost": late,
         "total_cost": energy + switching + late,
-        "deadline_miss_fraction": total(kernel.OUT_DEADLINE_MISSES) / offered,
-        "dropped_fraction": total(kernel.OUT_DROPPED) / offered,
-        "restarted_tasks": total(kernel.OUT_RESTARTED),
-        "rerouted_tasks": total(kernel.OUT_REROUTED),
-        "migrated_tasks": total(kernel.OUT_MIGRATED),
-        "lost_gpu_s": total(kernel.OUT_LOST_S),
-        "mean_active_servers": float(outcomes.outs[:, kernel.OUT_ACTIVE].mean()),
-        "remote_fraction": total(kernel.OUT_REMOTE) / placed,
+        "deadline_miss_fraction": total(world.OUT_DEADLINE_MISSES) / offered,
+        "dropped_fraction": total(world.OUT_DROPPED) / offered,
+        "restarted_tasks": total(world.OUT_RESTARTED),
+        "rerouted_tasks": total(world.OUT_REROUTED),
+        "migrated_tasks": total(world.OUT_MIGRATED),
+        "lost_gpu_s": total(world.OUT_LOST_S),
+        "mean_active_servers": float(outcomes.outs[:, world.OUT_ACTIVE].mean()),
+        "remote_fraction": total(world.OUT_REMOTE) / placed,
         "shares_step": float((steps**2).sum(axis=(1, 2)).mean()) if len(steps) else 0.0,
         "decision_ms": 1e3 * float(np.median(outcomes.decision_s)),
         "unaccounted_tasks": float(len(outcomes.labels))
-        - total(kernel.OUT_PLACED)
-        - total(kernel.OUT_DROPPED),
+        - total(world.OUT_PLACED)
+        - total(world.OUT_DROPPED),
     }

@@ -17,7 +17,7 @@ from tokenyard.regions.evaluation import MEASURES, measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
-from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionPolicy
 from tokenyard.statistics.intervals import Samples
 

@@ -24,7 +24,7 @@ from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionPolicy
 from tokenyard.types import FloatArray
 

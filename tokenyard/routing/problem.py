@@ -154,7 +154,9 @@ def _learned(
             f"{source} decides between {metadata.num_replicas} replicas; "
             f"scenario {scenario.name!r} has {scenario.num_servers}"
         )
-    words = f"{source}, trained by {metadata.trainer} on {metadata.scenario}, {artifact.sha256}"
+    rule = metadata.lineage.get("rule")
+    made = f"trained by {metadata.trainer}" if rule is None else f"the rule {rule}"
+    words = f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
     return Candidate(Path(name).stem if path else name, words, partial(_run_trained, artifact))
 
 

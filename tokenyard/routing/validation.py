@@ -14,12 +14,15 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
+from tokenyard.routing.gate import NUM_STREAMS, Gate, gate_streams, outcome_runs
 from tokenyard.routing.observation import finish_columns
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.residual import fold
-from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator import Simulator
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.constant_rate import Observations, Outcomes
+from tokenyard.routing.simulator.constant_rate import Observations
 from tokenyard.routing.simulator.rollouts import run_residual
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -32,6 +35,9 @@ from tokenyard.types import FloatArray
 NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
 """What validation finds: the score in seconds, higher is better, and what it is made of."""
 _SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
+REFUSED = "nothing is written: every candidate loses to a rule (tokenyard/routing/gate.py)"
+RULES_LOST_TO = "rules_lost_to"
+"""Key of how often a policy loses to a rule at the promotion gate; more than 0 is refused."""
 
 
 class Validation:
@@ -54,7 +60,7 @@ class Validation:
         """
         self._source = source
         drawn = streams or synthetic_streams(source, num_streams, seed, "validation")
-        self._streams = drawn.requests
+        self._streams = drawn
 
     def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
         """Run the greedy policy on every stream and average over streams; keys are NAMES."""
@@ -63,6 +69,7 @@ class Validation:
     def rows(self, artifact: PolicyArtifact) -> FloatArray:
         """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
         slo_s = self._source.scenario.slo_response_s
+        runs = artifact_runs(self._source.scenario, self._streams, artifact)
         return np.array(
             [
                 (
@@ -71,35 +78,36 @@ class Validation:
                     metrics.percentile_response_s(one.response_s, 99.0),
                     metrics.slo_violation_fraction(one.violations(slo_s)),
                 )
-                for one in self._outcomes(artifact)
+                for one in (run.outcomes for run in runs)
             ]
         )
 
-    def _outcomes(self, artifact: PolicyArtifact) -> list[Outcomes]:
-        metadata = artifact.metadata
-        sim = make_simulator(
-            self._source.scenario,
-            len(self._streams),
-            len(self._streams[0]),
-            expected_finish=metadata.expected_finish,
-        )
-        for copy, requests in enumerate(self._streams):
-            sim.load(copy, requests)
+
+def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
+    """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
+    metadata, arrays = artifact.metadata, artifact.arrays
+
+    def decide(sim: Simulator) -> None:
         if metadata.kind in ("linear", "marginal"):
-            sim.run_linear(artifact.arrays["weights"], metadata.mean_total_tokens)
+            sim.run_linear(arrays["weights"], metadata.mean_total_tokens)
         elif metadata.kind == "corrected":
-            correction = fold(artifact.arrays, artifact.layers)
+            correction = fold(arrays, artifact.layers)
             run_residual(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
+        elif metadata.kind == "generic":
+            of_kind = "server_weights" if scenario.fleet is None else "engine_weights"
+            sim.run_any_cluster(arrays[of_kind], metadata.mean_total_tokens)
         else:
             _run_network(sim, artifact)
-        return [sim.outcomes(copy) for copy in range(len(self._streams))]
+
+    return outcome_runs(scenario, streams, decide, metadata.expected_finish)
 
 
 class PairedScore:
     """Compares policies with a hand rule on what no search was trained on.
 
     That is fresh synthetic streams and, where the file is found, the recorded requests that the
-    traffic model was fitted to. The recorded test part is not touched.
+    traffic model was fitted to; and what the promotion gate looks at, with the compiled rules.
+    The recorded test part is not touched.
     """
 
     def __init__(self, source: StreamSource, rule: PolicyArtifact, num_streams: int) -> None:
@@ -109,6 +117,8 @@ class PairedScore:
         streams = recorded_training_streams(source)
         self._recorded = None if streams is None else Validation(source, 1, streams=streams)
         self._rule_recorded = None if self._recorded is None else self._recorded.rows(rule)[0]
+        self._scenario = source.scenario
+        self._gate = Gate(source, parts=gate_streams(source, min(num_streams, NUM_STREAMS)))
 
     @property
     def rule_p99_s(self) -> float:
@@ -130,7 +140,8 @@ class PairedScore:
             recorded = self._recorded.rows(artifact)[0] / self._rule_recorded - 1.0
             found["recorded_delta_mean_fraction"] = float(recorded[_MEAN])
             found["recorded_delta_p99_fraction"] = float(recorded[_P99])
-        return found
+        rows = self._gate(lambda streams: artifact_runs(self._scenario, streams, artifact))
+        return found | {RULES_LOST_TO: float(sum(int(row["loses"]) for row in rows))}
 
 
 def worst_p99(found: Mapping[str, Any]) -> float:
@@ -139,21 +150,22 @@ def worst_p99(found: Mapping[str, Any]) -> float:
     return max(float(found["delta_p99_ci_high"]), recorded)
 
 
-def choose(rows: Sequence[Mapping[str, Any]], violation_s: float, p99_margin: float) -> int:
-    """Pick one of what `PairedScore` found.
+def choose(rows: Sequence[Mapping[str, Any]], violation_s: float, p99_margin: float) -> int | None:
+    """Pick one of what `PairedScore` found; what loses to a rule at the gate is refused.
 
     Returns: Index of the least mean and SLO violations, at `violation_s` seconds for a share of 1,
         of those whose tail exceeds the hand rule's by no more than `p99_margin`; if none does, of
-        the best tail.
+        the best tail. None where all are refused.
     """
+    passing = [index for index, row in enumerate(rows) if not row.get(RULES_LOST_TO)]
 
     def cost_s(index: int) -> float:
         return mean_and_violations_s(rows[index], violation_s)
 
-    keeps_tail = [index for index, row in enumerate(rows) if worst_p99(row) <= p99_margin]
+    keeps_tail = [index for index in passing if worst_p99(rows[index]) <= p99_margin]
     if keeps_tail:
         return min(keeps_tail, key=cost_s)
-    return min(range(len(rows)), key=lambda index: worst_p99(rows[index]))
+    return min(passing, key=lambda index: worst_p99(rows[index]), default=None)
 
 
 def mean_and_violations_s(found: Mapping[str, Any], violation_s: float) -> float:

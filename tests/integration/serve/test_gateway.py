@@ -459,7 +459,10 @@ def test_a_replay_that_cannot_be_is_refused_in_one_sentence(url, args, reason):
         (["--cluster", "gone.yaml"], "cluster file gone.yaml: No such file"),
         (["--cluster", "local_cup"], "unknown cluster 'local_cup'"),
         (["--cluster", "BAD", "--policy", "seed"], "unknown policy 'seed'"),
-        (["--cluster", "BAD", "--explore", "0.5"], "explore_fraction"),
+        (
+            ["--cluster", "BAD", "--explore", "0.5"],
+            "explore fraction 0.5 must lie between 0 and 0.05",
+        ),
         (["--cluster", "BAD"], "unknown engine 'bogus'"),
     ],
 )

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import deploy
 import httpx
+import pyarrow.parquet as pq
 import pytest
 from ray import serve
 from scripts import refusal
 from unit.serve.test_serve_regions import a_body as regions_body
 from unit.serve_builders import a_body, a_snapshot
 
-from serve_app.app import APP_NAME, RoutingOptions, build
+from serve_app.app import APP_NAME, GatewayOptions, build_gateway
 from tokenyard.routing.artifact import learned_policy, resolve_champion
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
@@ -33,23 +34,28 @@ def a_free_port():
         return listener.getsockname()[1]
 
 
-def lines_in(log, num_expected):
-    """Lines of a decision log by id, once they are there: it lags by milliseconds."""
-    deadline_s = time.monotonic() + 5
-    while len(lines := log.read_text().splitlines()) < num_expected:
-        assert time.monotonic() < deadline_s, f"{len(lines)} of {num_expected} lines"
-        time.sleep(0.01)
-    return {line["decision_id"]: line for line in map(json.loads, lines)}
+def rows_in(log, num_expected):
+    """Rows of a decision log by id, once they are there: it lags by two seconds."""
+    deadline_s = time.monotonic() + 20
+    while len(rows := [row for one in log.glob("*.parquet") for row in read(one)]) < num_expected:
+        assert time.monotonic() < deadline_s, f"{len(rows)} of {num_expected} rows"
+        time.sleep(0.1)
+    return {row["decision_id"]: row for row in rows}
+
+
+def read(file):
+    return pq.read_table(file).to_pylist()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, ray_cluster):
     """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
     port = a_free_port()
-    log = tmp_path_factory.mktemp("serve") / "decisions.jsonl"
+    log = tmp_path_factory.mktemp("serve") / "log"
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build(RoutingOptions(decision_log=log)), name=APP_NAME)
+        options = GatewayOptions(cluster="none", decision_log=log)
+        serve.run(build_gateway(options), name=APP_NAME)
         yield f"http://127.0.0.1:{port}", log
     finally:
         serve.shutdown()
@@ -64,7 +70,7 @@ def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(serv
     decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
     assert answer["index"] == decided.replica
     assert answer["scores"] == pytest.approx(decided.scores, rel=1e-9)
-    assert lines_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0
+    assert rows_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0
 
 
 def test_a_refusal_crosses_the_proxy_unchanged(server):
@@ -92,7 +98,7 @@ def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_count
     assert "tokenyard_region_fallbacks_total" in httpx.get(f"{url}/metrics", timeout=10).text
 
 
-def test_concurrent_callers_each_get_their_answer_and_their_line(server):
+def test_concurrent_callers_each_get_their_answer_and_their_row(server):
     url, log = server
     before = httpx.get(f"{url}/v1/policy", timeout=10).json()
 
@@ -106,7 +112,7 @@ def test_concurrent_callers_each_get_their_answer_and_their_line(server):
     assert {status for status, _ in answers} == {200}
     assert after["num_decisions"] - before["num_decisions"] == 100
     assert (after["num_fallbacks"], after["num_log_lines_lost"]) == (0, 0)
-    assert {decision_id for _, decision_id in answers} <= set(lines_in(log, after["num_decisions"]))
+    assert {decision_id for _, decision_id in answers} <= set(rows_in(log, after["num_decisions"]))
 
 
 @contextmanager
@@ -132,7 +138,7 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     port = a_free_port()
     broken = tmp_path / "broken.npz"
     broken.write_bytes(b"nothing")
-    log = tmp_path / "log.jsonl"
+    log = tmp_path / "log"
     options = ("--fallback", "sed", "--decision-log", log, "--explore", 0.05)
     options += ("--json", tmp_path / "served.json")
     with deployed("--policy", broken, "--port", port, *options) as greeting:
@@ -146,9 +152,9 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         assert answer["fallback"]
         (row,) = json.loads((tmp_path / "served.json").read_text())["rows"]
         assert (row["url"], row["version"]) == (url, policy["version"])
-    line = json.loads(log.read_text())
-    assert line["decision_id"] == answer["decision_id"]
-    assert 0.05 / 3 <= line["propensity"] < 1
+    (row,) = rows_in(log, 1).values()
+    assert row["decision_id"] == answer["decision_id"]
+    assert 0.05 / 3 <= row["propensity"] < 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
 
@@ -159,7 +165,10 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         (["--policy", "gone.npz"], "policy file gone.npz does not exist"),
         (["--policy", "seed"], "unknown policy 'seed'"),
         (["--policy", "sed", "--explore", "0.5"], "explore fraction 0.5"),
-        (["--policy", "sed", "--decision-log", "/gone/log"], "decision log /gone/log: No such"),
+        (
+            ["--policy", "sed", "--decision-log", "/dev/null/log"],
+            "log /dev/null/log: Not a directory",
+        ),
     ],
 )
 def test_deploy_refuses_to_start_with_one_sentence(args, reason):

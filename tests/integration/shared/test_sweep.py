@@ -16,7 +16,7 @@ from mlflow import MlflowClient
 from scripts import call, refusal
 
 from tokenyard import registry
-from tokenyard.artifact import PolicyArtifact
+from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs import mlflow_log
 from tune_configs.sweep import open_sweep
 

@@ -99,7 +99,10 @@ def test_a_champion_is_promoted_and_taken_back(swept_long, uri):
     ("arguments", "reason"),
     [
         ({"suite": "toy"}, "choose one of"),
-        ({"scenario": "toy_low", "source": "held-out"}, "are for routing; the demand of toy"),
+        (
+            {"scenario": "toy_low", "policies": "one", "source": "held-out"},
+            "are for routing; the demand of toy",
+        ),
         ({"scenario": "toy_low", "suite": "toys"}, "exactly one of"),
     ],
 )

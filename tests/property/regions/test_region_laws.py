@@ -8,7 +8,8 @@ from sizes import scaled
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions.scenario import Failure
-from tokenyard.regions.simulator import DISPATCH, RegionSim, kernel
+from tokenyard.regions.simulator import DISPATCH, RegionSim, world
+from tokenyard.regions.simulator.dispatch import by_live_cost
 from tokenyard.regions.types import LiveCost, RegionDecision
 
 few = settings(max_examples=scaled(25))
@@ -52,25 +53,25 @@ def any_decision(rng, num_regions):
 def test_every_task_is_to_come_waiting_placed_or_dropped_at_any_time_whatever_fails(episode):
     scenario, stream, rng = episode
     sim = RegionSim(scenario, stream, an_oracle(scenario))
-    w = sim.world
+    w = sim.arrays
     while not sim.ended:
         sim.step(any_decision(rng, 4))
-        status = np.bincount(w.labels[:, kernel.STATUS], minlength=4)
+        status = np.bincount(w.labels[:, world.STATUS], minlength=4)
         assert status.sum() == len(stream.numbers)
-        assert status[kernel.WAITING] == w.region[:, kernel.NUM_WAITING].sum()
-        assert status[kernel.PLACED] == round(w.out[:, kernel.OUT_PLACED].sum())
-        assert status[kernel.DROPPED] == round(w.out[:, kernel.OUT_DROPPED].sum())
-        come = round(w.out[:, kernel.OUT_OFFERED].sum())
+        assert status[world.WAITING] == w.region[:, world.NUM_WAITING].sum()
+        assert status[world.PLACED] == round(w.out[:, world.OUT_PLACED].sum())
+        assert status[world.DROPPED] == round(w.out[:, world.OUT_DROPPED].sum())
+        come = round(w.out[:, world.OUT_OFFERED].sum())
         assert come == stream.counts[: sim.slot].sum()
-        assert status[kernel.TO_COME] == len(stream.numbers) - come
+        assert status[world.TO_COME] == len(stream.numbers) - come
     sim.finish()
-    status = w.labels[:, kernel.STATUS]
-    assert set(status) <= {kernel.PLACED, kernel.DROPPED}
+    status = w.labels[:, world.STATUS]
+    assert set(status) <= {world.PLACED, world.DROPPED}
     sums = w.out.sum(axis=0)
-    assert (status == kernel.PLACED).sum() == round(sums[kernel.OUT_PLACED])
-    done = w.tasks[status == kernel.PLACED]
-    response = done[:, kernel.FINISH_S] + done[:, kernel.BACK_S] - done[:, kernel.ARRIVAL_S]
-    assert sums[kernel.OUT_RESPONSE_S] == pytest.approx(response.sum(), rel=1e-9, abs=1e-6)
+    assert (status == world.PLACED).sum() == round(sums[world.OUT_PLACED])
+    done = w.tasks[status == world.PLACED]
+    response = done[:, world.FINISH_S] + done[:, world.BACK_S] - done[:, world.ARRIVAL_S]
+    assert sums[world.OUT_RESPONSE_S] == pytest.approx(response.sum(), rel=1e-9, abs=1e-6)
 
 
 @few
@@ -83,17 +84,15 @@ def test_no_server_serves_two_tasks_at_once_nor_faster_than_it_can(episode):
     while not sim.ended:
         sim.step(any_decision(rng, 4))
     sim.finish()
-    w = sim.world
+    w = sim.arrays
     for server in range(len(w.servers)):
-        mine = (w.labels[:, kernel.SERVER] == server) & (
-            w.labels[:, kernel.STATUS] == kernel.PLACED
-        )
-        rows = w.tasks[mine][np.argsort(w.tasks[mine][:, kernel.BEGIN_S], kind="stable")]
-        assert (rows[1:, kernel.BEGIN_S] >= rows[:-1, kernel.FINISH_S] - 1e-6).all()
-        kind = w.servers[server, kernel.KIND]
-        least = rows[:, kernel.WORK_S] * sim.cluster.service_factor[:, kind].min()
-        assert (rows[:, kernel.FINISH_S] - rows[:, kernel.START_S] >= least - 1e-9).all()
-        assert (rows[:, kernel.BEGIN_S] >= rows[:, kernel.ARRIVAL_S]).all()
+        mine = (w.labels[:, world.SERVER] == server) & (w.labels[:, world.STATUS] == world.PLACED)
+        rows = w.tasks[mine][np.argsort(w.tasks[mine][:, world.BEGIN_S], kind="stable")]
+        assert (rows[1:, world.BEGIN_S] >= rows[:-1, world.FINISH_S] - 1e-6).all()
+        kind = w.servers[server, world.KIND]
+        least = rows[:, world.WORK_S] * sim.cluster.service_factor[:, kind].min()
+        assert (rows[:, world.FINISH_S] - rows[:, world.START_S] >= least - 1e-9).all()
+        assert (rows[:, world.BEGIN_S] >= rows[:, world.ARRIVAL_S]).all()
 
 
 @few
@@ -110,9 +109,9 @@ def test_nothing_measured_of_a_slot_leaves_its_bounds(episode):
     while not sim.ended:
         out = sim.step(any_decision(rng, 4))
         assert np.isfinite(out).all()
-        assert 0 < out[kernel.OUT_BALANCE] <= 1 + 1e-12
-        assert -1e-9 <= out[kernel.OUT_ENERGY_KWH] <= most_kwh * (1 + 1e-9)
-        assert out[kernel.OUT_ACTIVE] <= scenario.num_servers
+        assert 0 < out[world.OUT_BALANCE] <= 1 + 1e-12
+        assert -1e-9 <= out[world.OUT_ENERGY_KWH] <= most_kwh * (1 + 1e-9)
+        assert out[world.OUT_ACTIVE] <= scenario.num_servers
 
 
 def test_equal_streams_and_decisions_give_equal_bytes_though_another_simulator_runs_between():
@@ -123,7 +122,7 @@ def test_equal_streams_and_decisions_give_equal_bytes_though_another_simulator_r
     for decision in decisions:
         first.step(decision)
         second.step(decision)
-    for mine, theirs in zip(first.world, second.world, strict=True):
+    for mine, theirs in zip(first.arrays, second.arrays, strict=True):
         assert mine.tobytes() == theirs.tobytes()
 
 
@@ -137,11 +136,11 @@ def test_a_region_that_fails_loses_no_task_without_it_being_counted():
     while not sim.ended:
         sim.step(RegionDecision(np.full((4, 4), 0.25), np.full(4, 10)))
     sim.finish()
-    total = sim.world.out.sum(axis=0)
-    assert total[kernel.OUT_PLACED] + total[kernel.OUT_DROPPED] == len(stream.numbers)
-    assert total[kernel.OUT_RESTARTED] > 0
-    assert total[kernel.OUT_REROUTED] > 0
-    assert total[kernel.OUT_LOST_S] > 0
+    total = sim.arrays.out.sum(axis=0)
+    assert total[world.OUT_PLACED] + total[world.OUT_DROPPED] == len(stream.numbers)
+    assert total[world.OUT_RESTARTED] > 0
+    assert total[world.OUT_REROUTED] > 0
+    assert total[world.OUT_LOST_S] > 0
 
 
 def two_regions(**live):
@@ -150,9 +149,9 @@ def two_regions(**live):
         num_slots=3, topology="synthetic/gabriel/2/1", mean_latency_ms=10.0,
         server_counts={"A100": 4}, demand={"load": 0.3, "model_shares": (1.0,)},
     )  # fmt: skip
-    w = RegionSim(scenario, a_stream(scenario), an_oracle(scenario)).world
-    w.servers[:, kernel.STATE] = np.where(np.arange(4) % 2 == 0, kernel.ON, kernel.OFF)
-    w.servers[:, kernel.HELD_MODEL] = 0
+    w = RegionSim(scenario, a_stream(scenario), an_oracle(scenario)).arrays
+    w.servers[:, world.STATE] = np.where(np.arange(4) % 2 == 0, world.ON, world.OFF)
+    w.servers[:, world.HELD_MODEL] = 0
     w.weights[:] = LiveCost(**live).weights
     w.prices[:] = 0.2
     return w
@@ -161,28 +160,28 @@ def two_regions(**live):
 def test_by_live_cost_a_task_goes_where_a_server_is_ready_soonest_unless_debts_weigh_more():
     local = np.eye(2)
     w = two_regions(debt_s=0.0)
-    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 0
-    w.times[0, kernel.FREE_S] = 5.0
-    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 1
+    assert by_live_cost(w, 0, 0, local, 0.0) == 0
+    w.times[0, world.FREE_S] = 5.0
+    assert by_live_cost(w, 0, 0, local, 0.0) == 1
     w = two_regions(debt_s=10.0)
-    w.times[0, kernel.FREE_S] = 5.0
-    assert kernel.by_live_cost(w, 0, 0, local, 0.0) == 0
+    w.times[0, world.FREE_S] = 5.0
+    assert by_live_cost(w, 0, 0, local, 0.0) == 0
 
 
 def test_live_cost_levels_use_and_prefers_cheap_energy_as_far_as_they_weigh():
     w = two_regions(debt_s=0.0, use=0.5)
-    w.times[0, kernel.BUSY_S] = 20.0
-    assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
+    w.times[0, world.BUSY_S] = 20.0
+    assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
     for usd_s, expected in ((0.0, 0), (2e4, 1)):
         w = two_regions(debt_s=0.0, usd_s=usd_s)
         w.prices[:, 0] = 0.4
-        assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == expected
+        assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == expected
 
 
 def test_live_cost_sends_nothing_to_a_region_that_is_down():
     w = two_regions(debt_s=0.0)
-    w.region[0, kernel.IS_DOWN] = 1
-    assert kernel.by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
+    w.region[0, world.IS_DOWN] = 1
+    assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
 
 
 def test_half_a_regions_capacity_lost_moves_what_runs_there_at_a_cost():
@@ -194,7 +193,7 @@ def test_half_a_regions_capacity_lost_moves_what_runs_there_at_a_cost():
     sim = RegionSim(scenario, a_stream(scenario), an_oracle(scenario))
     while not sim.ended:
         sim.step(RegionDecision(np.full((4, 4), 0.25), np.full(4, 10)))
-    total = sim.world.out.sum(axis=0)
-    assert total[kernel.OUT_MIGRATED] > 0
-    assert total[kernel.OUT_MIGRATION_S] > 15 * total[kernel.OUT_MIGRATED]
-    assert total[kernel.OUT_RESTARTED] == 0
+    total = sim.arrays.out.sum(axis=0)
+    assert total[world.OUT_MIGRATED] > 0
+    assert total[world.OUT_MIGRATION_S] > 15 * total[world.OUT_MIGRATED]
+    assert total[world.OUT_RESTARTED] == 0

@@ -20,7 +20,8 @@ from tokenyard.regions.policies.learned import LearnedMix
 from tokenyard.regions.policies.rules import ot_slack
 from tokenyard.regions.problem import PROBLEM, episodes, policy_maker
 from tokenyard.regions.scenario import Failure
-from tokenyard.regions.simulator import RegionSim, run_regions
+from tokenyard.regions.simulator import RegionSim
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import check_decision
 
 SCENARIO = a_scenario(num_slots=12)

@@ -69,8 +69,8 @@ def test_layers_that_do_not_follow_each_other_are_refused():
         a_network(w1=np.zeros((16, 9)))
     with pytest.raises(ValueError, match="'theta'"):
         RegionArtifact(RegionMetadata(scenarios=(), trainer="x"), a_network().arrays)
-    with pytest.raises(ValueError, match="'w9'"):
-        a_network(w9=np.zeros((1, 1)), b9=np.zeros(1))
+    with pytest.raises(ValueError, match=r"'theta'.* must be \['b0'"):
+        a_network(theta=np.zeros(1))
 
 
 def test_a_network_says_for_how_many_regions_it_is():

@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from search_policy import OBJECTIVES, Args, baseline_only, main, search
+from search_policy import OBJECTIVES, Args, baseline_only, hand_rule, main, search
 
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.validation import choose
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.validation import RULES_LOST_TO, choose
 
 SLO_FIRST = OBJECTIVES[-1]
 MIXED = Args(
@@ -37,9 +38,12 @@ def test_without_slos_the_weights_are_those_of_delays():
 @pytest.mark.slow
 def test_what_is_kept_is_what_was_asked_for(found):
     rule = baseline_only(MIXED.scenario)
-    rows = [rule.row, found.row]
+    assert RULES_LOST_TO not in rule.row  # The rule itself is what is left, so never refused.
+    rows = [rule.row, {**found.row, RULES_LOST_TO: 0.0}]
     assert choose(rows, violation_s=300.0, p99_margin=10.0) == 1
     assert choose(rows, violation_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
+    refused = [rule.row, {**found.row, RULES_LOST_TO: 1.0}]
+    assert choose(refused, violation_s=300.0, p99_margin=10.0) == 0
 
 
 @pytest.mark.integration
@@ -48,3 +52,10 @@ def test_the_best_is_written(tmp_path):
     artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")
     assert artifact.metadata.kind == "marginal"
     assert "slo_violation_fraction" in artifact.metadata.metrics
+
+
+def test_without_a_search_the_rule_is_written_by_its_name(tmp_path):
+    main(replace(MIXED, seeds=0, out=tmp_path))
+    artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")
+    assert artifact.metadata.lineage["rule"] == "tuned_marginal_delay"
+    assert artifact.arrays["weights"].tolist() == list(hand_rule(load_scenario(MIXED.scenario)))

@@ -18,6 +18,7 @@ NAME = "azure_code_mixed_gpus_085"
 SMALL = RolloutConfig(horizon=100, streams_per_round=2, requests_per_stream=400, hidden=8, epochs=3)
 
 
+@pytest.mark.slow
 def test_a_round_attains_more_slos_than_the_tuned_rule():
     scenario = load_scenario(NAME)
     config = RolloutConfig(

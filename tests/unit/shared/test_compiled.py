@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import numba
 import pytest
 
 from tokenyard.compiled import PACKAGE, cache_folder, source_key
@@ -33,10 +32,6 @@ def test_the_key_stays_when_a_module_changes_that_is_not_compiled(package):
     with (package / "provenance.py").open("a") as file:
         file.write("\nANOTHER = 1\n")
     assert source_key(package) == before
-
-
-def test_numba_keeps_what_it_compiles_in_the_keyed_folder():
-    assert numba.config.CACHE_DIR.endswith(f"numba-{source_key()}")
 
 
 def test_a_folder_that_the_user_names_gets_a_keyed_one_inside(tmp_path):

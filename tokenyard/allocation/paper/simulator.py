@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from tokenyard.allocation.demand import normalised, read_vm_cpu, shipped_generator
@@ -198,7 +199,7 @@ class LearningConfig:
 
 
 @compiled
-def uniform(random):
+def uniform(random: npt.NDArray[np.uint64]) -> float:
     """Next number in [0, 1) of a xorshift generator (Marsaglia 2003, 64 bit) in `random[0]`."""
     x = random[0]
     x ^= x << np.uint64(13)
@@ -209,7 +210,7 @@ def uniform(random):
 
 
 @compiled
-def _epsilon_greedy(values, epsilon, random):
+def _epsilon_greedy(values: FloatArray, epsilon: float, random: npt.NDArray[np.uint64]) -> int:
     if uniform(random) < epsilon:
         return int(uniform(random) * len(values))
     best = 0
@@ -220,7 +221,16 @@ def _epsilon_greedy(values, epsilon, random):
 
 
 @compiled
-def _learn(states, rewards, q, update, settings, passes, random, curve):
+def _learn(
+    states: IntArray,
+    rewards: FloatArray,
+    q: FloatArray,
+    update: int,
+    settings: tuple[float, float, float, float],
+    passes: int,
+    random: npt.NDArray[np.uint64],
+    curve: FloatArray,
+) -> None:
     """Learn action values from `passes` passes; `curve` gets the mean reward of each."""
     alpha, gamma, first, last = settings
     num_slots = len(states)

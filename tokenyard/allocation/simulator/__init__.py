@@ -1,13 +1,8 @@
 """Many copies of a pool that serves one demand each, stepped by one compiled call.
 
-What a plan does in a slot is `tokenyard.allocation.dynamics`; here are the clock, what is seen and
-what is allowed. A plan that is infeasible (-1), or that budget or hysteresis forbid, is refused:
-the pool keeps its plan, and the refusal is counted.
-
-Arrays of N copies, T slots and F columns of a stream:
-- `streams`, shape (N, T, F): demand, then what is known before the slot (`stream_rows`).
-- `numbers`, shape (N, NUM_NUMBERS), `counts`, shape (N, NUM_COUNTS): state of each copy.
-- `outs`, shape (N, NUM_OUT): what happened in the last slot.
+What a plan does in a slot is `tokenyard.allocation.dynamics`; the clock, what is seen and what is
+allowed are in `kernel`. A plan that is infeasible (-1), or that budget or hysteresis forbid, is
+refused: the pool keeps its plan, and the refusal is counted.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.allocation.dynamics import BACKLOG, NUM_OUT, Model, make_model, run_slot
+from tokenyard.allocation.dynamics import NUM_OUT, Model, make_model
 from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.observation import (
     NUM_KNOWN,
@@ -26,97 +21,15 @@ from tokenyard.allocation.observation import (
     known_features,
     observation_size,
     shape_of,
-    write_observation,
 )
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Objective
-from tokenyard.compiled import compiled
+from tokenyard.allocation.simulator import kernel
 from tokenyard.types import FloatArray, IntArray
 
-PLAN, SLOT, LAST, SINCE, LEFT, REFUSED, SATURATED = range(7)
-NUM_COUNTS = 7
-PERIOD, BUDGET, HYSTERESIS = range(3)
-"""Rules: slots of a budget's period, changes in it (-1: any number), slots a plan is kept."""
-DEMAND, KNOWN = 0, 1
-"""First columns of a stream: demand of the slot; what is known before it starts there."""
 _FOREVER = 1_000_000
 
 Observations = npt.NDArray[np.float32]
-
-
-@compiled
-def may_switch(counts, rules):
-    """Whether budget and hysteresis allow another plan."""
-    return counts[SINCE] >= rules[HYSTERESIS] and counts[LEFT] != 0
-
-
-@compiled
-def step_one(model, stream, rules, counts, numbers, action, out):
-    """Let one copy live through its next slot; return the reward."""
-    old = counts[PLAN]
-    new = action
-    if new < 0 or (new != old and not may_switch(counts, rules)):
-        counts[REFUSED] += 1
-        new = old
-    reward = run_slot(model, old, new, stream[counts[SLOT], DEMAND], numbers[0], out)
-    numbers[0] = out[BACKLOG]
-    counts[SINCE] += 1
-    if new != old:
-        counts[SINCE] = 1
-        if rules[BUDGET] >= 0:
-            counts[LEFT] -= 1
-    counts[PLAN] = new
-    counts[SLOT] += 1
-    if rules[BUDGET] >= 0 and counts[SLOT] % rules[PERIOD] == 0:
-        counts[LEFT] = rules[BUDGET]
-    return reward
-
-
-@compiled
-def observe_one(model, stream, rules, counts, out, shape_of, scale_per_s, row):
-    """Write what one copy shows before its next slot into `row`."""
-    plan = counts[PLAN]
-    left = counts[LEFT] / rules[BUDGET] if rules[BUDGET] > 0 else 1.0
-    counts[SATURATED] += write_observation(
-        model, plan, counts[SINCE], left, may_switch(counts, rules), out,
-        stream[counts[SLOT], KNOWN:], shape_of[plan], scale_per_s, row,
-    )  # fmt: skip
-
-
-@compiled
-def step_all(model, streams, rules, counts, numbers, actions, outs, rewards):
-    """Step every copy that has slots left; the others earn 0 and stay."""
-    for i in range(len(actions)):
-        rewards[i] = 0.0
-        if counts[i, SLOT] < counts[i, LAST]:
-            rewards[i] = step_one(
-                model, streams[i], rules, counts[i], numbers[i], actions[i], outs[i]
-            )
-
-
-@compiled
-def free_reward(model, demand, out):
-    """Highest reward of a slot over all plans, were each in force already and nothing waiting."""
-    best = -np.inf
-    for plan in range(len(model.plans)):
-        best = max(best, run_slot(model, plan, plan, demand, 0.0, out))
-    return best
-
-
-@compiled
-def bound_all(model, streams, counts, stepped, out, bounds):
-    """Best reward of the slot that each copy just stepped, were changes free; 0 for the others."""
-    for i in range(len(bounds)):
-        bounds[i] = 0.0
-        if stepped[i]:
-            bounds[i] = free_reward(model, streams[i, counts[i, SLOT] - 1, DEMAND], out)
-
-
-@compiled
-def observe_all(model, streams, rules, counts, outs, shape_of, scale_per_s, rows):
-    """Write the observation of every copy."""
-    for i in range(len(rows)):
-        observe_one(model, streams[i], rules, counts[i], outs[i], shape_of, scale_per_s, rows[i])
 
 
 def stream_rows(
@@ -133,9 +46,9 @@ def stream_rows(
         np.append(stream.per_s, stream.per_s[-1]), stream.first, stream.start_slot
     )
     rows = np.zeros((n + 1, 1 + NUM_KNOWN))
-    rows[:n, DEMAND] = stream.per_s
+    rows[:n, kernel.DEMAND] = stream.per_s
     before = np.arange(n + 1)[:, None] - 1 - np.arange(NUM_RECENT_SHOWN)
-    rows[:, KNOWN:] = known_features(
+    rows[:, kernel.KNOWN :] = known_features(
         stream.start_slot + np.arange(n + 1),
         stream.per_s[np.maximum(before, 0)],
         forecaster.forecast_all(longer),
@@ -195,7 +108,7 @@ class AllocationSim:
         self.scale_per_s = self.table.pool_goodput_capacity_per_s
         self.shapes = shape_of(self.table)
         self._streams = np.zeros((num_copies, num_slots + 1, 1 + NUM_KNOWN))
-        self.counts = np.zeros((num_copies, NUM_COUNTS), np.int64)
+        self.counts = np.zeros((num_copies, kernel.NUM_COUNTS), np.int64)
         self.numbers = np.zeros((num_copies, 1))
         self.outs = np.zeros((num_copies, NUM_OUT))
         self._rewards = np.zeros(num_copies)
@@ -207,12 +120,12 @@ class AllocationSim:
     @property
     def num_refused(self) -> int:
         """Actions refused so far, over all copies."""
-        return int(self.counts[:, REFUSED].sum())
+        return int(self.counts[:, kernel.REFUSED].sum())
 
     @property
     def num_saturated(self) -> int:
         """Numbers of observations set to the limit so far."""
-        return int(self.counts[:, SATURATED].sum())
+        return int(self.counts[:, kernel.SATURATED].sum())
 
     def stream(self, copy: int) -> FloatArray:
         """Rows of a copy's stream (`stream_rows`)."""
@@ -221,11 +134,11 @@ class AllocationSim:
 
     def plan(self, copy: int) -> int:
         """Plan in force in a copy."""
-        return int(self.counts[copy, PLAN])
+        return int(self.counts[copy, kernel.PLAN])
 
     def may_switch(self, copy: int) -> bool:
         """Whether budget and hysteresis allow a copy another plan in the next slot."""
-        return bool(may_switch(self.counts[copy], self.rules))
+        return bool(kernel.may_switch(self.counts[copy], self.rules))
 
     def load(self, copy: int, stream: DemandStream, plan: int | None = None) -> None:
         """Start a copy on a stream.
@@ -240,15 +153,15 @@ class AllocationSim:
         rows = stream_rows(stream, self.forecaster, self.scale_per_s, slots_per_day)
         shown = rows[stream.first :]
         self._streams[copy, : len(shown)] = shown
-        self.counts[copy, LAST] = stream.num_slots
+        self.counts[copy, kernel.LAST] = stream.num_slots
         self.restart(copy, self.sufficient_plan(stream) if plan is None else plan)
 
     def restart(self, copy: int, plan: int) -> None:
         """Go back to the start of a copy's stream."""
         counts = self.counts[copy]
-        counts[PLAN], counts[SLOT] = plan, 0
-        counts[SINCE] = _FOREVER
-        counts[LEFT] = self.rules[BUDGET]
+        counts[kernel.PLAN], counts[kernel.SLOT] = plan, 0
+        counts[kernel.SINCE] = _FOREVER
+        counts[kernel.LEFT] = self.rules[kernel.BUDGET]
         self.numbers[copy] = 0.0
         self.outs[copy] = 0.0
 
@@ -262,7 +175,7 @@ class AllocationSim:
 
     def observe(self) -> Observations:
         """Return what every copy shows, shape (N, size); the array is reused."""
-        observe_all(
+        kernel.observe_all(
             self.model, self._streams, self.rules, self.counts, self.outs, self.shapes,
             self.scale_per_s, self._rows,
         )  # fmt: skip
@@ -278,7 +191,7 @@ class AllocationSim:
         if actions.max() >= self.table.num_plans or actions.min() < -1:
             raise ValueError(f"actions {actions} must be plans below {self.table.num_plans}, or -1")
         self._stepped = ~self.ended()
-        step_all(
+        kernel.step_all(
             self.model, self._streams, self.rules, self.counts, self.numbers, actions, self.outs,
             self._rewards,
         )  # fmt: skip
@@ -289,9 +202,11 @@ class AllocationSim:
 
         As if changes were free and nothing waited: it depends on demand alone.
         """
-        bound_all(self.model, self._streams, self.counts, self._stepped, self._out, self._bounds)
+        kernel.bound_all(
+            self.model, self._streams, self.counts, self._stepped, self._out, self._bounds
+        )
         return self._bounds
 
     def ended(self) -> npt.NDArray[np.bool_]:
         """Whether the stream of a copy is over, shape (N,)."""
-        return np.asarray(self.counts[:, SLOT] >= self.counts[:, LAST])
+        return np.asarray(self.counts[:, kernel.SLOT] >= self.counts[:, kernel.LAST])

@@ -22,16 +22,8 @@ from tokenyard.allocation.dynamics import (
 from tokenyard.allocation.forecast import Forecaster, Outlook, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
-from tokenyard.allocation.simulator import (
-    LEFT,
-    PLAN,
-    REFUSED,
-    SINCE,
-    AllocationOutcomes,
-    AllocationSim,
-    may_switch,
-    step_one,
-)
+from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
+from tokenyard.allocation.simulator.kernel import LEFT, PLAN, REFUSED, SINCE, may_switch, step_one
 from tokenyard.allocation.types import AllocationPolicy, AllocationState, SlotMeasurements
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray

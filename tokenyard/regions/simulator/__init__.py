@@ -1,11 +1,9 @@
-"""Episodes of the regional simulator: any policy by its public method."""
+"""Tasks of many regions on their servers, slot by slot."""
 
 from __future__ import annotations
 
 import functools
 import math
-import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,24 +12,20 @@ from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
 from tokenyard.regions.scenario import TASK_TYPES, Failure, RegionScenario
 from tokenyard.regions.servers import Cluster, likeness, make_cluster
-from tokenyard.regions.simulator import kernel
-from tokenyard.regions.simulator.kernel import RegionArrays
-from tokenyard.regions.types import (
-    Dispatch,
-    RegionDecision,
-    RegionPolicy,
-    RegionState,
-    check_decision,
-)
+from tokenyard.regions.simulator import slot as kernel
+from tokenyard.regions.simulator import world
+from tokenyard.regions.simulator.servers import fail, recover
+from tokenyard.regions.simulator.world import RegionArrays
+from tokenyard.regions.types import Dispatch, RegionDecision, RegionState, check_decision
 from tokenyard.types import FloatArray, IntArray
 
 DISPATCH: dict[Dispatch, int] = {
-    "shares": kernel.BY_SHARES,
-    "live_shares": kernel.LIVE_SHARES,
-    "spill": kernel.SPILL,
-    "least_loaded": kernel.LEAST_LOADED,
-    "balance": kernel.BALANCE,
-    "live_cost": kernel.LIVE_COST,
+    "shares": world.BY_SHARES,
+    "live_shares": world.LIVE_SHARES,
+    "spill": world.SPILL,
+    "least_loaded": world.LEAST_LOADED,
+    "balance": world.BALANCE,
+    "live_cost": world.LIVE_COST,
 }
 HISTORY_SLOTS = 8
 """Slots of past arrivals that a state holds."""
@@ -39,37 +33,8 @@ _NEEDED_SPEED = {"compute": 1.3, "memory": 0.7, "lightweight": 0.35}
 """`GPU compute / task compute` of Eq 8 is speed over this."""
 
 
-@dataclass(frozen=True, eq=False)
-class RegionOutcomes:
-    """What one episode measured."""
-
-    outs: FloatArray
-    """Shape (slots, NUM_OUT) of `tokenyard.regions.simulator.kernel`."""
-    tasks: FloatArray
-    """Shape (tasks, NUM_TASK_FLOATS)."""
-    labels: IntArray
-    """Shape (tasks, NUM_TASK_INTS)."""
-    shares: FloatArray
-    """Shares in force, shape (slots, regions, regions)."""
-    decision_s: FloatArray
-    """Wall time of each decision, shape (slots,)."""
-
-    def total(self, column: int) -> float:
-        """Sum of a column over all slots."""
-        return float(self.outs[:, column].sum())
-
-    @property
-    def response_s(self) -> FloatArray:
-        """Response time of every task that was served, return path included."""
-        done = self.labels[:, kernel.STATUS] == kernel.PLACED
-        rows = self.tasks[done]
-        return np.asarray(
-            rows[:, kernel.FINISH_S] + rows[:, kernel.BACK_S] - rows[:, kernel.ARRIVAL_S]
-        )
-
-
 class RegionSim:
-    """One copy: a stream's world, stepped slot by slot."""
+    """One copy: a stream's arrays, stepped slot by slot."""
 
     def __init__(
         self, scenario: RegionScenario, stream: RegionStream, forecaster: DemandForecaster
@@ -82,7 +47,7 @@ class RegionSim:
         self._plain_latency = self.cluster.latency_s
         self._server_tasks, self._server_kwh = _server_tables(scenario, self.cluster)
         self._slots_of = _padded_index(self.cluster)
-        self.world = _make_world(scenario, self.cluster, stream)
+        self.arrays = _make_arrays(scenario, self.cluster, stream)
         num = self.cluster.num_regions
         self.shares = np.eye(num)
         state = self.state()
@@ -91,7 +56,7 @@ class RegionSim:
     @property
     def slot(self) -> int:
         """The slot that comes next."""
-        return int(self.world.clock[kernel.SLOT])
+        return int(self.arrays.clock[world.SLOT])
 
     @property
     def ended(self) -> bool:
@@ -99,26 +64,26 @@ class RegionSim:
         return self.slot >= self.stream.num_slots
 
     def _start(self, active: IntArray) -> None:
-        w = self.world
+        w = self.arrays
         for region, count in enumerate(active.tolist()):
             lo = int(w.first[region])
-            w.servers[lo : lo + count, kernel.STATE] = kernel.ON
+            w.servers[lo : lo + count, world.STATE] = world.ON
             # Models in proportion to what is asked for.
             shares = np.cumsum(self.scenario.demand.model_shares)
             spots = (np.arange(count) + 0.5) / max(count, 1)
             held = np.minimum(np.searchsorted(shares, spots), len(shares) - 1)
             # Kinds follow each other in the order of servers: models are dealt out across them.
-            w.servers[lo : lo + count, kernel.HELD_MODEL] = held[_dealt(count)]
+            w.servers[lo : lo + count, world.HELD_MODEL] = held[_dealt(count)]
 
     def state(self) -> RegionState:
         """What a policy may know now."""
-        w, slot = self.world, self.slot
-        down = w.servers[:, kernel.STATE] == kernel.DOWN
+        w, slot = self.arrays, self.slot
+        down = w.servers[:, world.STATE] == world.DOWN
         tasks = np.where(self._slots_of >= 0, self._server_tasks, 0.0)
         if down.any():
             tasks = np.where(down[self._slots_of], 0.0, tasks)
-        running = (w.servers[:, kernel.STATE] == kernel.ON) | (
-            w.servers[:, kernel.STATE] == kernel.WARMING
+        running = (w.servers[:, world.STATE] == world.ON) | (
+            w.servers[:, world.STATE] == world.WARMING
         )
         past: FloatArray = self.stream.counts[max(0, slot - HISTORY_SLOTS) : slot].astype(float)
         if not len(past):
@@ -128,7 +93,7 @@ class RegionSim:
             latency_s=w.latency,
             arrivals=past,
             forecast=self.forecasts[slot],
-            waiting=w.region[:, kernel.NUM_WAITING].astype(np.float64),
+            waiting=w.region[:, world.NUM_WAITING].astype(np.float64),
             used=w.used[max(slot - 1, 0)],
             num_active=np.add.reduceat(running, w.first[:-1], dtype=np.int64),
             usd_per_kwh=w.prices[slot],
@@ -148,13 +113,13 @@ class RegionSim:
         self._break(slot)
         self.shares = np.ascontiguousarray(decision.shares, dtype=np.float64)
         active = np.ascontiguousarray(decision.active, dtype=np.int64)
-        self.world.weights[:] = decision.live.weights
-        kernel.run_slot(self.world, self.shares, active, DISPATCH[decision.dispatch])
-        return np.asarray(self.world.out[slot])
+        self.arrays.weights[:] = decision.live.weights
+        kernel.run_slot(self.arrays, self.shares, active, DISPATCH[decision.dispatch])
+        return np.asarray(self.arrays.out[slot])
 
     def finish(self) -> None:
         """Serve what waits after the last slot, so that every task has an end."""
-        kernel.drain(self.world)
+        kernel.drain(self.arrays)
 
     def _break(self, slot: int) -> None:
         """Let failures begin and end."""
@@ -165,49 +130,27 @@ class RegionSim:
                 self._begin(failure, now)
             if slot == failure.end_slot:
                 if failure.kind == "links_slow":
-                    self.world.latency[:] = self._plain_latency
+                    self.arrays.latency[:] = self._plain_latency
                 else:
-                    kernel.recover(self.world, self._region_of(failure))
+                    recover(self.arrays, self._region_of(failure))
 
     def _begin(self, failure: Failure, now: float) -> None:
         if failure.kind == "links_slow":
             rows = slice(None) if failure.region is None else failure.region
-            self.world.latency[rows] *= failure.factor
+            self.arrays.latency[rows] *= failure.factor
             if failure.region is not None:
-                self.world.latency[:, failure.region] = self.world.latency[failure.region]
+                self.arrays.latency[:, failure.region] = self.arrays.latency[failure.region]
             return
         region = self._region_of(failure)
-        size = int(self.world.first[region + 1] - self.world.first[region])
+        size = int(self.arrays.first[region + 1] - self.arrays.first[region])
         is_lost = failure.kind == "region_down"
         count = size if is_lost else round(failure.fraction * size)
-        kernel.fail(self.world, region, count, is_lost, now)
+        fail(self.arrays, region, count, is_lost, now)
 
     def _region_of(self, failure: Failure) -> int:
         if failure.region is not None:
             return failure.region
         return int(self._server_tasks.sum(axis=1).argmax())
-
-
-def run_regions(
-    scenario: RegionScenario,
-    stream: RegionStream,
-    policy: RegionPolicy,
-    forecaster: DemandForecaster,
-) -> RegionOutcomes:
-    """Let a policy decide every slot of a stream, shown states and nothing else."""
-    sim = RegionSim(scenario, stream, forecaster)
-    num, slots = sim.cluster.num_regions, stream.num_slots
-    shares, decision_s = np.zeros((slots, num, num)), np.zeros(slots)
-    for slot in range(slots):
-        state = sim.state()
-        started = time.perf_counter()
-        decision = policy.decide(state)
-        decision_s[slot] = time.perf_counter() - started
-        sim.step(decision)
-        shares[slot] = sim.shares
-    sim.finish()
-    w = sim.world
-    return RegionOutcomes(w.out, w.tasks, w.labels, shares, decision_s)
 
 
 def _dealt(count: int) -> IntArray:
@@ -234,24 +177,24 @@ def _padded_index(cluster: Cluster) -> IntArray:
     return np.where(columns < sizes[:, None], cluster.first_server[:-1, None] + columns, -1)
 
 
-def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> RegionArrays:
+def _make_arrays(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> RegionArrays:
     num, servers = cluster.num_regions, len(cluster.region)
     models, tasks = len(scenario.demand.model_shares), len(stream.numbers)
-    server_ints = np.full((servers, kernel.NUM_SERVER_INTS), -1, dtype=np.int64)
-    server_ints[:, kernel.REGION] = cluster.region
-    server_ints[:, kernel.KIND] = cluster.kind
-    server_ints[:, kernel.STATE] = kernel.OFF
-    times = np.zeros((servers, kernel.NUM_SERVER_FLOATS))
-    times[:, kernel.WARMUP_S] = cluster.warmup_s
-    task_floats = np.zeros((tasks, kernel.NUM_TASK_FLOATS))
+    server_ints = np.full((servers, world.NUM_SERVER_INTS), -1, dtype=np.int64)
+    server_ints[:, world.REGION] = cluster.region
+    server_ints[:, world.KIND] = cluster.kind
+    server_ints[:, world.STATE] = world.OFF
+    times = np.zeros((servers, world.NUM_SERVER_FLOATS))
+    times[:, world.WARMUP_S] = cluster.warmup_s
+    task_floats = np.zeros((tasks, world.NUM_TASK_FLOATS))
     task_floats[:, : stream.numbers.shape[1]] = stream.numbers
-    labels = np.full((tasks, kernel.NUM_TASK_INTS), -1, dtype=np.int64)
+    labels = np.full((tasks, world.NUM_TASK_INTS), -1, dtype=np.int64)
     labels[:, : stream.labels.shape[1]] = stream.labels
-    labels[:, kernel.STATUS] = kernel.TO_COME
+    labels[:, world.STATUS] = world.TO_COME
     slots = stream.num_slots
     return RegionArrays(
         rules=_rules(scenario),
-        weights=np.zeros(kernel.NUM_WEIGHTS),
+        weights=np.zeros(world.NUM_WEIGHTS),
         kinds=_kinds(scenario, cluster),
         factor=cluster.service_factor,
         fit=_fit(scenario),
@@ -265,13 +208,13 @@ def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream
         tasks=task_floats,
         labels=labels,
         buffer=np.zeros((num, scenario.micro.buffer_size), dtype=np.int64),
-        region=np.zeros((num, kernel.NUM_REGION_INTS), dtype=np.int64),
+        region=np.zeros((num, world.NUM_REGION_INTS), dtype=np.int64),
         credit=np.zeros((num, num)),
         asked=np.zeros((num, models)),
         backlog=np.zeros(num),
         prices=stream.usd_per_kwh,
-        clock=np.zeros(kernel.NUM_CLOCK, dtype=np.int64),
-        out=np.zeros((slots, kernel.NUM_OUT)),
+        clock=np.zeros(world.NUM_CLOCK, dtype=np.int64),
+        out=np.zeros((slots, world.NUM_OUT)),
         inflow=np.zeros((slots, num)),
         used=np.zeros((slots, num)),
     )
@@ -279,35 +222,35 @@ def _make_world(scenario: RegionScenario, cluster: Cluster, stream: RegionStream
 
 def _rules(scenario: RegionScenario) -> FloatArray:
     micro = scenario.micro
-    rules = np.zeros(kernel.NUM_RULES)
-    rules[kernel.SLOT_S] = scenario.slot_s
-    rules[kernel.ROOM_S] = micro.room_s
-    rules[kernel.ROUND_S] = micro.round_s
-    rules[kernel.PATIENCE_S] = micro.patience_s
-    rules[kernel.HARDWARE] = micro.hardware_weight
-    rules[kernel.LOAD] = micro.load_weight
-    rules[kernel.LOCALITY] = micro.locality_weight
-    rules[kernel.DECAY] = math.log(2) / micro.locality_half_life_s
-    rules[kernel.RAMP] = micro.ramp_fraction
-    rules[kernel.SURPLUS_SLOTS] = micro.surplus_slots
-    rules[kernel.EARLIEST] = micro.rule == "earliest"
-    rules[kernel.SEARCH] = micro.local_search
-    rules[kernel.PUE] = scenario.prices.pue
-    rules[kernel.LATE_USD] = scenario.prices.late_usd_per_s
-    rules[kernel.TASK_S] = float(np.mean(scenario.demand.work_s))
+    rules = np.zeros(world.NUM_RULES)
+    rules[world.SLOT_S] = scenario.slot_s
+    rules[world.ROOM_S] = micro.room_s
+    rules[world.ROUND_S] = micro.round_s
+    rules[world.PATIENCE_S] = micro.patience_s
+    rules[world.HARDWARE] = micro.hardware_weight
+    rules[world.LOAD] = micro.load_weight
+    rules[world.LOCALITY] = micro.locality_weight
+    rules[world.DECAY] = math.log(2) / micro.locality_half_life_s
+    rules[world.RAMP] = micro.ramp_fraction
+    rules[world.SURPLUS_SLOTS] = micro.surplus_slots
+    rules[world.EARLIEST] = micro.rule == "earliest"
+    rules[world.SEARCH] = micro.local_search
+    rules[world.PUE] = scenario.prices.pue
+    rules[world.LATE_USD] = scenario.prices.late_usd_per_s
+    rules[world.TASK_S] = float(np.mean(scenario.demand.work_s))
     return rules
 
 
 def _kinds(scenario: RegionScenario, cluster: Cluster) -> FloatArray:
-    table = np.zeros((len(scenario.kinds), kernel.NUM_KIND))
+    table = np.zeros((len(scenario.kinds), world.NUM_KIND))
     for row, kind in zip(table, scenario.kinds.values(), strict=True):
-        row[kernel.KIND_MEMORY] = kind.memory_gb
-        row[kernel.KIND_IDLE_W] = kind.tdp_w * scenario.idle_power_fraction
-        row[kernel.KIND_PEAK_W] = kind.tdp_w
-        row[kernel.KIND_SWITCH_S] = kind.switch_s
-        row[kernel.KIND_MIGRATION_S] = kind.migration_s
-        row[kernel.KIND_USD] = kind.usd_per_hour / 3600
-    table[:, kernel.KIND_TASK_S] = cluster.mean_service_s
+        row[world.KIND_MEMORY] = kind.memory_gb
+        row[world.KIND_IDLE_W] = kind.tdp_w * scenario.idle_power_fraction
+        row[world.KIND_PEAK_W] = kind.tdp_w
+        row[world.KIND_SWITCH_S] = kind.switch_s
+        row[world.KIND_MIGRATION_S] = kind.migration_s
+        row[world.KIND_USD] = kind.usd_per_hour / 3600
+    table[:, world.KIND_TASK_S] = cluster.mean_service_s
     return table
 
 

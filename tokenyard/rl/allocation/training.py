@@ -28,7 +28,7 @@ from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.allocation.simulator import SINCE
+from tokenyard.allocation.simulator.kernel import SINCE
 from tokenyard.allocation.simulator.run import StreamRunner, autoscale
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork

@@ -30,7 +30,7 @@ from tokenyard.regions.observation import LOGIT_SCALE, Action, action_size
 from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.servers import make_cluster
-from tokenyard.regions.simulator import run_regions
+from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import Dispatch
 from tokenyard.rl.columnar.a2c import A2CConfig
 from tokenyard.rl.columnar.sampling import with_sampling

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,12 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
+from tokenyard.routing.simulator.rewards import (
+    COMPLETE,
+    NUM_REWARDS,
+    SLO_AT_COMPLETION,
+    reward_rules,
+)
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
@@ -40,7 +47,7 @@ class Outcomes:
         return metrics.violations(self.response_s, slo_response_s)
 
 
-def _params(scenario: Scenario) -> FloatArray:
+def _server_params(scenario: Scenario) -> FloatArray:
     params = np.empty((scenario.num_servers, kernel.NUM_PARAMS))
     for row, server in zip(params, scenario.servers, strict=True):
         parallel = scenario.discipline != "serial"
@@ -55,6 +62,7 @@ def _params(scenario: Scenario) -> FloatArray:
 
 def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
     rules = np.empty(kernel.NUM_RULES)
+    rules[:NUM_REWARDS] = reward_rules(reward)
     rules[kernel.QUEUE_LIMIT] = scenario.queue_limit
     rules[kernel.DROP_AT_CAPACITY] = scenario.overflow == "drop"
     rules[kernel.SHARING] = scenario.discipline == "processor_sharing"
@@ -64,14 +72,6 @@ def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> 
     rules[kernel.QUEUE] = reward.queue
     rules[kernel.OVERLOAD] = reward.overload
     rules[kernel.BALANCE] = reward.balance
-    rules[kernel.ACCEPT] = reward.accept
-    rules[kernel.COMPLETE] = reward.complete
-    rules[kernel.SLO_AT_COMPLETION] = reward.slo_at_completion
-    rules[kernel.DROP] = reward.drop
-    rules[kernel.RESPONSE] = reward.response
-    rules[kernel.SLO] = reward.slo
-    rules[kernel.TAIL] = reward.tail
-    rules[kernel.TAIL_AFTER_S] = reward.tail_after_s
     rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
     rules[kernel.EXPECTED_FINISH] = expected_finish
     return rules
@@ -105,7 +105,7 @@ class ClusterSim:
             expected_finish: Whether observations hold each server's wait and finish time.
         """
         self.scenario = scenario
-        self.params = _params(scenario)
+        self.params = _server_params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
@@ -211,25 +211,17 @@ class ClusterSim:
         kernel.drain(self.params, self.rules, self.state, self.requests, self.outcome_table)
         completed = unfinished & ~np.isnan(responses)
         violated = completed & (responses > self.rules[kernel.SLO_S])
-        earned: FloatArray = self.rules[kernel.COMPLETE] * completed.sum(axis=1)
-        earned += self.rules[kernel.SLO_AT_COMPLETION] * violated.sum(axis=1)
+        earned: FloatArray = self.rules[COMPLETE] * completed.sum(axis=1)
+        earned += self.rules[SLO_AT_COMPLETION] * violated.sum(axis=1)
         return earned
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
-        kernel.run_linear(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
+        self._run(kernel.LINEAR, weights, mean_total_tokens)
 
     def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        kernel.run_any_cluster(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
+        self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
 
     def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
@@ -238,9 +230,13 @@ class ClusterSim:
             reserve_above_tokens: Larger requests are barred from the slowest server.
             dump_server: Takes all that no server could do within the SLO; -1: none does.
         """
-        kernel.run_delay_rule(
+        self._run(kernel.DELAY, np.array([reserve_above_tokens, dump_server]), math.nan)
+
+    def _run(self, rule: int, weights: FloatArray, mean_total_tokens: float) -> None:
+        kernel.run(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
+            self.outcome_table, self.tables, rule, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

@@ -6,7 +6,7 @@ names.
 
 Shapes: C copies, S servers, R requests per stream.
 
-    params    (S, NUM_PARAMS)       what a server is; never changes
+    params    (S, NUM_PARAMS)      what a server is; never changes
     rules     (NUM_RULES,)         what happens at a full queue, and what is paid
     state     (C, S, STATE + 5 M + Q)  what a server holds; M = most requests that run at once,
                                    Q = queue limit. After the scalars come five blocks of M
@@ -28,6 +28,17 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, linear_scores
 from tokenyard.routing.scores.any_cluster import server_scores
+from tokenyard.routing.simulator.rewards import (
+    ACCEPT,
+    COMPLETE,
+    DROP,
+    NUM_REWARDS,
+    RESPONSE,
+    SLO,
+    SLO_AT_COMPLETION,
+    TAIL,
+    TAIL_AFTER_S,
+)
 
 # params
 SLOT_TOKENS_PER_S = 0
@@ -37,27 +48,11 @@ NOMINAL_TOKENS_PER_S = 3
 RANK = 4
 NUM_PARAMS = 5
 
-# rules: dynamics, then reward weights
-QUEUE_LIMIT = 0
-DROP_AT_CAPACITY = 1
-SHARING = 2
-MAX_RUNNING = 3
-SLO_S = 4
-PROCESSING = 5
-QUEUE = 6
-OVERLOAD = 7
-BALANCE = 8
-ACCEPT = 9
-COMPLETE = 10
-SLO_AT_COMPLETION = 11
-DROP = 12
-RESPONSE = 13
-SLO = 14
-TAIL = 15
-TAIL_AFTER_S = 16
-SUBTRACT_BASELINE = 17
-EXPECTED_FINISH = 18
-NUM_RULES = 19
+# rules: rewards (`rewards`), then dynamics and what else is paid
+(
+    QUEUE_LIMIT, DROP_AT_CAPACITY, SHARING, MAX_RUNNING, SLO_S, PROCESSING, QUEUE, OVERLOAD,
+    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 12)  # fmt: skip
 
 # state
 RUNNING = 0
@@ -95,6 +90,9 @@ NUM_OUTCOME = 3
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
 BALANCE_EPSILON = 1e-8
+
+LINEAR, ANY_CLUSTER, DELAY = range(3)
+"""Rules that `run` knows: `linear_scores`, `server_scores`, and shortest expected delay."""
 
 
 @compiled
@@ -295,7 +293,7 @@ def _balance(state, params):
 
 
 @compiled
-def _pay_for_response(rules, response):
+def _response_reward(rules, response):
     """Reward of one response time, credited at the decision."""
     reward = rules[RESPONSE] * response
     if response > rules[SLO_S]:
@@ -321,11 +319,11 @@ def _decide(state, rules, params, requests, outcomes, index, server, now):
         reward += rules[BALANCE] * _balance(state, params)
     if rules[RESPONSE] != 0.0 or rules[SLO] != 0.0 or rules[TAIL] != 0.0:
         if accepted:
-            reward += _pay_for_response(rules, response)
+            reward += _response_reward(rules, response)
         baseline = requests[index, BASELINE_RESPONSE_S]
         # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
         if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
-            reward -= _pay_for_response(rules, baseline)
+            reward -= _response_reward(rules, baseline)
     return reward
 
 
@@ -411,44 +409,6 @@ def drain(params, rules, state, requests, outcomes):
 
 
 @compiled
-def run_linear(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
-    """Run every copy's whole stream under `linear_scores`, from empty to drained."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
-            server = linear_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
-            )  # fmt: skip
-            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
-    drain(params, rules, state, requests, outcomes)
-
-
-@compiled
-def run_any_cluster(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
-    """Run every copy's whole stream under `server_scores`, from empty to drained."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
-            server = server_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
-            )  # fmt: skip
-            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
-    drain(params, rules, state, requests, outcomes)
-
-
-@compiled
 def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
     """Server that shortest expected delay or one of its variants chooses (`policies.delay`)."""
     slowest = 0
@@ -466,19 +426,43 @@ def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
 
 
 @compiled
-def run_delay_rule(
-    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
+def _choose(rule, weights, size_tokens, mean_total_tokens, slo_s, table, scores):
+    """Server that a rule of these weights takes for a request."""
+    if rule == LINEAR:
+        return linear_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
+    if rule == ANY_CLUSTER:
+        return server_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
+    return _delay_rule(weights[0], int(weights[1]), slo_s, size_tokens, table)
+
+
+@compiled
+def run(
+    params,
+    rules,
+    state,
+    clock,
+    requests,
+    outcomes,
+    tables,
+    rule,
+    weights,
+    mean_total_tokens,
+    scores,
 ):
-    """Run every copy's whole stream under shortest expected delay or one of its variants."""
+    """Run every copy's whole stream under a rule, from empty to drained.
+
+    The weights of `DELAY` are the size above which requests are barred from the slowest server,
+    and the server that takes what none could do in time (-1: none does).
+    """
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
             _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
-            server = _delay_rule(
-                reserve_above_tokens, dump_server, rules[SLO_S],
-                requests[copy, index, PREDICTED_TOTAL], tables[copy],
+            server = _choose(
+                rule, weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
             _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
     drain(params, rules, state, requests, outcomes)
