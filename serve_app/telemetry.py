@@ -2,7 +2,8 @@
 
 Two sources meet here. A replica publishes its queue, its batch and its memory now and then; what
 this router has sent itself and got back it knows at once. `Collector.snapshots` combines them as
-`tokenyard.sim.batching` does for a router of the simulator, which a test compares number by number.
+`tokenyard.routing.simulator.batching_kernel` does for a router of the simulator, which a test
+compares number by number.
 """
 
 from __future__ import annotations
