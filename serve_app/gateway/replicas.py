@@ -2,22 +2,26 @@
 
 Two sources meet here. A replica publishes its queue, its batch and its memory now and then; what
 this router has sent itself and got back it knows at once. `ReplicaTable.snapshots` combines them as
-`tokenyard.sim.batching` does for a router of the simulator, which a test compares number by number.
+`tokenyard.routing.simulator.batching_kernel` does for a router of the simulator, which a test
+compares number by number.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
-
 from serve_app.cluster import EngineProfile
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot
+from tokenyard.types import EngineSnapshot
+from tokenyard.types import ReplicaSnapshot
+import math
+import psutil
+
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the mean of response times."""
