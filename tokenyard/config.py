@@ -5,14 +5,55 @@ from __future__ import annotations
 import difflib
 from importlib import resources
 from pathlib import Path
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tokenyard.former_names import FILES, KEYS, hint
 
 
 class FrozenModel(BaseModel):
     """A value: it never changes, and a field that is not known is a mistake."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def model_validate(cls, *args: Any, **kwargs: Any) -> Self:
+        """Validate as pydantic does.
+
+        Raises:
+            ValidationError: As pydantic's; a key of an earlier release is refused with its new
+                name.
+        """
+        try:
+            return super().model_validate(*args, **kwargs)
+        except ValidationError as error:
+            raise _with_new_names(error) from None
+
+    @classmethod
+    def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
+        """Validate as pydantic does, with the errors of `model_validate`."""
+        try:
+            return super().model_validate_json(*args, **kwargs)
+        except ValidationError as error:
+            raise _with_new_names(error) from None
+
+
+def _with_new_names(error: ValidationError) -> ValidationError:
+    """Only the keys that are called otherwise now; the same error where there is none."""
+    renamed = [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                "renamed_key", "unknown key{hint}", {"hint": hint(str(one["loc"][-1]), KEYS)}
+            ),
+            loc=one["loc"],
+            input=one["input"],
+        )
+        for one in error.errors()
+        if one["type"] == "extra_forbidden" and one["loc"][-1] in KEYS
+    ]
+    return ValidationError.from_exception_data(error.title, renamed) if renamed else error
 
 
 def shipped_names(package: str, folder: str) -> list[str]:
@@ -31,7 +72,7 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
         folder: Of the package.
 
     Raises:
-        ValueError: Unknown name, with the closest one.
+        ValueError: Unknown name, with the closest one, or with what it is called now.
         OSError: There is no such file.
     """
     if name.endswith((".yaml", ".yml")):
@@ -39,6 +80,7 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
     known = shipped_names(package, folder)
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
+        guess = f"; did you mean {close[0]!r}?" if close else ""
+        renamed = hint(name, FILES)
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{renamed or guess}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
