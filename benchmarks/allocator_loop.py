@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.allocation.types import Plan
 from tokenyard.problem import Row
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 _WINDOW_S = 600.0
 _TICKS = 4
@@ -178,7 +177,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ they are 5 points worse, or just as good and yet different: `python benchmarks/c
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.policy.experiment import ABANDON_AFTER
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.routing.scenario import load_scenario
@@ -296,7 +294,7 @@ def main(args: Args) -> None:
         )
     Console(width=250).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

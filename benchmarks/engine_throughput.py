@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import join
 from statistics import median
 from typing import Any
 
@@ -32,7 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from serve_app.engines.base import EngineConfig, Sampling
 from serve_app.engines.models import find_model, read_shape
 from serve_app.engines.sharded.engine import ShardedEngine
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 TINY = "tiny"
 
@@ -87,7 +85,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
 
 
 async def _measure(args: Args, name: str, scratch: Path) -> Row:

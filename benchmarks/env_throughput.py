@@ -13,12 +13,10 @@ Of allocation, plans are drawn at random.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 
 import numpy as np
 import tyro
@@ -26,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.constant_rate import ClusterSim
@@ -261,7 +259,7 @@ def main(args: Args) -> None:
     for note in notes:
         console.print(note)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes)
+        write_result(args.json, command_line(), args.seed, rows, notes=notes)
 
 
 if __name__ == "__main__":

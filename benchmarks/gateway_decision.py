@@ -8,7 +8,6 @@ offered, what is known of each, which of the prompt its cache may hold), `route`
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rich.table import Table
 from serve_app.cluster import EngineProfile
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from tokenyard.problem import Row
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.types import Request
@@ -92,7 +91,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), 0, rows)
+        write_result(args.json, command_line(), 0, rows)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ same world, on other streams of requests: `python benchmarks/off_policy.py`.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.observation import (
     MARGINAL_OTHERS,
@@ -332,7 +330,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{one:.3g}" if isinstance(one, float) else str(one) for one in cells))
     console.print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 def judge(judged: Judged) -> list[Row]:

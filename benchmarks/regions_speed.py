@@ -5,8 +5,6 @@ python benchmarks/regions_speed.py --json regions_speed.json
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.regions import transport
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
@@ -96,7 +94,7 @@ def main(args: Args) -> None:
     rows.append({"what": "transport", "regions": 64, "median_ms": median_ms})
     print(f"transport between 64 regions: {median_ms:.3f} ms median")
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

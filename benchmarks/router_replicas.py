@@ -9,7 +9,6 @@ router replicas behind one load balancer have. All combinations see the same req
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from rich.table import Table
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -125,7 +124,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

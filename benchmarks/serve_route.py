@@ -6,13 +6,11 @@ followed by one to /healthz, which does nothing: its time is what HTTP and Ray S
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import httpx
@@ -21,7 +19,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
 
 
 def _measure(args: Args, card: dict[str, Any], clients: int) -> Row:

@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import join
 from typing import Any, Literal
 
 import numpy as np
@@ -51,7 +50,7 @@ from tokenyard import metrics
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.routing.export import export_network
 from tokenyard.rl.routing.training import (
@@ -549,7 +548,7 @@ def main(args: Args) -> None:
         console.print(note)
     if args.json is not None:
         write_result(
-            args.json, join(sys.argv), args.seed, rows, notes=contest.notes, scaling=scaling
+            args.json, command_line(), args.seed, rows, notes=contest.notes, scaling=scaling
         )
 
 

@@ -5,7 +5,7 @@ python pipelines/calibrate.py --write             also writes tokenyard/perf/tab
 python pipelines/calibrate.py --iterations FILE   four coefficients of your own engine instead
 python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
     a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
-    them (evaluate.py --scenario mine.yaml), search a policy for them (search_policy.py)
+    them (evaluate.py --scenario mine.yaml), search a policy for them (search.py policy)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -59,7 +58,7 @@ from tokenyard.perf.profiles import (
 )
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
@@ -335,7 +334,7 @@ def main(args: Args) -> None:
     else:
         rows = calibrate_published(args, console)
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), None, rows)
+        write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

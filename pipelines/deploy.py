@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shlex
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
@@ -198,7 +197,7 @@ def _report(deployment: Deployment, args: Args) -> None:
     )
     if args.json is not None:
         keys = {"name", "kind", "trainer", "scenario", "version", "source", "startup_fallback"}
-        command = shlex.join(one if one != args.token else "TOKEN" for one in sys.argv)
+        command = command_line(args.token)
         row = {"url": url, **card.model_dump(include=keys)}
         write_result(args.json, command, None, [row])
 

@@ -12,7 +12,6 @@ python pipelines/evaluate.py --suite regions
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +42,7 @@ from tokenyard.problem import (
     StreamOptions,
     find_problem,
 )
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
 BEST = "best"
@@ -198,7 +197,7 @@ def main(args: Args) -> None:
         figures |= drawn
         # A suite takes minutes: what is done is kept.
         if args.json:
-            write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+            write_result(args.json, command_line(), args.seed, rows)
     if args.figures:
         save_figures(figures, args.figures)
     if args.mlflow:

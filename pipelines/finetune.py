@@ -12,7 +12,6 @@ it has been in the shadow: `POST /v1/policies`.
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.provenance import git_sha, write_result
+from tokenyard.provenance import command_line, lineage, write_result
 from tokenyard.registry import mlflow_lookup, model_name, offer
 from tokenyard.routing import finetune as of_routing
 from tokenyard.routing.artifact import resolve_champion
@@ -53,6 +52,8 @@ class Args(FinetuneConfig):
     """File (.npz) for the candidate; written only if it is offered."""
     registry: str | None = None
     """MLflow tracking URI where the champion is looked up and the candidate is registered."""
+    population: tyro.conf.Suppress[int] = FinetuneConfig.population
+    spread: tyro.conf.Suppress[float | None] = FinetuneConfig.spread
     json: Path | None = None
     """File for the row."""
 
@@ -78,7 +79,8 @@ def finetune_routing(args: Args) -> Outcome:
         "routing", scenario.name, path=args.champion, registry=registry
     )
     decisions, digest = read_log(args.log)
-    found = of_routing.finetune(champion, decisions, scenario, args, lineage(digest))
+    made_by = {**lineage(), "trace_sha256": digest}
+    found = of_routing.finetune(champion, decisions, scenario, args, made_by)
     size: Row = {"requests": len(decisions)}
     return Outcome(source, champion.sha256, scenario.name, size, found)
 
@@ -89,15 +91,10 @@ def finetune_allocation(args: Args) -> Outcome:
     champion, source = resolve_allocation_champion(args.scenario, args.champion, registry)
     scenario = champion.metadata.scenario
     stream, digest = read_telemetry(args.log, scenario.slots_per_day)
-    found = of_allocation.finetune(champion, stream, args, lineage(digest))
+    made_by = {**lineage(), "trace_sha256": digest}
+    found = of_allocation.finetune(champion, stream, args, made_by)
     size: Row = {"slots": len(stream.per_s)}
     return Outcome(source, champion.sha256, scenario.name, size, found)
-
-
-def lineage(log_digest: str) -> dict[str, str]:
-    """Where a candidate comes from."""
-    command = shlex.join(["python", *sys.argv])
-    return {"command": command, "git_sha": git_sha(), "trace_sha256": log_digest}
 
 
 def finetune(args: Args, console: Console) -> Row:
@@ -144,7 +141,7 @@ def main(args: Args) -> None:
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     console.print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, [row])
+        write_result(args.json, command_line(), args.seed, [row])
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from rich.table import Table  # noqa: E402
 
 from tokenyard.evaluation import difference, level  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
-from tokenyard.provenance import write_result  # noqa: E402
+from tokenyard.provenance import command_line, write_result  # noqa: E402
 from tokenyard.registry import Registration  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
 from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
@@ -91,7 +91,7 @@ def main(args: Args) -> None:
     if args.resume and args.name is None:
         sys.exit("error: --resume needs the --name of the sweep")
     name = args.name or f"{args.experiment.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    command = " ".join(["python", *sys.argv])
+    command = command_line()
     try:
         sweep = open_sweep(
             args.experiment, args.storage, name, args.seed, args.num_samples, args.resume,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tokenyard.former_names import FILES, KEYS, hint
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
+"""A dataclass of settings."""
 
 
 class FrozenModel(BaseModel):
@@ -79,8 +88,36 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     known = shipped_names(package, folder)
     if name not in known:
-        close = difflib.get_close_matches(name, known, n=1)
-        guess = f"; did you mean {close[0]!r}?" if close else ""
-        renamed = hint(name, FILES)
-        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{renamed or guess}")
+        guess = hint(name, FILES) or did_you_mean(name, known)
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{guess}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What an error says of the closest name: "" where none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def with_settings(config: C, settings: Sequence[str]) -> C:
+    """Return a dataclass with some fields set to other values.
+
+    Args:
+        config: The dataclass.
+        settings: One `NAME=VALUE` per field, with the value as YAML has it.
+
+    Raises:
+        ValueError: There is no such field, with the closest one, or the value is of another type.
+    """
+    types = get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in types:
+            guess = did_you_mean(name, types)
+            raise ValueError(f"unknown setting {name!r}; choose one of {sorted(types)}{guess}")
+        try:
+            changes[name] = TypeAdapter(types[name]).validate_python(yaml.safe_load(text))
+        except (ValidationError, yaml.YAMLError) as error:
+            raise ValueError(f"setting {setting!r}: not of type {types[name]}") from error
+    return dataclasses.replace(config, **changes)

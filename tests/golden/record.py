@@ -33,18 +33,15 @@ import numpy as np
 import yaml
 
 from serve_app import app as serving
-from tokenyard.allocation.artifact import AllocationArtifact
+from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.policies import learned_allocation
 from tokenyard.allocation.scenario import allocation_names, load_allocation
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact
-from tokenyard.regions.policies import learned_regions
+from tokenyard.regions.artifact import RegionArtifact, learned_regions
 from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.regions.types import RegionState
-from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.policies.learned import learned_policy
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.workload.paths import data_folders

@@ -167,7 +167,7 @@ def resolve_allocation_champion(
         NoChampionError: There is none; it names the best tuned rule.
         ArtifactError: The first that is there cannot be used.
     """
-    trainer = f"python pipelines/tune_allocation.py --scenario {scenario}"
+    trainer = f"python pipelines/search.py planner --scenario {scenario}"
     return find_champion(
         "allocation", scenario, AllocationArtifact.load, trainer, path, registry, best_tuned_rule
     )

@@ -32,6 +32,9 @@ TRAIN_DAYS, TEST_DAYS, HISTORY_DAYS = 20, 10, 2
 CYCLES_PER_DAY = (*range(1, 7), *range(24, 145, 24))
 """Frequencies of the profile: six harmonics of the day, and six of the hour."""
 _PARAMETERS = "demand_generator.json"
+_PROVENANCE = (
+    "Azure VM CPU trace (2017, CC-BY 4.0), average over the fleet, min-max normalised, days 1-20"
+)
 _MOST_OF_TRACE = 1.2
 """Generated values above this multiple of the trace's highest are cut there."""
 
@@ -97,6 +100,19 @@ def fit_generator(train: FloatArray, provenance: str, floor: float = 0.05) -> De
         autoregression=(float(coefficients[0]), float(coefficients[1])),
         innovation_std=float((rest[2:] - past @ coefficients).std()),
     )
+
+
+def fit_shipped_generator() -> DemandGenerator:
+    """Fit the generator that ships to the training days of the trace of CPU use.
+
+    Raises:
+        ValueError: The trace's file was not found.
+    """
+    frame = read_vm_cpu()
+    if frame is None:
+        raise ValueError(f"no file {VM_CPU_FILE} was found (TOKENYARD_DATA)")
+    days = normalised(frame["avg"].to_numpy())[: TRAIN_DAYS * TRACE_SLOTS_PER_DAY]
+    return fit_generator(days, _PROVENANCE)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ candidates of a generation live through the same days with the same noise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.cross_entropy import CrossEntropy
+from tokenyard.provenance import lineage
 from tokenyard.types import FloatArray
 
 
@@ -111,3 +112,37 @@ class AllocationSearch(CrossEntropy):
             lineage=lineage or {},
         )
         return AllocationArtifact(metadata, {"theta": self.mean.copy()})
+
+
+@dataclass(frozen=True)
+class FinishedSearch:
+    """A search at its end."""
+
+    search: AllocationSearch
+    cost: float
+    """Of its centre in validation, per slot."""
+
+
+def run_search(
+    scenario: AllocationScenario, config: AllocationSearchConfig, seed: int
+) -> FinishedSearch:
+    """Search to the last generation, and validate."""
+    search = AllocationSearch(scenario, config, seed)
+    for _ in range(config.num_generations):
+        search.step()
+    return FinishedSearch(search, search.validate())
+
+
+def export_best(found: Sequence[FinishedSearch]) -> AllocationArtifact:
+    """The planner of least cost in validation.
+
+    It is the one that they began with, where none is better.
+    """
+    start = found[0].search.validate(np.zeros(NUM_PARAMETERS))
+    best = min(found, key=lambda one: one.cost)
+    search, cost = best.search, best.cost
+    if cost > start:
+        search.mean, cost = np.zeros(NUM_PARAMETERS), start
+    scored = {"validation_cost_per_slot": cost, "planner_cost_per_slot": start}
+    made_by = {**lineage(), "seed": str(search.seed), "env_steps": str(search.env_steps)}
+    return search.artifact(scored, made_by)

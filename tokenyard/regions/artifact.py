@@ -107,6 +107,6 @@ def resolve_region_champion(
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
-        "regions", scenario, RegionArtifact.load, "python pipelines/train_regions.py", path,
+        "regions", scenario, RegionArtifact.load, "python pipelines/search.py regions", path,
         registry,
     )  # fmt: skip

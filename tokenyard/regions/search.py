@@ -8,9 +8,11 @@ rival that decides without plans.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -155,3 +157,18 @@ class RegionSearch(CrossEntropy):
             lineage=lineage or {},
         )
         return RegionArtifact(metadata, {"theta": self.mean.copy()})
+
+
+def go_on(search: RegionSearch, path: Path) -> Iterator[dict[str, float]]:
+    """Search to the last generation, and yield what each found.
+
+    Args:
+        search: Goes on with the state at `path`, where there is one.
+        path: Where its state is kept.
+    """
+    if path.exists():
+        search.restore(json.loads(path.read_text(encoding="utf-8")))
+    while search.generation < search.config.num_generations:
+        found = search.step()
+        path.write_text(json.dumps(search.state()), encoding="utf-8")
+        yield found

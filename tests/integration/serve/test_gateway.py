@@ -14,13 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import deploy
 import httpx
 import openai
 import pyarrow.parquet as pq
 import pytest
 import ray
-import replay
 import schemathesis
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
@@ -31,6 +29,7 @@ from scripts import refusal
 from sizes import scaled
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
+from pipelines import deploy, replay
 from serve_app.app import GatewayOptions, build_gateway
 
 HERE = Path(__file__).parents[1]
@@ -424,7 +423,7 @@ def test_a_replay_compares_policies_on_the_same_requests_and_puts_back_what_was(
     before = httpx.get(f"{url}/v1/policy", timeout=30).json()["active"]
     command = [
         sys.executable, PIPELINES / "replay.py", "--url", url, "--trace", trace,
-        "--compare", "sed,ray_default", "--repeats", "2", "--rate-scale", "2", "--pause-s", "0.1",
+        "--compare", "sed,ray_default", "--repeats", "2", "--rate-scale", "2",
         "--json", tmp_path / "rows.json",
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import deploy
 import httpx
 import pyarrow.parquet as pq
 import pytest
@@ -21,6 +20,7 @@ from scripts import refusal
 from unit.serve.test_serve_regions import a_body as regions_body
 from unit.serve_builders import a_body, a_snapshot
 
+from pipelines import deploy
 from serve_app.app import APP_NAME, GatewayOptions, build_gateway
 from tokenyard.routing.artifact import learned_policy, resolve_champion
 from tokenyard.routing.types import ReplicaSnapshot, Request

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-import sweep
 from mlflow import MlflowClient
 from scripts import call, refusal
 
+from pipelines import sweep
 from tokenyard import registry
 from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs import mlflow_log

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import evaluate
 import pytest
-import sweep
 from mlflow import MlflowClient
 from toy_problem import DAYS, SCENARIOS, TOY, ToyArtifact, ToyMetadata
 
+from pipelines import evaluate, sweep
 from tokenyard import registry
 from tokenyard.problem import PROBLEMS
 

@@ -1,15 +1,13 @@
 """Downloading, against a real HTTP server on this machine."""
 
 import hashlib
-import importlib.util
 import re
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
+from pipelines import fetch_traces
 from tokenyard.workload.download import SOURCES, DownloadError, Source, fetch
 from tokenyard.workload.paths import TRACE_FILES
 
@@ -184,23 +182,13 @@ def test_every_published_trace_has_a_source_and_a_file_name():
     assert set(SOURCES) == set(TRACE_FILES)
 
 
-@pytest.fixture
-def script(monkeypatch):
-    path = Path(__file__).parents[3] / "pipelines" / "fetch_traces.py"
-    spec = importlib.util.spec_from_file_location("fetch_traces", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fetch_traces", module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_without_a_network_the_script_ends_with_one_sentence(script, monkeypatch, tmp_path):
+def test_without_a_network_the_script_ends_with_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     nobody = Source(("http://127.0.0.1:1/trace.csv",))
-    monkeypatch.setattr(script, "SOURCES", {"azure_code": nobody})
+    monkeypatch.setattr("SOURCES", {"azure_code": nobody})
 
     with pytest.raises(SystemExit) as stopped:
-        script.main(script.Args(traces=("azure_code",), folder=tmp_path))
+        fetch_traces.main(fetch_traces.Args(traces=("azure_code",), folder=tmp_path))
 
     sentence = stopped.value.code  # a text makes the exit code 1
     assert sentence.startswith("fetch_traces: cannot reach 127.0.0.1:1: is there a network?")
@@ -210,15 +198,15 @@ def test_without_a_network_the_script_ends_with_one_sentence(script, monkeypatch
 def test_the_script_prints_and_writes_what_it_fetched(
     script, server, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(script, "SOURCES", {"azure_code": Source((server.url,), SHA256)})
+    monkeypatch.setattr("SOURCES", {"azure_code": Source((server.url,), SHA256)})
     result = tmp_path / "result.json"
 
-    script.main(script.Args(traces=("azure_code",), folder=tmp_path, json=result))
+    fetch_traces.main(fetch_traces.Args(traces=("azure_code",), folder=tmp_path, json=result))
 
     assert "AzureLLMInferenceTrace_code.csv" in capsys.readouterr().out
     assert '"checked": "sha256"' in result.read_text()
 
 
-def test_an_unknown_trace_lists_the_known_ones(script):
+def test_an_unknown_trace_lists_the_known_ones(fetch_traces):
     with pytest.raises(SystemExit, match="azure_conv_1week"):
-        script.main(script.Args(traces=("azure",)))
+        fetch_traces.main(fetch_traces.Args(traces=("azure",)))

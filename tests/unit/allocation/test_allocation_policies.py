@@ -119,7 +119,7 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
     artifact = AllocationSearch(SCENARIO).artifact()
     with pytest.raises(ValueError, match="theta"):
         AllocationArtifact(artifact.metadata, {"theta": np.zeros(3)})
-    with pytest.raises(ArtifactError, match=r"tune_allocation\.py --scenario nowhere"):
+    with pytest.raises(ArtifactError, match=r"search\.py planner --scenario nowhere"):
         resolve_allocation_champion("nowhere")
     with pytest.raises(ValueError, match="did you mean 'planner'"):
         make_allocation_policy("planer", context())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import finetune as pipeline
 import numpy as np
 import pytest
 from rich.console import Console
 
+from pipelines import finetune as pipeline
 from tokenyard.allocation import finetune
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelines import calibrate
 from tokenyard.perf.hardware import shipped_calibration
 from tokenyard.perf.profiles import VIDUR_FOLDER, find_vidur_profiles
 from tokenyard.routing.scenario import load_scenario
@@ -17,19 +16,6 @@ from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource
 
 ROOT = Path(__file__).parents[3]
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"pipeline_{name}", ROOT / f"pipelines/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-calibrate = load("calibrate")
 
 
 @pytest.fixture(scope="module")

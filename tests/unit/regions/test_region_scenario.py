@@ -9,6 +9,7 @@ from tokenyard.regions.scenario import load_regions, region_names
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.topology import load_topology
 from tokenyard.regions.types import RegionState
+from tune_configs.experiment import load_experiment
 
 
 @pytest.mark.parametrize("name", region_names())
@@ -98,3 +99,11 @@ def test_activation_counts_no_server_that_is_down():
     rule = ActivationRule(sigma=0.0, utilisation=1.0)
     state = a_state([[0.0, 3.0, 0.0, 3.0], [0.0] * 4], waiting=[0, 0])
     assert targets_for(state, np.array([5.0, 1.0]), rule).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("name", ["default", "smoke"])
+def test_the_default_experiments_need_no_extra(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "topohub", None)
+    load_topology.cache_clear()
+    scenario = load_regions(load_experiment(f"regions:{name}").scenario)
+    assert load_topology(scenario.topology).num_regions == 6

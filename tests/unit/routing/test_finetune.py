@@ -3,13 +3,13 @@
 import uuid
 from dataclasses import replace
 
-import finetune
 import numpy as np
 import pytest
 from mlflow import MlflowClient
 from rich.console import Console
 from unit.serve_builders import linear_artifact, marginal_artifact
 
+from pipelines import finetune
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.policy.loading import resolve_policy
 from tokenyard.routing import log_replay as replay

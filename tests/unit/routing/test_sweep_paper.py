@@ -1,19 +1,10 @@
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
-import pytest
 
 from tune_configs import paper_tables as paper
-
-
-@pytest.fixture
-def pipeline(monkeypatch):
-    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "pipelines")
-    return importlib.import_module("paper_tables")
 
 
 def test_every_agent_of_the_paper_has_five_seeds_at_its_length_in_both_tables():
@@ -38,23 +29,23 @@ def test_no_two_cells_share_a_key():
     assert len(keys) == len(set(keys))
 
 
-def test_what_is_written_counts_as_finished_and_is_summarised(pipeline, tmp_path):
+def test_what_is_written_counts_as_finished_and_is_summarised(tmp_path):
     out = tmp_path / "tables.csv"
     rule = next(cell for cell in paper.cells(["I"]) if cell.policy == "least_loaded")
     curve, episodes = paper.run_cell(rule, str(tmp_path))
-    pipeline.append(out, curve)
-    pipeline.append(out, episodes)
-    assert pipeline.finished(out) == {rule.key}
-    (row,) = pipeline.summary(pd.read_csv(out))
+    paper.append(out, curve)
+    paper.append(out, episodes)
+    assert paper.finished(out) == {rule.key}
+    (row,) = paper.summary(pd.read_csv(out))
     assert row["policy"] == "least_loaded"
     assert row["episodes"] == paper.NUM_EPISODES
     assert 0 < row["slo_violation_fraction"] < 1
 
 
-def test_a_cell_of_another_seed_is_not_finished(pipeline, tmp_path):
+def test_a_cell_of_another_seed_is_not_finished(tmp_path):
     out = tmp_path / "tables.csv"
     cell = next(cell for cell in paper.cells(["I"]) if cell.training_seed == 1)
     head = dict(zip(("table", "policy", "reward_weights", "training_seed"), cell.key, strict=True))
-    pipeline.append(out, [{**head, "reward": 1.0}])
-    assert pipeline.finished(out) == {cell.key}
-    assert replace(cell, training_seed=2).key not in pipeline.finished(out)
+    paper.append(out, [{**head, "reward": 1.0}])
+    assert paper.finished(out) == {cell.key}
+    assert replace(cell, training_seed=2).key not in paper.finished(out)

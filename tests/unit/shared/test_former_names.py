@@ -1,16 +1,18 @@
 """Names of earlier releases are refused with the ones that count now."""
 
+import numpy as np
 import pytest
 import yaml
 from pydantic import ValidationError
 
-from serve_app.engine_replica import engine_class
+from serve_app.cluster import Pool, load_cluster
 from serve_app.engines.base import EngineError
 from serve_app.engines.models import find_model
-from serve_app.pools import Pool, load_cluster
-from tokenyard.allocation.artifact import AllocationArtifact
+from serve_app.ray_serve.replica import engine_class
+from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.artifact import ArtifactError, read_arrays, resolve_champion, write_arrays
+from tokenyard.artifact import ArtifactError
+from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.scenario import load_scenario
 
 CONFIG = {"model": "emulated", "emulates": {"gpu": "l4", "llm": "llama3_8b"}}
@@ -51,10 +53,14 @@ def test_a_former_key_of_a_scenario_is_refused_with_its_field(change, name):
     ("key", "value", "name"),
     [
         ("trust", {"budget_s": 0.1}, "circuit_breaker"),
-        ("pools", [{"name": "a", "config": {**CONFIG, "rehearses": {}}}], "emulates"),
         (
             "pools",
-            [{"name": "a", "config": {**CONFIG, "emulates": {"slow_down": 2}}}],
+            [{"name": "a", "kind": "own", "config": {**CONFIG, "rehearses": {}}}],
+            "emulates",
+        ),
+        (
+            "pools",
+            [{"name": "a", "kind": "own", "config": {**CONFIG, "emulates": {"slow_down": 2}}}],
             "time_scale",
         ),
     ],
@@ -82,11 +88,12 @@ def test_former_engines_and_models_are_refused():
 
 
 def test_a_policy_file_with_a_former_key_is_refused(tmp_path):
-    import tokenyard
-
-    shipped = f"{tokenyard.__path__[0]}/artifacts/allocation/l4x4_7b.npz"
-    text, arrays = read_arrays(shipped, lambda text, arrays: (text, arrays))
-    write_arrays(tmp_path / "old.npz", text.replace('"slo":', '"promise":'), arrays)
+    shipped, _ = resolve_allocation_champion("l4x4_7b")
+    shipped.save(tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as archive:
+        arrays = dict(archive)
+    arrays["metadata"] = np.array(str(arrays["metadata"]).replace('"slo":', '"promise":'))
+    np.savez(tmp_path / "old.npz", **arrays)
     with pytest.raises(ArtifactError, match="promise is called slo now"):
         AllocationArtifact.load(tmp_path / "old.npz")
 

@@ -10,7 +10,7 @@ from tokenyard.routing.scenario import load_scenario, scenario_names
 SHIPPED = resources.files("tokenyard") / "artifacts" / "routing"
 
 
-@pytest.mark.parametrize("name", ["envs", "tune_configs", "serve_app"])
+@pytest.mark.parametrize("name", ["envs", "tune_configs", "serve_app", "pipelines"])
 def test_no_other_distribution_owns_our_top_level_names(name):
     assert set(packages_distributions().get(name, [])) <= {"tokenyard"}
 

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipelines import evaluate, tune_baselines
+from tokenyard.routing import ranking
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.suites import SUITES
@@ -21,21 +21,6 @@ FROZEN_KEYS = {
     "delta_mean_ci_high", "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
     "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high",
 }  # fmt: skip
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"pipeline_{name}", ROOT / f"pipelines/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-evaluate = load("evaluate")
-tune_baselines = load("tune_baselines")
-ranking = load("ranking")
 
 
 @pytest.fixture(autouse=True)

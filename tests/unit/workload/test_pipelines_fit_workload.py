@@ -1,25 +1,14 @@
-import importlib.util
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipelines import fit_workload
+from tokenyard.allocation.demand import DemandGenerator, read_vm_cpu, shipped_generator
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
-
-PATH = Path(__file__).parents[3] / "pipelines" / "fit_workload.py"
-
-
-@pytest.fixture(scope="module")
-def fit_workload():
-    spec = importlib.util.spec_from_file_location("pipeline_fit_workload", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -31,7 +20,7 @@ def own(tmp_path):
     return path
 
 
-def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(fit_workload, own, tmp_path, capsys):
+def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(own, tmp_path, capsys):
     out = tmp_path / "mine.json"
     fit_workload.main(fit_workload.Args(trace=own, out=out))
     assert "700 requests" in capsys.readouterr().out
@@ -54,13 +43,22 @@ def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(fit_workload, own,
         ({"out": "mine.json", "trace": Path("gone.csv")}, "gone.csv"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused_in_one_sentence(
-    fit_workload, own, tmp_path, fields, reason
-):
+def test_what_cannot_be_fitted_is_refused_in_one_sentence(own, tmp_path, fields, reason):
     if fields["out"]:
         fields = fields | {"out": tmp_path / fields["out"]}
     with pytest.raises(SystemExit, match=reason):
         fit_workload.main(fit_workload.Args(**({"trace": own} | fields)))
+
+
+@pytest.mark.skipif(read_vm_cpu() is None, reason="azure_vm_cpu.csv was not found")
+def test_the_shipped_generator_of_demand_is_what_the_command_writes(tmp_path):
+    out = tmp_path / "demand.json"
+    fit_workload.main(fit_workload.Args(demand=True, out=out))
+    written = DemandGenerator.model_validate_json(out.read_text())
+    shipped = shipped_generator()
+    assert written.provenance == shipped.provenance
+    assert written.profile == pytest.approx(shipped.profile)
+    assert written.day_std == pytest.approx(shipped.day_std)
 
 
 def test_a_workload_file_that_is_not_there_is_named():

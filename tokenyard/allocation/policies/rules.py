@@ -25,7 +25,7 @@ _TUNED = "scenarios/tuned/allocation"
 
 
 class TunedAllocation(FrozenModel):
-    """What was tuned for one scenario on its training part; `pipelines/tune_allocation.py`."""
+    """What was tuned for one scenario on its training part; `pipelines/tune_baselines.py`."""
 
     scenario: str
     static_plan: Plan
@@ -46,7 +46,7 @@ def load_tuned_allocation(scenario: str) -> TunedAllocation:
     if not file.is_file():
         raise ValueError(
             f"no tuned allocation rules for scenario {scenario!r}; make them with "
-            f"python pipelines/tune_allocation.py --scenario {scenario}"
+            f"python pipelines/tune_baselines.py --scenario {scenario}"
         )
     return TunedAllocation.model_validate_json(file.read_text(encoding="utf-8"))
 

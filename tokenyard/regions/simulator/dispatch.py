@@ -86,10 +86,9 @@ def by_live_shares(w, origin, model, shares, now):
 @compiled
 def cost_there(w, task, region, at, usd):
     """Least cost of a task over the servers of a region, seconds; infinite where none is on."""
-    weights, deadline = (
-        w.weights,
-        w.tasks[task, world.DEADLINE_S] - w.latency[w.labels[task, world.ORIGIN], region],
-    )
+    weights = w.weights
+    travel = w.latency[w.labels[task, world.ORIGIN], region]
+    deadline = w.tasks[task, world.DEADLINE_S] - travel
     least = math.inf
     for s in range(w.first[region], w.first[region + 1]):
         if w.servers[s, world.STATE] != world.ON:

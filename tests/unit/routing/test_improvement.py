@@ -1,35 +1,30 @@
 """The command that improves a policy by rollouts: what it starts from, keeps and writes."""
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pipelines.search import Rollouts, main
+from tokenyard.rl.routing import improvement
+from tokenyard.rl.routing.improvement import start_policy
 from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
+from tokenyard.routing.validation import choose
 
 ROOT = Path(__file__).parents[3]
 NAME = "azure_code_mixed_gpus_085"
 
 
-@pytest.fixture
-def pipeline(monkeypatch):
-    path = ROOT / "pipelines/improve_policy.py"
-    spec = importlib.util.spec_from_file_location("pipeline_improve_policy", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "NUM_VALIDATION_STREAMS", 2)
-    return module
+@pytest.fixture(autouse=True)
+def few_streams(monkeypatch):
+    monkeypatch.setattr(improvement, "NUM_VALIDATION_STREAMS", 2)
 
 
-def test_it_writes_every_round_and_the_best(pipeline, tmp_path, capsys):
-    pipeline.main(
-        pipeline.Args(scenario=NAME, out=tmp_path, rounds=2, streams=1, every=40, fresh=True)
-    )
+def test_it_writes_every_round_and_the_best(tmp_path, capsys):
+    few = ("every=40",)
+    main(Rollouts(scenario=NAME, out=tmp_path, rounds=2, streams=1, settings=few, fresh=True))
     rounds = [PolicyArtifact.load(tmp_path / f"rounds/{NAME}-{k}.npz") for k in range(3)]
     assert [one.metadata.lineage["round"] for one in rounds] == ["0", "1", "2"]
     best = PolicyArtifact.load(tmp_path / f"{NAME}.npz")
@@ -40,30 +35,31 @@ def test_it_writes_every_round_and_the_best(pipeline, tmp_path, capsys):
     assert best.arrays["weights"].tolist() == champion.arrays["weights"].tolist()
 
 
-def test_a_scenario_of_ones_own_starts_at_the_hand_rule_and_goes_on_where_it_stopped(
-    pipeline, tmp_path
-):
+def test_a_scenario_of_ones_own_starts_at_the_hand_rule_and_goes_on_where_it_stopped(tmp_path):
     own = load_scenario("churn").model_dump(mode="json", exclude_none=True)
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(own | {"name": "mine"}))
-    args = pipeline.Args(scenario=str(path), out=tmp_path, rounds=1, streams=1, every=100)
-    pipeline.main(args)
+    few = ("every=100",)
+    main(Rollouts(scenario=str(path), out=tmp_path, rounds=1, streams=1, settings=few))
     first = PolicyArtifact.load(tmp_path / "rounds/mine-1.npz")
     start = tmp_path / "rounds/mine-1.npz"
-    found = pipeline.start_policy(
-        pipeline.Args(scenario=str(path), start=start), StreamSource(load_scenario(str(path)))
-    )
+    found = start_policy(StreamSource(load_scenario(str(path))), start)
     assert found.sha256 == first.sha256
 
 
-def test_other_kinds_cannot_be_started_from(pipeline):
+def test_other_kinds_cannot_be_started_from():
     source = StreamSource(load_scenario(NAME))
     linear = ROOT / "tokenyard/artifacts/routing/poisson_085.npz"
     with pytest.raises(ValueError, match="start from a `marginal` policy"):
-        pipeline.start_policy(pipeline.Args(scenario=NAME, start=linear), source)
+        start_policy(source, linear)
 
 
-def test_the_best_round_keeps_the_tail(pipeline):
+def test_a_setting_that_does_not_exist_is_refused_with_the_closest_name(tmp_path):
+    with pytest.raises(SystemExit, match=r"unknown setting 'slow'.*did you mean 'slow_s'\?"):
+        main(Rollouts(scenario=NAME, settings=("slow=3",)))
+
+
+def test_the_best_round_keeps_the_tail():
     def row(mean_s, violations, p99):
         return {
             "mean_response_s": mean_s, "slo_violation_fraction": violations,
@@ -71,7 +67,7 @@ def test_the_best_round_keeps_the_tail(pipeline):
         }  # fmt: skip
 
     rows = [row(1.0, 0.10, -0.1), row(0.9, 0.05, 0.2), row(1.1, 0.05, -0.1)]
-    assert pipeline.choose(rows, violation_s=5.0, p99_margin=0.0) == 2
-    assert pipeline.choose(rows, violation_s=0.0, p99_margin=0.0) == 0
-    assert pipeline.choose(rows, violation_s=0.0, p99_margin=0.3) == 1
-    assert pipeline.choose(rows[1:2], violation_s=0.0, p99_margin=0.0) == 0
+    assert choose(rows, violation_s=5.0, p99_margin=0.0) == 2
+    assert choose(rows, violation_s=0.0, p99_margin=0.0) == 0
+    assert choose(rows, violation_s=0.0, p99_margin=0.3) == 1
+    assert choose(rows[1:2], violation_s=0.0, p99_margin=0.0) == 0

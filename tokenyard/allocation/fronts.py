@@ -1,27 +1,19 @@
 """Where each kind of parallelism is cheapest, and what reward weights buy.
 
-    python pipelines/allocation_fronts.py --figures runs/allocation-fronts
-
-Three tables: the cheapest kind of plan by load for every pool (with a figure); the Pareto front of
-goodput and dollars over random weights of the paper's terms beside that of plans that never change
-(with a figure), and hypervolumes; and planners that attain an SLO as a constraint (dual ascent) at
-least dollars or least energy. Fronts are of the training part, constraints are also run on tests.
+The cheapest kind of plan by load; the Pareto front of goodput and dollars over random weights of
+the paper's terms beside that of plans that never change, and hypervolumes; and planners that attain
+an SLO as a constraint (dual ascent) at least dollars or least energy. Fronts are of the training
+part, constraints are also run on tests.
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import tyro
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich.console import Console
-from rich.table import Table
 
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
@@ -40,8 +32,7 @@ from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
-from tokenyard.figures import save_figures
-from tokenyard.provenance import write_result
+from tokenyard.problem import Row
 from tokenyard.statistics.pareto import front, hypervolume
 from tokenyard.types import FloatArray
 
@@ -52,25 +43,7 @@ POOLS = (
 KINDS = {"data": "#3B7BA8", "model": "#E1812C", "hybrid": "#5B9F5B"}
 LOADS: FloatArray = np.linspace(0.01, 1.0, 100)
 """Demand over the pool's goodput capacity."""
-
-Rows = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Args:
-    """Draw regions, fronts and constraints."""
-
-    scenario: str = "a100x8_13b"
-    """Of the front and the constraint; regions are drawn of every pool."""
-    weightings: int = 32
-    """Random weights of the paper's five terms."""
-    attainment: float = 0.99
-    """Share of requests that must attain the SLO."""
-    seed: int = 0
-    figures: Path | None = None
-    """Draw into this folder."""
-    json: Path | None = None
-    """Write all rows to this file."""
+Rows = list[Row]
 
 
 def cheapest_kinds(scenario: AllocationScenario) -> list[str]:
@@ -107,7 +80,7 @@ def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict
     }
 
 
-def front_rows(args: Args, scenario: AllocationScenario) -> tuple[Rows, Rows]:
+def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> tuple[Rows, Rows]:
     """Points of plans that never change and of planners, and the hypervolumes of their fronts."""
     [stream] = PROBLEM.streams(scenario, "validation", 1, seed=0).streams
     runner = StreamRunner(scenario, stream)
@@ -116,9 +89,9 @@ def front_rows(args: Args, scenario: AllocationScenario) -> tuple[Rows, Rows]:
         outcomes = runner.run_plans(np.full(stream.num_slots, number))
         label = f"{plan.parallelism} {plan.num_gpus} at {plan.memory_fraction}"
         points.append({"family": "static", "weights": label, **measured(outcomes, scenario)})
-    rng = np.random.default_rng(args.seed)
+    rng = np.random.default_rng(seed)
     names = ("goodput", "power", "latency", "memory", "load")
-    for weights in rng.dirichlet(np.ones(len(names)), args.weightings):
+    for weights in rng.dirichlet(np.ones(len(names)), num_weightings):
         objective = Objective(**dict(zip(names, weights.tolist(), strict=True)))
         label = " ".join(f"{weight:.2f}" for weight in weights)
         outcomes = run_planner(scenario, stream, objective)
@@ -135,7 +108,7 @@ def front_rows(args: Args, scenario: AllocationScenario) -> tuple[Rows, Rows]:
     return [{"table": "points", **point} for point in points], volumes
 
 
-def goods(points: Rows, families: tuple[str, ...]) -> FloatArray:
+def goods(points: Sequence[Mapping[str, Any]], families: tuple[str, ...]) -> FloatArray:
     """Goodput and minus dollars per hour: both are better higher; shape (n, 2)."""
     return np.array(
         [
@@ -146,12 +119,12 @@ def goods(points: Rows, families: tuple[str, ...]) -> FloatArray:
     )
 
 
-def constraint_rows(args: Args, scenario: AllocationScenario) -> Rows:
+def constraint_rows(scenario: AllocationScenario, attained: float, seed: int) -> Rows:
     """Planners that attain the SLO at least cost, on the training part and on tests."""
     rows: Rows = []
-    test = demand_source(scenario).test(args.seed)
+    test = demand_source(scenario).test(seed)
     for goal, cost in (("dollars", Objective(usd=1.0)), ("energy", Objective(energy=1.0))):
-        found = dual_ascent(scenario, cost, args.attainment)
+        found = dual_ascent(scenario, cost, attained)
         outcomes = run_planner(scenario, test, found.objective)
         rows.append(
             {
@@ -199,35 +172,3 @@ def draw_front(points: Rows, scenario: AllocationScenario) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
     return figure
-
-
-def print_rows(title: str, rows: Rows) -> None:
-    table = Table(title=title)
-    keys = [key for key in rows[0] if key != "table"]
-    for key in keys:
-        table.add_column(key, no_wrap=True)
-    for row in rows:
-        table.add_row(
-            *(f"{row[k]:.4g}" if isinstance(row[k], float) else str(row[k]) for k in keys)
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
-
-
-def main(args: Args) -> None:
-    scenario = load_allocation(args.scenario)
-    regions = region_rows()
-    print_rows("share of the range of load in which a kind is cheapest", regions)
-    points, volumes = front_rows(args, scenario)
-    print_rows(f"{scenario.name}: fronts of goodput and dollars", volumes)
-    constraints = constraint_rows(args, scenario)
-    print_rows(f"{scenario.name}: at least {args.attainment:.1%} attainment", constraints)
-    if args.figures:
-        drawn = {"regions": draw_regions(), "front": draw_front(points, scenario)}
-        save_figures(drawn, args.figures)
-    if args.json:
-        rows = [*regions, *points, *volumes, *constraints]
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
-
-
-if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))

@@ -3,15 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from search_policy import OBJECTIVES, Args, baseline_only, hand_rule, main, search
 
+from pipelines.search import Policy, main
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.validation import RULES_LOST_TO, choose
+from tokenyard.routing.search_study import OBJECTIVES, best_of, hand_rule, search, untrained
+from tokenyard.routing.validation import RULES_LOST_TO
 
 SLO_FIRST = OBJECTIVES[-1]
-MIXED = Args(
+MIXED = Policy(
     scenario="azure_code_mixed_gpus_085", seeds=1, objectives=(5,), generations=4, streams=2,
     violation_s=300.0, p99_margin=10.0, jobs=1,
 )  # fmt: skip
@@ -19,7 +20,7 @@ MIXED = Args(
 
 @pytest.fixture(scope="module")
 def found():
-    return search(MIXED, SLO_FIRST, seed=0)
+    return search(load_scenario(MIXED.scenario), MIXED, SLO_FIRST, seed=0)
 
 
 @pytest.mark.slow
@@ -31,19 +32,21 @@ def test_a_search_that_prices_slo_violations_has_fewer_of_them_than_the_hand_rul
 
 @pytest.mark.slow
 def test_without_slos_the_weights_are_those_of_delays():
-    args = replace(MIXED, slo_terms=False, generations=1, streams=1)
-    assert len(search(args, SLO_FIRST, seed=0).weights) == NUM_MARGINAL_WEIGHTS
+    study = replace(MIXED, slo_terms=False, generations=1, streams=1)
+    found = search(load_scenario(MIXED.scenario), study, SLO_FIRST, seed=0)
+    assert len(found.weights) == NUM_MARGINAL_WEIGHTS
 
 
 @pytest.mark.slow
 def test_what_is_kept_is_what_was_asked_for(found):
-    rule = baseline_only(MIXED.scenario)
+    rule = untrained(load_scenario(MIXED.scenario))
     assert RULES_LOST_TO not in rule.row  # The rule itself is what is left, so never refused.
-    rows = [rule.row, {**found.row, RULES_LOST_TO: 0.0}]
-    assert choose(rows, violation_s=300.0, p99_margin=10.0) == 1
-    assert choose(rows, violation_s=300.0, p99_margin=float(rule.row["delta_p99_ci_high"])) == 0
-    refused = [rule.row, {**found.row, RULES_LOST_TO: 1.0}]
-    assert choose(refused, violation_s=300.0, p99_margin=10.0) == 0
+    passed = replace(found, row={**found.row, RULES_LOST_TO: 0.0})
+    refused = replace(found, row={**found.row, RULES_LOST_TO: 1.0})
+    assert best_of([rule, passed], MIXED) is passed
+    careful = replace(MIXED, p99_margin=float(rule.row["delta_p99_ci_high"]))
+    assert best_of([rule, passed], careful) is rule
+    assert best_of([rule, refused], MIXED) is rule
 
 
 @pytest.mark.integration
