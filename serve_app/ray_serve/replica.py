@@ -21,6 +21,7 @@ from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder, Tokenizer
 from serve_app.gateway.generation import GenerationChunk, GenerationRequest, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus, HostMetrics
+from tokenyard import former_names
 
 logger = logging.getLogger(__name__)
 
@@ -161,6 +162,7 @@ def engine_class(pool: Pool) -> Callable[[EngineConfig], Engine]:
     if not separator:
         raise ValueError(
             f"unknown engine {pool.engine!r}; choose one of {sorted(ENGINES)} or give module:Class"
+            f"{former_names.hint(pool.engine, former_names.ENGINES)}"
         )
     try:
         found: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), name)
