@@ -110,9 +110,7 @@ class ToySearch:
         return {"level": self._level}
 
     def artifact(self, metrics, lineage):
-        return ToyArtifact.keeping(
-            self._level, trainer="search", metrics=metrics, lineage=lineage
-        )
+        return ToyArtifact.keeping(self._level, trainer="search", metrics=metrics, lineage=lineage)
 
     def state(self):
         return {"level": self._level, "env_steps": self.env_steps}

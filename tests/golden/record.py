@@ -61,6 +61,8 @@ RECORDED = {
     "vm_cpu": "azure_vm_cpu.csv",
 }
 """The files that recorded parts were taken from."""
+LAST_500 = {"azure_code": 8319, "azure_conv": 11119}
+"""Where the last 500 requests of a recorded trace begin."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def routing_entries(name: str) -> dict[str, Entry]:
         found[f"routing/{name}/all"] = Entry(scenario, None, synthetic)
     held_out = scenario.get("held_out_trace")
     if held_out:
-        part = scenario | {"held_out_trace": held_out | {"count": 500}}
+        part = scenario | {"held_out_trace": held_out | {"first": LAST_500[held_out["name"]]}}
         file = RECORDED[held_out["name"]]
         recorded = ("--source", "held-out")
         found[f"routing/{name}/recorded"] = Entry(part, "champion,generic,sed", recorded, file)

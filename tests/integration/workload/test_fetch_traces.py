@@ -195,9 +195,7 @@ def test_without_a_network_the_script_ends_with_one_sentence(monkeypatch, tmp_pa
     assert "\n" not in sentence
 
 
-def test_the_script_prints_and_writes_what_it_fetched(
-    server, monkeypatch, tmp_path, capsys
-):
+def test_the_script_prints_and_writes_what_it_fetched(server, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(fetch_traces, "SOURCES", {"azure_code": Source((server.url,), SHA256)})
     result = tmp_path / "result.json"
 
