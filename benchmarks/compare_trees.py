@@ -6,7 +6,7 @@ python benchmarks/compare_trees.py ../before .
 Every turn is one process per tree, with one thread: what it measures is run once before, to be
 compiled or loaded, and then again and again; the least CPU time counts. The ratio is new over old
 in the same turn, and its median over turns is printed with its range. Each tree keeps its own
-cache of compiled functions, emptied at the start.
+cache of compiled functions, empty at the start.
 """
 
 from __future__ import annotations
@@ -98,14 +98,17 @@ def measured(tree: Path, cache: Path, repetitions: int) -> dict[str, float]:
 
 def compare(args: Args, folder: Path) -> list[dict[str, str | float]]:
     """Run the turns, the first tree first in every other one."""
-    trees = [(args.old.resolve(), folder / "old"), (args.new.resolve(), folder / "new")]
+    trees = {"old": args.old.resolve(), "new": args.new.resolve()}
+    caches = {tree: folder / str(number) for number, tree in enumerate(set(trees.values()))}
     # Compiling is no part of a turn.
-    for tree in trees:
-        measured(*tree, repetitions=1)
+    for tree in caches:
+        measured(tree, caches[tree], repetitions=1)
     turns: list[tuple[dict[str, float], dict[str, float]]] = []
     for turn in range(args.turns):
-        order = trees if turn % 2 == 0 else trees[::-1]
-        took = {tree[1].name: measured(*tree, args.repetitions) for tree in order}
+        order = ("old", "new") if turn % 2 == 0 else ("new", "old")
+        took = {
+            which: measured(trees[which], caches[trees[which]], args.repetitions) for which in order
+        }
         turns.append((took["old"], took["new"]))
         print(f"turn {turn + 1} of {args.turns}", file=sys.stderr, flush=True)
     rows: list[dict[str, str | float]] = []

@@ -25,13 +25,13 @@ from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.evaluation import mean_summary
-from tokenyard.routing.gate import outcome_runs, rule_runs
+from tokenyard.routing.gate import rule_runs
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
-from tokenyard.routing.validation import artifact_runs
+from tokenyard.routing.validation import artifact_runs, outcome_runs
 
 SERVICE = 2
 """Weight of a linear policy on the service time, at every speed alike."""

@@ -166,7 +166,7 @@ def fill_tables(args: Tables) -> list[Row]:
         raise ValueError(f"no table {sorted(unknown)}; choose among {list(paper.TABLES)}")
 
     def tell(cell: paper.Cell, num_left: int) -> None:
-        print(f"{', '.join(cell.key)}: done, {num_left} left", file=sys.stderr)
+        print(f"{' '.join(filter(None, cell.key))} done, {num_left} left", file=sys.stderr)
 
     done = paper.finished(args.out)
     left = [cell for cell in paper.cells(args.only) if cell.key not in done]
@@ -180,7 +180,8 @@ def fill_tables(args: Tables) -> list[Row]:
     if curves.exists():
         learned = pd.read_csv(curves)
         shares = [f"{share:.0%}" for share in paper.CURVE_SHARES]
-        table = Table("table", "agent", "reward", *shares, title="reward per request in training")
+        title = "reward per request while training: mean ± deviation over training seeds"
+        table = Table("table", "agent", "reward", *shares, title=title)
         for name, cells in paper.curve_summary(learned[learned["table"].isin(args.only)]):
             table.add_row(*name, *cells)
         console(170).print(table)

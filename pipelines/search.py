@@ -38,9 +38,9 @@ from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig, go_on
 from tokenyard.routing import search_any_cluster_study as any_cluster
 from tokenyard.routing import search_study
+from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import REFUSED, choose, mean_and_violations_s, worst_p99
 
 
 @dataclass(frozen=True, kw_only=True)

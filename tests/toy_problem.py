@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from tokenyard.artifact import content_hash, find_champion, read_arrays, write_arrays
+from tokenyard.artifact import Artifact, find_champion
 from tokenyard.config import FrozenModel
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Score
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
@@ -30,25 +29,23 @@ SCENARIOS = {name: ToyScenario(name, mean) for name, mean in (("toy_low", 3), ("
 
 
 class ToyMetadata(FrozenModel):
+    format_version: int = 1
+    problem: str = "toy"
     trainer: str
     metrics: Mapping[str, float] = {}
     lineage: Mapping[str, str] = {}
 
 
-@dataclass(frozen=True)
-class ToyArtifact:
-    metadata: ToyMetadata
-    level: float
-
-    def parts(self):
-        return self.metadata.model_dump_json(), {"level": np.array(self.level)}
+class ToyArtifact(Artifact[ToyMetadata]):
+    METADATA = ToyMetadata
 
     @property
-    def sha256(self):
-        return content_hash(*self.parts())
+    def level(self):
+        return float(self.arrays["level"])
 
-    def save(self, path):
-        write_arrays(path, *self.parts())
+    @classmethod
+    def keeping(cls, level, **metadata):
+        return cls(ToyMetadata(**metadata), {"level": np.array(level)})
 
 
 class Demands(np.ndarray):
@@ -68,8 +65,7 @@ class ToyProblem(Problem[ToyScenario, ToyArtifact, Demands, float]):
         return SCENARIOS[name]
 
     def load_artifact(self, path):
-        parse = ToyMetadata.model_validate_json
-        return read_arrays(path, lambda text, a: ToyArtifact(parse(text), float(a["level"])))
+        return ToyArtifact.load(path)
 
     def candidate(self, scenario, name, registry=None):
         if name == "one":
@@ -114,8 +110,7 @@ class ToySearch:
         return {"level": self._level}
 
     def artifact(self, metrics, lineage):
-        made = ToyMetadata(trainer="search", metrics=metrics, lineage=lineage)
-        return ToyArtifact(made, self._level)
+        return ToyArtifact.keeping(self._level, trainer="search", metrics=metrics, lineage=lineage)
 
     def state(self):
         return {"level": self._level, "env_steps": self.env_steps}

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from tokenyard.former_names import FILES, KEYS, hint
+from tokenyard import former_names
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -54,13 +54,15 @@ def _with_new_names(error: ValidationError) -> ValidationError:
     renamed = [
         InitErrorDetails(
             type=PydanticCustomError(
-                "renamed_key", "unknown key{hint}", {"hint": hint(str(one["loc"][-1]), KEYS)}
+                "renamed_key",
+                "unknown key{hint}",
+                {"hint": former_names.hint(str(one["loc"][-1]), former_names.KEYS)},
             ),
             loc=one["loc"],
             input=one["input"],
         )
         for one in error.errors()
-        if one["type"] == "extra_forbidden" and one["loc"][-1] in KEYS
+        if one["type"] == "extra_forbidden" and one["loc"][-1] in former_names.KEYS
     ]
     return ValidationError.from_exception_data(error.title, renamed) if renamed else error
 
@@ -88,8 +90,8 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
         return Path(name).read_text(encoding="utf-8")
     known = shipped_names(package, folder)
     if name not in known:
-        guess = hint(name, FILES) or did_you_mean(name, known)
-        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{guess}")
+        hint = former_names.hint(name, former_names.FILES) or did_you_mean(name, known)
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -114,8 +116,8 @@ def with_settings(config: C, settings: Sequence[str]) -> C:
     for setting in settings:
         name, _, text = setting.partition("=")
         if name not in types:
-            guess = did_you_mean(name, types)
-            raise ValueError(f"unknown setting {name!r}; choose one of {sorted(types)}{guess}")
+            hint = did_you_mean(name, types)
+            raise ValueError(f"unknown setting {name!r}; choose one of {sorted(types)}{hint}")
         try:
             changes[name] = TypeAdapter(types[name]).validate_python(yaml.safe_load(text))
         except (ValidationError, yaml.YAMLError) as error:

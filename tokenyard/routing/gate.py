@@ -18,7 +18,6 @@ from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
@@ -27,6 +26,7 @@ from tokenyard.routing.simulator.streams import (
     recorded_training_streams,
     synthetic_streams,
 )
+from tokenyard.routing.validation import Decide, outcome_runs
 
 MARGIN = 0.01
 """By how much a mean response time exceeds a rule's before it counts as worse, as a fraction."""
@@ -51,8 +51,6 @@ FLEET_COMPILED = ("marginal_delay", "tuned_marginal_delay")
 
 Runner = Callable[[StreamSet], list[Run]]
 """Runs one policy over streams."""
-Decide = Callable[[Simulator], None]
-"""Runs all copies of a simulator to the end."""
 
 
 def loses(row: Row) -> bool:
@@ -173,22 +171,6 @@ def _delay_rule(name: str, scenario: Scenario) -> Decide:
     if name == "sed_dump":
         dump_server = load_tuned(scenario.name).dump_replica
     return lambda sim: cast(ClusterSim, sim).run_delay_rule(above_tokens, dump_server)
-
-
-def outcome_runs(
-    scenario: Scenario,
-    streams: StreamSet,
-    decide: Decide,
-    expected_finish: bool = True,
-) -> list[Run]:
-    """Run streams of equal length to the end in compiled code; rewards are 0."""
-    requests = streams.requests
-    sim = make_simulator(scenario, len(requests), len(requests[0]), expected_finish=expected_finish)
-    for copy, stream in enumerate(requests):
-        sim.load(copy, stream)
-    decide(sim)
-    rewards = np.zeros(len(requests[0]))
-    return [Run(sim.outcomes(copy), rewards) for copy in range(len(requests))]
 
 
 def strongest(

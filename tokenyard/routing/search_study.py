@@ -18,13 +18,13 @@ from tokenyard import metrics
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.choice import RULES_LOST_TO, PairedScore, choose
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import RULES_LOST_TO, PairedScore, choose
 
 NUM_VALIDATION_STREAMS = 90
 OBJECTIVES = (

@@ -7,18 +7,17 @@ run after every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
 from tokenyard import metrics
 from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
-from tokenyard.routing.gate import NUM_STREAMS, Gate, gate_streams, outcome_runs
 from tokenyard.routing.observation import finish_columns
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.residual import fold
-from tokenyard.routing.simulator import Simulator
+from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.constant_rate import Observations
 from tokenyard.routing.simulator.rollouts import run_residual
@@ -26,18 +25,16 @@ from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
-    recorded_training_streams,
     synthetic_streams,
 )
-from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 
 NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
 """What validation finds: the score in seconds, higher is better, and what it is made of."""
-_SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
-REFUSED = "nothing is written: every candidate loses to a rule (tokenyard/routing/gate.py)"
-RULES_LOST_TO = "rules_lost_to"
-"""Key of how often a policy loses to a rule at the promotion gate; more than 0 is refused."""
+
+
+Decide = Callable[[Simulator], None]
+"""Runs all copies of a simulator to the end."""
 
 
 class Validation:
@@ -102,77 +99,6 @@ def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifa
     return outcome_runs(scenario, streams, decide, metadata.expected_finish)
 
 
-class PairedScore:
-    """Compares policies with a hand rule on what no search was trained on.
-
-    That is fresh synthetic streams and, where the file is found, the recorded requests that the
-    traffic model was fitted to; and what the promotion gate looks at, with the best tuned rule.
-    The recorded test part is not touched.
-    """
-
-    def __init__(self, source: StreamSource, rule: PolicyArtifact, num_streams: int) -> None:
-        """Draw the streams and run the rule on them."""
-        self._drawn = Validation(source, num_streams)
-        self._rule_rows = self._drawn.rows(rule)
-        streams = recorded_training_streams(source)
-        self._recorded = None if streams is None else Validation(source, 1, streams=streams)
-        self._rule_recorded = None if self._recorded is None else self._recorded.rows(rule)[0]
-        self._scenario = source.scenario
-        self._gate = Gate(source, parts=gate_streams(source, min(num_streams, NUM_STREAMS)))
-
-    @property
-    def rule_p99_s(self) -> float:
-        """The rule's 99th percentile of response times, mean over streams, seconds."""
-        return float(self._rule_rows[:, _P99].mean())
-
-    def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
-        """What the policy does, and by how much it differs from the rule."""
-        ours, theirs = self._drawn.rows(artifact), self._rule_rows
-        mean, rule = ours.mean(axis=0), theirs.mean(axis=0)
-        p99_beyond = t_interval(ours[:, _P99] - theirs[:, _P99]).high / rule[_P99]
-        found = dict(zip(NAMES, mean.tolist(), strict=True)) | {
-            "delta_mean_fraction": float(mean[_MEAN] / rule[_MEAN] - 1),
-            "delta_p99_fraction": float(mean[_P99] / rule[_P99] - 1),
-            "delta_p99_ci_high": float(p99_beyond),
-            "delta_slo_violation": float(mean[_VIOLATIONS] - rule[_VIOLATIONS]),
-        }
-        if self._recorded is not None and self._rule_recorded is not None:
-            recorded = self._recorded.rows(artifact)[0] / self._rule_recorded - 1.0
-            found["recorded_delta_mean_fraction"] = float(recorded[_MEAN])
-            found["recorded_delta_p99_fraction"] = float(recorded[_P99])
-        rows = self._gate(lambda streams: artifact_runs(self._scenario, streams, artifact))
-        return found | {RULES_LOST_TO: float(sum(int(row["loses"]) for row in rows))}
-
-
-def worst_p99(found: Mapping[str, Any]) -> float:
-    """How far p99 may exceed that of the hand rule, by all that `PairedScore` shows."""
-    recorded = float(found.get("recorded_delta_p99_fraction", -1.0))
-    return max(float(found["delta_p99_ci_high"]), recorded)
-
-
-def choose(rows: Sequence[Mapping[str, Any]], violation_s: float, p99_margin: float) -> int | None:
-    """Pick one of what `PairedScore` found; what loses to a rule at the gate is refused.
-
-    Returns: Index of the least mean and SLO violations, at `violation_s` seconds for a share of 1,
-        of those whose tail exceeds the hand rule's by no more than `p99_margin`; if none does, of
-        the best tail. None where all are refused.
-    """
-    passing = [index for index, row in enumerate(rows) if not row.get(RULES_LOST_TO)]
-
-    def cost_s(index: int) -> float:
-        return mean_and_violations_s(rows[index], violation_s)
-
-    keeps_tail = [index for index in passing if worst_p99(rows[index]) <= p99_margin]
-    if keeps_tail:
-        return min(keeps_tail, key=cost_s)
-    return min(passing, key=lambda index: worst_p99(rows[index]), default=None)
-
-
-def mean_and_violations_s(found: Mapping[str, Any], violation_s: float) -> float:
-    """Mean response time, and the share of SLO violations at `violation_s` seconds."""
-    return float(found["mean_response_s"]) + violation_s * float(found["slo_violation_fraction"])
-
-
 def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
     equivariant = artifact.metadata.kind == "equivariant"
     preferences = equivariant_preferences if equivariant else network_preferences
@@ -205,3 +131,19 @@ def network_preferences(artifact: PolicyArtifact, observations: Observations) ->
         finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
         preferences -= metadata.residual_scale * finish_s
     return preferences
+
+
+def outcome_runs(
+    scenario: Scenario,
+    streams: StreamSet,
+    decide: Decide,
+    expected_finish: bool = True,
+) -> list[Run]:
+    """Run streams of equal length to the end in compiled code; rewards are 0."""
+    requests = streams.requests
+    sim = make_simulator(scenario, len(requests), len(requests[0]), expected_finish=expected_finish)
+    for copy, stream in enumerate(requests):
+        sim.load(copy, stream)
+    decide(sim)
+    rewards = np.zeros(len(requests[0]))
+    return [Run(sim.outcomes(copy), rewards) for copy in range(len(requests))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from toy_problem import DAYS, SCENARIOS, TOY, ToyArtifact, ToyMetadata
+from toy_problem import DAYS, SCENARIOS, TOY, ToyArtifact
 
 from pipelines import evaluate, sweep
 from tokenyard import registry
@@ -86,7 +86,7 @@ def test_the_registered_champion_is_evaluated_like_any_other(swept_long, runs, u
 
 
 def test_a_champion_is_promoted_and_taken_back(swept_long, uri):
-    better = ToyArtifact(ToyMetadata(trainer="by hand"), 3.0)
+    better = ToyArtifact.keeping(3.0, trainer="by hand")
     before = registry.version_of(MlflowClient(uri), MODEL)
     now = registry.promote(uri, MODEL, better, {"why": "a test"})
     path = registry.mlflow_lookup(uri)(MODEL)

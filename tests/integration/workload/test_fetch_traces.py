@@ -185,7 +185,7 @@ def test_every_published_trace_has_a_source_and_a_file_name():
 def test_without_a_network_the_script_ends_with_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     nobody = Source(("http://127.0.0.1:1/trace.csv",))
-    monkeypatch.setattr("SOURCES", {"azure_code": nobody})
+    monkeypatch.setattr(fetch_traces, "SOURCES", {"azure_code": nobody})
 
     with pytest.raises(SystemExit) as stopped:
         fetch_traces.main(fetch_traces.Args(traces=("azure_code",), folder=tmp_path))
@@ -195,10 +195,8 @@ def test_without_a_network_the_script_ends_with_one_sentence(monkeypatch, tmp_pa
     assert "\n" not in sentence
 
 
-def test_the_script_prints_and_writes_what_it_fetched(
-    script, server, monkeypatch, tmp_path, capsys
-):
-    monkeypatch.setattr("SOURCES", {"azure_code": Source((server.url,), SHA256)})
+def test_the_script_prints_and_writes_what_it_fetched(server, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(fetch_traces, "SOURCES", {"azure_code": Source((server.url,), SHA256)})
     result = tmp_path / "result.json"
 
     fetch_traces.main(fetch_traces.Args(traces=("azure_code",), folder=tmp_path, json=result))
@@ -207,6 +205,6 @@ def test_the_script_prints_and_writes_what_it_fetched(
     assert '"checked": "sha256"' in result.read_text()
 
 
-def test_an_unknown_trace_lists_the_known_ones(fetch_traces):
+def test_an_unknown_trace_lists_the_known_ones():
     with pytest.raises(SystemExit, match="azure_conv_1week"):
         fetch_traces.main(fetch_traces.Args(traces=("azure",)))

@@ -146,5 +146,5 @@ def test_between_64_regions_the_slack_form_is_that_linear_program_too():
     demand, capacity, price, latency = drawn(3, 64)
     cost = price + 0.1 * latency
     plan = transport.within(demand, capacity, cost)
-    reference = transport.within_by_linprog(demand, capacity, cost)
+    reference = within_by_linprog(demand, capacity, cost)
     assert (plan * cost).sum() == pytest.approx((reference * cost).sum(), rel=1e-6)

@@ -9,9 +9,9 @@ from pipelines.search import Rollouts, main
 from tokenyard.rl.routing import improvement
 from tokenyard.rl.routing.improvement import start_policy
 from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
+from tokenyard.routing.choice import choose
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import choose
 
 ROOT = Path(__file__).parents[3]
 NAME = "azure_code_mixed_gpus_085"

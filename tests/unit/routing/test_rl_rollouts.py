@@ -8,11 +8,12 @@ import torch
 
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.routing.trial import RoutingTrialConfig
+from tokenyard.routing.choice import PairedScore
 from tokenyard.routing.observation import observation_size
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import PairedScore, Validation
+from tokenyard.routing.validation import Validation
 
 NAME = "azure_code_mixed_gpus_085"
 SMALL = RolloutConfig(horizon=100, streams_per_round=2, requests_per_stream=400, hidden=8, epochs=3)

@@ -6,10 +6,10 @@ import pytest
 
 from pipelines.search import Policy, main
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.choice import RULES_LOST_TO
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search_study import OBJECTIVES, best_of, hand_rule, search, untrained
-from tokenyard.routing.validation import RULES_LOST_TO
 
 SLO_FIRST = OBJECTIVES[-1]
 MIXED = Policy(

@@ -18,7 +18,9 @@ def package(tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("module", ["observation.py", "generic.py", "allocation/plans.py"])
+@pytest.mark.parametrize(
+    "module", ["routing/observation.py", "routing/scores/any_cluster.py", "allocation/plans.py"]
+)
 def test_the_key_changes_with_what_a_kernel_calls_and_with_constants_it_uses(package, module):
     before = source_key(package)
     assert before == source_key()

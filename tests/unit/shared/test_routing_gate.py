@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tokenyard.routing import gate
+from tokenyard.routing.choice import RULES_LOST_TO, choose
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
-from tokenyard.routing.validation import RULES_LOST_TO, choose
 
 FLEET = "azure_code_mixed_gpus_085"
 

@@ -16,10 +16,10 @@ import torch
 from tokenyard.provenance import lineage
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
+from tokenyard.routing.choice import PairedScore
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.routing.validation import PairedScore
 
 NUM_VALIDATION_STREAMS = 90
 
