@@ -1,7 +1,7 @@
 """Several searches of a scenario's weights, and the choice of one: how champions are made.
 
 Searches differ by seed and by objective. Each is judged on validation streams, beside the hand rule
-that it began with, and the one that is kept is chosen by `tokenyard.routing.validation.choose`.
+that it began with, and the one that is kept is chosen by `tokenyard.routing.choice.choose`.
 """
 
 from __future__ import annotations
