@@ -10,7 +10,7 @@ from golden import record
 QUICK = (
     "routing/nominal",
     "routing/bursty_serial/recorded",
-    "routing/azure_code_SLOs",
+    "routing/azure_code_slo",
     "routing/churn",
     "allocation/a100x8_13b_budget",
 )

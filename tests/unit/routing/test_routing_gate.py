@@ -68,7 +68,7 @@ def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
     _, streams = few_streams(scenario)
     assert gate.is_compiled(rule, scenario)
     found = gate.rule_runs(rule, scenario, streams)
-    expected = gate.resolve_candidate(rule, scenario).run(scenario, streams, 0)
+    expected = gate.PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
 
