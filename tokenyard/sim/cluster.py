@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -215,11 +214,19 @@ class ClusterSim:
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
-        self._run(kernel.LINEAR, weights, mean_total_tokens)
+        kernel.run_linear(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
 
     def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
+        kernel.run_generic(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
 
     def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
@@ -228,13 +235,9 @@ class ClusterSim:
             reserve_above_tokens: Larger requests are barred from the slowest server.
             dump_server: Takes all that no server could do in time; -1: none does.
         """
-        self._run(kernel.DELAY, np.array([reserve_above_tokens, dump_server]), math.nan)
-
-    def _run(self, rule: int, weights: FloatArray, mean_total_tokens: float) -> None:
-        kernel.run(
+        kernel.run_delay_rule(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, rule, weights, mean_total_tokens,
-            np.empty(self.scenario.num_servers),
+            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -276,16 +276,16 @@ class BatchingSim:
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
-        self._run(kernel.MARGINAL, weights, mean_total_tokens)
+        self._run(kernel.run_marginal, weights, mean_total_tokens)
 
     def run_generic(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        self._run(kernel.ANY_CLUSTER, weights, mean_total_tokens)
+        self._run(kernel.run_any_cluster, weights, mean_total_tokens)
 
-    def _run(self, rule: int, weights: FloatArray, mean_total_tokens: float) -> None:
+    def _run(self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float) -> None:
         scores = np.empty(self.scenario.num_servers)
         slo_s = self.scenario.slo_response_s
-        kernel.run(self.arrays, rule, weights, mean_total_tokens, slo_s, scores, self.rewards)
+        run(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
 
     def best_ahead(self, copy: int, others_weight: float) -> int:
         """Replica where the waiting request does best, seen from what no router knows.

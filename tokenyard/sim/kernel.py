@@ -90,9 +90,6 @@ RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
 BALANCE_EPSILON = 1e-8
 
-LINEAR, ANY_CLUSTER, DELAY = range(3)
-"""Rules that `run` knows: `linear_scores`, `server_scores`, and shortest expected delay."""
-
 
 @compiled
 def clear(rules, state, clock, requests, outcomes, copy):
@@ -408,6 +405,44 @@ def drain(params, rules, state, requests, outcomes):
 
 
 @compiled
+def run_linear(
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
+):
+    """Run every copy's whole stream under `linear_scores`, from empty to drained."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = linear_scores(
+                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)
+
+
+@compiled
+def run_generic(
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
+):
+    """Run every copy's whole stream under `server_scores`, from empty to drained."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = server_scores(
+                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)
+
+
+@compiled
 def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
     """Server that shortest expected delay or one of its variants chooses (`policies.delay`)."""
     slowest = 0
@@ -425,43 +460,19 @@ def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
 
 
 @compiled
-def _choose(rule, weights, size_tokens, mean_total_tokens, slo_s, table, scores):
-    """Server that a rule of these weights takes for a request."""
-    if rule == LINEAR:
-        return linear_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
-    if rule == ANY_CLUSTER:
-        return server_scores(weights, size_tokens, mean_total_tokens, slo_s, table, scores)
-    return _delay_rule(weights[0], int(weights[1]), slo_s, size_tokens, table)
-
-
-@compiled
-def run(
-    params,
-    rules,
-    state,
-    clock,
-    requests,
-    outcomes,
-    tables,
-    rule,
-    weights,
-    mean_total_tokens,
-    scores,
+def run_delay_rule(
+    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
 ):
-    """Run every copy's whole stream under a rule, from empty to drained.
-
-    The weights of `DELAY` are the size above which requests are barred from the slowest server,
-    and the server that takes what none could do in time (-1: none does).
-    """
+    """Run every copy's whole stream under shortest expected delay or one of its variants."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
             _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
-            server = _choose(
-                rule, weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
+            server = _delay_rule(
+                reserve_above_tokens, dump_server, rules[SLO_S],
+                requests[copy, index, PREDICTED_TOTAL], tables[copy],
             )  # fmt: skip
             _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
     drain(params, rules, state, requests, outcomes)

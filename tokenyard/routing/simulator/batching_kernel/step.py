@@ -25,9 +25,6 @@ from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_a
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 
-MARGINAL, ANY_CLUSTER = range(2)
-"""Rules that `run` knows: `marginal_scores` and `engine_scores`."""
-
 
 @compiled
 def _add_reward(rules, requests, index, response, added):
@@ -179,29 +176,39 @@ def drain(fleet, rewards):
 
 
 @compiled
-def _choose(fleet, copy, rule, weights, mean_total_tokens, slo_s, scores):
-    """Replica that a rule of these weights takes for the current request of a copy."""
-    fill_table(fleet, copy)
-    table = fleet.tables[copy]
-    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-    context, output = request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
-    if rule == MARGINAL:
-        return marginal_scores(weights, context, output, mean_total_tokens, slo_s, table, scores)
-    # A policy is told when a request came, not when it is tried again.
-    since = fleet.clock[copy, lay.NOW_S] - request[lay.ARRIVAL_S]
-    for server in range(table.shape[0]):
-        table[server, ob.AGE_S] = max(table[server, ob.AGE_S] - since, 0.0)
-    return engine_scores(weights, context, output, mean_total_tokens, slo_s, table, scores)
-
-
-@compiled
-def run(fleet, rule, weights, mean_total_tokens, slo_s, scores, rewards):
-    """Run every copy's whole stream under a rule, from empty to drained."""
+def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
+    """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            place(
-                fleet, copy, _choose(fleet, copy, rule, weights, mean_total_tokens, slo_s, scores)
-            )
+            fill_table(fleet, copy)
+            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+            server = marginal_scores(
+                weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
+                slo_s, fleet.tables[copy], scores,
+            )  # fmt: skip
+            place(fleet, copy, server)
+            find_decision(fleet, copy)
+    drain(fleet, rewards)
+
+
+@compiled
+def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
+    """Run every copy's whole stream under `engine_scores`, from empty to drained."""
+    for copy in range(fleet.state.shape[0]):
+        clear(fleet, copy)
+        while fleet.clock[copy, lay.CURRENT] >= 0.0:
+            fill_table(fleet, copy)
+            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+            table = fleet.tables[copy]
+            # A policy is told when a request came, not when it is tried again.
+            since = fleet.clock[copy, lay.NOW_S] - request[lay.ARRIVAL_S]
+            for server in range(table.shape[0]):
+                table[server, ob.AGE_S] = max(table[server, ob.AGE_S] - since, 0.0)
+            replica = engine_scores(
+                weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
+                slo_s, table, scores,
+            )  # fmt: skip
+            place(fleet, copy, replica)
             find_decision(fleet, copy)
     drain(fleet, rewards)
