@@ -8,7 +8,10 @@ export OMP_NUM_THREADS := 1
 # Of a process that crashes after pytest has let go of it, all that is known is what it says itself.
 export PYTHONFAULTHANDLER := 1
 
-.PHONY: sweep kernels test test-slow test-cluster drills check serve demo mlflow bench install
+# Two workers, with what needs Ray in one of them.
+IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
+
+.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
 .venv/.core: pyproject.toml
@@ -29,14 +32,15 @@ install: .venv/.dev ## Everything a developer needs.
 sweep: .venv/.core ## Train, compare, keep the best: the main job.
 	$(BIN)/python pipelines/sweep.py --storage $(STORAGE)
 
-kernels: .venv/.core ## Compile what is not yet compiled, so that no test waits for it.
+kernels: .venv/.dev ## Compile now what else the first test of each kind would.
 	$(BIN)/python -m tokenyard.compiled
 
-test: .venv/.dev kernels ## Everything but what is marked slow.
-	$(BIN)/pytest
+test: kernels ## At every change: what starts no process, and one of each kind that does.
+	$(IN_TWO)
 
-test-slow: .venv/.dev ## What takes longer than a coffee.
-	$(BIN)/pytest -m slow
+test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
+	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster)"
+	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
 
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster
@@ -44,11 +48,12 @@ test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root
 drills: .venv/.dev ## Break the policy in twelve ways and the system in six, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills
 
-check: .venv/.dev ## Lint, format, types, layers.
+check: .venv/.dev ## Lint, format, types, layers, words.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/check_words
 
 serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000.
 	$(BIN)/python pipelines/deploy.py

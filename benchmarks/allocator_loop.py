@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.allocated import make_plan_policy
-from serve_app.allocator import Allocator
-from serve_app.reshape import Held, Shape, is_reachable
+from serve_app.allocation.allocator import Allocator
+from serve_app.allocation.plans import make_plan_policy
+from serve_app.allocation.transition import Held, Shape, is_reachable
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.evaluation import Row
-from tokenyard.provenance import write_result
-from tokenyard.types import Plan
+from tokenyard.allocation.telemetry import SlotRecord
+from tokenyard.allocation.types import Plan
+from tokenyard.problem import Row
+from tokenyard.provenance import command_line, write_result
 
 _WINDOW_S = 600.0
 _TICKS = 4
@@ -47,7 +47,7 @@ class Args:
     policies: tuple[str, ...] = ("autoscaler_tuned", "myopic_no_switching", "champion")
     """Who decides."""
     shares: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
-    """Loads, as shares of what the pool can serve in time."""
+    """Loads, as shares of the pool's goodput capacity."""
     slots: int = 144
     """Slots; the second half counts."""
     seed: int = 0
@@ -62,6 +62,7 @@ class SlowPool:
     def __init__(self, restart_s: float) -> None:
         """Start empty, at time 0."""
         self.now_s = 0.0
+        self.offered = 0
         self._restart_s = restart_s
         self._ready_at_s: dict[Shape, list[float]] = {}
 
@@ -80,6 +81,17 @@ class SlowPool:
         at_s.extend([self.now_s + self._restart_s] * (count - len(at_s)))
         del at_s[count:]
 
+    def num_offered(self) -> int:
+        """Count what the benchmark has offered."""
+        return self.offered
+
+    def num_waiting(self) -> int:
+        """Queues are not modelled."""
+        return 0
+
+    def record(self, slot: SlotRecord) -> None:
+        """Forget it."""
+
 
 async def run(
     scenario: AllocationScenario, policy: str, share: float, slots: int, seed: int
@@ -87,23 +99,21 @@ async def run(
     """Let the loop run; one row."""
     rng = np.random.default_rng(seed)
     pool = SlowPool(scenario.restart_s)
-    offered = 0
     allocator = Allocator(
-        scenario, policy, make_plan_policy(policy, scenario), pool,
-        lambda: offered, lambda: 0, clock_s=lambda: pool.now_s,
+        scenario, policy, make_plan_policy(policy, scenario), pool, clock_s=lambda: pool.now_s
     )  # fmt: skip
-    demand = share * allocator.table.pool_in_time_per_s
+    demand = share * allocator.table.pool_goodput_capacity_per_s
     plans: list[Plan] = []
     for _ in range(slots):
-        offered += int(rng.poisson(demand * scenario.slot_s))
+        pool.offered += int(rng.poisson(demand * scenario.slot_s))
         for _ in range(_TICKS):
             pool.now_s += scenario.slot_s / _TICKS
             await allocator.tick()
         plans.append(allocator.plan)
 
     def cost(plan: Plan) -> float:
-        usd, missed = allocator.predicted(plan, demand)
-        return usd + scenario.missed_usd * missed
+        usd, violations = allocator.predicted(plan, demand)
+        return usd + scenario.violation_usd * violations
 
     settled = plans[slots // 2 :]
     best = min(allocator.table.plans, key=cost)
@@ -128,7 +138,7 @@ async def run(
 
 def attainable(allocator: Allocator) -> list[Plan]:
     """Plans that can be entered and left without a pause, from where the loop is."""
-    budget, minimum = allocator.budget, allocator.limits.min_replicas
+    budget, minimum = allocator.budget, allocator.settings.min_replicas
     now = allocator.plan
     return [
         plan for plan in allocator.table.plans
@@ -167,7 +177,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

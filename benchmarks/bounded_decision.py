@@ -17,9 +17,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.bounded import BoundedCaller, WatchedCaller
-from serve_app.served import rehearse, resolve_policy
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from serve_app.policy.loading import resolve_policy, warm_up
+from serve_app.policy.timeouts import InlineTimeout, ThreadTimeout
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 SCENARIO = "conversation_mixed_gpus"
 
@@ -45,7 +45,7 @@ def main(args: Args) -> None:
         for i in range(args.num_replicas)
     ]
     request = Request(0.0, 500, 700.0)
-    caller, watched = BoundedCaller(1.0), WatchedCaller(0.02, 5.0)
+    caller, watched = ThreadTimeout(1.0), InlineTimeout(0.02, 5.0)
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,))
     process.start()
@@ -76,7 +76,7 @@ def main(args: Args) -> None:
 
 def _policy() -> RoutingPolicy:
     served = resolve_policy("champion", SCENARIO)
-    rehearse(served)
+    warm_up(served)
     return served.make(np.random.default_rng(0))
 
 

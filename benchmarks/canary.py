@@ -1,7 +1,7 @@
 """How soon a worse canary is stopped, and how often one that is just as good.
 
 Two policies decide on the same simulated requests, each in a world of its own; a hash then says
-whose outcome of a request is seen, 20 % the canary's. The promise is set so that the champion
+whose outcome of a request is seen, 20 % the canary's. The SLO is set so that the champion
 keeps it for 90 % of requests, and the canaries are made by bending the champion's weights until
 they are 5 points worse, or just as good and yet different: `python benchmarks/canary.py`. With
 `--mixed` both decide in one world, whose replicas they share.
@@ -9,8 +9,6 @@ they are 5 points worse, or just as good and yet different: `python benchmarks/c
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,18 +19,17 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.trial import GIVE_UP_AFTER
-from tokenyard.artifact import PolicyArtifact, resolve_champion
-from tokenyard.observation import MARGINAL_OTHERS, MARGINAL_WAIT
-from tokenyard.offpolicy.sequential import WorseTest
-from tokenyard.policies.learned import learned_policy
-from tokenyard.provenance import write_result
+from serve_app.policy.experiment import ABANDON_AFTER
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.batching_kernel.layout import CONTEXT, OUTPUT
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.batching_streams import BatchingStream
-from tokenyard.sim.run import run_each
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.simulator.batching_streams import BatchingStream
+from tokenyard.routing.simulator.run import run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.statistics.sequential import SequentialTest
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Row = dict[str, str | int | float]
@@ -55,11 +52,11 @@ class Args:
     share: float = 0.2
     """Of the canary."""
     goodput: float = 0.90
-    """Share of requests for which the champion keeps the promise."""
+    """Share of requests for which the champion attains the SLO."""
     worse: float = 0.05
     """How much less it is for the worse canary."""
     seed: int = 11
-    """Of the runs; the policies and the promise are made on other streams."""
+    """Of the runs; the policies and the SLO are made on other streams."""
     mixed: int = 0
     """Further runs of the worse canary in one world with the champion."""
     json: Path | None = None
@@ -97,7 +94,7 @@ class World:
 
 @dataclass(frozen=True)
 class Policies:
-    """The three policies, as weights, and the promise that they are judged by."""
+    """The three policies, as weights, and the SLO that they are judged by."""
 
     slo_s: float
     champion: FloatArray
@@ -167,18 +164,18 @@ class Settled:
         stream: BatchingStream, arrival_s: FloatArray, response_s: FloatArray, slo_s: float
     ) -> Settled:
         """Judge a stream's requests by the response that was seen."""
-        given_up_s = GIVE_UP_AFTER * slo_s
+        abandoned_s = ABANDON_AFTER * slo_s
         return Settled(
             good=response_s <= slo_s,
-            order=np.argsort(arrival_s + np.minimum(response_s, given_up_s), kind="stable"),
+            order=np.argsort(arrival_s + np.minimum(response_s, abandoned_s), kind="stable"),
             prompt_tokens=stream.requests[:, CONTEXT],
-            output_tokens=np.where(response_s <= given_up_s, stream.requests[:, OUTPUT], np.nan),
+            output_tokens=np.where(response_s <= abandoned_s, stream.requests[:, OUTPUT], np.nan),
         )
 
 
 def run_test(canary: BoolArray, settled: Settled, share: float) -> int | None:
     """Return after how many canary requests it was stopped, None: never."""
-    test = WorseTest(share)
+    test = SequentialTest(share)
     for index in settled.order:
         tokens = settled.output_tokens[index]
         output = None if np.isnan(tokens) else int(tokens)
@@ -297,7 +294,7 @@ def main(args: Args) -> None:
         )
     Console(width=250).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,10 @@ training makes, for every number.
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from shlex import join
 from typing import Any, Literal
 
 import numpy as np
@@ -24,13 +22,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.artifact import ArtifactMetadata, FeatureScaling, PolicyArtifact, resolve_champion
-from tokenyard.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
-from tokenyard.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.policies.learned import learned_policy
-from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
-from tokenyard.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 NUM_CASES = 256
 
@@ -198,7 +196,7 @@ def main(args: Args) -> None:
     console.print(table)
     console.print(*(f"left out: {note}" for note in notes), sep="\n", soft_wrap=True)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes)
+        write_result(args.json, command_line(), args.seed, rows, notes=notes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens per second of the gang engine beside plain `model.generate`, batch against batch.
+"""Tokens per second of the sharded engine beside plain `model.generate`, batch against batch.
 
 Both run the same prompts to the same lengths, turn by turn, each on one thread: the engine in its
 rank's process with everything between it and the caller, `generate` in this one with nothing.
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from shlex import join
 from statistics import median
 from typing import Any
 
@@ -30,16 +28,16 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from serve_app.engines.base import EngineConfig, Sampling
-from serve_app.engines.gang import GangEngine
 from serve_app.engines.models import find_model, read_shape
-from tokenyard.provenance import write_result
+from serve_app.engines.sharded.engine import ShardedEngine
+from tokenyard.provenance import command_line, write_result
 
 TINY = "tiny"
 
 
 @dataclass(frozen=True)
 class Args:
-    """Measure the gang engine."""
+    """Measure the sharded engine."""
 
     models: tuple[str, ...] = (TINY, "default")
     """Models to run: `tiny` (6.9M random parameters), `default` (SmolLM2-135M), or any other."""
@@ -87,7 +85,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
 
 
 async def _measure(args: Args, name: str, scratch: Path) -> Row:
@@ -143,7 +141,7 @@ async def _started(folder: Path, args: Args) -> Any:
         token_budget=args.batch * args.prompt_tokens,
         max_model_tokens=args.prompt_tokens + args.new_tokens,
     )
-    engine = GangEngine(config)
+    engine = ShardedEngine(config)
     await engine.start()
     try:
         yield engine
@@ -162,7 +160,7 @@ def _plain(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> flo
     return time.perf_counter() - started_s
 
 
-async def _ours(engine: GangEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
+async def _ours(engine: ShardedEngine, prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
     sampling = Sampling(new_tokens, ignore_eos=True)
 
     async def one(number: int) -> int:

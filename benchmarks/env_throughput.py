@@ -13,12 +13,10 @@ Of allocation, plans are drawn at random.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 
 import numpy as np
 import tyro
@@ -26,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
-from tokenyard.provenance import write_result
-from tokenyard.scenario import RewardWeights, load_scenario
-from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.streams import StreamSource
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.scenario import RewardWeights, load_scenario
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.streams import StreamSource
 
 NOTHING = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
 FLEET_REWARDS = {
@@ -261,7 +259,7 @@ def main(args: Args) -> None:
     for note in notes:
         console.print(note)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, rows, notes=notes)
+        write_result(args.json, command_line(), args.seed, rows, notes=notes)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 python benchmarks/gateway_decision.py
 
-CPU time of one thread: `snapshots` is what the collector does for a request (who is offered, what
-is known of each, which of the prompt its cache may hold), `route` is the policy.
+CPU time of one thread: `snapshots` is what the table of replicas does for a request (who is
+offered, what is known of each, which of the prompt its cache may hold), `route` is the policy.
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.pools import EngineProfile
-from serve_app.telemetry import Collector, Published
-from tokenyard.evaluation import Row
-from tokenyard.policies import PolicyContext, make_policy
-from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
-from tokenyard.types import Request
+from serve_app.cluster import EngineProfile
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from tokenyard.problem import Row
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import Request
 
 PROFILE = EngineProfile(
     iteration_s=0.02, prefill_token_s=6e-5, sequence_s=5e-5, kv_token_s=8e-8,
@@ -46,6 +45,8 @@ class Args:
     """Replicas before it, one row each."""
     prompt_tokens: int = 500
     """Length of every prompt."""
+    prefix_block_tokens: int = 0
+    """Tokens of one block of the replicas' prefix caches; 0: they have none."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -53,18 +54,18 @@ class Args:
 def measure(args: Args, num_replicas: int) -> Row:
     """Time decisions on replicas that are all busy alike."""
     scenario = load_scenario(args.scenario)
-    collector = Collector(scenario.mean_lengths_tokens)
+    table = ReplicaTable(scenario.mean_lengths_tokens)
     for number in range(num_replicas):
-        tracked = collector.add(f"r{number}", "pool", PROFILE, 0, NOW_S)
-        tracked.publish(Published(1, 3, 0.2, NOW_S))
+        replica = table.add(f"r{number}", "pool", PROFILE, args.prefix_block_tokens, NOW_S)
+        replica.publish(EngineStatus(1, 3, 0.2, NOW_S))
     rng = np.random.default_rng(0)
     policy = make_policy(args.policy, PolicyContext(scenario.name, scenario.slo, rng, num_replicas))
-    prompt = list(range(args.prompt_tokens))
+    token_ids = list(range(args.prompt_tokens))
     request = Request(NOW_S, args.prompt_tokens, 1.4 * args.prompt_tokens)
     times = []
     for _ in range(max(5, 3_000 // num_replicas)):
         started = time.process_time()
-        snapshots = collector.snapshots(collector.offered(NOW_S, 5.0), prompt)
+        snapshots = table.snapshots(table.offered(NOW_S, 5.0), Prompt(token_ids))
         collected = time.process_time()
         policy.route(request, snapshots)
         times.append((collected - started, time.process_time() - collected))
@@ -90,7 +91,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 100).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), 0, rows)
+        write_result(args.json, command_line(), 0, rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How well a log of one policy foretells others: sign and coverage over pairs of known value.
+"""How well a log of one policy predicts others: sign and coverage over pairs of known value.
 
 A world is simulated whose replicas are not as fast as declared. One policy decides there, with a
 small share of random picks, and what it did is all that the estimators get. Truth comes from the
@@ -7,8 +7,6 @@ same world, on other streams of requests: `python benchmarks/off_policy.py`.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,21 +17,22 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.intervals import Interval
-from tokenyard.observation import (
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing import log_replay as replay
+from tokenyard.routing.observation import (
     MARGINAL_OTHERS,
     MARGINAL_WAIT,
     NUM_MARGINAL_FEATURES,
     marginal_scores,
     snapshot_columns,
 )
-from tokenyard.offpolicy import estimate, replay
-from tokenyard.policies.delay import finish_s
-from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.run import Run, run_each
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.run import Run, run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
 from tokenyard.types import BoolArray, FloatArray
 from tokenyard.workload.trace import Trace
 
@@ -331,7 +330,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{one:.3g}" if isinstance(one, float) else str(one) for one in cells))
     console.print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 def judge(judged: Judged) -> list[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shlex
 import signal
 import sys
 import time
@@ -24,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 Victim = Literal["rank", "replica"]
 _TITLES: dict[Victim, str] = {"rank": "ray::Rank", "replica": "ray::ServeReplica:"}
@@ -195,7 +194,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(sys.argv), 0, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), 0, [asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

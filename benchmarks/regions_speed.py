@@ -5,8 +5,6 @@ python benchmarks/regions_speed.py --json regions_speed.json
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.regions import transport
-from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.problem import policy_maker
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator.run import run_regions
-from tokenyard.regions_evaluation import resolve_region_candidate
 
 SIZES = ((12, 250, 100), (37, 600, 300))
 """Regions, servers, tasks per slot."""
@@ -54,11 +52,11 @@ def a_scenario(num_regions: int, num_servers: int, tasks: float) -> RegionScenar
 def episode_s(scenario: RegionScenario, policy: str, args: Args) -> tuple[float, float]:
     forecaster = fit_seasonal(scenario)
     stream = sample_stream(scenario, stream_rng(args.seed, "training", 0))
-    candidate = resolve_region_candidate(policy, scenario)
+    make, _ = policy_maker(scenario, policy)
     times = []
     for _ in range(args.runs + 1):  # the first compiles
         started = time.process_time()
-        run_regions(scenario, stream, candidate.make(scenario), forecaster)
+        run_regions(scenario, stream, make(scenario), forecaster)
         times.append(time.process_time() - started)
     return min(times[1:]), len(stream.numbers) / stream.num_slots
 
@@ -96,7 +94,7 @@ def main(args: Args) -> None:
     rows.append({"what": "transport", "regions": 64, "median_ms": median_ms})
     print(f"transport between 64 regions: {median_ms:.3f} ms median")
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ router replicas behind one load balancer have. All combinations see the same req
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from dataclasses import dataclass
@@ -19,11 +18,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.evaluation import PolicyFactory, Row, compare, run_policy
-from tokenyard.policies import PolicyContext, make_policy
-from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
-from tokenyard.sim.streams import StreamSource, synthetic_streams
+from tokenyard.evaluation import compare
+from tokenyard.problem import Row
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator.run import PolicyFactory, run_policy
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def measure(args: Args, policy: str, scrape_s: float) -> list[Row]:
             "scrape_interval_s": scrape_s,
             "cpu_us_per_decision": cpu_us[str(row["policy"])],
         }
-        for row in compare(scenario, runs, str(args.routers[0]))
+        for row in compare(PROBLEM, scenario, streams, runs, str(args.routers[0]))
     ]
 
 
@@ -102,7 +104,15 @@ def main(args: Args) -> None:
     except ValueError as error:
         sys.exit(f"error: {error}")
     table = Table(title=f"{rows[0]['num_replicas']} replicas of {args.scenario}")
-    for column in ("policy", "scrape s", "routers", "mean s", "p99 s", "missed", "mean vs first"):
+    for column in (
+        "policy",
+        "scrape s",
+        "routers",
+        "mean s",
+        "p99 s",
+        "violations",
+        "mean vs first",
+    ):
         table.add_column(column, justify="right")
     for row in rows:
         low, high = row["delta_mean_ci_low"], row["delta_mean_ci_high"]
@@ -114,7 +124,7 @@ def main(args: Args) -> None:
         )  # fmt: skip
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":

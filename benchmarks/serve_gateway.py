@@ -7,13 +7,11 @@ short blocks, so that whatever else the machine does meets all of them alike. Re
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from shlex import join
 from typing import Any
 
 import httpx
@@ -22,8 +20,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.desk import RAY_DEFAULT
-from tokenyard.provenance import write_result
+from serve_app.policy.runner import RAY_DEFAULT
+from tokenyard.provenance import command_line, write_result
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ def main(args: Args) -> None:
         )
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), None, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), None, [asdict(row) for row in rows])
 
 
 def _switch(client: httpx.Client, policy: str) -> None:

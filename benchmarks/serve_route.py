@@ -6,22 +6,20 @@ followed by one to /healthz, which does nothing: its time is what HTTP and Ray S
 
 from __future__ import annotations
 
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
 from pathlib import Path
-from shlex import join
 from typing import Any
 
+import httpx
 import numpy as np
-import requests
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ class Row:
 
 def main(args: Args) -> None:
     """Measure, print a table and write the rows."""
-    card = requests.get(f"{args.url}/v1/policy", timeout=10).json()
+    card = httpx.get(f"{args.url}/v1/policy", timeout=10).json()
     rows = [_measure(args, card, clients) for clients in args.clients]
     table = Table(*asdict(rows[0]))
     for row in rows:
@@ -69,7 +67,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), args.seed, [asdict(row) for row in rows])
+        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
 
 
 def _measure(args: Args, card: dict[str, Any], clients: int) -> Row:
@@ -104,19 +102,19 @@ def _ask_all(
     numbers = count()
 
     def ask_many(_: int) -> list[Measured]:
-        with requests.Session() as session:
+        with httpx.Client(timeout=30) as client:
             mine = takewhile(lambda number: number < num_requests, numbers)
-            return [_ask(session, url, bodies[number % len(bodies)]) for number in mine]
+            return [_ask(client, url, bodies[number % len(bodies)]) for number in mine]
 
     with ThreadPoolExecutor(clients) as pool:
         return [one for many in pool.map(ask_many, range(clients)) for one in many]
 
 
-def _ask(session: requests.Session, url: str, body: dict[str, Any]) -> Measured:
+def _ask(client: httpx.Client, url: str, body: dict[str, Any]) -> Measured:
     started_s = time.perf_counter()
-    response = session.post(f"{url}/v1/route", json=body, timeout=30)
+    response = client.post(f"{url}/v1/route", json=body)
     routed_s = time.perf_counter()
-    session.get(f"{url}/healthz", timeout=30)
+    client.get(f"{url}/healthz")
     checked_s = time.perf_counter()
     response.raise_for_status()
     decision_us = response.json()["decision_us"]

@@ -1,6 +1,6 @@
 """Does a gateway that runs for long stay as it was: its memory, and its slowest answers?
 
-Start `python pipelines/deploy.py --cluster rehearsal` on this machine, then
+Start `python pipelines/deploy.py --cluster emulated` on this machine, then
 `python benchmarks/soak.py --minutes 20`: requests come at an even rate, a replica is killed now
 and then, policies take turns, shadows and canaries come and go, and the page is watched.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import shlex
 import signal
 import sys
 import time
@@ -25,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 
 Row = dict[str, str | int | float]
 _TITLE = "ray::ServeReplica:"
@@ -226,7 +225,7 @@ def main(args: Args) -> None:
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console().print(table)
     if args.json is not None:
-        write_result(args.json, shlex.join(["python", *sys.argv]), None, [row])
+        write_result(args.json, command_line(), None, [row])
 
 
 if __name__ == "__main__":

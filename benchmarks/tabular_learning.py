@@ -9,21 +9,20 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from shlex import join
 from typing import get_args
 
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard.allocation.artifact import learned_allocation
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.paper.simulator import Update
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.policies.allocation import learned_allocation
-from tokenyard.provenance import write_result
-from tokenyard.rl.tabular import TabularConfig, TabularLearner
-from tokenyard.sim.allocation_run import run_allocation
-from tokenyard.sim.literal import Update
+from tokenyard.allocation.simulator.run import run_allocation
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
+from tokenyard.provenance import command_line, write_result
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def main(args: Args) -> None:
         table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     if args.json is not None:
-        write_result(args.json, join(sys.argv), None, rows)
+        write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

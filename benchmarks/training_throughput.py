@@ -12,7 +12,7 @@ shortest expected delay's, null if that takes longer than the budget.
 
 | trainer | samples from | with |
 |---|---|---|
-| tokenyard | the vectorised environment, 64 copies | arrays (`tokenyard.rl.columns`) |
+| tokenyard | the vectorised environment, 64 copies | arrays (`tokenyard.rl.columnar.columns`) |
 | rllib_stock | the same | RLlib's env runner, connectors and learners |
 | sb3_dummy | DummyVecEnv of 8 single environments, its usual way | Stable-Baselines3 |
 | sb3_vec | the vectorised environment, 64 copies, through an adapter | Stable-Baselines3 |
@@ -35,11 +35,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import join
 from typing import Any, Literal
-
-# Ray starts its workers with a lower priority; on a busy machine they would come last.
-os.environ.setdefault("RAY_worker_niceness", "0")
 
 import numpy as np
 import ray
@@ -51,20 +47,13 @@ from rich.table import Table
 import envs
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv
 from tokenyard import metrics
+from tokenyard.allocation.policies.rules import load_tuned_allocation
+from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.allocation_evaluation import (
-    AllocationValidation,
-    daily_cost,
-    resolve_allocation_candidate,
-    validation_streams,
-)
-from tokenyard.artifact import PolicyArtifact
-from tokenyard.observation import NUM_SCORE_WEIGHTS
-from tokenyard.policies.allocation import load_tuned_allocation
-from tokenyard.provenance import write_result
-from tokenyard.rl.allocation_training import AllocationRllib, RllibAlgorithm, allocation_config
-from tokenyard.rl.export import export_network
-from tokenyard.rl.recipes import (
+from tokenyard.provenance import command_line, write_result
+from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
+from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.training import (
     RESPONSE_REWARD,
     AlgorithmRecipe,
     Recipe,
@@ -73,10 +62,16 @@ from tokenyard.rl.recipes import (
     scaled,
 )
 from tokenyard.rl.training import RllibTraining
-from tokenyard.rl.validation import Validation
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.simulator import make_simulator
-from tokenyard.sim.streams import StreamSource, synthetic_streams
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
+from tokenyard.routing.validation import Validation
+
+# Ray starts its workers with a lower priority; on a busy machine they would come last.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 
 _SCENARIOS = {"routing": "poisson_085", "allocation": "a100x8_13b"}
 REWARD_SCALE = 0.1
@@ -426,15 +421,14 @@ def allocators(args: Args, scenario: AllocationScenario) -> Contest:
         for algorithm in args.algorithms
         for implementation in ("tokenyard", "rllib_stock")
     ]
-    validate = AllocationValidation(scenario)
-    streams = validation_streams(scenario)
-    autoscaler = resolve_allocation_candidate("autoscaler_tuned", scenario).run
-    runs = [autoscaler(scenario, stream, args.seed) for stream in streams]
+    validate = ALLOCATION.validation(scenario, ALLOCATION.num_validation_streams)
+    streams = ALLOCATION.streams(scenario, "validation", ALLOCATION.num_validation_streams, seed=0)
+    runs = ALLOCATION.candidate(scenario, "autoscaler_tuned").run(scenario, streams, args.seed)
     return Contest(
         some,
         notes=[],
         judge=lambda policy: -validate(policy)["score"],
-        to_beat=float(daily_cost(scenario, runs).mean()),
+        to_beat=ALLOCATION.summary(scenario, runs)["cost_with_penalty"],
         measure="cost_per_hour",
     )
 
@@ -554,7 +548,7 @@ def main(args: Args) -> None:
         console.print(note)
     if args.json is not None:
         write_result(
-            args.json, join(sys.argv), args.seed, rows, notes=contest.notes, scaling=scaling
+            args.json, command_line(), args.seed, rows, notes=contest.notes, scaling=scaling
         )
 
 

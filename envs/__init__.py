@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium
 
 from envs.allocation import ParallelismEnv, ParallelismEnvConfig, ParallelismVectorEnv
-from envs.allocation_literal import LiteralEnvConfig, LiteralParallelismEnv
+from envs.allocation_paper import LiteralEnvConfig, LiteralParallelismEnv
 from envs.regions import RegionEnv, RegionEnvConfig, RegionVectorEnv
 from envs.routing import LoadBalancingEnv, LoadBalancingVectorEnv, RoutingEnvConfig
 

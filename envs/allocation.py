@@ -17,25 +17,25 @@ from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import (
     DROPPED,
     ENERGY_J,
-    MISSED,
     OFFERED,
     SERVED,
     SWITCHED,
     USD,
+    VIOLATIONS,
 )
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
 from tokenyard.allocation.plans import PARALLELISM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation.simulator import AllocationSim, Observations
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 _MEASURED = {
     "offered_requests": OFFERED,
     "served_requests": SERVED,
     "dropped_requests": DROPPED,
-    "missed_requests": MISSED,
+    "slo_violations": VIOLATIONS,
     "usd": USD,
     "energy_j": ENERGY_J,
     "switched": SWITCHED,
@@ -43,7 +43,7 @@ _MEASURED = {
 """Numbers of a step's `info` by column of the dynamics."""
 
 
-class ParallelismEnvConfig(Frozen):
+class ParallelismEnvConfig(FrozenModel):
     """What `ParallelismEnv` and its vectorised twin are made from."""
 
     scenario: AllocationScenario
@@ -163,11 +163,11 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
     Observation:
         float32, shape (27 + S,) for S feasible pairs of parallelism and GPUs; 42 numbers on eight
         A100. Of the last slot: utilisation, share of the pool's memory in use by the plan, share of
-        the batch limit, latency over what the promises allow, share of the time in collectives
+        the batch limit, latency over what the SLO allows, share of the time in collectives
         (the paper's five); log(1 + backlog in requests), share of the slot without service. Slots
         since the last change over 72 (at most 1), share of the switch budget left, 1 where a change
-        is allowed, what the plan serves in time over the pool's best, GPUs over 8, share of
-        requests missed. Then sine and cosine of the time of day, demand of the last six slots, the
+        is allowed, the plan's goodput capacity over the pool's best, GPUs over 8, share of
+        SLO violations. Then sine and cosine of the time of day, demand of the last six slots, the
         forecasts 1, 2, 3, 6, 12 and 24 slots ahead, both over the pool's best; then one 1 at the
         plan's shape. All within [-5, 5]; `sim.num_saturated` counts numbers set to the limit.
 
@@ -179,10 +179,10 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         `info["action_mask"]` says what is feasible and allowed; what is not is refused: the plan
         stays, and `sim.num_refused` counts.
 
-    Reward:
-        Sum of weight x term over `Objective`, times `reward_scale`. By default minus dollars, a
-        missed request at `missed_usd`: one A100 for five minutes costs 5.12 / 12 = 0.4267; at one
-        request per second Llama-2 13B misses 5.399 of 300 there, -0.4267 - 0.002 x 5.399 = -0.4375.
+    Reward: Sum of weight x term over `Objective`, times `reward_scale`. By default minus dollars,
+        an SLO violation at `violation_usd`: one A100 for five minutes costs 5.12 / 12 = 0.4267; at
+        one request per second Llama-2 13B violates 5.399 of 300 there, -0.4267 - 0.002 x 5.399 =
+        -0.4375.
 
     Episode end:
         Truncated after `episode_slots` steps, never terminated: demand goes on.

@@ -13,9 +13,8 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
 from tokenyard.regions.mixing import START_LIVE
@@ -29,15 +28,16 @@ from tokenyard.regions.observation import (
     wanted_shares,
 )
 from tokenyard.regions.scenario import RegionScenario, load_regions
+from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator import RegionSim, world
-from tokenyard.regions.state import Dispatch, RegionDecision, RegionState
+from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
 Observations = npt.NDArray[np.float32]
 _MEASURED = {
     "offered_tasks": world.OUT_OFFERED,
     "dropped_tasks": world.OUT_DROPPED,
-    "missed_tasks": world.OUT_MISSED,
+    "deadline_misses": world.OUT_DEADLINE_MISSES,
     "response_s": world.OUT_RESPONSE_S,
     "energy_usd": world.OUT_ENERGY_USD,
     "switching_usd": world.OUT_OVERHEAD_USD,
@@ -48,7 +48,7 @@ _MEASURED = {
 """Numbers of a step's `info` by column of what a slot measures."""
 
 
-class RegionReward(Frozen):
+class RegionReward(FrozenModel):
     """Weights of one slot's reward: a sum of weight x term, higher is better."""
 
     usd: Annotated[float, Field(ge=0)] = 1.0
@@ -69,7 +69,7 @@ PAPER_REWARD = RegionReward(usd=0.0, transport=1.0, smoothness=0.4, waiting=1.0)
 that they mean the same for any R; the weights are picks."""
 
 
-class RegionEnvConfig(Frozen):
+class RegionEnvConfig(FrozenModel):
     """What `RegionEnv` and its vectorised twin are made from."""
 
     scenario: RegionScenario
@@ -90,7 +90,7 @@ class _Copy:
 
     def __init__(self, config: RegionEnvConfig, forecaster: DemandForecaster) -> None:
         self.config, self._forecaster = config, forecaster
-        self._rule = ActivationRule.of(config.scenario)
+        self._rule = ActivationRule.from_scenario(config.scenario)
         cluster = make_cluster(config.scenario)
         self.num_regions = cluster.num_regions
         kinds = list(config.scenario.kinds.values())
@@ -159,7 +159,7 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
 
     Observation:
         float32, shape (8 R,): by region, each over what its servers can serve in a slot, the last
-        slot's arrivals, the forecast of this slot and of the last one foretold; log(1 + tasks that
+        slot's arrivals, the forecast of this slot and of the last one forecast; log(1 + tasks that
         wait, likewise); share of the last slot in which its servers were at work; servers on over
         servers; price of electricity over the mean, minus 1; share of all capacity times R, minus
         1. With `action="shares"` the last shares follow, and those of the transport of the
@@ -224,7 +224,14 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
     def step(
         self, action: npt.NDArray[np.float32]
     ) -> tuple[Observations, float, bool, bool, dict[str, Any]]:
-        """Run one slot.
+        """Divide one slot's demand, and run to the next.
+
+        Args:
+            action: Of `action_space`.
+
+        Returns:
+            The observation of the slot that begins; the reward of the one that ended; False, since
+            no state ends an episode; whether the stream is over; and what the slot measured.
 
         Raises:
             ValueError: The action is not finite, or the episode is over.

@@ -13,19 +13,19 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.fleet import Randomisation
-from tokenyard.frozen import Frozen
-from tokenyard.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
-from tokenyard.scenario import RewardWeights, Scenario, load_scenario
-from tokenyard.sim import kernel
-from tokenyard.sim.batching_streams import token_rows
-from tokenyard.sim.cluster import Observations
-from tokenyard.sim.simulator import Simulator, make_simulator
-from tokenyard.sim.streams import StreamSource
+from tokenyard.config import FrozenModel
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
+from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching_streams import token_rows
+from tokenyard.routing.simulator.constant_rate import Observations
+from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
 
 
-class RoutingEnvConfig(Frozen):
+class RoutingEnvConfig(FrozenModel):
     """What `LoadBalancingEnv` and its vectorised twin are made from."""
 
     scenario: Scenario
@@ -80,7 +80,7 @@ class _Feed:
         """Empty one copy and give it a fresh stream drawn from `rng`."""
         randomisation = self.config.randomisation
         low, high = randomisation.load_factor
-        # Without a range the traffic is what it was before there was one.
+        # A range of no width draws nothing, so that streams do not depend on there being one.
         load_factor = low if low == high else rng.uniform(low, high)
         stream = self.source.sample(self.config.num_steps + 1, rng, load_factor)
         if self._shadow is not None:

@@ -5,7 +5,7 @@ python pipelines/calibrate.py --write             also writes tokenyard/perf/tab
 python pipelines/calibrate.py --iterations FILE   four coefficients of your own engine instead
 python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
     a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
-    them (evaluate.py --scenario mine.yaml), search a policy for them (search_policy.py)
+    them (evaluate.py --scenario mine.yaml), search a policy for them (search.py policy)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import requests
 import tyro
 import yaml
 from rich import box
@@ -32,7 +31,6 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenyard.perf
-from tokenyard.fleet import MeasuredReplica
 from tokenyard.perf.calibration import (
     MEASURED_LINKS,
     collective_held_out_mape,
@@ -60,8 +58,9 @@ from tokenyard.perf.profiles import (
 )
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
-from tokenyard.provenance import write_result
-from tokenyard.scenario import Scenario, load_scenario
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.fleet import MeasuredReplica
+from tokenyard.routing.scenario import Scenario, load_scenario
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "fitted.json"
 PROFILED_GPUS = {"a100": "a100_80g_sxm", "h100": "h100_sxm"}
@@ -94,7 +93,7 @@ class Args:
     token: str | None = None
     """Its bearer token; by default TOKENYARD_TOKEN where that is set."""
     scenario: str = "conversation_mixed_gpus"
-    """Name or YAML path: traffic, promises and reward of the new scenario."""
+    """Name or YAML path: traffic, SLOs and reward of the new scenario."""
     out: Path = Path("live.yaml")
     """Where it is written."""
     write: bool = False
@@ -294,8 +293,11 @@ def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
         ValueError: It knows of none.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    answer = requests.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
-    answer.raise_for_status()
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise OSError(f"no answer from the gateway at {url}: {error}") from error
     known = sorted(answer.json()["replicas"], key=lambda one: (one["pool"], one["replica_id"]))
     if not known:
         raise ValueError(f"the gateway at {url} knows of no replica yet")
@@ -332,7 +334,7 @@ def main(args: Args) -> None:
     else:
         rows = calibrate_published(args, console)
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), None, rows)
+        write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shlex
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 import tyro
@@ -24,20 +22,17 @@ from ray.serve import Application
 from serve_app.app import (
     APP_NAME,
     GatewayOptions,
-    RoutingOptions,
-    bind,
     bind_gateway,
-    find,
     find_cluster,
+    load_policy,
     token_of,
 )
-from serve_app.desk import RAY_DEFAULT
-from serve_app.messages import PolicyCard
-from serve_app.outcome_log import OutcomeLog
-from serve_app.served import resolve_policy
+from serve_app.cluster import Cluster
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
 
@@ -51,8 +46,9 @@ class Args:
     policy: str | None = None
     """champion, generic, a policy file (.npz), a baseline's name or, with pools, ray_default; None:
     the cluster's, or champion."""
-    scenario: str = "poisson_085"
-    """Whose champion, tuned rules and length predictor are used without pools."""
+    scenario: str | None = None
+    """Whose champion, tuned rules and length predictor are used; None: the cluster's, which is
+    poisson_085 without pools."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all."""
     port: int = 8000
@@ -61,7 +57,7 @@ class Args:
     """What to serve without pools where the trained policy is missing or broken; without it:
     refuse to start. With pools the cluster's baseline stands in."""
     decision_log: Path | None = None
-    """File that gets one JSON line per decision; with pools, a folder for Parquet files."""
+    """Folder that gets Parquet files with a row per decision."""
     explore: float | None = None
     """Share of decisions drawn at random among the replicas that keep the SLO, at most 0.05;
     None: the cluster's, or 0."""
@@ -69,61 +65,68 @@ class Args:
     """MLflow tracking URI whose registered champion is preferred to the shipped one; by default
     MLFLOW_TRACKING_URI where that is set."""
     token: str | None = None
-    """Bearer token that callers of the pools need; by default TOKENYARD_TOKEN where that is set."""
+    """Bearer token that callers need; by default TOKENYARD_TOKEN where that is set."""
     json: Path | None = None
     """File that gets a row about what is served, as soon as it is."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class Deployment:
     """What is about to be served, found and checked."""
 
-    bind: Callable[[], Application]
+    cluster: Cluster
+    options: GatewayOptions
     card: PolicyCard
-    num_cpus: float
-    """CPUs that its actors reserve."""
-    example: str
-    """A command that asks it, without `curl -s` and the URL."""
+    """Of the policy that is served."""
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs that its actors reserve."""
+        num_cpus = 1.0 + sum(
+            pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
+            for pool in self.cluster.own_pools
+        )
+        if self.cluster.allocation is not None:
+            template = self.cluster.allocation.template
+            budget = load_allocation(self.cluster.allocation.scenario).num_gpus
+            num_cpus += budget * (template.replica_cpus + template.config.rank_cpus)
+        return num_cpus
+
+    @property
+    def example(self) -> str:
+        """A command that asks it, without `curl -s` and the URL."""
+        path, body = "/v1/chat/completions", _chat_body(self.cluster.served_model)
+        if self.cluster.decide_only:
+            path, body = "/v1/route", _route_body(self.cluster.scenario)
+        secret = ' -H "authorization: Bearer $TOKENYARD_TOKEN"' if token_of(self.options) else ""
+        return f"{path} -H 'content-type: application/json'{secret} -d '{dumps(body)}'"
 
 
 def main(args: Args) -> None:
     """Start, tell how to ask, wait, and shut down cleanly."""
     local = "RAY_ADDRESS" not in os.environ
     try:
-        plan = _plan_routing(args) if args.cluster == DECIDE_ONLY else _plan_gateway(args)
+        deployment = _find(args)
         if local:
             _check_port(args.host, args.port)
-        _connect(local, plan.num_cpus)
+        _connect(local, deployment.num_cpus)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     stop = _stop_on_signals()
     try:
-        _start(plan.bind(), args)
-        _report(plan, args)
+        _start(bind_gateway(deployment.cluster, deployment.options), args)
+        _report(deployment, args)
         stop.wait()
     finally:
         _shut_down(local)
 
 
-def _plan_routing(args: Args) -> Plan:
-    options = RoutingOptions(
-        policy=args.policy or "champion",
-        scenario=args.scenario,
-        registry=args.registry or os.environ.get("MLFLOW_TRACKING_URI"),
-        fallback_to_sed=args.fallback == "sed",
-        decision_log=args.decision_log,
-        explore_fraction=args.explore or 0.0,
-    )
-    served = find(options)
-    _check_log(args.decision_log)
-    example = f"/v1/route -H 'content-type: application/json' -d '{_example(args.scenario)}'"
-    return Plan(lambda: bind(served, options), served.card, 1.0, example)
-
-
-def _plan_gateway(args: Args) -> Plan:
+def _find(args: Args) -> Deployment:
     options = GatewayOptions(
         cluster=args.cluster,
         policy=args.policy,
+        scenario=args.scenario,
+        must_be_there=args.cluster == DECIDE_ONLY and args.fallback is None,
         explore_fraction=args.explore,
         registry=args.registry or os.environ.get("MLFLOW_TRACKING_URI"),
         decision_log=args.decision_log,
@@ -131,27 +134,11 @@ def _plan_gateway(args: Args) -> Plan:
     )
     cluster = find_cluster(options)
     if args.decision_log is not None:
-        OutcomeLog(args.decision_log).close()
-    name = cluster.baseline if cluster.policy == RAY_DEFAULT else cluster.policy
-    card = resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True).card
-    card = card.model_copy(update={"name": cluster.policy})
-    body = {
-        "model": cluster.served_model,
-        "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 16,
-        "temperature": 0,
-    }
-    secret = ' -H "authorization: Bearer $TOKENYARD_TOKEN"' if token_of(options) else ""
-    example = f"/v1/chat/completions -H 'content-type: application/json'{secret} -d '{dumps(body)}'"
-    num_cpus = 1.0 + sum(
-        pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
-        for pool in cluster.own_pools
-    )
-    if cluster.allocation is not None:
-        template = cluster.allocation.template
-        budget = load_allocation(cluster.allocation.scenario).num_gpus
-        num_cpus += budget * (template.replica_cpus + template.config.rank_cpus)
-    return Plan(lambda: bind_gateway(cluster, options), card, num_cpus, example)
+        DecisionLog(args.decision_log).close()
+    card = load_policy(cluster, options).card
+    if not cluster.decide_only:
+        card = card.model_copy(update={"name": cluster.policy})
+    return Deployment(cluster, options, card)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -161,14 +148,6 @@ def _check_port(host: str, port: int) -> None:
             pass
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-
-
-def _check_log(path: Path | None) -> None:
-    try:
-        if path is not None:
-            path.open("a").close()
-    except OSError as error:
-        raise ValueError(f"cannot write the decision log {path}: {error.strerror}") from None
 
 
 def _stop_on_signals() -> threading.Event:
@@ -208,22 +187,32 @@ def _shut_down(local: bool) -> None:
     ray.shutdown()
 
 
-def _report(plan: Plan, args: Args) -> None:
+def _report(deployment: Deployment, args: Args) -> None:
     """Print the one line that says all, and write it as a row where that is wanted."""
-    url, card = f"http://{args.host}:{args.port}", plan.card
+    url, card = f"http://{args.host}:{args.port}", deployment.card
     print(
         f"serving {card.name} ({card.source}, {card.version}) on {url}; ask with: "
-        f"curl -s {url}{plan.example}",
+        f"curl -s {url}{deployment.example}",
         flush=True,
     )
     if args.json is not None:
         keys = {"name", "kind", "trainer", "scenario", "version", "source", "startup_fallback"}
-        command = shlex.join(one if one != args.token else "TOKEN" for one in sys.argv)
+        command = command_line(args.token)
         row = {"url": url, **card.model_dump(include=keys)}
         write_result(args.json, command, None, [row])
 
 
-def _example(scenario: str) -> str:
+def _chat_body(model: str) -> dict[str, Any]:
+    """Body of a question to a model."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 16,
+        "temperature": 0,
+    }
+
+
+def _route_body(scenario: str) -> dict[str, Any]:
     """Body of a question about a moment in the life of the scenario's servers."""
     snapshots = [
         {
@@ -237,7 +226,7 @@ def _example(scenario: str) -> str:
         }
         for index, server in enumerate(load_scenario(scenario).servers)
     ]
-    return dumps({"request": {"context_tokens": 1500}, "snapshots": snapshots})
+    return {"request": {"context_tokens": 1500}, "snapshots": snapshots}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ python pipelines/fetch_traces.py azure_code_1week mooncake_toolagent --folder da
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tokenyard.provenance import write_result
+from tokenyard.provenance import command_line, write_result
 from tokenyard.workload.download import SOURCES, DownloadError, fetch
-from tokenyard.workload.locations import TRACE_FILES, data_folders
+from tokenyard.workload.paths import TRACE_FILES, data_folders
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def main(args: Args) -> None:
     for row in rows:
         print("{trace}: {path}, {bytes:,} bytes; checked: {checked}".format(**row))
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), None, rows)
+        write_result(args.json, command_line(), None, rows)
 
 
 if __name__ == "__main__":

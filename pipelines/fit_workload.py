@@ -3,6 +3,7 @@
 python pipelines/fit_workload.py --trace mine.csv --out mine.json   for `workload:` of a scenario
 python pipelines/fit_workload.py            writes tokenyard/workload/models/*.json
 python pipelines/fit_workload.py --report   the tables of docs/results/synthetic-workload.md
+python pipelines/fit_workload.py --demand   writes tokenyard/allocation/demand_generator.json
 
 Traces: Azure LLM inference traces 2023, github.com/Azure/AzurePublicDataset, CC-BY 4.0,
 Patel et al., Splitwise, ISCA 2024. Requests after the training part never touch a model.
@@ -10,7 +11,6 @@ Patel et al., Splitwise, ISCA 2024. Requests after the training part never touch
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,15 +23,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import tokenyard.allocation
 import tokenyard.workload
-from tokenyard.provenance import write_result
+from tokenyard.allocation.demand import fit_shipped_generator
+from tokenyard.provenance import command_line, write_result
+from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
 from tokenyard.workload.readers import find_trace, read_trace
-from tokenyard.workload.statistics import describe
 from tokenyard.workload.trace import Trace
 
 MODELS = Path(tokenyard.workload.__file__).parent / "models"
+DEMAND = Path(tokenyard.allocation.__file__).parent / "demand_generator.json"
 Row = dict[str, Any]
 
 
@@ -67,7 +70,7 @@ class Args:
     trace: Path | None = None
     """Trace of your own (Azure's, Mooncake's or plain CSV); None: the shipped models."""
     out: Path | None = None
-    """File (.json) for the model of that trace."""
+    """File (.json) for the model of that trace, or for the generator of `--demand`."""
     train_fraction: float = 0.7
     """Share of its requests that is fitted, the first ones; keep the rest to judge policies by."""
     dt_s: float = 1.0
@@ -76,6 +79,8 @@ class Args:
     """Factor on its prompt and output lengths."""
     report: bool = False
     """Compare the shipped models with the training and the held-out part; write no model."""
+    demand: bool = False
+    """Fit the generator of allocation's demand to the Azure VM CPU trace instead."""
     streams: int = 100
     """Synthetic streams per comparison."""
     seed: int = 2026
@@ -141,6 +146,22 @@ def _write(model: WorkloadModel, path: Path) -> Row:
         "mean_rate_per_s": model.arrivals.mean_rate_per_s,
         "mean_context_tokens": model.mean_context_tokens,
         "mean_output_tokens": model.mean_generated_tokens_overall,
+    }
+
+
+def write_demand(out: Path) -> Row:
+    """Fit the generator of allocation's demand, and write it.
+
+    Raises:
+        ValueError: The trace's file was not found.
+    """
+    fitted = fit_shipped_generator()
+    out.write_text(fitted.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    return {
+        "model": out.stem,
+        "path": str(out),
+        "day_std": fitted.day_std,
+        "innovation_std": fitted.innovation_std,
     }
 
 
@@ -230,26 +251,34 @@ def report(args: Args) -> list[Row]:
     return compared + chosen
 
 
-def main(args: Args) -> None:
-    if (args.trace is None) != (args.out is None):
-        sys.exit("fit_workload: give --trace and --out together")
-    if args.report:
-        rows = report(args)
-    elif args.trace is not None and args.out is not None:
-        try:
-            rows = [write_own(args, args.trace, args.out)]
-        except (ValueError, OSError) as error:
-            sys.exit(f"fit_workload: {error}")
+def fit(args: Args) -> list[Row]:
+    """Fit what is asked for, write it, and print a line for each."""
+    if args.demand:
+        rows = [write_demand(args.out or DEMAND)]
+        print("{path}: a day's level varies by {day_std:.3g}".format(**rows[0]))
+        return rows
+    if args.trace is not None and args.out is not None:
+        rows = [write_own(args, args.trace, args.out)]
     else:
         rows = [write_model(recipe) for recipe in SHIPPED]
-    for row in rows if not args.report else ():
+    for row in rows:
         print(
             "{path}: {num_requests} requests, {mean_rate_per_s:.3g} a second in {num_states} "
             "states, {mean_context_tokens:.4g} + {mean_output_tokens:.4g} tokens".format(**row)
         )
+    return rows
+
+
+def main(args: Args) -> None:
+    if not args.demand and (args.trace is None) != (args.out is None):
+        sys.exit("fit_workload: give --trace and --out together")
+    try:
+        rows = report(args) if args.report else fit(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"fit_workload: {error}")
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,16 +35,17 @@ import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from tokenyard.evaluation import Row  # noqa: E402
-from tokenyard.provenance import write_result  # noqa: E402
+from tokenyard.evaluation import difference, level  # noqa: E402
+from tokenyard.problem import Measure, Row  # noqa: E402
+from tokenyard.provenance import command_line, write_result  # noqa: E402
+from tokenyard.registry import Registration  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
-from tune_configs.experiment import RESOURCES, Experiment  # noqa: E402
-from tune_configs.judge import Columns  # noqa: E402
-from tune_configs.registry import Registration  # noqa: E402
-from tune_configs.results import FinishedTrial, finished_trials  # noqa: E402
+from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
+    FinishedTrial,
     Report,
     Sweep,
+    finished_trials,
     judge,
     open_sweep,
     record,
@@ -88,7 +91,7 @@ def main(args: Args) -> None:
     if args.resume and args.name is None:
         sys.exit("error: --resume needs the --name of the sweep")
     name = args.name or f"{args.experiment.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
-    command = " ".join(["python", *sys.argv])
+    command = command_line()
     try:
         sweep = open_sweep(
             args.experiment, args.storage, name, args.seed, args.num_samples, args.resume,
@@ -103,14 +106,13 @@ def main(args: Args) -> None:
         sys.exit(f"error: {error}")
     for failed in results.errors:
         print(f"trial failed: {failed}", file=sys.stderr)
-    referee = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed)
-    trials = finished_trials(results, referee.load)
+    trials = finished_trials(results, sweep.problem.load_artifact)
     if not trials:
         sweep.client.set_terminated(sweep.run_id, "FAILED")
         sys.exit("error: every trial failed; error.txt in the trials' folders says why")
     report = judge(sweep, trials)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    print_report(console, sweep, trials, report, referee.columns(sweep.experiment.baseline))
+    print_report(console, sweep, trials, report)
     registration = register_best(sweep, trials, report)
     print_registration(console, report.best, registration)
     console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
@@ -121,7 +123,7 @@ def main(args: Args) -> None:
             args.json,
             command,
             sweep.seed,
-            report.trial_rows(sweep.experiment.problem, trials),
+            report.trial_rows(sweep.problem.name, trials),
             baselines=[row for row in report.ranking.rows if row["policy"] not in labels],
             evaluation=report.evaluation.rows,
             registration=asdict(registration),
@@ -136,31 +138,51 @@ def fitted(experiment: Experiment, args: Args) -> Experiment:
     return experiment.fitted(reserved, args.concurrent, args.max_failures, args.budget)
 
 
+Columns = Mapping[str, Callable[[Row], str]]
+"""Headings of a printed table, and what stands under them."""
+
+
+def columns(sweep: Sweep) -> Columns:
+    """The score, what the problem puts first, and differences to the baseline."""
+
+    def shown(measure: Measure) -> Columns:
+        of_measure = {measure.heading: partial(level, measure=measure)}
+        if not measure.delta:
+            return of_measure
+        heading = f"{measure.heading} vs {sweep.experiment.baseline}"
+        return of_measure | {heading: partial(difference, measure=measure)}
+
+    found: dict[str, Callable[[Row], str]] = {"score": lambda row: f"{row[SCORE]:.3f}"}
+    measures = sweep.problem.measures(sweep.scenario)
+    headline = sweep.problem.headline or [one.key for one in measures if one.delta]
+    for measure in measures:
+        if measure.key in headline:
+            found |= shown(measure)
+    return found
+
+
 def print_report(
-    console: Console,
-    sweep: Sweep,
-    trials: list[FinishedTrial],
-    report: Report,
-    columns: Columns,
+    console: Console, sweep: Sweep, trials: list[FinishedTrial], report: Report
 ) -> None:
+    shown = columns(sweep)
     described = {trial.label: trial.described() for trial in trials}
     experiment = sweep.experiment
     title = (
         f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
-        f"{report.ranking.num_streams} validation streams"
+        f"{len(report.ranking.streams)} validation streams"
     )
-    table = _table(title, columns, "trial or rule", "env steps", "wall s")
+    table = _table(title, shown, "trial or rule", "env steps", "wall s")
     for row in report.ranking.rows:
         about = described.get(str(row["policy"]))
         steps = f"{about['env_steps']:,}" if about else "-"
         wall_s = f"{about['wall_s']:.0f}" if about else "-"
         style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
-        table.add_row(str(row["policy"]), steps, wall_s, *_measures(row, columns), style=style)
+        table.add_row(str(row["policy"]), steps, wall_s, *_cells(row, shown), style=style)
     console.print(table)
     title = f"the best on {experiment.evaluation_streams} fresh streams"
-    fresh = _table(title, columns, "policy")
+    fresh = _table(title, shown, "policy")
     for row in report.evaluation.rows:
-        fresh.add_row(str(row["policy"]), *_measures(row, columns))
+        fresh.add_row(str(row["policy"]), *_cells(row, shown))
     console.print(fresh)
 
 
@@ -181,7 +203,7 @@ def _table(title: str, columns: Columns, *first: str) -> Table:
     return table
 
 
-def _measures(row: Row, columns: Columns) -> list[str]:
+def _cells(row: Row, columns: Columns) -> list[str]:
     return [show(row) for show in columns.values()]
 
 

@@ -1,15 +1,17 @@
-"""Tune the hand rules that have parameters for a scenario: on a fleet also those of public routers.
+"""Tune the hand rules that have parameters for a scenario, of routing or of allocation.
 
     python pipelines/tune_baselines.py --scenario poisson_085
+    python pipelines/tune_baselines.py --scenario a100x8_13b
 
-Writes tokenyard/scenarios/tuned/<scenario>.json, which ships with the package.
+Writes tokenyard/scenarios/tuned/<problem>/<scenario>.json, which ships with the package. All of it
+is learned from training streams: of routing also the rules of public routers, where there is a
+fleet; of allocation the best static plan and autoscalers.
 """
 
 from __future__ import annotations
 
-import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -17,11 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 import tokenyard
-from tokenyard.policies.tuned import TunedRules
-from tokenyard.provenance import write_result
-from tokenyard.scenario import load_scenario, scenario_names
-from tokenyard.suites import SUITES, SuiteName
-from tokenyard.tuning import FLEET_GRIDS, tune_rules
+from tokenyard.allocation.policies.rules import TunedAllocation
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.tuning import tune_allocation
+from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.policies.tuned import TunedRules
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.tuning import FLEET_GRIDS, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 
@@ -31,22 +36,34 @@ class Args:
     """Tune the hand rules on training streams and write their parameters."""
 
     scenario: str | None = None
-    """Name or YAML path; all that ship, or a suite's, when it is left out."""
-    suite: SuiteName | None = None
+    """Name or YAML path; all of routing that ship, or a suite's, when it is left out."""
+    suite: str | None = None
     """The scenarios of one suite of evaluate.py."""
     streams: int = 12
-    """Training streams that every value of a parameter is tried on."""
+    """Training streams that every value of a parameter is tried on; of allocation it is one, the
+    whole training part."""
     requests: int | None = None
     """Requests per stream; the scenario's own number when it is left out."""
     seed: int = 0
     """Of the training streams."""
-    out: Path = TUNED
-    """Folder of the parameter files."""
+    out: Path | None = None
+    """Folder of the parameter files; by default that of the package."""
     json: Path | None = None
     """Write the result rows to this file."""
 
 
-def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
+def tune(args: Args, scenario: Scenario | AllocationScenario) -> tuple[str, list[Row]]:
+    """The file of a scenario's rules, and a row for each."""
+    if isinstance(scenario, AllocationScenario):
+        tuned = tune_allocation(scenario)
+        return tuned.model_dump_json(indent=2), rows_of_allocation(tuned)
+    if args.requests:
+        scenario = scenario.model_copy(update={"requests_per_stream": args.requests})
+    rules = tune_rules(scenario, args.streams, args.seed)
+    return rules.model_dump_json(indent=2), rows_of_routing(rules)
+
+
+def rows_of_routing(rules: TunedRules) -> list[Row]:
     """One row per rule: its parameter and its score on the training streams."""
     order = ", ".join(f"{i}" for i in rules.sita_replicas)
     cuts = ", ".join(f"{cut:.0f}" for cut in rules.sita_cuts_tokens)
@@ -71,26 +88,61 @@ def rows_of(rules: TunedRules) -> list[dict[str, str | float]]:
     ]
 
 
+def rows_of_allocation(tuned: TunedAllocation) -> list[Row]:
+    """One row per rule: its parameters, and minus its dollars per slot on the training part."""
+    found = {
+        "best_static": asdict(tuned.static_plan),
+        "autoscaler_tuned": tuned.autoscaler.model_dump(),
+        "autoscaler_forecast": tuned.forecast_autoscaler.model_dump(),
+    }
+    return [
+        {
+            "scenario": tuned.scenario,
+            "policy": name,
+            "parameters": ", ".join(f"{key} {value}" for key, value in rule.items()),
+            "score": -tuned.train_usd_per_slot[name],
+        }
+        for name, rule in found.items()
+    ]
+
+
+def names_of(args: Args) -> tuple[AnyProblem, list[str]]:
+    """What is tuned.
+
+    Raises:
+        ValueError: Unknown suite, or a problem whose rules have no parameters.
+    """
+    if args.scenario is None and args.suite is None:
+        problem = PROBLEMS["routing"]()
+        return problem, problem.scenario_names()
+    problem = find_problem(args.scenario, args.suite)
+    if problem.name not in ("routing", "allocation"):
+        raise ValueError(f"rules of {problem.name} have no parameters to tune")
+    return problem, list(problem.suites[args.suite]) if args.suite else [str(args.scenario)]
+
+
 def main(args: Args) -> None:
-    rows = []
-    args.out.mkdir(parents=True, exist_ok=True)
-    names = SUITES[args.suite] if args.suite else scenario_names()
-    for name in [args.scenario] if args.scenario else names:
-        scenario = load_scenario(name)
-        if args.requests:
-            scenario = scenario.model_copy(update={"requests_per_stream": args.requests})
-        rules = tune_rules(scenario, args.streams, args.seed)
-        text = rules.model_dump_json(indent=2) + "\n"
-        (args.out / f"{rules.scenario}.json").write_text(text, encoding="utf-8")
-        rows += rows_of(rules)
-    table = Table("scenario", "policy", "parameters", "score, s", title="Tuned on training streams")
+    rows: list[Row] = []
+    try:
+        problem, names = names_of(args)
+        out = args.out or TUNED / problem.name
+        out.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            scenario = problem.load_scenario(name)
+            text, some = tune(args, scenario)
+            (out / f"{scenario.name}.json").write_text(text + "\n", encoding="utf-8")
+            rows += some
+    except ValueError as error:
+        sys.exit(f"tune_baselines: {error}")
+    score = "score, s" if problem.name == "routing" else "score, $ per slot"
+    table = Table("scenario", "policy", "parameters", score, title="Tuned on training streams")
     for row in rows:
-        score = f"{row['score']:.3f}"
-        table.add_row(str(row["scenario"]), str(row["policy"]), str(row["parameters"]), score)
+        cells = [str(row[key]) for key in ("scenario", "policy", "parameters")]
+        table.add_row(*cells, f"{row['score']:.3f}")
     Console().print(table)
     if args.json:
-        write_result(args.json, shlex.join(sys.argv), args.seed, rows)
+        write_result(args.json, command_line(), args.seed, rows)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

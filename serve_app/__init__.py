@@ -1,5 +1,6 @@
-"""The live side: Ray Serve answers routing questions with a trained policy.
+"""The live side: requests go to the replica that a policy chooses.
 
-Reading order: `messages` (what goes over the wire), `served` (which policy that is), `decider`
-(one decision), `decision_log`, `api` (HTTP) and `app` (Ray Serve).
+Reading order: `cluster` (what is served), `gateway` (a request's path), `policy` (who decides),
+`http`, `engines` (what generates), `allocation` (a pool that is reshaped under load), `regions`,
+`ray_serve`; `app`, `router` and `autoscaling` are what others name.
 """

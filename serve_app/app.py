@@ -1,4 +1,4 @@
-"""The Ray Serve applications: the gateway before its pools, and the policy alone behind HTTP."""
+"""The Ray Serve application: the gateway before its pools, or without any."""
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 import asyncio
@@ -15,92 +15,22 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
 
-from serve_app import allocation_api
-from serve_app.access import Access
-from serve_app.allocated import check_allocation, make_allocator, make_plan_policy
-from serve_app.api import RoutingService, create_api
-from serve_app.backends import Backend, ExternalBackend, ServeBackend
-from serve_app.decider import Decider, check_exploration
-from serve_app.decision_log import DecisionLog
-from serve_app.desk import RAY_DEFAULT, PolicyDesk
-from serve_app.engine_replica import bind_pool, engine_class, load_tokenizer
-from serve_app.gateway import Gateway
-from serve_app.openai_api import create_gateway_api
-from serve_app.outcome_log import OutcomeLog
-from serve_app.pools import Cluster, load_cluster
-from serve_app.served import ServedPolicy, rehearse, resolve_policy
-from serve_app.texts import EstimatingTokenizer, Tokenizer
+from serve_app.allocation.plans import check_allocation, make_plan_policy
+from serve_app.allocation.replica_sets import make_allocator
+from serve_app.cluster import Cluster, load_cluster
+from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
+from serve_app.gateway.backends import Backend, ExternalBackend, ServeBackend
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.gateway import Gateway
+from serve_app.http import allocation
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT
+from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 
 APP_NAME = "tokenyard-routing"
-
-
-class RoutingOptions(BaseModel):
-    """What to serve; also the `args` of a Serve config file over `serve_app.app:build`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    policy: str = "champion"
-    """`champion`, `generic`, a policy file (.npz) or a baseline's name."""
-    scenario: str = "poisson_085"
-    """Whose champion, tuning and predictor are used."""
-    registry: str | None = None
-    """MLflow tracking URI where champions are looked up; None: only shipped ones count."""
-    fallback_to_sed: bool = False
-    """Serve shortest expected delay where a trained policy is missing or broken."""
-    decision_log: Path | None = None
-    """File on the node of the replica that gets a JSON line per decision."""
-    explore_fraction: float = 0.0
-    """Share of decisions drawn at random among the replicas that keep the SLO."""
-
-
-class RoutingReplica:
-    """The replica; Ray Serve asks it for the API once it is built."""
-
-    def __init__(
-        self, served: ServedPolicy, explore_fraction: float, decision_log: Path | None
-    ) -> None:
-        """Make the policy and open the log."""
-        rehearse(served)
-        decider = Decider(served, np.random.default_rng(), explore_fraction)
-        log = None if decision_log is None else DecisionLog(decision_log)
-        self._service = RoutingService(decider, log)
-
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the HTTP API."""
-        return create_api(self._service)
-
-
-def find(options: RoutingOptions) -> ServedPolicy:
-    """Find the policy that `options` name, so that a bad one is refused before anything starts.
-
-    Raises:
-        ValueError: The policy or the exploration is not one that can be served.
-    """
-    served = resolve_policy(
-        options.policy, options.scenario, options.registry, options.fallback_to_sed
-    )
-    check_exploration(served, options.explore_fraction)
-    return served
-
-
-def bind(served: ServedPolicy, options: RoutingOptions) -> Application:
-    """Make the application that serves a policy which was found."""
-    log = None if options.decision_log is None else options.decision_log.absolute()
-    # One replica: policies remember the last requests, and two of them would remember half each.
-    deploy = serve.deployment(name="routing", num_replicas=1, max_ongoing_requests=1000)
-    deployment: Deployment = deploy(serve.ingress()(RoutingReplica))
-    return deployment.bind(served, options.explore_fraction, log)
-
-
-def build(options: RoutingOptions) -> Application:
-    """Find and bind: what `serve run serve_app.app:build policy=sed` and config files name.
-
-    Raises:
-        ValueError: As `find`.
-    """
-    return bind(find(options), options)
-
-
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
 """Environment variable that holds the gateway's bearer token."""
 
@@ -111,9 +41,14 @@ class GatewayOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     cluster: str = "local_cpu"
-    """Name or YAML path of the cluster."""
+    """Name or YAML path of the cluster; `none`: no pools, decide only."""
     policy: str | None = None
     """In place of the cluster's policy."""
+    scenario: str | None = None
+    """In place of the cluster's: whose champion, tuned rules and length predictor are used."""
+    must_be_there: bool = False
+    """Refuse to start where a trained policy is missing or broken, in place of serving by the
+    cluster's baseline."""
     explore_fraction: float | None = None
     """In place of the cluster's."""
     registry: str | None = None
@@ -137,16 +72,19 @@ class GatewayReplica:
     ) -> None:
         """Connect to the pools and make the policy."""
         sys.setswitchinterval(_SWITCH_S)
-        rng = np.random.default_rng()
         registry = options.registry
-        desk = PolicyDesk(cluster.scenario, cluster.baseline, cluster.trust, rng, registry)
-        desk.switch(cluster.policy, cluster.explore_fraction, may_be_missing=True)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(),
+            registry,
+        )  # fmt: skip
+        may_be_missing = not options.must_be_there
+        manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing)
         self._external = [ExternalBackend(pool) for pool in cluster.external_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         for pool in cluster.own_pools:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
-        log = None if options.decision_log is None else OutcomeLog(options.decision_log)
-        self._gateway = Gateway(cluster, desk, backends, log=log)
+        log = None if options.decision_log is None else DecisionLog(options.decision_log)
+        self._gateway = Gateway(cluster, manager, backends, log=log)
         self._access = Access(options.token)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
@@ -167,10 +105,11 @@ class GatewayReplica:
         )
         if self._allocator is not None:
             scenario = self._allocator.scenario
-            allocation_api.install(
-                api, self._allocator, self._access,
+            router = allocation.make_router(
+                self._allocator, self._access,
                 lambda name: make_plan_policy(name, scenario, self._registry),
             )  # fmt: skip
+            api.include_router(router)
         return api
 
     def _start(self) -> None:
@@ -185,7 +124,7 @@ class GatewayReplica:
             self._reshaping.cancel()
         for one in self._external:
             await one.stop()
-        self._gateway.desk.stop()
+        self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
 
@@ -194,13 +133,13 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     """Read the cluster that `options` name, with what they put in place of its fields.
 
     Raises:
-        ValueError: The cluster, its policy or its baseline is not known.
+        ValueError: The cluster, its policy or its baseline is not known, or cannot explore as told.
     """
     cluster = load_cluster(options.cluster)
-    changes: dict[str, Any] = {}
-    if options.policy is not None:
-        changes["policy"] = options.policy
+    changes = options.model_dump(include={"policy", "scenario"}, exclude_none=True)
+    cluster = cluster.model_copy(update=changes)
     if options.explore_fraction is not None:
+        check_exploration(load_policy(cluster, options), options.explore_fraction)
         changes["explore_fraction"] = options.explore_fraction
     try:
         cluster = Cluster.model_validate(cluster.model_dump(mode="json") | changes)
@@ -208,15 +147,25 @@ def find_cluster(options: GatewayOptions) -> Cluster:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"cluster {options.cluster}: {field}: {first['msg']}") from None
-    for name in (cluster.policy, cluster.baseline):
-        if name != RAY_DEFAULT:
-            resolve_policy(name, cluster.scenario, options.registry, fallback_to_sed=True)
+    load_policy(cluster, options)
+    resolve_policy(cluster.baseline, cluster.scenario)
     for pool in (*cluster.own_pools, *cluster.templates):
         engine_class(pool)
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, options.registry)
     Access(token_of(options))
     return cluster
+
+
+def load_policy(cluster: Cluster, options: GatewayOptions) -> LoadedPolicy:
+    """Load the policy that a gateway will ask, or what stands in for it.
+
+    Raises:
+        ValueError: It is not known; or missing or broken, where that is refused.
+    """
+    name = cluster.baseline if cluster.policy == RAY_DEFAULT else cluster.policy
+    stand_in = None if options.must_be_there else cluster.baseline
+    return resolve_policy(name, cluster.scenario, options.registry, stand_in)
 
 
 def token_of(options: GatewayOptions) -> str | None:

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from ray.serve.config import AutoscalingContext
 
-from serve_app.allocated import make_plan_policy
+from serve_app.allocation.plans import make_plan_policy
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
+from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.policies.allocation import family
-from tokenyard.types import AllocationState, Plan
+from tokenyard.allocation.types import AllocationState, Plan
 
 _STATE = "tokenyard"
 _HISTORY_SLOTS = 600
@@ -33,7 +33,7 @@ class PlannedReplicas:
     """Decides the number of replicas once per slot of an allocation scenario.
 
     What a policy says of another size of replica counts as as many replicas of this size as serve
-    no less in time.
+    no less within the SLO.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class PlannedReplicas:
         scenario: str,
         tensor_parallel: int = 1,
         policy: str = "autoscaler_70",
-        slow_down: float = 1.0,
+        time_scale: float = 1.0,
         registry: str | None = None,
     ) -> None:
         """Read the scenario.
@@ -50,24 +50,24 @@ class PlannedReplicas:
             scenario: Name or YAML path; its GPUs are the most that is asked for.
             tensor_parallel: GPUs of one replica of the deployment.
             policy: `champion`, a policy file (.npz) or an allocation baseline's name.
-            slow_down: Seconds of real time per second of the scenario.
+            time_scale: Seconds of real time per second of the scenario.
             registry: MLflow URI where champions are looked up.
 
         Raises:
-            ValueError: Any of these is unknown, or no such replica keeps the promises.
+            ValueError: Any of these is unknown, or no such replica attains the SLO.
         """
         self._scenario = load_allocation(scenario)
         self._table = plan_table(self._scenario)
         self._policy = make_plan_policy(policy, self._scenario, registry)
         plans = self._table.plans
         self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
-        self._slow_down = slow_down
+        self._time_scale = time_scale
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas, and what to remember: Serve keeps it."""
         kept = dict(ctx.policy_state)
         state = kept.get(_STATE) or {"slot": None, "sum": 0.0, "looks": 0, "demand": [], "since": 0}
-        slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._slow_down))
+        slot = int((ctx.current_time or 0.0) / (self._scenario.slot_s * self._time_scale))
         now = self._nearest(ctx.current_num_replicas)
         rate = self.arrivals_per_s(now, float(ctx.total_num_requests))
         target = ctx.target_num_replicas
@@ -105,15 +105,15 @@ class PlannedReplicas:
         return float(np.interp(in_progress, held, rates)) + queue / self._scenario.slot_s
 
     def replicas_for(self, plan: Plan) -> int:
-        """Replicas of the deployment that serve no less in time than a plan, or all there are."""
+        """Replicas of the deployment of no less goodput capacity than a plan, or all there are."""
         if plan in self._family:
             return plan.num_replicas
-        enough = self._table.in_time_per_s[self._table.find(plan)]
-        serves = [one for one in self._family if self._in_time(one) >= enough]
+        enough = self._table.goodput_capacity_per_s[self._table.find(plan)]
+        serves = [one for one in self._family if self._goodput_capacity_per_s(one) >= enough]
         return (serves or self._family[-1:])[0].num_replicas
 
-    def _in_time(self, plan: Plan) -> float:
-        return float(self._table.in_time_per_s[self._table.find(plan)])
+    def _goodput_capacity_per_s(self, plan: Plan) -> float:
+        return float(self._table.goodput_capacity_per_s[self._table.find(plan)])
 
     def _nearest(self, num_replicas: int) -> Plan:
         return min(self._family, key=lambda plan: abs(plan.num_replicas - num_replicas))

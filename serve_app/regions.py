@@ -8,22 +8,18 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from fastapi import FastAPI, Response
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    generate_latest,
-)
+from fastapi import APIRouter, Depends
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from serve_app.messages import Problem
-from serve_app.region_messages import RegionsAnswer, RegionsCard, RegionsMessage
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import Problem
+from serve_app.http.errors import PROBLEMS
+from serve_app.http.regions_schema import RegionsAnswer, RegionsCard, RegionsMessage
 from tokenyard.artifact import ArtifactError
-from tokenyard.policies.regions import REGION_BASELINES, learned_regions
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import resolve_region_champion
-from tokenyard.regions.state import RegionDecision, RegionPolicy, RegionState, check_decision
+from tokenyard.regions.artifact import learned_regions, resolve_region_champion
+from tokenyard.regions.policies import REGION_BASELINES
+from tokenyard.regions.types import RegionDecision, RegionPolicy, RegionState, check_decision
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +31,7 @@ MAX_FORECAST_AGE_SLOTS = 4.0
 _TIMES_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 
 
-class RegionDesk:
+class RegionDecider:
     """Decides about regions, whatever is wrong with the policy; counts who did.
 
     Fallbacks go by the last arrivals, so no forecast can mislead them.
@@ -48,15 +44,19 @@ class RegionDesk:
         source: str = "",
         version: str = "",
         rule: ActivationRule | None = None,
+        registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve `policy`; None: it was not found, and the fallbacks decide."""
+        """Serve `policy`; None: it was not found, and the fallbacks decide.
+
+        Counters go to `registry`, None: one of its own.
+        """
         rule = rule or ActivationRule()
         self._policy = policy
         self._name, self._source, self._version = name, source, version
         self._fallbacks = [(one, REGION_BASELINES[one](rule)) for one in FALLBACKS]
         self._num_decisions = 0
         self._counted: dict[str, int] = {}
-        self.registry = CollectorRegistry()
+        self.registry = registry or CollectorRegistry()
         self._decisions = Counter(
             "tokenyard_region_decisions", "Decisions about regions by what decided.", ["policy"],
             registry=self.registry,
@@ -71,16 +71,18 @@ class RegionDesk:
         )  # fmt: skip
 
     @classmethod
-    def shipped(cls, scenario: str = "generic") -> RegionDesk:
+    def shipped(
+        cls, scenario: str = "generic", registry: CollectorRegistry | None = None
+    ) -> RegionDecider:
         """Serve the shipped policy of a scenario, or the one for any regions."""
         rule = ActivationRule()
         try:
             artifact, source = resolve_region_champion(scenario)
         except ArtifactError as error:
             logger.warning("fallbacks decide about regions: %s", error)
-            return cls(None, source=str(error), rule=rule)
+            return cls(None, source=str(error), rule=rule, registry=registry)
         policy = learned_regions(artifact, rule)
-        return cls(policy, "torta", source, artifact.sha256, rule)
+        return cls(policy, "torta", source, artifact.sha256, rule, registry)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:
         """Decide by the first policy whose answer can be used, and count."""
@@ -162,20 +164,18 @@ def _first_usable(
     return policy.decide(state), name
 
 
-def add_routes(api: FastAPI, desk: RegionDesk) -> None:
-    """Lay `/v1/regions` and its metrics over `desk`."""
+def make_router(decider: RegionDecider, access: Access) -> APIRouter:
+    """Lay `/v1/regions` over `decider`."""
+    router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
 
-    @api.post("/v1/regions", responses={413: {"model": Problem}, 422: {"model": Problem}})
+    @router.post("/v1/regions", dependencies=is_authorized, responses=PROBLEMS)
     async def regions(message: RegionsMessage) -> RegionsAnswer:
         """Decide shares and servers for the slot that begins."""
-        return desk.decide(message)
+        return decider.decide(message)
 
-    @api.get("/v1/regions")
+    @router.get("/v1/regions", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def describe() -> RegionsCard:
         """Describe the policy that decides about regions, and count what it did."""
-        return desk.describe()
+        return decider.describe()
 
-    @api.get("/metrics")
-    async def metrics() -> Response:
-        """Counters in Prometheus's text format."""
-        return Response(generate_latest(desk.registry), media_type=CONTENT_TYPE_LATEST)
+    return router

@@ -15,13 +15,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from ray.serve._private.common import (
-    DeploymentHandleSource,
-    DeploymentID,
-    ReplicaID,
-    RequestMetadata,
-)
-from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.request_router import (
     FIFOMixin,
     PendingRequest,
@@ -30,14 +23,14 @@ from ray.serve.request_router import (
     RunningReplica,
 )
 
-from serve_app import live
-from serve_app.desk import PolicyDesk
-from serve_app.pools import EngineProfile, Trust
-from serve_app.telemetry import Collector, Published
-from serve_app.texts import EstimatingTokenizer, plain_chat
-from serve_app.work import ReplicaFailed, ReplicaFull
-from tokenyard.scenario import load_scenario
-from tokenyard.types import Request
+from serve_app.cluster import CircuitBreakerSettings, EngineProfile
+from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from serve_app.policy.manager import PolicyManager
+from serve_app.ray_serve import private, router_registry
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import Request
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +44,8 @@ class ChosenReplicaRouter(RequestRouter):
     `_choose_replica_for_request` is replaced, which is where a request and its replica meet.
 
     One instance lives in each process that has a handle to the pool; the gateway finds its own in
-    `serve_app.live`. Serve runs it in a thread of its own, which only replaces `live` and counts
-    `version`.
+    `serve_app.ray_serve.router_registry`. Serve runs it in a thread of its own, which
+    only replaces `live` and counts `version`.
     """
 
     live: tuple[RunningReplica, ...] = ()
@@ -62,7 +55,7 @@ class ChosenReplicaRouter(RequestRouter):
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Let the gateway of this process find the router."""
-        live.ROUTERS[self.app_name, self._deployment_id.name] = self
+        router_registry.ROUTERS[self.app_name, self._deployment_id.name] = self
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Take the replicas that Serve knows of."""
@@ -101,9 +94,9 @@ class RayDefault:
 
     def __init__(self) -> None:
         """Start without replicas; must be called on the event loop that asks."""
-        self._router = PowerOfTwoChoicesRequestRouter(
-            deployment_id=DeploymentID("all-pools", "tokenyard"),
-            handle_source=DeploymentHandleSource.REPLICA,
+        self._router = private.PowerOfTwoChoicesRequestRouter(
+            deployment_id=private.DeploymentID("all-pools", "tokenyard"),
+            handle_source=private.DeploymentHandleSource.REPLICA,
             use_replica_queue_len_cache=True,
             self_node_id=None,
             prefer_local_node_routing=False,
@@ -119,11 +112,11 @@ class RayDefault:
 
     async def choose(self) -> str:
         """Return the id of the replica that Ray would send the next request to."""
-        metadata = RequestMetadata(
+        metadata = private.RequestMetadata(
             request_id=uuid.uuid4().hex, internal_request_id=uuid.uuid4().hex
         )
         pending = PendingRequest(args=[], kwargs={}, metadata=metadata)
-        replica = await self._router._choose_replica_for_request(pending)
+        replica = await private.choose_replica(self._router, pending)
         self._router.on_send_request(replica.replica_id)
         chosen: str = replica.replica_id.unique_id
         return chosen
@@ -159,37 +152,37 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         baseline: str = "marginal_delay",
         explore_fraction: float = 0.0,
         profile: Mapping[str, Any] | None = None,
-        trust: Mapping[str, Any] | None = None,
+        circuit_breaker: Mapping[str, Any] | None = None,
     ) -> None:
         """Make the policy.
 
         Args:
-            policy: As in `serve_app.pools.Cluster`, without `ray_default`.
+            policy: As in `serve_app.cluster.Cluster`, without `ray_default`.
             scenario: Likewise.
             baseline: Likewise.
             explore_fraction: Likewise.
             profile: Speed of replicas that publish none, fields of `EngineProfile`.
-            trust: Fields of `serve_app.pools.Trust`.
+            circuit_breaker: Fields of `serve_app.cluster.CircuitBreakerSettings`.
 
         Raises:
             ValueError: One of them is not what it should be.
         """
-        found = load_scenario(scenario)
-        self._trust = Trust(**(trust or {}))
+        self._settings = CircuitBreakerSettings(**(circuit_breaker or {}))
         self._profile = None if profile is None else EngineProfile(**profile)
-        self._desk = PolicyDesk(scenario, baseline, self._trust, np.random.default_rng())
-        self._desk.switch(policy, explore_fraction, may_be_missing=True)
-        self._collector = Collector(found.mean_lengths_tokens)
+        rng = np.random.default_rng()
+        self._manager = PolicyManager(scenario, baseline, self._settings, rng)
+        self._manager.switch(policy, explore_fraction, may_be_missing=True)
+        self._table = ReplicaTable(load_scenario(scenario).mean_lengths_tokens)
         self._tokenizer = EstimatingTokenizer()
         self._unsent: dict[str, PendingRequest] = {}
-        self._booked_at: dict[str, str] = {}
+        self._reserved_at: dict[str, str] = {}
 
     async def choose_replicas(
         self,
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the candidates one by one, from the cheapest to the dearest."""
+        """Return the candidates one by one, from the cheapest to the costliest."""
         if pending_request is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
         now_s = time.time()
@@ -197,14 +190,14 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
             if not self._track(replica, now_s):
                 return [candidate_replicas]  # Nothing is known of its speed: any will do.
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        self._collector.keep("", by_id)
-        offered = self._collector.offered(now_s, self._trust.stale_after_s)
-        token_ids = self._token_ids(pending_request)
-        snapshots = self._collector.snapshots(offered, token_ids)
-        total = self._desk.predicted_total_tokens(len(token_ids))
-        choice = self._desk.pick(Request(now_s, len(token_ids), total), snapshots, stale=False)
-        # On the book at once: the next request may be placed before this one is on its way.
-        self._book(pending_request, offered[choice.index].replica_id, token_ids)
+        self._table.keep("", by_id)
+        offered = self._table.offered(now_s, self._settings.stale_after_s)
+        prompt = Prompt(self._token_ids(pending_request))
+        length = len(prompt.token_ids)
+        request = Request(now_s, length, self._manager.policy.loaded.predicted_total_tokens(length))
+        choice = self._manager.pick(request, self._table.snapshots(offered, prompt))
+        # Reserved at once: the next request may be placed before this one is on its way.
+        self._reserve(pending_request, offered[choice.index].replica_id, prompt)
         order = list(range(len(offered)))
         if choice.scores is not None:
             order.sort(key=choice.scores.__getitem__)
@@ -212,18 +205,19 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         return [[by_id[offered[i].replica_id]] for i in (choice.index, *order)]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult
+        self, pending_request: PendingRequest, replica_id: private.ReplicaID, result: ReplicaResult
     ) -> None:
-        """Put the request on the book of the replica that got it, which may be another's pick."""
-        self._book(pending_request, replica_id.unique_id, self._token_ids(pending_request))
+        """Reserve a place at the replica that got the request, which may be another's pick."""
+        prompt = Prompt(self._token_ids(pending_request))
+        self._reserve(pending_request, replica_id.unique_id, prompt)
         self._unsent.pop(pending_request.metadata.internal_request_id, None)
 
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """Take the request off the book."""
+    def on_request_completed(self, replica_id: private.ReplicaID, internal_request_id: str) -> None:
+        """Give its place back."""
         self._unsent.pop(internal_request_id, None)
         self._close(internal_request_id)
 
-    def _book(self, pending_request: PendingRequest, replica_id: str, token_ids: list[int]) -> None:
+    def _reserve(self, pending_request: PendingRequest, replica_id: str, prompt: Prompt) -> None:
         request_id = pending_request.metadata.internal_request_id
         self._close(request_id)
         for other_id, other in list(self._unsent.items()):
@@ -231,26 +225,27 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
                 del self._unsent[other_id]
                 self._close(other_id)
         self._unsent[request_id] = pending_request
-        tracked = self._collector.replicas.get(replica_id)
-        if tracked is None:
+        state = self._table.replicas.get(replica_id)
+        if state is None:
             return
-        output = max(self._desk.predicted_total_tokens(len(token_ids)) - len(token_ids), 1.0)
-        tracked.send(request_id, token_ids, tracked.match_tokens(token_ids), output, time.time())
-        self._booked_at[request_id] = replica_id
+        length = len(prompt.token_ids)
+        output = max(self._manager.policy.loaded.predicted_total_tokens(length) - length, 1.0)
+        state.send(request_id, prompt, state.match_tokens(prompt), output, time.time())
+        self._reserved_at[request_id] = replica_id
 
     def _close(self, request_id: str) -> None:
-        tracked = self._collector.replicas.get(self._booked_at.pop(request_id, ""))
-        if tracked is not None:
-            tracked.book.close(request_id, time.time())
+        state = self._table.replicas.get(self._reserved_at.pop(request_id, ""))
+        if state is not None:
+            state.in_flight.close(request_id, time.time())
 
     def _track(self, replica: RunningReplica, now_s: float) -> bool:
         profile = profile_of(replica) or self._profile
         if profile is None:
             return False
-        tracked = self._collector.add(replica.replica_id.unique_id, "", profile, 0, now_s)
-        published = published_by(replica)
-        if published is not None:
-            tracked.publish(published)
+        state = self._table.add(replica.replica_id.unique_id, "", profile, 0, now_s)
+        status = status_of(replica)
+        if status is not None:
+            state.publish(status)
         return True
 
     def _token_ids(self, pending_request: PendingRequest) -> list[int]:
@@ -282,12 +277,12 @@ def profile_of(replica: RunningReplica) -> EngineProfile | None:
     return None if profile is None else EngineProfile(**profile)
 
 
-def published_by(replica: RunningReplica) -> Published | None:
+def status_of(replica: RunningReplica) -> EngineStatus | None:
     """Return the state that a replica has published; None: it has not."""
     stats = replica.routing_stats
     if not stats or "observed_at_s" not in stats:
         return None
-    return Published(
+    return EngineStatus(
         num_waiting=int(stats["num_waiting"]),
         num_running=int(stats["num_running"]),
         kv_used_fraction=float(stats["kv_used_fraction"]),

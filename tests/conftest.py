@@ -1,32 +1,105 @@
-"""What all tests share."""
+"""What all tests share: their size, one Ray per process, and what a test may cost."""
 
+import os
 import sys
+import time
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from numba.core.event import install_timer
+from sizes import is_thorough, register_profiles
 
-# The first call of a compiled function loads it, and machines that run tests are shared: how long
-# one example takes says nothing.
-settings.register_profile("tokenyard", deadline=None)
-settings.load_profile("tokenyard")
+MOST_CPU_S = 15.0
+"""CPU time of a test at every change: thrice what any takes, as machines differ."""
+UNLIMITED = {"slow", "integration", "cluster"}
+RAY_FIXTURES = {"ray_cluster", "own_ray"}
+# Where Ray's workers find what tests let them run.
+WORKER_PATH = [str(Path(__file__).parent), str(Path(__file__).parent / "integration")]
+
+register_profiles()
+settings.load_profile("fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What needs Ray is `integration`, whatever its folder, and all in one worker; so is a file."""
+    for item in items:
+        needs_ray = not RAY_FIXTURES.isdisjoint(item.fixturenames)
+        if needs_ray:
+            item.add_marker(pytest.mark.integration)
+        item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.path.stem))
+    # It takes longest, so it begins first.
+    items.sort(key=lambda item: RAY_FIXTURES.isdisjoint(item.fixturenames))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fail what nobody should wait for at every change."""
+    compiled_s = []
+    started_s = time.process_time()
+    with install_timer("numba:compile", compiled_s.append):
+        result = yield
+    spent_s = time.process_time() - started_s - sum(compiled_s)
+    unlimited = is_thorough() or any(mark.name in UNLIMITED for mark in item.iter_markers())
+    if spent_s > MOST_CPU_S and not unlimited:
+        pytest.fail(f"{spent_s:.0f} s of CPU time: make it smaller, or mark it slow")
+    return result
+
+
+class SharedRay:
+    """The Ray of this process: starting one takes seconds."""
+
+    started = False
+
+    @staticmethod
+    def runs():
+        ray = sys.modules.get("ray")
+        return ray is not None and ray.is_initialized()
+
+    @classmethod
+    def start(cls):
+        import ray
+
+        known = os.environ.get("PYTHONPATH")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(WORKER_PATH + [known] * bool(known)))
+            # On a busy machine a proxy may take longer than Serve's five seconds.
+            patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+            # Ray gives its workers the lowest priority of all; other tests run beside them.
+            patch.setenv("RAY_worker_niceness", "0")
+            ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
+        cls.started = True
+
+    @classmethod
+    def end(cls):
+        """A Ray that no test ends is ended by the interpreter, which then crashes at times."""
+        if cls.runs():
+            sys.modules["ray"].shutdown()
+        cls.started = False
+
+
+def pytest_sessionfinish():
+    SharedRay.end()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _ends_its_ray():
-    """A cluster that no test ends is ended by the interpreter, which then crashes at times."""
     yield
-    ray = sys.modules.get("ray")
-    left_running = ray is not None and ray.is_initialized()
+    left_running = SharedRay.runs() and not SharedRay.started
     if left_running:
-        ray.shutdown()
+        SharedRay.end()
     assert not left_running, "a test of this module left Ray running"
 
 
 @pytest.fixture(scope="module")
-def rllib_cluster():
-    """RLlib starts one, and does not end it, where there is none."""
-    import ray
+def ray_cluster():
+    """A local Ray of four CPUs that the tests of a process share; it is left empty."""
+    if not SharedRay.started:
+        SharedRay.start()
 
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+
+@pytest.fixture(scope="module")
+def own_ray():
+    """For what starts a Ray of its own: here there is none."""
+    SharedRay.end()

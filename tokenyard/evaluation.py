@@ -1,280 +1,218 @@
-"""Measure runs, and compare policies on equal streams.
+"""Compare policies of any problem on equal streams: rows, intervals, the gate, printed tables.
 
 Every policy sees the same streams (common random numbers), so the difference to the baseline is
-taken stream by stream, and its interval is much narrower than that of either mean.
+taken unit by unit, and its interval is much narrower than that of either mean. What the units are
+(streams, days, blocks of one recorded stream) is for the problem to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Generic
 
-import numpy as np
+from rich import box
+from rich.table import Table
 
-from tokenyard import metrics
-from tokenyard.intervals import (
-    BlockBootstrap,
-    Interval,
-    block_length,
-    percentile_interval,
-    t_interval,
-)
-from tokenyard.metrics import score
-from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.scenario import Scenario
-from tokenyard.sim.engines import BatchingOutcomes
-from tokenyard.sim.run import PolicyFactory, Run, run_each, run_policy
-from tokenyard.types import FloatArray
+from tokenyard.problem import A, Candidate, D, Measure, Problem, R, Row, Runner, S
+from tokenyard.statistics.intervals import Interval, Samples
 
-__all__ = [
-    "PolicyFactory",
-    "Row",
-    "Run",
-    "compare",
-    "mean_summary",
-    "run_each",
-    "run_policy",
-    "score",
-    "summarise",
-]
-
-Row = dict[str, str | int | float]
-"""One line of a results table, with units in its keys."""
-
-WITH_INTERVAL = (
-    "reward",
-    "mean_response_s",
-    "p99_response_s",
-    "mean_queue_length",
-    "slo_violation_fraction",
-)
-"""Metrics that get an interval of their own: `<metric>_ci_low` and `<metric>_ci_high`."""
-
-_RELATIVE_DELTAS = {"delta_mean": "mean_response_s", "delta_p99": "p99_response_s"}
-_BOOTSTRAP_SEED = 95
+SCORE = "score"
+"""Key of the score in rows of a sweep and in what validation finds; higher is better."""
+DIFFERENCES = "paired differences [95 % interval]"
 
 
-def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
-    """Measure one stream; docs/metrics.md defines every key."""
-    outcomes = run.outcomes
-    response_s, missed = outcomes.response_s, outcomes.missed(scenario.slo_response_s)
-    capacity = np.array(scenario.server_capacities_tokens_per_s)
-    shares = metrics.server_shares(outcomes.server, scenario.num_servers)
-    of_engines = (
-        _summarise_engines(scenario, outcomes) if isinstance(outcomes, BatchingOutcomes) else {}
-    )
-    return {
-        "reward": float(run.rewards.sum()),
-        "mean_response_s": metrics.mean_response_s(response_s),
-        "p50_response_s": metrics.percentile_response_s(response_s, 50),
-        "p95_response_s": metrics.percentile_response_s(response_s, 95),
-        "p99_response_s": metrics.percentile_response_s(response_s, 99),
-        "cvar99_response_s": metrics.cvar99_response_s(response_s),
-        "mean_queue_length": float(outcomes.waiting_seen.mean()),
-        "slo_violation_fraction": metrics.slo_violation_fraction(missed),
-        "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, missed),
-        "dropped_fraction": metrics.dropped_fraction(response_s),
-        "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
-        "score": score(response_s, missed),
-        **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
-        **of_engines,
-    }
+def run_candidates(
+    candidates: Sequence[Candidate[S, D, R]], scenario: S, streams: D, seed: int, jobs: int = 1
+) -> dict[str, list[R]]:
+    """Run candidates over equal streams, in as many processes as `jobs`; runs by name."""
+    run: Callable[[Candidate[S, D, R]], list[R]]
+    run = partial(_run, scenario=scenario, streams=streams, seed=seed)
+    if jobs == 1:
+        runs = [run(candidate) for candidate in candidates]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+            runs = list(pool.map(run, candidates))
+    return {candidate.name: some for candidate, some in zip(candidates, runs, strict=True)}
 
 
-def _summarise_engines(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
-    """Measure what only replicas that batch have: tokens, memory, energy, classes, tenants."""
-    ttft_s = outcomes.first_token_s
-    tpot_s = metrics.tpot_s(outcomes.response_s, ttft_s, outcomes.output_tokens)
-    done = ~np.isnan(outcomes.response_s)
-    delivered, wasted = outcomes.output_tokens[done].sum(), outcomes.wasted_tokens.sum()
-    hit = outcomes.hit_tokens.sum()
-    return {
-        "mean_ttft_s": metrics.mean(ttft_s),
-        "p50_ttft_s": metrics.percentile(ttft_s, 50),
-        "p99_ttft_s": metrics.percentile(ttft_s, 99),
-        "mean_tpot_s": metrics.mean(tpot_s),
-        "p99_tpot_s": metrics.percentile(tpot_s, 99),
-        "p50_itl_s": _itl_s(outcomes, 50),
-        "p99_itl_s": _itl_s(outcomes, 99),
-        "kv_used_fraction": metrics.mean(outcomes.kv_seen),
-        "prefix_hit_fraction": metrics.fraction(hit, hit + outcomes.prefilled_tokens.sum()),
-        "preemptions_per_request": metrics.mean(outcomes.preemptions),
-        "wasted_tokens_fraction": metrics.fraction(wasted, wasted + delivered),
-        "energy_j_per_token": metrics.fraction(outcomes.energy_j, delivered),
-        "retried_fraction": float((outcomes.attempts > 1).mean()),
-        "gave_up_fraction": float(outcomes.gave_up.mean()),
-        **_of_groups(scenario, outcomes),
-    }
-
-
-def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
-    return metrics.binned_percentile_s(
-        outcomes.latency_counts, percent, lay.LATENCY_BIN_START_S, lay.LATENCY_BINS_PER_E
-    )
-
-
-def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
-    """Measure how every class and, where there are several, every tenant fared."""
-    assert scenario.fleet is not None
-    missed = outcomes.missed(scenario.slo_response_s)
-    found = {
-        f"attained_{one.name}_fraction": metrics.attained_fraction(
-            missed, outcomes.traffic_class, which
-        )
-        for which, one in enumerate(scenario.fleet.classes)
-    }
-    tenants = scenario.fleet.tenants
-    if len(tenants) == 1:
-        return found
-    for which, tenant in enumerate(tenants):
-        key = f"attained_tenant_{tenant.name}_fraction"
-        found[key] = metrics.attained_fraction(missed, outcomes.tenant, which)
-    gaps = metrics.service_gaps_tokens_per_s(
-        outcomes.arrival_s,
-        outcomes.first_token_s,
-        outcomes.response_s,
-        np.stack([outcomes.context_tokens, outcomes.output_tokens], axis=1),
-        outcomes.tenant,
-        np.array([tenant.weight for tenant in tenants]),
-    )
-    return found | {
-        "service_gap_tokens_per_s": metrics.mean(gaps),
-        "max_service_gap_tokens_per_s": float(gaps.max()) if len(gaps) else np.nan,
-    }
-
-
-def mean_summary(scenario: Scenario, runs: Sequence[Run]) -> dict[str, float]:
-    """Mean over streams of every metric of `summarise`."""
-    return {key: float(values.mean()) for key, values in _per_stream(scenario, runs).items()}
+def _run(candidate: Candidate[S, D, R], scenario: S, streams: D, seed: int) -> list[R]:
+    return candidate.run(scenario, streams, seed)
 
 
 def compare(
-    scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str, bootstrap: bool = False
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    streams: D,
+    runs: Mapping[str, Sequence[R]],
+    baseline: str,
 ) -> list[Row]:
-    """Set policies beside each other, one row each, with their difference to a baseline.
+    """One row per policy with its difference to a baseline, in the order of `runs`.
 
     Args:
-        scenario: Names the rows, and gives the SLO.
-        runs: The runs of every policy over the same streams, in the same order.
+        problem: Says what is measured.
+        scenario: Names the rows.
+        streams: On which the runs were.
+        runs: Of every policy over the same streams, in the same order.
         baseline: The policy of `runs` that the others are compared to.
-        bootstrap: Intervals by block bootstrap over the requests of the one stream there is;
-            otherwise Student intervals over streams.
 
     Raises:
         ValueError: The baseline is not among `runs`.
     """
     if baseline not in runs:
         raise ValueError(f"baseline {baseline!r} was not run; choose one of {sorted(runs)}")
-    spread: _Spread = (
-        _OverRequests(scenario, runs, baseline)
-        if bootstrap
-        else _OverStreams(scenario, runs, baseline)
-    )
-    return [_row(scenario, name, runs[name], spread) for name in runs]
+    samples = problem.samples(scenario, streams, runs, baseline)
+    return [_row(problem, scenario, name, runs[name], samples, baseline) for name in runs]
 
 
-class _Spread(Protocol):
-    """How far an estimate may be off, by one way of looking at the randomness."""
-
-    def of(self, name: str, metric: str) -> Interval:
-        """Mean over streams of a policy's metric."""
-        ...
-
-    def difference(self, name: str, metric: str, relative: bool) -> Interval:
-        """A policy's metric minus the baseline's, over the baseline's where relative."""
-        ...
-
-
-def _row(scenario: Scenario, name: str, runs: Sequence[Run], spread: _Spread) -> Row:
-    row: Row = {"policy": name, "scenario": scenario.name, "stream_count": len(runs)}
-    row |= mean_summary(scenario, runs)
-    for metric in WITH_INTERVAL:
-        interval = spread.of(name, metric)
-        row |= {f"{metric}_ci_low": interval.low, f"{metric}_ci_high": interval.high}
-    for delta, metric in _RELATIVE_DELTAS.items():
-        row |= _delta(f"{delta}_fraction", delta, spread.difference(name, metric, True))
-    absolute = spread.difference(name, "slo_violation_fraction", False)
-    return row | _delta("delta_slo_violation", "delta_slo", absolute)
-
-
-def _delta(key: str, prefix: str, interval: Interval) -> Row:
-    return {
-        key: interval.estimate,
-        f"{prefix}_ci_low": interval.low,
-        f"{prefix}_ci_high": interval.high,
+def _row(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    name: str,
+    runs: Sequence[R],
+    samples: Mapping[str, Samples],
+    baseline: str,
+) -> Row:
+    row: Row = {
+        "policy": name,
+        "scenario": scenario.name,
+        "baseline": baseline,
+        "stream_count": len(runs),
+        **problem.summary(scenario, runs),
     }
+    ours, theirs = samples[name], samples[baseline]
+    for one in problem.measures(scenario):
+        if one.interval:
+            interval = ours.interval(one.key)
+            row |= {f"{one.key}_ci_low": interval.low, f"{one.key}_ci_high": interval.high}
+        if one.delta:
+            difference = ours.difference(theirs, one.key, one.relative)
+            row |= dict(zip(one.delta_keys, difference, strict=True))
+    return row
 
 
-def _per_stream(scenario: Scenario, runs: Sequence[Run]) -> dict[str, FloatArray]:
-    summaries = [summarise(scenario, run) for run in runs]
-    return {key: np.array([s[key] for s in summaries]) for key in summaries[0]}
+def margins(
+    problem: Problem[S, A, D, R], scenario: S, streams: D, runs: Mapping[str, Sequence[R]]
+) -> list[Row]:
+    """The learned policy beside each of its rivals that was run; none where it was not run."""
+    name = problem.learned
+    rivals = [rival for rival in problem.rivals if rival in runs and name in runs]
+    pairs = [{name: runs[name], rival: runs[rival]} for rival in rivals]
+    return [
+        compare(problem, scenario, streams, pair, rival)[0]
+        for pair, rival in zip(pairs, rivals, strict=True)
+    ]
 
 
-class _OverStreams:
-    """Student intervals over independent streams, differences paired by stream."""
-
-    def __init__(
-        self, scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str
-    ) -> None:
-        self._values = {name: _per_stream(scenario, some) for name, some in runs.items()}
-        self._baseline = self._values[baseline]
-
-    def of(self, name: str, metric: str) -> Interval:
-        return t_interval(self._values[name][metric])
-
-    def difference(self, name: str, metric: str, relative: bool) -> Interval:
-        theirs = self._baseline[metric]
-        interval = t_interval(self._values[name][metric] - theirs)
-        return interval.over(float(theirs.mean())) if relative else interval
+def best_rule(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    candidates: Sequence[Candidate[S, D, R]],
+    runs: Mapping[str, Sequence[R]],
+) -> str:
+    """Name the rule with the best score: a choice that no rule could make beforehand."""
+    rules = [one.name for one in candidates if one.is_rule]
+    return max(rules, key=lambda name: problem.score.value(problem.summary(scenario, runs[name])))
 
 
-class _OverRequests:
-    """Bootstrap intervals over the requests of one long stream, in blocks that policies share.
+@dataclass(frozen=True)
+class Comparison(Generic[D, R]):
+    """Policies on the same streams."""
 
-    Blocks are as long as the baseline's response times are dependent.
-    """
-
-    def __init__(
-        self, scenario: Scenario, runs: Mapping[str, Sequence[Run]], baseline: str
-    ) -> None:
-        assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
-        response_s = runs[baseline][0].outcomes.response_s
-        bootstrap = BlockBootstrap(
-            len(response_s), block_length(response_s), np.random.default_rng(_BOOTSTRAP_SEED)
-        )
-        self._point = {name: summarise(scenario, some[0]) for name, some in runs.items()}
-        self._resampled = {
-            name: _resample(bootstrap, some[0], scenario.slo_response_s)
-            for name, some in runs.items()
-        }
-        self._baseline = baseline
-
-    def of(self, name: str, metric: str) -> Interval:
-        return percentile_interval(self._point[name][metric], self._resampled[name][metric])
-
-    def difference(self, name: str, metric: str, relative: bool) -> Interval:
-        ours, theirs = self._point[name][metric], self._point[self._baseline][metric]
-        samples = self._resampled[name][metric] - self._resampled[self._baseline][metric]
-        if relative:
-            samples = samples / self._resampled[self._baseline][metric]
-        return percentile_interval((ours - theirs) / (theirs if relative else 1.0), samples)
+    streams: D
+    runs: Mapping[str, Sequence[R]]
+    rows: list[Row]
+    """One per policy with its differences to the baseline and its `score`, best first."""
 
 
-def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, FloatArray]:
-    response_s = run.outcomes.response_s
-    num_requests = len(response_s)
-    # nanpercentile is a hundred times slower than percentile.
-    percentile = np.nanpercentile if np.isnan(response_s).any() else np.percentile
-    violation = run.outcomes.missed(slo_s).astype(np.float64)
-    return {
-        "reward": num_requests * bootstrap.resample(run.rewards, _row_means),
-        "mean_response_s": bootstrap.resample(response_s, lambda x: np.nanmean(x, axis=1)),
-        "p99_response_s": bootstrap.resample(response_s, lambda x: percentile(x, 99, axis=1)),
-        "mean_queue_length": bootstrap.resample(run.outcomes.waiting_seen, _row_means),
-        "slo_violation_fraction": bootstrap.resample(violation, _row_means),
+def rank(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    policies: Mapping[str, Runner[S, D, R]],
+    baseline: str,
+    streams: D,
+    seed: int,
+) -> Comparison[D, R]:
+    """Run every policy over the streams and order them by score."""
+    runs = {name: run(scenario, streams, seed) for name, run in policies.items()}
+    rows = compare(problem, scenario, streams, runs, baseline)
+    scored: list[Row] = [{**row, SCORE: problem.score.value(row)} for row in rows]
+    return Comparison(streams, runs, sorted(scored, key=lambda row: -float(row[SCORE])))
+
+
+def is_better(
+    problem: Problem[S, A, D, R], scenario: S, candidate: A, champion: A, streams: D, seed: int
+) -> bool:
+    """Whether a candidate's score is higher: the 95 % interval of the paired difference."""
+    runs = {
+        name: problem.trained(artifact)(scenario, streams, seed)
+        for name, artifact in (("candidate", candidate), ("champion", champion))
     }
+    samples = problem.samples(scenario, streams, runs, "champion")
+    key, sign = problem.score.key, problem.score.sign
+    gain = samples["candidate"].difference(samples["champion"], key, relative=False)
+    return gain.low > 0 if sign > 0 else gain.high < 0
 
 
-def _row_means(values: FloatArray) -> FloatArray:
-    means: FloatArray = values.mean(axis=1)
-    return means
+def level_tables(problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row]) -> list[Table]:
+    """Lay out what was measured, best score first; a table per `Measure.table`."""
+    best_first = sorted(rows, key=lambda row: -problem.score.value(row))
+    tables: dict[str, list[Measure]] = {}
+    for one in problem.measures(scenario):
+        if one.heading:
+            tables.setdefault(one.table, []).append(one)
+    return [_table(title, "policy", some, best_first, level) for title, some in tables.items()]
+
+
+def difference_table(
+    problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row], first: str = "policy"
+) -> Table:
+    """Lay out paired differences; rows are told apart by the key `first`."""
+    compared = [one for one in problem.measures(scenario) if one.delta]
+    shown = [row for row in rows if row["policy"] != row["baseline"]]
+    to = {str(row["baseline" if first == "policy" else "policy"]) for row in shown}
+    title = f"{'difference to' if first == 'policy' else 'differences of'} {', '.join(sorted(to))}"
+    return _table(f"{title}: {DIFFERENCES}", first, compared, shown, difference)
+
+
+def _table(
+    title: str,
+    first: str,
+    measures: Sequence[Measure],
+    rows: Sequence[Row],
+    show: Callable[[Row, Measure], str],
+) -> Table:
+    # As wide as its title, which would be broken else.
+    table = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        min_width=len(title),
+    )  # fmt: skip
+    table.add_column(first, no_wrap=True)
+    for one in measures:
+        table.add_column(one.heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(str(row[first]), *(show(row, one) for one in measures))
+    return table
+
+
+def level(row: Row, measure: Measure) -> str:
+    """A measure as it is printed, with half the width of its interval where it has one."""
+    value = f"{measure.factor * float(row[measure.key]):{measure.form}}"
+    if not measure.interval:
+        return value
+    ends = (float(row[f"{measure.key}_ci_{end}"]) for end in ("low", "high"))
+    half = measure.factor * Interval(0.0, *ends).half_width
+    return value if math.isnan(half) else f"{value} ±{half:{measure.form}}"
+
+
+def difference(row: Row, measure: Measure) -> str:
+    """A paired difference as it is printed, in % where it is relative, with its interval."""
+    factor = 100.0 if measure.relative else measure.factor
+    estimate, low, high = (factor * float(row[key]) for key in measure.delta_keys)
+    unit = "%" if measure.relative else ""
+    interval = "" if math.isnan(low) else f" \\[{low:+.1f}, {high:+.1f}]"
+    return f"{estimate:+.1f}{unit}{interval}"

@@ -58,15 +58,15 @@ def cvar99_response_s(response_s: FloatArray) -> float:
     return float(np.partition(done, len(done) - num_slowest)[-num_slowest:].mean())
 
 
-def missed(response_s: FloatArray, slo_s: float) -> BoolArray:
+def violations(response_s: FloatArray, slo_s: float) -> BoolArray:
     """Which offered requests were not answered within the SLO, shape (num_requests,)."""
     # NaN compares false: a dropped request is a violation.
     return ~(response_s <= slo_s)
 
 
-def slo_violation_fraction(missed: BoolArray) -> float:
-    """Share of offered requests that missed what they were promised; NaN when none offered."""
-    return float(missed.mean()) if len(missed) else math.nan
+def slo_violation_fraction(violations: BoolArray) -> float:
+    """Share of offered requests that violated the SLO; NaN when none offered."""
+    return float(violations.mean()) if len(violations) else math.nan
 
 
 def dropped_fraction(response_s: FloatArray) -> float:
@@ -74,14 +74,14 @@ def dropped_fraction(response_s: FloatArray) -> float:
     return float(np.isnan(response_s).mean()) if len(response_s) else math.nan
 
 
-def goodput_per_s(arrival_s: FloatArray, missed: BoolArray) -> float:
-    """Requests answered as promised per second of arrivals.
+def goodput_per_s(arrival_s: FloatArray, violations: BoolArray) -> float:
+    """Requests that attain their SLO, per second of arrivals.
 
     The time is that between the first and the last arrival, which no policy can change; NaN
     when there is none.
     """
     duration_s = float(arrival_s[-1] - arrival_s[0]) if len(arrival_s) else 0.0
-    return np.count_nonzero(~missed) / duration_s if duration_s > 0 else math.nan
+    return np.count_nonzero(~violations) / duration_s if duration_s > 0 else math.nan
 
 
 def server_shares(server: IntArray, num_servers: int) -> FloatArray:
@@ -111,11 +111,11 @@ def load_balance(total_tokens: FloatArray, server: IntArray, capacity: FloatArra
     return float(1.0 - work.std() / work.mean()) if work.any() else math.nan
 
 
-def score(response_s: FloatArray, missed: BoolArray) -> float:
+def score(response_s: FloatArray, violations: BoolArray) -> float:
     """What sweeps rank on: -(mean + 0.1 CVaR99 + 2 s x SLO-violation fraction); higher is better.
 
-    A dropped request counts as late and as slow as the slowest that completed; minus infinity
-    when none completed.
+    A dropped request counts as a violation and as slow as the slowest that completed; minus
+    infinity when none completed.
     """
     done = _known(response_s)
     if not len(done):
@@ -124,11 +124,13 @@ def score(response_s: FloatArray, missed: BoolArray) -> float:
     return -(
         mean_response_s(charged)
         + CVAR_WEIGHT * cvar99_response_s(charged)
-        + VIOLATION_WEIGHT_S * slo_violation_fraction(missed)
+        + VIOLATION_WEIGHT_S * slo_violation_fraction(violations)
     )
 
 
-def tpot_s(response_s: FloatArray, ttft_s: FloatArray, output_tokens: FloatArray) -> FloatArray:
+def tpot_s(
+    response_s: FloatArray, ttft_s: FloatArray, output_tokens: FloatArray | IntArray
+) -> FloatArray:
     """Mean time per output token after the first, of each request.
 
     Args:
@@ -169,15 +171,15 @@ def binned_percentile_s(
     return float(start_s * math.exp((bin_ + inside) / bins_per_e))
 
 
-def attained_fraction(missed: BoolArray, group: IntArray, which: int) -> float:
-    """Share of a group's offered requests that got all they were promised; NaN for no request.
+def attained_fraction(violations: BoolArray, group: IntArray, which: int) -> float:
+    """Share of a group's offered requests that attained their SLOs; NaN for no request.
 
     Args:
-        missed: Which requests did not, shape (num_requests,).
+        violations: Which requests did not, shape (num_requests,).
         group: Class or tenant of each, shape (num_requests,).
         which: The group.
     """
-    mine = missed[group == which]
+    mine = violations[group == which]
     return float((~mine).mean()) if len(mine) else math.nan
 
 

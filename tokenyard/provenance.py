@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
+
+
+def command_line(token: str | None = None) -> str:
+    """The command that runs, as a shell takes it.
+
+    Args:
+        token: An argument that nobody is to read.
+    """
+    program, *arguments = sys.argv
+    start = ["tokenyard"] if Path(program).name == "tokenyard" else ["python", program]
+    shown = ["TOKEN" if token and one == token else one for one in arguments]
+    return shlex.join([*start, *shown])
 
 
 def git_sha() -> str:
@@ -23,6 +37,11 @@ def git_sha() -> str:
         return f"{sha}-dirty" if _git("status", "--porcelain", "--untracked-files=no") else sha
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def lineage() -> dict[str, str]:
+    """Command and commit that made an artifact, as its lineage has them."""
+    return {"command": command_line(), "git_sha": git_sha()}
 
 
 def versions() -> dict[str, str]:

@@ -11,11 +11,11 @@ from ray import tune
 from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 import envs
+from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
-from tokenyard.rl.allocation_search import AllocationSearch, AllocationSearchConfig
-from tokenyard.rl.allocation_trainable import AllocationTrainable, search_env_steps
-from tokenyard.rl.tabular import TabularLearner
-from tune_configs.allocation_judge import AllocationJudge
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.tabular import TabularLearner
+from tokenyard.rl.allocation.trial import AllocationTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
 
 SCENARIO = "a100x8_13b"
@@ -23,15 +23,16 @@ RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
 CLONED = "cloned_"
 """Before an algorithm's name: it first learns what the tuned autoscaler does."""
 COST, PAPER = "cost", "paper"
-"""Reward weightings: dollars and missed requests, and the paper's sum."""
+"""Reward weightings: dollars and SLO violations, and the paper's sum."""
 
 
 class AllocationTrial(AllocationTrainable):
     """`AllocationTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
+    @classmethod
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +63,8 @@ def _objective(trial: Mapping[str, Any]) -> Objective | None:
         raise ValueError(
             f"unknown reward weights {trial['reward_weights']!r}; choose {COST!r} or {PAPER!r}"
         )
-    missed_usd = load_allocation(trial["scenario"]).missed_usd
-    return Objective(usd=1.0, missed=missed_usd * trial["missed_factor"])
+    violation_usd = load_allocation(trial["scenario"]).violation_usd
+    return Objective(usd=1.0, violations=violation_usd * trial["violation_factor"])
 
 
 def _trial(
@@ -72,7 +73,7 @@ def _trial(
     return {
         "algorithm": algorithm,
         "reward_weights": weights,
-        "missed_factor": 1.0,
+        "violation_factor": 1.0,
         "scenario": SCENARIO,
         "env_steps": env_steps,
         "iterations": iterations,
@@ -101,7 +102,7 @@ def default() -> Experiment:
     Budgets are what each needs to show where it is going within a few minutes of one core.
     """
     return Experiment(
-        problem="allocation",
+        problem=PROBLEM,
         scenario=SCENARIO,
         trainable=AllocationTrial,
         trials=(
@@ -119,7 +120,6 @@ def default() -> Experiment:
         warm_up=_compile_kernels,
         promotion_streams=2,
         evaluation_streams=5,
-        judge=AllocationJudge,
     )
 
 
@@ -155,13 +155,13 @@ def paper_weights() -> Experiment:
 
 
 def population() -> Experiment:
-    """Population-based training of what a missed request weighs.
+    """Population-based training of what an SLO violation weighs.
 
-    The score counts missed requests at the scenario's price; in training they may cost more or
+    The score counts SLO violations at the scenario's price; in training they may cost more or
     less, and every second result the worse half of the population copies the better one.
     """
     trials = [
-        {**_trial("cloned_ppo", 160_000, seed, iterations=8), "missed_factor": factor}
+        {**_trial("cloned_ppo", 160_000, seed, iterations=8), "violation_factor": factor}
         for seed, factor in enumerate((0.5, 1.0, 1.5, 2.5))
     ]
     return replace(
@@ -178,6 +178,6 @@ def _population_scheduler() -> TrialScheduler:
         time_attr="training_iteration",
         metric=None,
         perturbation_interval=2,
-        hyperparam_mutations={"missed_factor": tune.uniform(0.5, 3.0)},
+        hyperparam_mutations={"violation_factor": tune.uniform(0.5, 3.0)},
         quantile_fraction=0.5,
     )

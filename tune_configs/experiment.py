@@ -18,7 +18,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
-from tune_configs.judge import Judge, RoutingJudge
+from tokenyard.problem import AnyProblem
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
@@ -36,8 +36,8 @@ TrialConfig = Mapping[str, Any]
 class Experiment:
     """One sweep over one problem."""
 
-    problem: str
-    """`routing`, for example; with the scenario it names the registered model."""
+    problem: AnyProblem
+    """`tokenyard.routing.problem.PROBLEM`, for example: draws streams and compares policies."""
     scenario: str
     """Scenario that all trials are trained and judged on."""
     trainable: type[tune.Trainable]
@@ -71,8 +71,6 @@ class Experiment:
     """Further validation streams on which a champion must be beaten."""
     evaluation_streams: int = 10
     """Fresh streams on which the best trial is at last set against the baseline."""
-    judge: Callable[[str, int], Judge] = RoutingJudge
-    """Makes what compares policies, from the scenario and a seed."""
 
     def __post_init__(self) -> None:
         """Refuse designs that Tune would accept and then run differently.

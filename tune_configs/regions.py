@@ -10,12 +10,14 @@ import numpy as np
 
 import envs
 from envs.regions import PAPER_REWARD, RegionReward
-from tokenyard.rl.regions_search import RegionSearchConfig
-from tokenyard.rl.regions_trainable import RegionTrainable, search_env_steps
+from tokenyard.regions.problem import PROBLEM
+from tokenyard.regions.search import RegionSearchConfig
+from tokenyard.rl.regions.trial import RegionTrainable, search_env_steps
 from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
-from tune_configs.regions_judge import RegionJudge
 
-SCENARIO = "abilene"
+SCENARIO = "continents"
+"""Needs nothing beyond the installation; the paper's topologies need the extra `topologies`."""
+PAPER_SCENARIO = "abilene"
 RULES = ("skylb", "prox_ot_forecast", "prox_ot_forecast_live", "prox_ot_forecast_live_cost")
 FAITHFUL = "torta_faithful"
 COST, PAPER = "cost", "paper"
@@ -25,9 +27,10 @@ COST, PAPER = "cost", "paper"
 class RegionTrial(RegionTrainable):
     """`RegionTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
+    @classmethod
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +60,17 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trial(
-    algorithm: str, env_steps: int, seed: int = 0, iterations: int = 10, weights: str = COST
+    algorithm: str,
+    env_steps: int,
+    seed: int = 0,
+    iterations: int = 10,
+    weights: str = COST,
+    scenario: str = SCENARIO,
 ) -> TrialConfig:
     return {
         "algorithm": algorithm,
         "reward_weights": weights,
-        "scenario": SCENARIO,
+        "scenario": scenario,
         "env_steps": env_steps,
         "iterations": iterations,
         "seed": seed,
@@ -79,7 +87,7 @@ def default() -> Experiment:
     """The paper's recipe, PPO on the mix of plans, and policy search, some minutes each."""
     generations = RegionSearchConfig.num_generations
     return Experiment(
-        problem="regions",
+        problem=PROBLEM,
         scenario=SCENARIO,
         trainable=RegionTrial,
         trials=(
@@ -92,15 +100,15 @@ def default() -> Experiment:
         warm_up=_compile_kernels,
         promotion_streams=5,
         evaluation_streams=5,
-        judge=RegionJudge,
     )
 
 
 def faithful() -> Experiment:
-    """The paper's recipe alone, for a few minutes: thirty episodes."""
+    """The paper's recipe alone, for a few minutes: thirty episodes on one of its topologies."""
     return replace(
         default(),
-        trials=(_trial(FAITHFUL, 14_400, iterations=3, weights=PAPER),),
+        scenario=PAPER_SCENARIO,
+        trials=(_trial(FAITHFUL, 14_400, iterations=3, weights=PAPER, scenario=PAPER_SCENARIO),),
         baselines=("prox_ot", "prox_ot_forecast"),
         promotion_streams=2,
         evaluation_streams=3,

@@ -16,14 +16,37 @@ from ray import tune
 from ray.tune.search import Searcher
 
 import envs
-from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.rollouts import RolloutConfig
-from tokenyard.rl.trainable import RouterTrainable, trial_bundles
-from tokenyard.scenario import load_scenario
+from tokenyard.rl.routing.rollouts import RolloutConfig
+from tokenyard.rl.routing.training import SCORE_REWARD
+from tokenyard.rl.routing.trial import RouterTrainable
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig
 from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
-from tune_configs.judge import VALIDATION_SEED, VALIDATION_STREAMS
-from tune_configs.rewards import ABLATIONS, PAPER, reward_weights
 from tune_configs.schedulers import AshaPerAlgorithm
+
+PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
+"""The five terms of the paper's reward (Abbaraju, section IV)."""
+
+_NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_completion": 0.0}
+_CREDITED_AT_DECISION = {
+    "response": RewardWeights(**_NO_PAPER_TERM, response=-1.0),
+    "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
+    "response_slo_tail": SCORE_REWARD,
+    "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
+}
+_ABLATED_FIELDS = {
+    "processing": ("processing",),
+    "queue": ("queue",),
+    "overload": ("overload",),
+    "balance": ("balance",),
+    "base": ("accept", "complete"),
+    "slo": ("slo_at_completion",),
+}
+
+PAPER = "paper"
+ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
+"""The paper's reward with one term removed; `base` is what a placed or finished request earns."""
 
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
@@ -41,18 +64,31 @@ _SHORT_ENV_STEPS = 20_000
 class RoutingTrial(RouterTrainable):
     """`RouterTrainable` from the few values by which trials are told apart."""
 
-    def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer that the values name."""
-        super().setup(trainer_config(config))
-
     @classmethod
-    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """What the trial and its env runners reserve, one bundle each.
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of the trial that the values name."""
+        return trainer_config(config)
 
-        Policy search has no env runner and is counted as if it had one: it keeps a core busy by
-        itself, and only between equal requests does Tune turn an actor to the next trial.
-        """
-        return trial_bundles(config, 1 + config.get("num_env_runners", 1))
+
+def reward_names() -> tuple[str, ...]:
+    """All names that `reward_weights` knows."""
+    return (PAPER, *_CREDITED_AT_DECISION, *ABLATIONS)
+
+
+def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
+    """Weights of that name; `paper` and its ablations start from the scenario's own.
+
+    Raises:
+        ValueError: Unknown name.
+    """
+    if name == PAPER:
+        return scenario.reward
+    if name in _CREDITED_AT_DECISION:
+        return _CREDITED_AT_DECISION[name]
+    term = name.removeprefix("paper_without_")
+    if name not in ABLATIONS:
+        raise ValueError(f"unknown reward weights {name!r}; choose one of {list(reward_names())}")
+    return scenario.reward.model_copy(update=dict.fromkeys(_ABLATED_FIELDS[term], 0.0))
 
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +99,6 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "scenario": trial["scenario"],
         "seed": trial["seed"],
         "register_env": envs.register,
-        "validation_streams": VALIDATION_STREAMS,
-        "validation_seed": VALIDATION_SEED,
     }
     config |= {key: trial[key] for key in (*RESOURCES, "implementation") if key in trial}
     config["recipe"] = trial["recipe"]
@@ -133,7 +167,7 @@ def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them."""
     learners = [_trial(a, w) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
     return Experiment(
-        problem="routing",
+        problem=PROBLEM,
         scenario="poisson_085",
         trainable=RoutingTrial,
         trials=(_search_trial(), *learners),
@@ -192,7 +226,7 @@ def ablation() -> Experiment:
 def ours() -> Experiment:
     """Our recipe, five seeds of each algorithm, each with the reward it learns best from.
 
-    DQN gets fewer steps: an update for every 64 of them makes one several times as dear.
+    DQN gets fewer steps: an update for every 64 of them makes one several times as costly.
     """
     plans = (
         ("dqn", "response", 60_000),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,29 @@ import ray
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from ray.tune import ResultGrid, Tuner
+from ray.tune import Result, ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
-from tokenyard.evaluation import Row
+from tokenyard import registry
+from tokenyard.evaluation import Comparison, is_better, rank
 from tokenyard.figures import learning_curves
+from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
 from tokenyard.provenance import git_sha, versions
-from tune_configs import mlflow_log, registry
-from tune_configs.experiment import SCORE, Experiment, load_experiment
-from tune_configs.judge import Comparison
-from tune_configs.registry import Registration
-from tune_configs.results import FinishedTrial
-from tune_configs.storage import open_storage
-from tune_configs.tuner import await_resources, fit, new_tuner, resumed_tuner, start_ray
+from tokenyard.registry import ARTIFACT_FILE, Registration
+from tune_configs import mlflow_log
+from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiment
+from tune_configs.tuner import (
+    await_resources,
+    fit,
+    new_tuner,
+    open_storage,
+    resumed_tuner,
+    start_ray,
+    trial_label,
+)
 
+VALIDATION_SEED = 0
+"""The same for all trials of all sweeps, so that their curves can be compared."""
 _COMPARABLE = 10
 """Ratio of environment steps up to which learning curves share an axis."""
 Curve = list[tuple[float, float]]
@@ -52,18 +61,55 @@ class Sweep:
     """The sweep's parent run."""
 
     @property
+    def problem(self) -> AnyProblem:
+        """What draws streams and compares policies."""
+        return self.experiment.problem
+
+    @cached_property
+    def scenario(self) -> Scenario:
+        """What trials are trained and judged on."""
+        scenario: Scenario = self.problem.load_scenario(self.experiment.scenario)
+        return scenario
+
+    @property
     def path(self) -> str:
         """Folder of the sweep."""
         return f"{self.storage}/{self.name}"
 
 
 @dataclass(frozen=True)
+class FinishedTrial:
+    """One trial and its best policy."""
+
+    trial_id: str
+    label: str
+    """Algorithm, reward weights and seed; made unique within the sweep."""
+    config: Mapping[str, Any]
+    env_steps: int
+    """Environment steps taken in all, also after the best checkpoint."""
+    wall_s: float
+    artifact: Artifact
+    """Exported by the checkpoint with the best score in training."""
+
+    def described(self) -> dict[str, Any]:
+        """The trial's part of a result row."""
+        return {
+            "algorithm": self.config["algorithm"],
+            "trial": self.label,
+            "seed": self.config["seed"],
+            "reward_weights": self.config["reward_weights"],
+            "env_steps": self.env_steps,
+            "wall_s": self.wall_s,
+        }
+
+
+@dataclass(frozen=True)
 class Report:
     """The outcome of a sweep."""
 
-    ranking: Comparison
+    ranking: Comparison[Any, Any]
     """Trials and rules on the same validation streams."""
-    evaluation: Comparison
+    evaluation: Comparison[Any, Any]
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
 
@@ -99,7 +145,7 @@ def open_sweep(
     storage, store = _locate(storage)
     open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
-    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem}", store)
+    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem.name}", store)
     found = mlflow_log.find_sweep_run(client, mlflow_id, f"{storage}/{name}")
     if resume:
         # The streams of the comparison must be those that the sweep began with.
@@ -164,24 +210,59 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
         ray.shutdown()
 
 
-def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
-    """Rank the trials on validation streams, and evaluate the best on fresh ones."""
-    experiment = sweep.experiment
-    referee = experiment.judge(experiment.scenario, sweep.seed)
-    baselines = {name: referee.baseline(name) for name in experiment.baselines}
-    policies = {trial.label: referee.trained(trial.artifact) for trial in trials}
-    ranking = referee.compare(
-        policies | baselines,
-        experiment.baseline,
-        referee.ranking_streams(),
+def finished_trials(results: ResultGrid, load: Callable[[Path], Artifact]) -> list[FinishedTrial]:
+    """Read the best policy of every trial that did not fail, in the order they were started."""
+    trials: list[FinishedTrial] = []
+    for result in sorted(results, key=_trial_id):
+        if result.error is None:
+            trials.append(_read(result, load, taken={trial.label for trial in trials}))
+    return trials
+
+
+def _trial_id(result: Result) -> str:
+    # Tune itself gives the order in which trials ended, and after a resume another one.
+    return str((result.metrics or {}).get("trial_id", ""))
+
+
+def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> FinishedTrial:
+    metrics, config = result.metrics, result.config
+    assert metrics is not None
+    assert config is not None
+    trial_id, label = metrics["trial_id"], trial_label(config)
+    checkpoint = result.get_best_checkpoint(SCORE, "max") or result.checkpoint
+    assert checkpoint is not None, "a finished trial saves at its end"
+    with checkpoint.as_directory() as folder:
+        artifact = load(Path(folder) / ARTIFACT_FILE)
+    return FinishedTrial(
+        trial_id=trial_id,
+        label=f"{label}-{trial_id}" if label in taken else label,
+        config=config,
+        env_steps=int(metrics[ENV_STEPS]),
+        wall_s=float(metrics["time_total_s"]),
+        artifact=artifact,
     )
+
+
+def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
+    """Rank the trials on validation streams, and evaluate the best on fresh ones.
+
+    Trials and rules are ranked on the streams on which trials validate themselves in training, so
+    that a learning curve ends where the ranking puts it. The evaluation, and promotion after it,
+    use others, on which nothing was chosen.
+    """
+    experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
+    rules = {name: problem.candidate(scenario, name).run for name in experiment.baselines}
+    policies = {trial.label: problem.trained(trial.artifact) for trial in trials}
+    validation = problem.streams(
+        scenario, "validation", problem.num_validation_streams, VALIDATION_SEED
+    )
+    baseline = experiment.baseline
+    ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed)
     by_label = {trial.label: trial for trial in trials}
     best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
-    evaluation = referee.compare(
-        {best.label: policies[best.label], experiment.baseline: baselines[experiment.baseline]},
-        experiment.baseline,
-        referee.fresh_streams(experiment.evaluation_streams),
-    )
+    finalists = {best.label: policies[best.label], baseline: rules[baseline]}
+    fresh = problem.streams(scenario, "evaluation", experiment.evaluation_streams, sweep.seed)
+    evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed)
     return Report(ranking, evaluation, best)
 
 
@@ -190,24 +271,20 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     experiment, best = sweep.experiment, report.best
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
-        _log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial)
-    referee = experiment.judge(experiment.scenario, sweep.seed)
-    streams = referee.promotion_streams(experiment.promotion_streams)
+        registry.log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial.artifact)
+    problem, scenario = sweep.problem, sweep.scenario
+    # Further validation streams: what was ranked on the first ones may owe its place to them.
+    streams = problem.streams(
+        scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
+    )
     return registry.register(
         sweep.client,
-        registry.model_name(experiment.problem, experiment.scenario),
+        registry.model_name(problem.name, experiment.scenario),
         runs[best.trial_id].info.run_id,
         best.artifact,
-        lambda champion: referee.beats(best.artifact, champion, streams),
-        referee.load,
+        lambda champion: is_better(problem, scenario, best.artifact, champion, streams, sweep.seed),
+        problem.load_artifact,
     )
-
-
-def _log_artifact(client: MlflowClient, run_id: str, trial: FinishedTrial) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / registry.ARTIFACT_FILE
-        trial.artifact.save(path)
-        client.log_artifact(run_id, str(path), registry.ARTIFACT_FOLDER)
 
 
 def record(
@@ -222,7 +299,8 @@ def record(
     tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
-    figures = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).figures(report.ranking)
+    ranking = report.ranking
+    figures = sweep.problem.figures(sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
     figures |= draw_learning_curves(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
@@ -248,7 +326,6 @@ def draw_learning_curves(
     The baseline is a level line, and so is the best trial of another order of environment
     steps, such as policy search.
     """
-    unit = sweep.experiment.judge(sweep.experiment.scenario, sweep.seed).score_unit
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     shortest = min(trial.env_steps for trial in trials)
     far = {trial.label for trial in trials if trial.env_steps > _COMPARABLE * shortest}
@@ -267,7 +344,7 @@ def draw_learning_curves(
     return {
         f"learning_curves_{weights}": learning_curves(
             by_algorithm,
-            f"score on validation streams, {unit}",
+            f"score on validation streams, {sweep.problem.score.unit}",
             levels,
             f"Reward weights in training: {weights}",
         )
@@ -290,6 +367,8 @@ def _described(sweep: Sweep) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
+    if hasattr(value, "load_scenario"):
+        return value.name
     try:
         json.dumps(value)
     except TypeError:

@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
+from fsspec.core import url_to_fs
+from pyarrow import ArrowInvalid
+from pyarrow.fs import FileSystem, FSSpecHandler, PyFileSystem
 from ray import tune
 from ray.autoscaler.sdk import request_resources
 from ray.exceptions import RayActorError
@@ -25,7 +28,6 @@ from ray.tune.execution.placement_groups import PlacementGroupFactory
 from ray.tune.experiment import Trial
 
 from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, stop_at_budget
-from tune_configs.storage import open_storage
 
 logger = logging.getLogger(__name__)
 
@@ -243,3 +245,31 @@ def _trial_name(trial: Trial) -> str:
 def _trial_folder(trial: Trial) -> str:
     # Trials drawn by a searcher can share a label; their ids differ.
     return f"{trial_label(trial.config)}-{trial.trial_id}"
+
+
+def open_storage(location: str) -> tuple[FileSystem | None, str]:
+    """Return the file system of a folder or URI, and the path on it.
+
+    pyarrow serves `s3://`, `gs://`, `hdfs://` and `file://` itself; other schemes (`az://`,
+    `sftp://`, ...) go to the fsspec package of that scheme. S3 stores other than Amazon's are named
+    by AWS_ENDPOINT_URL, on every node.
+
+    Returns:
+        The file system, None for a local folder, which Tune treats best itself; and the path.
+
+    Raises:
+        ValueError: Nobody knows the scheme, or its package is not installed.
+    """
+    if "://" not in location:
+        return None, location
+    try:
+        filesystem, path = FileSystem.from_uri(location)
+        return filesystem, str(path)
+    except ArrowInvalid:
+        # Not a scheme of pyarrow's.
+        pass
+    try:
+        filesystem, path = url_to_fs(location)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"storage {location}: {error}") from None
+    return PyFileSystem(FSSpecHandler(filesystem)), path

@@ -1,6 +1,6 @@
 """Inference engines: one small interface, and what implements it.
 
-Reading order: `base` (the interface), `requests` (what every engine refuses), `models` (what is
-loaded, and whether it can be divided), `gang` (ranks as Ray actors), `rank` (what each of them
-does), `sampling`, `vllm` and `profile` (how fast an engine is).
+Reading order: `base` (the interface), `admission` (what every engine refuses), `models` (what is
+loaded, and whether it can be divided), `tokenizer`, `sharded` (ranks as Ray actors), `emulation`
+(held to the pace of hardware that is not there), `vllm` and `profiling` (how fast an engine is).
 """

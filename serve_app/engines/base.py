@@ -1,7 +1,7 @@
 """What the server asks of an inference engine: tokens in, a stream of tokens out.
 
 An engine knows token ids alone; texts, chat templates and stop strings are its replica's business
-(`serve_app.engine_replica`). One engine is one replica: data parallelism is several of them.
+(`serve_app.ray_serve.replica`). One engine is one replica: data parallelism is several of them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
-from serve_app.engines.rehearsal import Rehearsal
-from tokenyard.frozen import Frozen
+from serve_app.engines.emulation import Emulation
+from tokenyard.config import FrozenModel
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token; `length`: max_tokens; `abort`: the client left."""
@@ -23,13 +23,13 @@ class EngineError(RuntimeError):
     """An engine that cannot do what it is asked; the text says why, in one sentence."""
 
 
-class EngineConfig(Frozen):
+class EngineConfig(FrozenModel):
     """What an engine runs, and on what."""
 
     model: str
     """Folder of a Hugging Face causal LM, a hub id, `default` for the embedded model, or
-    `rehearsal` for random weights of hardly any size with its tokenizer."""
-    rehearses: Rehearsal | None = None
+    `emulated` for random weights of hardly any size with its tokenizer."""
+    emulates: Emulation | None = None
     """Hardware that it stands in for; None: it is as fast as it is."""
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     """Ranks that share every layer."""

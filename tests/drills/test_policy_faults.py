@@ -11,24 +11,24 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
+from unit.serve.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import a_faulty_policy, marginal_artifact, network_artifact
-from unit.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 
-from serve_app import desk as desk_module
-from serve_app.access import Access
-from serve_app.desk import PolicyDesk
-from serve_app.gateway import Gateway
-from serve_app.openai_api import create_gateway_api
-from serve_app.telemetry import Published
-from serve_app.work import Delta, ReplicaFull
-from tokenyard.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
-from tokenyard.types import Decision
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import GenerationChunk, ReplicaFull
+from serve_app.gateway.replicas import EngineStatus
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.policy import manager as manager_module
+from serve_app.policy.manager import PolicyManager
+from tokenyard.routing.observation import NUM_MARGINAL_FEATURES, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.types import Decision
 
 pytestmark = pytest.mark.drills
 
 NUM_CLIENTS = 8
 NUM_REQUESTS = 120
-TRUST = {"budget_s": 0.05, "cool_down_s": 0.3, "stale_after_s": 0.5}
+SETTINGS = {"budget_s": 0.05, "cool_down_s": 0.3, "stale_after_s": 0.5}
 
 
 class BusyPool(FakePool):
@@ -39,21 +39,21 @@ class BusyPool(FakePool):
         self.num_held = 0
         self.tells = True
 
-    def refresh(self, collector, now_s):
+    def refresh(self, table, now_s):
         if self.there:
-            replica = collector.add(self.replica_id, self.name, PROFILE, 0, now_s)
+            replica = table.add(self.replica_id, self.name, PROFILE, 0, now_s)
             if self.tells:
-                replica.publish(Published(0, self.num_held, 0.1, now_s))
-        collector.keep(self.name, [self.replica_id] if self.there else [])
+                replica.publish(EngineStatus(0, self.num_held, 0.1, now_s))
+        table.keep(self.name, [self.replica_id] if self.there else [])
 
-    async def stream(self, replica_id, work):
+    async def stream(self, replica_id, request):
         if self.num_held >= 4:
             raise ReplicaFull("its four places are taken")
-        self.works.append(work)
+        self.requests.append(request)
         self.num_held += 1
         try:
             await asyncio.sleep(0.005)
-            yield Delta("ok", 2, "stop")
+            yield GenerationChunk("ok", 2, "stop")
         finally:
             self.num_held -= 1
 
@@ -89,14 +89,17 @@ def drill(test, clock_s=time.time):
 
     async def run():
         cluster = a_cluster(
-            pools=("a", "b", "c"), trust=TRUST, limits={"max_in_flight": 64}, policy="champion"
+            pools=("a", "b", "c"),
+            circuit_breaker=SETTINGS,
+            limits={"max_in_flight": 64},
+            policy="champion",
         )
-        desk = PolicyDesk(
-            cluster.scenario, cluster.baseline, cluster.trust, np.random.default_rng(0)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
         )
-        desk.switch(cluster.policy)
+        manager.switch(cluster.policy)
         pools = {pool.name: BusyPool(pool.name) for pool in cluster.pools}
-        gateway = Gateway(cluster, desk, pools, clock_s=clock_s)
+        gateway = Gateway(cluster, manager, pools, clock_s=clock_s)
         api = create_gateway_api(gateway, Letters(), Access(None))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
@@ -106,7 +109,7 @@ def drill(test, clock_s=time.time):
                 await test(made)
                 await made.load(20)
             finally:
-                desk.stop()
+                manager.stop()
         assert set(made.statuses) == {200}
         assert len(made.statuses) >= 40 + NUM_REQUESTS
         assert gateway.in_flight == 0
@@ -116,18 +119,18 @@ def drill(test, clock_s=time.time):
 
 @pytest.fixture
 def install(monkeypatch):
-    """Let the name `broken` stand for a policy that got through its rehearsal."""
+    """Let the name `broken` stand for a policy that got through its warm-up."""
 
-    def put(served):
-        known = desk_module.resolve_policy
+    def put(loaded):
+        known = manager_module.resolve_policy
         monkeypatch.setattr(
-            desk_module,
+            manager_module,
             "resolve_policy",
-            lambda name, *rest: served if name == "broken" else known(name, *rest),
+            lambda name, *rest: loaded if name == "broken" else known(name, *rest),
         )
-        rehearse = desk_module.rehearse
+        warm_up = manager_module.warm_up
         monkeypatch.setattr(
-            desk_module, "rehearse", lambda one: None if one is served else rehearse(one)
+            manager_module, "warm_up", lambda one: None if one is loaded else warm_up(one)
         )
 
     return put
@@ -176,7 +179,7 @@ def test_the_baseline_decides_where_the_policy_is_broken(fault, install):
         await drill.load()
         reasons = await drill.reasons()
         assert reasons[reason] >= 1
-        assert reasons["resting"] > reasons[reason]  # The breaker keeps it from every request.
+        assert reasons["breaker_open"] > reasons[reason]  # The breaker keeps it from every request.
         assert (await drill.switch("champion")).status_code == 200
 
     install(make())
@@ -190,7 +193,7 @@ def test_a_stale_artifact_for_other_replicas_is_left_aside(tmp_path):
     async def test(drill):
         assert (await drill.switch(str(path))).status_code == 200
         await drill.load()
-        assert (await drill.reasons())["unfit"] >= NUM_REQUESTS
+        assert (await drill.reasons())["incompatible"] >= NUM_REQUESTS
 
     drill(test)
 
@@ -210,7 +213,7 @@ def test_a_truncated_file_is_refused_and_what_decided_goes_on(tmp_path):
         )
         assert canary.status_code == 422
         await load
-        assert drill.gateway.desk.name == "champion"
+        assert drill.gateway.manager.policy.name == "champion"
 
     drill(test)
 
@@ -230,7 +233,7 @@ def test_poisoned_weights_that_send_everything_to_one_replica_fill_it_and_the_re
         assert "tokenyard_retries_total{" in text  # It was full, and the rest went elsewhere.
         back = await drill.client.post("/v1/policies", json={"action": "rollback"})
         assert back.status_code == 200
-        assert drill.gateway.desk.name == "champion"
+        assert drill.gateway.manager.policy.name == "champion"
 
     drill(test)
 
@@ -270,7 +273,7 @@ def test_without_telemetry_the_baseline_decides_and_the_policy_comes_back_with_i
     async def test(drill):
         for pool in drill.pools.values():
             pool.tells = False
-        await asyncio.sleep(TRUST["stale_after_s"] + 0.1)
+        await asyncio.sleep(SETTINGS["stale_after_s"] + 0.1)
         await drill.load()
         stale = (await drill.reasons())["stale"]
         assert stale >= NUM_REQUESTS

@@ -27,7 +27,7 @@ from unit.serve_builders import marginal_artifact
 
 from serve_app.app import GatewayOptions, build_gateway
 
-pytestmark = [pytest.mark.drills, pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.drills, pytest.mark.integration]
 
 HERE = Path(__file__).parent
 INTEGRATION = HERE.parent / "integration"
@@ -36,7 +36,7 @@ BODY = {
     "model": "tiny", "prompt": "one two three four five six", "max_tokens": 12,
     "ignore_eos": True, "temperature": 0,
 }  # fmt: skip
-REHEARSES = {"gpu": "h100_sxm", "llm": "llama3_8b", "slow_down": 2}
+EMULATES = {"gpu": "h100_sxm", "llm": "llama3_8b", "time_scale": 2}
 HEALS_S = 240.0
 
 
@@ -47,7 +47,7 @@ def a_free_port():
 
 def a_pool(name, label, **fields):
     config = {
-        "model": "rehearsal", "rehearses": REHEARSES, "max_batch": 8, "max_waiting": 64,
+        "model": "emulated", "emulates": EMULATES, "max_batch": 8, "max_waiting": 64,
         "device": "cpu", "rank_cpus": 0.1,
     }  # fmt: skip
     return {
@@ -57,7 +57,7 @@ def a_pool(name, label, **fields):
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site(tmp_path_factory, own_ray):
     """A gateway on the head; two pools on it, ranks and all, and one on a node of its own."""
     folder = tmp_path_factory.mktemp("drills")
     path = os.pathsep.join([str(INTEGRATION), os.environ.get("PYTHONPATH", "")])
@@ -76,11 +76,11 @@ def site(tmp_path_factory):
         tiny = "tiny_engine:TinyEngine"
         cluster = {
             "name": "drills", "description": "Made to be broken.", "served_model": "tiny",
-            "explore_fraction": 0.0, "trust": {"budget_s": 0.25},
+            "explore_fraction": 0.0, "circuit_breaker": {"budget_s": 0.25},
             "gateway": {"node_labels": {"drill": "head"}},
             "limits": {"max_in_flight": 64, "timeout_s": 60},
             "pools": [
-                a_pool("gang", "head"),
+                a_pool("sharded", "head"),
                 a_pool("tiny", "head", engine=tiny, replicas=2),
                 a_pool("away", "spare", engine=tiny),
             ],
@@ -92,7 +92,7 @@ def site(tmp_path_factory):
             options = GatewayOptions(cluster=str(file), registry=None)
             serve.run(build_gateway(options), name="drills", route_prefix="/")
             made = Site(f"http://127.0.0.1:{port}", fake, folder)
-            made.wait_for({"gang": 1, "tiny": 2, "away": 1})
+            made.wait_for({"sharded": 1, "tiny": 2, "away": 1})
             yield made
         finally:
             serve.shutdown()
@@ -214,7 +214,7 @@ def under_load(site, break_it, heal):
     return heard
 
 
-WHOLE = {"gang": 1, "tiny": 2, "away": 1}
+WHOLE = {"sharded": 1, "tiny": 2, "away": 1}
 
 
 def kill(process):
@@ -301,13 +301,13 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
     heard = under_load(site, lambda: None, promote)
     assert set(heard) == {"answered"}
     state = httpx.get(f"{site.url}/v1/policies", timeout=30).json()
-    assert state["trial"]["why_ended"] is None
+    assert state["experiment"]["why_ended"] is None
     assert state["champion"]["name"] == "champion"
 
 
 def test_a_node_that_dies_takes_its_pool_and_no_request(site):
     node = next(iter(site.fake.worker_nodes))
-    left = {"gang": 1, "tiny": 2}
+    left = {"sharded": 1, "tiny": 2}
 
     def heal():
         site.wait_for(left)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenyard.observation import NUM_SCORE_WEIGHTS
-from tokenyard.scenario import Scenario, Server
-from tokenyard.sim import kernel
-from tokenyard.sim.cluster import ClusterSim
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.scenario import Scenario, Server
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.constant_rate import ClusterSim
 
 FILE = Path(__file__).with_name("sim_summary.json")
 DISCIPLINES = ("serial", "parallel_full", "parallel_split", "processor_sharing")

@@ -27,7 +27,8 @@ class TinyEngine:
     """Iterations of `ITERATION_S + SEQUENCE_S x batch`, each giving every sequence a token.
 
     The k-th token generated is the k-th of the prompt; where the prompt ends, so does the answer,
-    unless `ignore_eos` starts it over.
+    unless `ignore_eos` starts it over. Where folders `started` and `aborted` lie beside its model,
+    it leaves the number of its process there.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -35,14 +36,12 @@ class TinyEngine:
         self._waiting: list[_Request] = []
         self._running: list[_Request] = []
         self._by_id: dict[str, _Request] = {}
-        self._work = asyncio.Event()
+        self._generation = asyncio.Event()
         self._last = (math.nan, 0)
         self.num_aborted = 0
 
     async def start(self) -> None:
-        folder = os.environ.get("TINY_ENGINE_PIDS")
-        if folder is not None:
-            Path(folder, str(os.getpid())).touch()
+        self._note("started")
         self._loop = asyncio.create_task(self._iterate())
 
     async def generate(self, request_id, token_ids, sampling):
@@ -53,7 +52,7 @@ class TinyEngine:
         request = _Request(tuple(token_ids), sampling)
         self._by_id[request_id] = request
         self._waiting.append(request)
-        self._work.set()
+        self._generation.set()
         try:
             while True:
                 chunk = await request.queue.get()
@@ -68,6 +67,7 @@ class TinyEngine:
         if request is not None and not request.gone:
             request.gone = True
             self.num_aborted += 1
+            self._note("aborted")
 
     def stats(self):
         held = sum(len(one.token_ids) + one.generated for one in self._running)
@@ -92,14 +92,19 @@ class TinyEngine:
     async def stop(self):
         self._loop.cancel()
 
+    def _note(self, what):
+        folder = Path(self._config.model).parent / what
+        if folder.is_dir():
+            (folder / str(os.getpid())).touch()
+
     async def _iterate(self):
         while True:
             self._drop_gone()
             while self._waiting and len(self._running) < self._config.max_batch:
                 self._running.append(self._waiting.pop(0))
             if not self._running:
-                self._work.clear()
-                await self._work.wait()
+                self._generation.clear()
+                await self._generation.wait()
                 continue
             started_s = time.perf_counter()
             await asyncio.sleep(ITERATION_S + SEQUENCE_S * len(self._running))

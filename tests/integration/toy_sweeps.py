@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 from ray import tune
 
-from tokenyard.artifact import ArtifactMetadata, PolicyArtifact
-from tokenyard.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.problem import PROBLEM
 from tune_configs.experiment import Experiment
 from tune_configs.schedulers import AshaPerAlgorithm
 
@@ -73,7 +75,7 @@ def toy_trial(algorithm: str, seed: int = 0, env_steps: int = 5_000) -> dict[str
 def tiny() -> Experiment:
     """Two algorithms, two seeds, five iterations each."""
     return Experiment(
-        problem="routing",
+        problem=PROBLEM,
         scenario="poisson_085",
         trainable=ToyRouter,
         trials=tuple(toy_trial(a, seed) for a in ("fast", "slow") for seed in range(2)),

@@ -51,7 +51,7 @@ def jobs(draw, max_size: int = 12, patient: bool = False) -> list[Job]:
             context=draw(st.integers(1, 16)),
             output=draw(st.integers(1, 10)),
             priority=draw(st.integers(0, 1)),
-            give_up_s=float("inf") if patient else submit_s + waits,
+            abandon_s=float("inf") if patient else submit_s + waits,
             chain=draw(chains()),
         )
         drawn.append(job)

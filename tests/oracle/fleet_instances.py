@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 from oracle.slow_engine import Change, Engine, Job
 
-from tokenyard.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.fleet import Fleet, ReplicaConfig
+from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario
+from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.scenario import Arrivals, RewardWeights, Scenario
-from tokenyard.sim.batching_streams import BatchingStream
-from tokenyard.sim.engines import BatchingSim
+from tokenyard.routing.simulator.batching_streams import BatchingStream
 
 NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
 SECOND = Engine(
@@ -91,7 +91,7 @@ def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStrea
         row[[lay.DISPATCH_S, lay.ARRIVAL_S]] = ask.submit_s
         row[lay.CONTEXT], row[lay.OUTPUT] = ask.context, ask.output
         row[lay.PREDICTED_OUTPUT], row[lay.ROUTER] = ask.predicted_output, ask.router
-        row[lay.PRIORITY], row[lay.GIVE_UP_S] = ask.priority, ask.give_up_s
+        row[lay.PRIORITY], row[lay.ABANDON_S] = ask.priority, ask.abandon_s
         row[lay.CHAIN_AT], row[lay.CHAIN_LENGTH] = len(chains), len(ask.chain)
         row[lay.SLO_RESPONSE_S : lay.SLO_TPOT_S + 1] = ask.slo_s
         row[lay.CLASS], row[lay.TENANT] = ask.traffic_class, ask.tenant

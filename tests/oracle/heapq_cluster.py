@@ -1,8 +1,9 @@
 """The token-level cluster told a second time: slow, one heap of events, no arrays.
 
-It shares no line with `tokenyard.sim.kernel` and is written from the rules alone, so that the two
-can only agree by both being right. Under processor sharing it keeps the tokens that every running
-request has been given since the server began, where the kernel keeps what each has left.
+It shares no line with `tokenyard.routing.simulator.constant_rate_kernel` and is written from the
+rules alone, so that the two can only agree by both being right. Under processor sharing it keeps
+the tokens that every running request has been given since the server began, where the kernel keeps
+what each has left.
 """
 
 import heapq
@@ -11,7 +12,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
-from tokenyard.scenario import Scenario
+from tokenyard.routing.scenario import Scenario
 
 
 @dataclass
@@ -97,9 +98,9 @@ class HeapqCluster:
         slo_s = self.scenario.slo_response_s
 
         def of_response(response_s: float) -> float:
-            late = response_s > slo_s
+            violated = response_s > slo_s
             beyond = max(response_s - weights.tail_after_s, 0.0)
-            return weights.response * response_s + weights.slo * late + weights.tail * beyond
+            return weights.response * response_s + weights.slo * violated + weights.tail * beyond
 
         rewards = []
         for index, job in enumerate(self.jobs):

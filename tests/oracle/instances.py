@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import strategies as st
 from oracle.heapq_cluster import HeapqCluster, Job
 
-from tokenyard.scenario import Arrivals, RewardWeights, Scenario, Server
-from tokenyard.sim import kernel
-from tokenyard.sim.cluster import ClusterSim
+from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario, Server
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.types import FloatArray
 
 DISCIPLINES = ("serial", "parallel_full", "parallel_split", "processor_sharing")

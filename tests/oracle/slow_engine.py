@@ -41,7 +41,7 @@ class Job:
     context: int
     output: int
     priority: int = 0
-    give_up_s: float = math.inf
+    abandon_s: float = math.inf
     chain: tuple[int, ...] = ()
 
 
@@ -169,7 +169,7 @@ class _Replica:
         """Steps 1 to 5: decide what the iteration computes, and when it ends."""
         assert now_s >= self.clock_s
         self.clock_s = now_s
-        self.give_up(now_s)
+        self.abandon(now_s)
         preempted = self.preempt()
         self.decoding = [run for run in self.running if not run.in_prefill]
         for run in self.decoding:
@@ -185,10 +185,10 @@ class _Replica:
         self.clock_in(now_s)
         self.check()
 
-    def give_up(self, now_s: float) -> None:
+    def abandon(self, now_s: float) -> None:
         for priority, queue in self.waiting.items():
-            self.waiting[priority] = deque(run for run in queue if run.job.give_up_s > now_s)
-        gone = [run for run in self.running if run.job.give_up_s <= now_s]
+            self.waiting[priority] = deque(run for run in queue if run.job.abandon_s > now_s)
+        gone = [run for run in self.running if run.job.abandon_s <= now_s]
         for run in sorted(gone, key=lambda run: run.order):
             self.release(run)
 

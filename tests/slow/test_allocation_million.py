@@ -8,7 +8,7 @@ from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.sim.allocation_run import StreamRunner
+from tokenyard.allocation.simulator.run import StreamRunner
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenyard.rl.columns import Rollout
+from tokenyard.rl.columnar.columns import Rollout
 
 
 def a_rollout(rng, num_steps, num_copies, end_probability=0.2, size=2, num_actions=2):

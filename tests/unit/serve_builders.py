@@ -6,21 +6,23 @@ from functools import partial
 
 import numpy as np
 
-from serve_app.messages import PolicyCard
-from serve_app.served import ServedPolicy, from_artifact, from_baseline
-from tokenyard.artifact import (
-    ArtifactMetadata,
-    FeatureScaling,
-    LengthPredictor,
-    PolicyArtifact,
-)
-from tokenyard.observation import (
+from serve_app.cluster import CircuitBreakerSettings, load_cluster
+from serve_app.engines.tokenizer import EstimatingTokenizer
+from serve_app.gateway.gateway import Gateway
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline
+from serve_app.policy.manager import PolicyManager
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
+from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
     observation_size,
 )
-from tokenyard.scenario import load_scenario
+from tokenyard.routing.scenario import load_scenario
 
 PREDICTOR = LengthPredictor(bin_edges_tokens=(1000.0,), mean_generated_tokens=(10.0, 50.0))
 
@@ -126,11 +128,25 @@ def a_faulty_policy(act):
         output_length="none",
         slo_response_s=2.0,
     )
-    return ServedPolicy(card, partial(_make_faulty, act), None)
+    return LoadedPolicy(card, partial(_make_faulty, act), None)
 
 
 def _make_faulty(act, rng):
     return Faulty(act)
+
+
+def a_manager(loaded=None, explore_fraction=0.0, seed=0):
+    """A manager of `poisson_085` whose baseline is SED; its policy is given a second."""
+    settings = CircuitBreakerSettings(budget_s=1.0)
+    manager = PolicyManager("poisson_085", "sed", settings, np.random.default_rng(seed))
+    manager.switch("test", explore_fraction, prepared=loaded or a_trained_policy())
+    return manager
+
+
+def a_deciding_api(loaded=None, log=None, **options):
+    """The HTTP API of a gateway without pools, which only decides."""
+    gateway = Gateway(load_cluster("none"), a_manager(loaded), {}, log=log, **options)
+    return create_gateway_api(gateway, EstimatingTokenizer(), Access(None))
 
 
 def call(api, method, path, body=b"", headers=()):

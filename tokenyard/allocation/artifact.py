@@ -1,37 +1,30 @@
-"""The exported allocation policy: what leaves training, and all that deciding live needs.
+"""The exported allocation policy: its kinds, and which one is the champion.
 
-One npz file, as `tokenyard.artifact` writes it: the scenario (pool, model, promises), the
-forecaster and what was learned. numpy reads it; the planner runs compiled, or as plain Python.
+One npz file (`tokenyard.artifact`): the scenario (pool, model, SLOs), the forecaster and what was
+learned. `KINDS` is the one table of what there is to know of a kind. To add one, write its class in
+`tokenyard.allocation.policies.learned` and its line here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from tokenyard.allocation.forecast import Forecaster
 from tokenyard.allocation.planner import NUM_PARAMETERS
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, ValueTable
+from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.artifact import (
-    RegistryLookup,
-    content_hash,
-    find_champion,
-    read_arrays,
-    write_arrays,
-)
-from tokenyard.frozen import Frozen
-
-_DIMENSIONS = {"planner": {"theta": 1}, "table": {"edges_per_s": 1, "best": 4}}
-"""Arrays of a policy, and how many dimensions each has; networks count their own layers."""
+from tokenyard.allocation.types import AllocationPolicy
+from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.config import FrozenModel
+from tokenyard.network import Network, check_names, check_network, check_shape, network_names
 
 
-class AllocationMetadata(Frozen):
+class AllocationMetadata(FrozenModel):
     """What an allocation policy is, where it comes from, and what it decides for."""
 
     format_version: Literal[1] = 1
@@ -39,9 +32,9 @@ class AllocationMetadata(Frozen):
     kind: Literal["planner", "table", "hybrid_network", "grid_network"]
     """`planner`: parameters of `tokenyard.allocation.planner`, array `theta`; `table`: a plan by
     backlog, part of the day, bin of demand and plan in force, arrays `edges_per_s` and `best`;
-    networks from observations: layers `w0`, `b0` and so on, `mean` and `std` of observations. The
-    hybrid one puts out the mean and the spread of memory, then a preference per shape; the other
-    preferences alone, for shapes with the memory of `PlanTable.best_memory`."""
+    networks from observations, as `tokenyard.network.Network` has them. The hybrid one puts out the
+    mean and the spread of memory, then a preference per shape; the other preferences alone, for
+    shapes with the memory of `PlanTable.best_memory`."""
     scenario: AllocationScenario
     trainer: str
     """Algorithm that made it."""
@@ -56,76 +49,134 @@ class AllocationMetadata(Frozen):
 
 
 @dataclass(frozen=True, eq=False)
-class AllocationArtifact:
+class AllocationArtifact(Artifact[AllocationMetadata]):
     """A trained allocation policy.
 
     Raises:
         ValueError: The arrays do not fit the metadata.
     """
 
-    metadata: AllocationMetadata
-    arrays: Mapping[str, npt.NDArray[Any]]
+    METADATA = AllocationMetadata
 
-    def __post_init__(self) -> None:
-        """Check that the arrays are those of the kind, and finite."""
-        kind, arrays = self.metadata.kind, self.arrays
-        wanted = _DIMENSIONS.get(kind) or {
-            "mean": 1, "std": 1, **{name: 2 - name.startswith("b") for name in _layer_names(arrays)}
-        }  # fmt: skip
-        if set(arrays) != set(wanted):
-            raise ValueError(f"arrays {sorted(arrays)} must be {sorted(wanted)}")
-        for name, dimensions in wanted.items():
-            if arrays[name].ndim != dimensions:
-                raise ValueError(f"array {name!r} must have {dimensions} dimensions")
-            if not np.isfinite(arrays[name]).all():
-                raise ValueError(f"array {name!r} holds numbers that are not finite")
-        if kind == "planner" and arrays["theta"].shape != (NUM_PARAMETERS,):
-            raise ValueError(f"array 'theta' must have shape ({NUM_PARAMETERS},)")
-        if kind != "table" and self.metadata.forecaster is None:
-            raise ValueError(f"a {kind} needs a forecaster in its metadata")
+    def check(self) -> None:
+        """Check what the kind needs."""
+        KINDS[self.metadata.kind].check(self)
 
     @property
-    def layers(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
-        """Weights and biases of a network, first layer first."""
-        count = len(_layer_names(self.arrays)) // 2
-        return [(self.arrays[f"w{i}"], self.arrays[f"b{i}"]) for i in range(count)]
-
-    @cached_property
-    def sha256(self) -> str:
-        """First 12 hex digits of a hash over all that the policy is."""
-        return content_hash(self.metadata.model_dump_json(), self.arrays)
-
-    def save(self, path: str | Path) -> None:
-        """Write the npz file; equal policies give equal bytes."""
-        write_arrays(path, self.metadata.model_dump_json(), self.arrays)
-
-    @classmethod
-    def load(cls, path: str | Path) -> AllocationArtifact:
-        """Read a policy file.
+    def forecaster(self) -> Forecaster:
+        """Of demand.
 
         Raises:
-            ArtifactError: The file is missing, broken, or of another problem.
+            ValueError: A kind that needs one has none.
         """
-        return read_arrays(
-            path,
-            lambda text, arrays: cls(AllocationMetadata.model_validate_json(text), arrays),
+        if self.metadata.forecaster is None:
+            raise ValueError(f"a {self.metadata.kind} needs a forecaster in its metadata")
+        return self.metadata.forecaster
+
+
+@dataclass(frozen=True)
+class AllocationKind(Kind[AllocationArtifact]):
+    """What there is to know of one kind of allocation policies."""
+
+    policy: Callable[[AllocationArtifact], AllocationPolicy]
+
+
+def _check_planner(artifact: AllocationArtifact) -> None:
+    check_names(artifact.arrays, ["theta"])
+    check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
+    _ = artifact.forecaster
+
+
+def _check_table(artifact: AllocationArtifact) -> None:
+    check_names(artifact.arrays, ["edges_per_s", "best"])
+    for name, dimensions in (("edges_per_s", 1), ("best", 4)):
+        if artifact.arrays[name].ndim != dimensions:
+            raise ValueError(f"array {name!r} must have {dimensions} dimensions")
+
+
+def _check_network(artifact: AllocationArtifact) -> None:
+    check_network(artifact.arrays)
+    check_names(artifact.arrays, network_names(artifact.arrays))
+    _ = artifact.forecaster
+
+
+def _network_plan(artifact: AllocationArtifact, chooses_memory: bool) -> NetworkPlan:
+    metadata, network = artifact.metadata, Network.from_arrays(artifact.arrays)
+    return NetworkPlan(
+        metadata.scenario, artifact.forecaster, network, chooses_memory, metadata.stay_bonus
+    )
+
+
+def _table(artifact: AllocationArtifact) -> ValueTable:
+    arrays: Mapping[str, Any] = artifact.arrays
+    return ValueTable(artifact.metadata.scenario, arrays["edges_per_s"], arrays["best"])
+
+
+KINDS: dict[str, AllocationKind] = {
+    "planner": AllocationKind(
+        check=_check_planner,
+        policy=lambda it: ForecastPlanner(it.metadata.scenario, it.arrays["theta"], it.forecaster),
+        is_finetuned=True,
+    ),
+    "table": AllocationKind(check=_check_table, policy=_table),
+    "hybrid_network": AllocationKind(
+        check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=True)
+    ),
+    "grid_network": AllocationKind(
+        check=_check_network, policy=lambda it: _network_plan(it, chooses_memory=False)
+    ),
+}
+"""Kind of an artifact to what there is to know of it."""
+
+
+def learned_for(
+    artifact: AllocationArtifact, scenario: AllocationScenario, source: str
+) -> AllocationPolicy:
+    """Make the policy of an artifact for a scenario that may not be the one it was trained on.
+
+    Args:
+        artifact: The trained policy.
+        scenario: Whose pool it is to decide for.
+        source: Where it was found, for the error.
+
+    Raises:
+        ValueError: It decides between other plans.
+    """
+    theirs = artifact.metadata.scenario
+    if plan_table(theirs).plans != plan_table(scenario).plans:
+        raise ValueError(
+            f"{source} decides between the plans of scenario {theirs.name!r}, which are not those "
+            f"of {scenario.name!r}"
         )
+    return learned_allocation(artifact)
 
 
-def _layer_names(arrays: Mapping[str, Any]) -> list[str]:
-    count = max(1, sum(name.startswith("w") for name in arrays))
-    return [f"{letter}{i}" for i in range(count) for letter in "wb"]
+def learned_allocation(artifact: AllocationArtifact) -> AllocationPolicy:
+    """Make the policy of an artifact."""
+    return KINDS[artifact.metadata.kind].policy(artifact)
 
 
 def resolve_allocation_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[AllocationArtifact, str]:
-    """Find the policy that `champion` means: a path, the registry's, or the shipped one.
+    """Find the policy that `champion` means, and say where it was found.
+
+    The order is that of `tokenyard.artifact.find_champion`.
 
     Raises:
-        ArtifactError: None of these is there, or the first that is there cannot be used.
+        NoChampionError: There is none; it names the best tuned rule.
+        ArtifactError: The first that is there cannot be used.
     """
-    trainer = f"python pipelines/tune_allocation.py --scenario {scenario}"
+    trainer = f"python pipelines/search.py planner --scenario {scenario}"
     return find_champion(
-        "allocation", scenario, AllocationArtifact.load, trainer, path, registry, (scenario,)
+        "allocation", scenario, AllocationArtifact.load, trainer, path, registry, best_tuned_rule
     )
+
+
+def best_tuned_rule(scenario: str) -> str | None:
+    """Rule that costs least on the scenario's training part; None: none was tuned."""
+    try:
+        costs = load_tuned_allocation(scenario).train_usd_per_slot
+    except ValueError:
+        return None
+    return min(costs, key=costs.__getitem__, default=None)

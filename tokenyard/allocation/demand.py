@@ -21,9 +21,9 @@ from scipy.signal import lfilter
 
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import AllocationScenario, Demand
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray
-from tokenyard.workload.locations import data_folders, find_trace
+from tokenyard.workload.paths import data_folders, find_trace
 from tokenyard.workload.readers import read_trace
 
 VM_CPU_FILE = "azure_vm_cpu.csv"
@@ -32,6 +32,9 @@ TRAIN_DAYS, TEST_DAYS, HISTORY_DAYS = 20, 10, 2
 CYCLES_PER_DAY = (*range(1, 7), *range(24, 145, 24))
 """Frequencies of the profile: six harmonics of the day, and six of the hour."""
 _PARAMETERS = "demand_generator.json"
+_PROVENANCE = (
+    "Azure VM CPU trace (2017, CC-BY 4.0), average over the fleet, min-max normalised, days 1-20"
+)
 _MOST_OF_TRACE = 1.2
 """Generated values above this multiple of the trace's highest are cut there."""
 
@@ -39,7 +42,7 @@ _TRAINING, _EVALUATION = 0, 2
 """Parts of the seeds of noise, so that no seed of one gives the noise of another."""
 
 
-class DemandGenerator(Frozen):
+class DemandGenerator(FrozenModel):
     """Normalised demand, in the units of the min-max normalised trace."""
 
     provenance: str
@@ -97,6 +100,19 @@ def fit_generator(train: FloatArray, provenance: str, floor: float = 0.05) -> De
         autoregression=(float(coefficients[0]), float(coefficients[1])),
         innovation_std=float((rest[2:] - past @ coefficients).std()),
     )
+
+
+def fit_shipped_generator() -> DemandGenerator:
+    """Fit the generator that ships to the training days of the trace of CPU use.
+
+    Raises:
+        ValueError: The trace's file was not found.
+    """
+    frame = read_vm_cpu()
+    if frame is None:
+        raise ValueError(f"no file {VM_CPU_FILE} was found (TOKENYARD_DATA)")
+    days = normalised(frame["avg"].to_numpy())[: TRAIN_DAYS * TRACE_SLOTS_PER_DAY]
+    return fit_generator(days, _PROVENANCE)
 
 
 @functools.cache
@@ -158,7 +174,7 @@ class DemandSource:
 
         Args:
             demand: What the scenario says of it.
-            pool_per_s: Requests per second that the pool can serve as promised.
+            pool_per_s: Requests per second that the pool can serve within the SLO.
             slot_s: Length of a slot, seconds.
 
         Raises:
@@ -261,5 +277,5 @@ def demand_source(scenario: AllocationScenario) -> DemandSource:
     Raises:
         ValueError: The scenario names a recorded hour whose file is not there.
     """
-    pool_per_s = plan_table(scenario).pool_in_time_per_s
+    pool_per_s = plan_table(scenario).pool_goodput_capacity_per_s
     return DemandSource(scenario.demand, pool_per_s, scenario.slot_s)

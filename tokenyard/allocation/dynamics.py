@@ -4,9 +4,9 @@ Within a slot the service is a fluid. While replicas start (`restart_s`), what `
 names serves alone, or nothing does; then the new plan serves. Arrivals beyond the rate of service
 queue in order; who waits `patience_s` goes away, so with deterministic patience the queue never
 exceeds the arrivals of that time (Whitt 2006, "Fluid models for multiserver queues with
-abandonments", section 2). Requests that arrive to a queue of more than the promised time to first
-token are late; of the others the plan's steady state says how many get what they are promised.
-Every request counts as missed in the slot in which it arrives.
+abandonments", section 2). Requests that arrive to a queue of more than the TTFT target violate the
+SLO; of the others the plan's steady state says how many attain the SLO. Every request counts as a
+violation in the slot in which it arrives.
 
 Arrays, P plans and U points of utilisation:
 - `plans`, shape (P, NUM_PLAN_COLUMNS); `curves`, shape (P, U, NUM_CURVES); `during`, shape (P, P).
@@ -33,17 +33,18 @@ from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
-CAPACITY_PER_S, USD_PER_SLOT, MEMORY_SHARE, IDLE_W, IN_TIME_PER_S, GPUS = range(6)
+CAPACITY_PER_S, USD_PER_SLOT, MEMORY_SHARE, IDLE_W, GOODPUT_CAPACITY_PER_S, GPUS = range(6)
 NUM_PLAN_COLUMNS = 6
 SLOT_S, RESTART_S, PATIENCE_S, SLACK_S, LATENCY_LIMIT_S, POOL_W, OUTPUT_TOKENS = range(7)
 NUM_CONSTANTS = 7
 (
-    OFFERED, SERVED, DROPPED, MISSED, BACKLOG, USD, ENERGY_J, MEAN_LATENCY_S, LOAD, BATCH, NETWORK,
+    OFFERED, SERVED, DROPPED, VIOLATIONS, BACKLOG, USD, ENERGY_J, MEAN_LATENCY_S, LOAD, BATCH,
+    NETWORK,
     PAUSED_S, SWITCHED, REWARD,
 ) = range(14)  # fmt: skip
 NUM_OUT = 14
 """What `run_slot` writes: requests, dollars, joules; latency of the plan's steady state; shares."""
-W_USD, W_MISSED, W_ENERGY, W_GOODPUT, W_POWER, W_LATENCY, W_MEMORY, W_LOAD = range(8)
+W_USD, W_VIOLATIONS, W_ENERGY, W_GOODPUT, W_POWER, W_LATENCY, W_MEMORY, W_LOAD = range(8)
 NUM_TERMS = 8
 """Weights in the order of the fields of `Objective`."""
 _LAST = len(UTILISATION) - 1
@@ -73,13 +74,13 @@ def make_model(scenario: AllocationScenario, objective: Objective | None = None)
     plans[:, USD_PER_SLOT] = table.usd_per_hour * scenario.slot_s / 3600
     plans[:, MEMORY_SHARE] = table.memory_share
     plans[:, IDLE_W] = table.idle_w
-    plans[:, IN_TIME_PER_S] = table.in_time_per_s
+    plans[:, GOODPUT_CAPACITY_PER_S] = table.goodput_capacity_per_s
     plans[:, GPUS] = [plan.num_gpus for plan in table.plans]
-    promise = scenario.promise
+    slo = scenario.slo
     constants = np.zeros(NUM_CONSTANTS)
     constants[SLOT_S], constants[RESTART_S] = scenario.slot_s, scenario.restart_s
-    constants[PATIENCE_S], constants[SLACK_S] = scenario.patience_s, promise.ttft_s
-    constants[LATENCY_LIMIT_S] = promise.ttft_s + scenario.generated_tokens * promise.tpot_s
+    constants[PATIENCE_S], constants[SLACK_S] = scenario.patience_s, slo.ttft_s
+    constants[LATENCY_LIMIT_S] = slo.ttft_s + scenario.generated_tokens * slo.tpot_s
     constants[POOL_W], constants[OUTPUT_TOKENS] = table.pool_w, scenario.generated_tokens
     weights = np.array((objective or scenario.reward).values)
     return Model(plans, table.curves, table.during, constants, weights)
@@ -119,13 +120,13 @@ def _serve(
     bearable = capacity * constants[SLACK_S]
     surplus = capacity - demand_per_s
     if surplus > 0.0:
-        late_s = min(max((backlog - bearable) / surplus, 0.0), duration_s)
+        violation_s = min(max((backlog - bearable) / surplus, 0.0), duration_s)
     else:
         until_s = max(bearable - backlog, 0.0) / max(-surplus, _EMPTY)
-        late_s = max(duration_s - until_s, 0.0)
-    on_time = demand_per_s * (duration_s - late_s)
+        violation_s = max(duration_s - until_s, 0.0)
+    on_time = demand_per_s * (duration_s - violation_s)
     attained = curve(model.curves, plan, demand_per_s / capacity, ATTAINED)
-    out[MISSED] -= on_time * attained
+    out[VIOLATIONS] -= on_time * attained
     busy = served / (capacity * duration_s)
     out[ENERGY_J] += duration_s * curve(model.curves, plan, busy, POWER_W)
     return queue
@@ -150,7 +151,7 @@ def run_slot(
     out[:] = 0.0
     offered = demand_per_s * slot_s
     out[OFFERED] = offered
-    out[MISSED] = offered
+    out[VIOLATIONS] = offered
     serving = model.during[old, new]
     paused_s = 0.0 if serving == new else constants[RESTART_S]
     queue = _serve(model, serving, demand_per_s, backlog, paused_s, out)
@@ -160,7 +161,7 @@ def run_slot(
         # Replicas that start take power too.
         out[ENERGY_J] += paused_s * (model.plans[new, IDLE_W] - model.plans[serving, IDLE_W])
     queue = _serve(model, new, demand_per_s, queue, slot_s - paused_s, out)
-    out[MISSED] = max(out[MISSED], 0.0)
+    out[VIOLATIONS] = max(out[VIOLATIONS], 0.0)
     out[BACKLOG] = queue
     out[USD] = model.plans[new, USD_PER_SLOT]
     out[PAUSED_S] = paused_s if serving < 0 else 0.0
@@ -172,9 +173,9 @@ def run_slot(
     out[BATCH] = curve(model.curves, new, out[LOAD], BATCH_SHARE)
     out[NETWORK] = curve(model.curves, new, out[LOAD], NETWORK_SHARE)
     latency = min(out[MEAN_LATENCY_S] / constants[LATENCY_LIMIT_S], 1.0)
-    goodput = 1.0 if offered <= 0.0 else 1.0 - out[MISSED] / offered
+    goodput = 1.0 if offered <= 0.0 else 1.0 - out[VIOLATIONS] / offered
     power = out[ENERGY_J] / slot_s / constants[POOL_W]
-    reward: float = -weights[W_USD] * out[USD] - weights[W_MISSED] * out[MISSED]
+    reward: float = -weights[W_USD] * out[USD] - weights[W_VIOLATIONS] * out[VIOLATIONS]
     reward -= weights[W_ENERGY] * out[ENERGY_J] * 1e-6
     reward += weights[W_GOODPUT] * goodput + weights[W_POWER] * (1.0 - power)
     reward += weights[W_LATENCY] * (1.0 - latency)

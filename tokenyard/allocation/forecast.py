@@ -21,7 +21,7 @@ from scipy.stats import norm
 
 from tokenyard.allocation.demand import CYCLES_PER_DAY, DemandStream, demand_source, harmonics
 from tokenyard.allocation.scenario import AllocationScenario
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 
 NUM_RECENT = 24
@@ -55,7 +55,7 @@ class Outlook(NamedTuple):
     """Of the regression; the rest is going on as it was. Shape (...)."""
 
 
-class Forecaster(Frozen):
+class Forecaster(FrozenModel):
     """Medians and spreads of the demand of the coming slots."""
 
     slots_per_day: Annotated[int, Field(ge=1)]

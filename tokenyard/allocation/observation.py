@@ -12,17 +12,17 @@ import numpy.typing as npt
 from tokenyard.allocation.dynamics import (
     BACKLOG,
     BATCH,
+    GOODPUT_CAPACITY_PER_S,
     GPUS,
-    IN_TIME_PER_S,
     LATENCY_LIMIT_S,
     LOAD,
     MEAN_LATENCY_S,
     MEMORY_SHARE,
-    MISSED,
     NETWORK,
     OFFERED,
     PAUSED_S,
     SLOT_S,
+    VIOLATIONS,
     Model,
 )
 from tokenyard.allocation.plans import PlanTable
@@ -62,7 +62,7 @@ def known_features(
         slots: Slots of the day, shape (n,).
         recent: Demand of the slots before, the latest first, shape (n, NUM_RECENT_SHOWN).
         forecasts: Medians, shape (n, NUM_HORIZONS).
-        scale_per_s: What the pool can serve in time.
+        scale_per_s: What the pool's goodput capacity.
         per_day: Slots of a day.
     """
     angle = 2 * np.pi * slots / per_day
@@ -94,7 +94,7 @@ def write_observation(
         out: What happened in the last slot, shape (NUM_OUT,).
         known: From `known_features`, shape (NUM_KNOWN,).
         shape: Shape of the plan in force.
-        scale_per_s: What the pool can serve in time.
+        scale_per_s: What the pool's goodput capacity.
         row: Filled, shape (observation_size,).
     """
     row[0] = out[LOAD]
@@ -107,9 +107,9 @@ def write_observation(
     row[7] = min(since, 72) / 72.0
     row[8] = left
     row[ALLOWED] = 1.0 if allowed else 0.0
-    row[10] = model.plans[plan, IN_TIME_PER_S] / scale_per_s
+    row[10] = model.plans[plan, GOODPUT_CAPACITY_PER_S] / scale_per_s
     row[11] = model.plans[plan, GPUS] / 8.0
-    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[MISSED] / out[OFFERED]
+    row[12] = 0.0 if out[OFFERED] <= 0.0 else out[VIOLATIONS] / out[OFFERED]
     for i in range(NUM_KNOWN):
         row[NUM_STATE_FEATURES + i] = known[i]
     saturated = 0

@@ -6,7 +6,7 @@ is charged for the times when it does not. `best_next` then looks for the cheape
 over the horizon by dynamic programming and returns its first step. Backlogs are left out.
 
 Twelve parameters correct what forecasts and model get wrong (`NUM_PARAMETERS`); all zero is the
-planner as it is. `tokenyard.rl.allocation_search` finds them.
+planner as it is. `tokenyard.allocation.search` finds them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LOWEST_LEVEL, HIGHEST_LEVEL = 0.01, 2.5
 """Medians of demand on the grid, over the pool's best; even in the logarithm."""
 BIAS, SPREAD, LAST, LAST_DECAY, COSINE, SINE, SWITCH, STAY, DISCOUNT, HIGH, LOW, SKEW = range(12)
 NUM_PARAMETERS = 12
-HORIZON = 12
-"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 """In order: added to the logarithm of forecasts; logarithm of the factor on spreads; share of the
 last slot's surprise that is kept; how fast it fades; a daily wave in the bias; what every change
 costs on top, and the first one more, both over the price of the whole pool for a slot; discount of
 a later slot, as a share; further bias at high and at low demand; further spread per horizon."""
+HORIZON = 12
+"""Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 _STEP = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
 _QUADRATURE = 15
 
@@ -65,7 +65,9 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
     fine = LOWEST_LEVEL * np.exp(_STEP / 2 * np.arange(-60, 2 * NUM_LEVELS + 60))
     size = len(candidates)
     certain = np.zeros((len(fine), size, size))
-    _certain_costs(model, candidates, fine * table.pool_in_time_per_s, certain, np.zeros(NUM_OUT))
+    _certain_costs(
+        model, candidates, fine * table.pool_goodput_capacity_per_s, certain, np.zeros(NUM_OUT)
+    )
     nodes, weights = np.polynomial.hermite_e.hermegauss(_QUADRATURE)
     weights = weights / weights.sum()
     costs = np.zeros((len(SPREADS), NUM_LEVELS, size, size))
@@ -78,7 +80,10 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
     usd = float(table.usd_per_hour.max()) * scenario.slot_s / 3600
     weight_usd = (objective or scenario.reward).usd
     return PlannerModel(
-        costs, candidates, table.pool_in_time_per_s, usd * weight_usd if weight_usd else 1.0
+        costs,
+        candidates,
+        table.pool_goodput_capacity_per_s,
+        usd * weight_usd if weight_usd else 1.0,
     )
 
 

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import ndtr
 
+from tokenyard.allocation.types import Parallelism, Plan
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_parts
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.power import flop_utilisation, power_w
 from tokenyard.perf.replica import Replica
 from tokenyard.perf.serving import prefill_s
-from tokenyard.types import BoolArray, FloatArray, IntArray, Parallelism, Plan
+from tokenyard.types import BoolArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from tokenyard.allocation.scenario import AllocationScenario
@@ -37,7 +38,7 @@ PARALLELISM: tuple[Parallelism, ...] = ("data", "model", "hybrid_tp2", "hybrid_t
 UTILISATION: FloatArray = 1.0 - (1.0 - np.linspace(0.0, 1.0, 65)) ** 1.5
 """Points of the curves: share of the highest rate of requests, denser where queues form."""
 ATTAINMENT_TARGET = 0.99
-"""Share of requests that must get what they are promised."""
+"""Share of requests that must attain the SLO."""
 TPOT_VARIATION = 0.1
 """Standard deviation of a request's time per token over the mean of its batch; assumed."""
 ATTAINED, LATENCY_S, TTFT_S, TPOT_S, POWER_W, BATCH_SHARE, NETWORK_SHARE = range(7)
@@ -122,8 +123,8 @@ class PlanTable:
     plans: tuple[Plan, ...]
     capacity_per_s: FloatArray
     """Most requests per second that each plan can serve at all, shape (P,)."""
-    in_time_per_s: FloatArray
-    """Most requests per second of which 99 % get what they are promised, shape (P,)."""
+    goodput_capacity_per_s: FloatArray
+    """Most requests per second of which 99 % attain the SLO, shape (P,)."""
     usd_per_hour: FloatArray
     """Price of the GPUs, shape (P,)."""
     memory_share: FloatArray
@@ -144,13 +145,13 @@ class PlanTable:
 
     @property
     def num_plans(self) -> int:
-        """P."""
+        """Plans of the table, P."""
         return len(self.plans)
 
     @property
-    def pool_in_time_per_s(self) -> float:
-        """The most that any plan can serve as promised, requests per second."""
-        return float(self.in_time_per_s.max())
+    def pool_goodput_capacity_per_s(self) -> float:
+        """The most that any plan can serve within the SLO, requests per second."""
+        return float(self.goodput_capacity_per_s.max())
 
     @property
     def shape_mask(self) -> BoolArray:
@@ -165,11 +166,11 @@ class PlanTable:
         """
         chosen: dict[int, tuple[float, int]] = {}
         most: dict[int, tuple[int, float]] = {}
-        for plan, in_time in zip(self.plans, self.in_time_per_s.tolist(), strict=True):
+        for plan, attained in zip(self.plans, self.goodput_capacity_per_s.tolist(), strict=True):
             size = plan.tensor_parallel
             gpus, best = most.get(size, (0, 0.0))
-            if plan.num_gpus > gpus or (plan.num_gpus == gpus and in_time > 1.005 * best):
-                most[size] = plan.num_gpus, in_time
+            if plan.num_gpus > gpus or (plan.num_gpus == gpus and attained > 1.005 * best):
+                most[size] = plan.num_gpus, attained
                 chosen[size] = plan.memory_fraction, plan.max_batch
         return tuple(
             i
@@ -197,7 +198,7 @@ def plan_table(scenario: AllocationScenario) -> PlanTable:
     """Work out all plans of a scenario; equal scenarios share one table.
 
     Raises:
-        ValueError: No plan keeps the promises even without load.
+        ValueError: No plan attains the SLO even without load.
     """
     plans, rows = [], []
     for plan, replicas in _feasible(scenario):
@@ -207,7 +208,7 @@ def plan_table(scenario: AllocationScenario) -> PlanTable:
     table = PlanTable(
         plans=tuple(plans),
         capacity_per_s=np.array([row.capacity_per_s for row in rows]),
-        in_time_per_s=np.array([_in_time(row) for row in rows]),
+        goodput_capacity_per_s=np.array([_goodput_capacity_per_s(row) for row in rows]),
         usd_per_hour=np.array([row.usd_per_hour for row in rows]),
         memory_share=np.array([row.memory_share for row in rows]),
         idle_w=np.array([row.idle_w for row in rows]),
@@ -216,9 +217,9 @@ def plan_table(scenario: AllocationScenario) -> PlanTable:
         index=_index(scenario, plans),
         pool_w=sum(group.count * load_gpu(group.gpu).tdp_w for group in scenario.pool),
     )
-    if table.pool_in_time_per_s <= 0:
+    if table.pool_goodput_capacity_per_s <= 0:
         raise ValueError(
-            f"no plan of scenario {scenario.name!r} keeps promise {scenario.promise} even without "
+            f"no plan of scenario {scenario.name!r} attains SLO {scenario.slo} even without "
             "load; loosen ttft_s or tpot_s"
         )
     return table
@@ -293,16 +294,16 @@ def _replica_curves(scenario: AllocationScenario, plan: Plan, replica: Replica) 
 
 
 def _attained(scenario: AllocationScenario, part: _Curves) -> FloatArray:
-    """Share of requests with both TTFT and TPOT as promised, in steady state."""
-    slack_s = scenario.promise.ttft_s - part.ttft_s
-    late = part.wait_probability * np.exp(-np.maximum(slack_s, 0.0) / part.mean_wait_s)
-    first = np.where(slack_s > 0, 1.0 - late, 0.0)
+    """Share of requests that attain both the TTFT and the TPOT SLO, in steady state."""
+    slack_s = scenario.slo.ttft_s - part.ttft_s
+    violated = part.wait_probability * np.exp(-np.maximum(slack_s, 0.0) / part.mean_wait_s)
+    first = np.where(slack_s > 0, 1.0 - violated, 0.0)
     first[-1] = 0.0  # At full load the queue grows without end.
-    tokens = ndtr((scenario.promise.tpot_s / part.tpot_s - 1.0) / TPOT_VARIATION)
+    tokens = ndtr((scenario.slo.tpot_s / part.tpot_s - 1.0) / TPOT_VARIATION)
     return np.asarray(first * tokens)
 
 
-def _in_time(row: _Row) -> float:
+def _goodput_capacity_per_s(row: _Row) -> float:
     """Most requests per second at which the target is met, and below which it always is."""
     short = row.curves[:, ATTAINED] < ATTAINMENT_TARGET
     first = int(short.argmax())

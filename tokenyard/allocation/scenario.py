@@ -1,4 +1,4 @@
-"""What is fixed in an allocation experiment, as data: pool, model, promises, demand, restarts.
+"""What is fixed in an allocation experiment, as data: pool, model, SLOs, demand, restarts.
 
 Scenarios are YAML files in `tokenyard/scenarios/allocation`, read only through these models.
 """
@@ -10,15 +10,14 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.frozen import Frozen
-from tokenyard.named import read_named, shipped_names
+from tokenyard.config import FrozenModel, read_named, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
 
 _FOLDER = "scenarios/allocation"
 
 
-class GpuGroup(Frozen):
+class GpuGroup(FrozenModel):
     """GPUs of one kind in one node."""
 
     gpu: str
@@ -32,8 +31,8 @@ class GpuGroup(Frozen):
         return name
 
 
-class Promise(Frozen):
-    """What every request is promised."""
+class LatencySlo(FrozenModel):
+    """The SLO of every request: targets of its latencies."""
 
     ttft_s: Annotated[float, Field(gt=0)] = 2.0
     """Longest acceptable time to first token, seconds."""
@@ -41,14 +40,14 @@ class Promise(Frozen):
     """Longest acceptable time per output token, seconds."""
 
 
-class Demand(Frozen):
+class Demand(FrozenModel):
     """Requests per second over the slots, scaled to the pool."""
 
     source: Literal["vm_cpu", "generator", "azure_code", "azure_conv"] = "vm_cpu"
     """`vm_cpu`: the 30-day trace of CPU use, where its file is found, else as `generator`, which
     is fitted to its first 20 days; or a recorded hour of LLM requests, counted per slot."""
     low: Annotated[float, Field(ge=0, lt=2)] = 0.04
-    """Demand at the trace's lowest value, as a share of what the pool can serve in time."""
+    """Demand at the trace's lowest value, as a share of the pool's goodput capacity."""
     high: Annotated[float, Field(gt=0, lt=2)] = 0.75
     """Demand at the trace's highest value of all days, as such a share."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.1
@@ -61,7 +60,7 @@ class Demand(Frozen):
         return self
 
 
-class SwitchBudget(Frozen):
+class SwitchBudget(FrozenModel):
     """A hard limit on changes of plan."""
 
     switches: Annotated[int, Field(ge=0)]
@@ -70,7 +69,7 @@ class SwitchBudget(Frozen):
     """Slots of a period; a new one starts with a full budget."""
 
 
-class Objective(Frozen):
+class Objective(FrozenModel):
     """Weights of the reward of one slot: a sum of weight x term, higher is better.
 
     Terms of cost count in their own unit, the others are shares in [0, 1].
@@ -78,16 +77,16 @@ class Objective(Frozen):
 
     usd: Annotated[float, Field(ge=0)] = 0.0
     """Per dollar paid for GPUs, negative in the reward."""
-    missed: Annotated[float, Field(ge=0)] = 0.0
-    """Per request that is dropped or served later than promised, negative in the reward."""
+    violations: Annotated[float, Field(ge=0)] = 0.0
+    """Per request that is dropped or violates the SLO, negative in the reward."""
     energy: Annotated[float, Field(ge=0)] = 0.0
     """Per megajoule, negative in the reward."""
     goodput: Annotated[float, Field(ge=0)] = 0.0
-    """Share of the slot's requests that are served as promised."""
+    """Share of the slot's requests that attain the SLO."""
     power: Annotated[float, Field(ge=0)] = 0.0
     """1 - power over the pool's thermal design power."""
     latency: Annotated[float, Field(ge=0)] = 0.0
-    """1 - mean end-to-end latency over what the promises allow, at most 1."""
+    """1 - mean end-to-end latency over what the SLO allows, at most 1."""
     memory: Annotated[float, Field(ge=0)] = 0.0
     """1 - share of the pool's memory that the plan fills."""
     load: Annotated[float, Field(ge=0)] = 0.0
@@ -113,7 +112,7 @@ use is no merit: Dadizadeh Dargiry 2026, "Adaptive Optimization of Resource Allo
 Processing of LLMs Using RL"."""
 
 
-class AllocationScenario(Frozen):
+class AllocationScenario(FrozenModel):
     """One allocation experiment."""
 
     problem: Literal["allocation"] = "allocation"
@@ -127,7 +126,7 @@ class AllocationScenario(Frozen):
     context_tokens: Annotated[float, Field(gt=0)] = 1155.0
     """Mean prompt; the defaults are the Azure conversations of 2023."""
     generated_tokens: Annotated[float, Field(gt=1)] = 211.0
-    promise: Promise = Promise()
+    slo: LatencySlo = LatencySlo()
     demand: Demand = Demand()
     slot_s: Annotated[float, Field(gt=0)] = 300.0
     """Time between two decisions, seconds."""
@@ -141,11 +140,12 @@ class AllocationScenario(Frozen):
     max_batches: Annotated[tuple[int, ...], Field(min_length=1)] = (256,)
     """Limits on the sequences that a replica decodes at once; more than one makes the limit a
     part of the action."""
-    missed_usd: Annotated[float, Field(ge=0)] = 0.002
-    """What a request costs that is dropped or late, dollars. Shipped scenarios take 3.5 times the
-    price of a request with the whole pool at work: a miss must cost more than serving does."""
+    violation_usd: Annotated[float, Field(ge=0)] = 0.002
+    """What a dropped request or an SLO violation costs, dollars. Shipped scenarios take 3.5 times
+    the price of a request with the whole pool at work: a violation must cost more than serving
+    does."""
     objective: Objective | None = None
-    """What is rewarded; None: minus dollars, missed requests at `missed_usd`."""
+    """What is rewarded; None: minus dollars, SLO violations at `violation_usd`."""
     switch_budget: SwitchBudget | None = None
     hysteresis_slots: Annotated[int, Field(ge=0)] = 0
     """Slots that a plan is kept for at least."""
@@ -190,7 +190,7 @@ class AllocationScenario(Frozen):
         if not feasible_plans(self):
             raise ValueError(
                 f"llm {self.llm!r} fits on no plan of pool {_words(self.pool)}: take more GPUs, a "
-                "smaller model, a higher memory fraction or looser promises"
+                "smaller model, a higher memory fraction or looser SLOs"
             )
         return self
 
@@ -202,7 +202,7 @@ class AllocationScenario(Frozen):
     @property
     def reward(self) -> Objective:
         """The objective in force."""
-        return self.objective or Objective(usd=1.0, missed=self.missed_usd)
+        return self.objective or Objective(usd=1.0, violations=self.violation_usd)
 
     @property
     def slots_per_day(self) -> int:

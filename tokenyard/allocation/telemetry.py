@@ -16,14 +16,14 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 
 TELEMETRY_FILE = "allocation.jsonl"
 _LONGEST_GAP = 288
 """Missing slots in a row that are filled; more of them, and the log begins anew after."""
 
 
-class SlotRecord(Frozen):
+class SlotRecord(FrozenModel):
     """One slot of a live pool."""
 
     format_version: Literal[1] = 1

@@ -6,27 +6,27 @@ from dataclasses import replace
 
 import numpy as np
 
+from tokenyard.allocation.bounds import clairvoyant_plans, free_switching
 from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.paper.simulator import LearningConfig, learn, literal_table
 from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.corrected import LAYOUT, Correction
-from tokenyard.generic import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.policies.regions import make_region_policy
+from tokenyard.allocation.simulator.run import StreamRunner
+from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
-from tokenyard.rl.tabular import TabularLearner
-from tokenyard.scenario import load_scenario
-from tokenyard.sim.allocation_bounds import clairvoyant_plans, free_switching
-from tokenyard.sim.allocation_run import StreamRunner
-from tokenyard.sim.batching_streams import BatchingStream, token_rows
-from tokenyard.sim.bounds import clairvoyant, mc_rollout
-from tokenyard.sim.cluster import ClusterSim
-from tokenyard.sim.engines import BatchingSim
-from tokenyard.sim.literal import LearningConfig, learn, literal_table
-from tokenyard.sim.rollouts import RolloutSim, run_corrected
-from tokenyard.sim.streams import StreamSource, stream_rng
+from tokenyard.routing.bounds import clairvoyant, mc_rollout
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.batching_streams import BatchingStream, token_rows
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.rollouts import RolloutSim, run_residual
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
 _NUM_REQUESTS = 20
 
@@ -42,8 +42,8 @@ def compile_batching() -> None:
     _play(sim, NUM_ENGINE_WEIGHTS)
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
-    policy = Correction(np.zeros(sim.num_weights), first, bias, second, bias, bias)
-    run_corrected(sim, policy, 1.0)
+    policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
+    run_residual(sim, policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
 
 
@@ -68,7 +68,7 @@ def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
     sim.step_and_observe(first)
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
-    sim.run_generic(np.zeros(num_generic_weights), 1.0)
+    sim.run_any_cluster(np.zeros(num_generic_weights), 1.0)
 
 
 def compile_allocation() -> None:

@@ -282,7 +282,7 @@ def fit_iterations(profile: IterationProfile) -> LinearCoefficients:
         f_scale=_OUTLIER_LOG_RATIO,
     )
     fitted = fit.x * unit
-    return LinearCoefficients.of(fitted, np.abs(fitted @ design / profile.time_s - 1))
+    return LinearCoefficients.from_fit(fitted, np.abs(fitted @ design / profile.time_s - 1))
 
 
 def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> float:

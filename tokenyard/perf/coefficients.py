@@ -31,7 +31,7 @@ class LinearCoefficients:
     base_s: float
     """a: a non-empty batch, whatever is in it."""
     per_prefill_token_s: float
-    """b."""
+    """b: one token of a prompt."""
     per_sequence_s: float
     """c: one sequence that decodes."""
     per_kv_token_s: float
@@ -42,7 +42,7 @@ class LinearCoefficients:
     """Largest relative error over the grid."""
 
     @classmethod
-    def of(cls, values: FloatArray, errors: FloatArray) -> LinearCoefficients:
+    def from_fit(cls, values: FloatArray, errors: FloatArray) -> LinearCoefficients:
         """Name the four fitted values, with the relative error of every batch."""
         base, per_prefill_token, per_sequence, per_kv_token = values.tolist()
         return cls(
@@ -82,7 +82,7 @@ def linear_coefficients(
         replica: On what it runs.
         max_sequences: Largest number of sequences that the simulator decodes at once.
         prompt_tokens: Typical length of a prompt, whether or not it comes in chunks; attention
-            makes a token of a long prompt dearer.
+            makes a token of a long prompt costlier.
 
     Raises:
         ValueError: The model does not fit into the replica's memory.
@@ -125,4 +125,4 @@ def fit_linear(batches: FloatArray, time_s: FloatArray) -> LinearCoefficients:
     scale[scale == 0] = 1
     solution, _ = nnls(design / scale, np.ones_like(time_s))
     solution /= scale
-    return LinearCoefficients.of(solution, np.abs(design @ solution - 1))
+    return LinearCoefficients.from_fit(solution, np.abs(design @ solution - 1))

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Self, TypeVar
 import yaml
 from pydantic import Field, model_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1.5)]
 """Attained over nominal. A little above 1 is a nominal rate that is too low, and no error."""
 
 
-class Gpu(Frozen):
+class Gpu(FrozenModel):
     """One kind of GPU. Rates are nominal; what is attained stands in `Kernels`."""
 
     name: str
@@ -48,14 +48,14 @@ class Gpu(Frozen):
         return self
 
 
-class Collective(Frozen):
+class Collective(FrozenModel):
     """Time of one transfer: latency + traffic / bandwidth (the alpha-beta model)."""
 
     latency_s: Positive
     bandwidth_bytes_per_s: Positive
 
 
-class Link(Frozen):
+class Link(FrozenModel):
     """What joins the GPUs of a replica."""
 
     source: str
@@ -65,7 +65,7 @@ class Link(Frozen):
     """From one GPU to another, for pipelines; None: not measured."""
 
 
-class Kernels(Frozen):
+class Kernels(FrozenModel):
     """Soft roofline of one GPU kind, and the fixed costs of a layer (`iteration`)."""
 
     compute_efficiency: Share
@@ -80,7 +80,7 @@ class Kernels(Frozen):
     """Fixed cost of norms, rotary embedding, activation and residual of a layer."""
 
 
-class Engine(Frozen):
+class Engine(FrozenModel):
     """What a serving engine adds to its kernels."""
 
     kv_efficiency: Share
@@ -93,7 +93,7 @@ class Engine(Frozen):
     """Factor on the fixed costs of a layer."""
 
 
-class Calibration(Frozen):
+class Calibration(FrozenModel):
     """Everything that was fitted; `pipelines/calibrate.py` writes it."""
 
     provenance: str
@@ -106,11 +106,6 @@ class Calibration(Frozen):
 def shipped_calibration() -> Calibration:
     """Return the parameters that ship with the package."""
     return Calibration.model_validate_json(read_table("fitted.json"))
-
-
-def gpu_names() -> list[str]:
-    """Names of the GPU kinds, sorted."""
-    return sorted(_entries("gpus.yaml"))
 
 
 def load_gpu(name: str) -> Gpu:
@@ -142,7 +137,7 @@ def read_table(file: str) -> str:
     return (resources.files("tokenyard.perf") / "tables" / file).read_text(encoding="utf-8")
 
 
-_Entry = TypeVar("_Entry", bound=Frozen)
+_Entry = TypeVar("_Entry", bound=FrozenModel)
 
 
 def entry(kind: type[_Entry], file: str, name: str, more: Mapping[str, Any]) -> _Entry:

@@ -46,7 +46,7 @@ class IterationTime:
 
     @property
     def total_s(self) -> FloatArray:
-        """Their sum."""
+        """The whole iteration: all parts one after the other, seconds."""
         return np.asarray(sum(getattr(self, part.name) for part in fields(self)))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.perf.hardware import entry
 
 Precision = Literal["fp16", "fp8"]
@@ -16,7 +16,7 @@ ACTIVATION_BYTES = 2
 Count = Annotated[int, Field(ge=1)]
 
 
-class Llm(Frozen):
+class Llm(FrozenModel):
     """A Llama-style decoder: grouped-query attention, gated MLP, no biases."""
 
     name: str

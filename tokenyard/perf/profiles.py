@@ -14,7 +14,7 @@ import pandas as pd
 
 from tokenyard.perf.models import load_llm
 from tokenyard.types import FloatArray, IntArray
-from tokenyard.workload.locations import data_folders
+from tokenyard.workload.paths import data_folders
 
 VIDUR_FOLDER = "vidur_profiles"
 _LINEAR = ("attn_pre_proj", "attn_post_proj", "mlp_up_proj", "mlp_down_proj")

@@ -13,7 +13,7 @@ import csv
 import io
 from typing import Literal
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.perf.hardware import Calibration, read_table
 from tokenyard.perf.models import Precision
 from tokenyard.perf.replica import Replica, make_replica
@@ -28,7 +28,7 @@ MOST_SEQUENCES = 4096
 """Limit of TensorRT-LLM's benchmark (bench/build/tuning.py), which sets it by the KV cache."""
 
 
-class Published(Frozen):
+class Published(FrozenModel):
     """One published figure."""
 
     group: str

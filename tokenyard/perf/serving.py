@@ -37,25 +37,6 @@ def decode_s(replica: Replica, sequences: Numbers, context_tokens: Numbers) -> F
     return iteration_s(replica, 0, sequences, sequences * np.asarray(context_tokens, float))
 
 
-def bubble_fraction(num_stages: int, num_micro_batches: int) -> float:
-    """Share of a pipeline's time that its stages idle while it fills: (p - 1) / (m + p - 1).
-
-    Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3.
-    """
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
-
-
-def chunked_prefill_s(replica: Replica, prompt_tokens: float, num_chunks: int) -> float:
-    """Time to first token of one prompt sent through the pipeline in equal chunks, seconds.
-
-    (m + p - 1) stage times; chunks attend to half of the prompt on average.
-    """
-    num_stages = replica.pipeline_parallel
-    chunk = prompt_tokens / num_chunks
-    round_s = iteration_s(replica, chunk * num_stages, 0, 0, prompt_tokens / 2)
-    return float(round_s / num_stages * (num_chunks + num_stages - 1))
-
-
 def mixed_iteration_s(
     replica: Replica, sequences: float, context_tokens: float, generated_tokens: float
 ) -> float:
@@ -94,16 +75,6 @@ def lockstep_tokens_per_s(
     """Output tokens per second of batches that start and end together."""
     time_s = lockstep_s(replica, sequences, context_tokens, generated_tokens)
     return sequences * generated_tokens / time_s
-
-
-def max_throughput_tokens_per_s(
-    replica: Replica, context_tokens: float, generated_tokens: float
-) -> float:
-    """Output tokens per second with as many sequences as fit; 0: out of memory."""
-    sequences = replica.max_sequences(context_tokens, generated_tokens)
-    if sequences < 1:
-        return 0.0
-    return throughput_tokens_per_s(replica, sequences, context_tokens, generated_tokens)
 
 
 def ttft_s(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.state import RegionState
+from tokenyard.regions.types import RegionState
 from tokenyard.types import FloatArray, IntArray
 
 
@@ -31,7 +31,7 @@ class ActivationRule:
     """Slots from off to ready, this one included."""
 
     @classmethod
-    def of(cls, scenario: RegionScenario) -> ActivationRule:
+    def from_scenario(cls, scenario: RegionScenario) -> ActivationRule:
         """Take the scenario's parameters and its mean warm-up time."""
         micro = scenario.micro
         lead = int(np.ceil(np.mean(micro.warmup_s) / scenario.slot_s)) + 1

@@ -1,37 +1,35 @@
-"""The exported regional policy: one npz file, read and run with numpy alone."""
+"""The exported regional policy: its kinds, and which one is the champion.
+
+One npz file (`tokenyard.artifact`), read and run with numpy alone. `KINDS` is the one table of what
+there is to know of a kind. To add one, write its class in `tokenyard.regions.policies.learned` and
+its line here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from tokenyard.artifact import (
-    RegistryLookup,
-    content_hash,
-    find_champion,
-    read_arrays,
-    write_arrays,
-)
-from tokenyard.frozen import Frozen
+from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.config import FrozenModel
+from tokenyard.network import Network, check_names, check_network, check_shape, network_names
+from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.observation import Action
-from tokenyard.regions.state import Dispatch
+from tokenyard.regions.policies.learned import LearnedMix, RegionNetwork
+from tokenyard.regions.types import Dispatch, RegionPolicy
 
 
-class RegionMetadata(Frozen):
+class RegionMetadata(FrozenModel):
     """What a regional policy is and where it comes from."""
 
     format_version: Literal[2] = 2
     problem: Literal["regions"] = "regions"
     kind: Literal["mix", "network"] = "mix"
     """`mix`: parameters of `tokenyard.regions.mixing`, array `theta`, for any regions. `network`:
-    layers `w0 b0 w1 ...` with ReLU between them, after `mean` and `std`, for its own regions."""
+    a `tokenyard.network.Network` with ReLU, for its own regions."""
     action: Action = "mix"
     """What the outputs of a network mean."""
     dispatch: Dispatch = "live_cost"
@@ -47,78 +45,68 @@ class RegionMetadata(Frozen):
 
 
 @dataclass(frozen=True, eq=False)
-class RegionArtifact:
+class RegionArtifact(Artifact[RegionMetadata]):
     """A trained regional policy.
 
     Raises:
         ValueError: The arrays do not fit the metadata.
     """
 
-    metadata: RegionMetadata
-    arrays: Mapping[str, npt.NDArray[Any]]
+    METADATA = RegionMetadata
 
-    def __post_init__(self) -> None:
-        """Check that the parameters are there, fit together and are finite."""
-        if self.metadata.kind == "mix":
-            expected: dict[str, tuple[int, ...]] = {"theta": (NUM_PARAMETERS,)}
-        else:
-            expected = _network_shapes(self.arrays)
-        if set(self.arrays) != set(expected):
-            raise ValueError(f"arrays {sorted(self.arrays)} must be {sorted(expected)}")
-        for name, shape in expected.items():
-            if self.arrays[name].shape != shape:
-                raise ValueError(f"array {name!r} has shape {self.arrays[name].shape}, not {shape}")
-            if not np.isfinite(self.arrays[name]).all():
-                raise ValueError(f"array {name!r} holds numbers that are not finite")
-
-    @cached_property
-    def sha256(self) -> str:
-        """First 12 hex digits of a hash over all that the policy is."""
-        return content_hash(self.metadata.model_dump_json(), self.arrays)
-
-    def save(self, path: str | Path) -> None:
-        """Write the npz file; equal policies give equal bytes."""
-        write_arrays(path, self.metadata.model_dump_json(), self.arrays)
-
-    @classmethod
-    def load(cls, path: str | Path) -> RegionArtifact:
-        """Read a policy file.
-
-        Raises:
-            ArtifactError: The file is missing, broken, or of another problem.
-        """
-        return read_arrays(
-            path, lambda text, arrays: cls(RegionMetadata.model_validate_json(text), arrays)
-        )
+    def check(self) -> None:
+        """Check what the kind needs."""
+        KINDS[self.metadata.kind].check(self)
 
 
-def _network_shapes(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
-    """Shapes that layers must have to follow each other.
+@dataclass(frozen=True)
+class RegionKind(Kind[RegionArtifact]):
+    """What there is to know of one kind of regional policies."""
 
-    Raises:
-        ValueError: There is no layer at all.
-    """
-    depth = sum(name.startswith("w") for name in arrays)
-    if not depth:
-        raise ValueError(f"arrays {sorted(arrays)} hold no layer w0")
-    sizes = [arrays[f"w{i}"].shape[0] for i in range(depth) if f"w{i}" in arrays]
-    before = arrays["w0"].shape[-1] if "w0" in arrays else 0
-    shapes: dict[str, tuple[int, ...]] = {"mean": (before,), "std": (before,)}
-    for i, size in enumerate(sizes):
-        shapes |= {f"w{i}": (size, before), f"b{i}": (size,)}
-        before = size
-    return shapes
+    policy: Callable[[RegionArtifact, ActivationRule], RegionPolicy]
+
+
+def _check_mix(artifact: RegionArtifact) -> None:
+    check_names(artifact.arrays, ["theta"])
+    check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
+
+
+def _check_network(artifact: RegionArtifact) -> None:
+    check_network(artifact.arrays)
+    check_names(artifact.arrays, network_names(artifact.arrays))
+
+
+def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
+    metadata, network = artifact.metadata, Network.from_arrays(artifact.arrays)
+    return RegionNetwork(network, metadata.action, rule, metadata.dispatch, metadata.scenarios)
+
+
+KINDS: dict[str, RegionKind] = {
+    "mix": RegionKind(
+        check=_check_mix, policy=lambda it, rule: LearnedMix(it.arrays["theta"], rule)
+    ),
+    "network": RegionKind(check=_check_network, policy=_network),
+}
+"""Kind of an artifact to what there is to know of it."""
+
+
+def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPolicy:
+    """Make the policy of an artifact."""
+    return KINDS[artifact.metadata.kind].policy(artifact, rule)
 
 
 def resolve_region_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[RegionArtifact, str]:
-    """Find the policy that `torta` means: a path, the registry's, the shipped one, the generic one.
+    """Find the policy that `torta` means, and say where it was found.
+
+    The order is that of `tokenyard.artifact.find_champion`; no regional rule is tuned.
 
     Raises:
-        ArtifactError: None of these is there, or the first that is there cannot be used.
+        NoChampionError: There is none.
+        ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
-        "regions", scenario, RegionArtifact.load, "python pipelines/train_regions.py", path,
-        registry, (scenario, "generic"),
+        "regions", scenario, RegionArtifact.load, "python pipelines/search.py regions", path,
+        registry,
     )  # fmt: skip

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenyard.regions.cluster import Cluster, make_cluster
 from tokenyard.regions.scenario import Failure, RegionScenario
+from tokenyard.regions.servers import Cluster, make_cluster
 from tokenyard.types import FloatArray, IntArray
 
 _PEAK = 15 / 24

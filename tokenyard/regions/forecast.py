@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 from scipy.signal import lfilter
 
-from tokenyard.regions.cluster import make_cluster
 from tokenyard.regions.demand import RegionStream, sample_rates
 from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.servers import make_cluster
 from tokenyard.types import FloatArray, IntArray
 
 _SMALL = 1.0
@@ -22,7 +22,7 @@ _SMOOTHING_SLOTS = 41
 
 
 class DemandForecaster(Protocol):
-    """Foretells the tasks of the slots to come."""
+    """Forecasts the tasks of the slots to come."""
 
     def forecast_all(self, stream: RegionStream) -> FloatArray:
         """Forecast from every slot of an episode, each by what was known when it began.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from tokenyard.regions import transport
-from tokenyard.regions.state import LiveCost, RegionState
+from tokenyard.regions.types import LiveCost, RegionState
 from tokenyard.types import BoolArray, FloatArray
 
 PLANS = ("forecast", "previous", "now", "local")
@@ -44,7 +44,7 @@ _MOST_LIVE = 20.0
 
 @dataclass(frozen=True)
 class PlanCost:
-    """What transport goes by. Costs are in units of the dearest energy of a task."""
+    """What transport goes by. Costs are in units of the costliest energy of a task."""
 
     latency: float = _LATENCY
     """Of the greatest latency."""

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from tokenyard.regions.mixing import PLANS, PlanCost, combine
-from tokenyard.regions.state import RegionState
+from tokenyard.regions.types import RegionState
 from tokenyard.types import FloatArray
 
 Action = Literal["mix", "shares"]

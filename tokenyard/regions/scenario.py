@@ -11,8 +11,7 @@ from typing import Annotated, Literal, Self
 import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.frozen import Frozen
-from tokenyard.named import read_named, shipped_names
+from tokenyard.config import FrozenModel, read_named, shipped_names
 
 _FOLDER = "scenarios/regions"
 
@@ -23,7 +22,7 @@ Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class ServerKind(Frozen):
+class ServerKind(FrozenModel):
     """One kind of server: one GPU that serves one task after another."""
 
     speed: Positive
@@ -67,7 +66,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Demand(Frozen):
+class Demand(FrozenModel):
     """How many tasks come where, and what they are."""
 
     load: Annotated[float, Field(gt=0, le=1.5)] = 0.6
@@ -111,7 +110,7 @@ class Demand(Frozen):
         return self
 
 
-class Prices(Frozen):
+class Prices(FrozenModel):
     """Electricity: synthetic, in the range of European non-household prices of late 2023."""
 
     usd_per_kwh: tuple[Positive, Positive] = (0.09, 0.28)
@@ -125,7 +124,7 @@ class Prices(Frozen):
     A task that is dropped counts as late by the patience."""
 
 
-class Micro(Frozen):
+class Micro(FrozenModel):
     """The allocator inside every region: which servers are on, and which takes a task."""
 
     rule: Literal["score", "earliest"] = "score"
@@ -158,7 +157,7 @@ class Micro(Frozen):
     """Least and greatest time from off to ready, seconds; uniform over servers."""
 
 
-class Failure(Frozen):
+class Failure(FrozenModel):
     """Something that breaks for a while."""
 
     kind: Literal["region_down", "capacity_lost", "links_slow"]
@@ -177,7 +176,7 @@ class Failure(Frozen):
         return self.start_slot + self.num_slots
 
 
-class RegionScenario(Frozen):
+class RegionScenario(FrozenModel):
     """One regional experiment."""
 
     problem: Literal["regions"] = "regions"

@@ -108,22 +108,14 @@ def within(
     if slack >= 0:
         supply = np.append(demand, slack)
         return exact(supply, capacity, np.vstack([cost, np.zeros(len(capacity))]))[:-1]
-    dear = overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
-    wide = np.hstack([cost, np.full((len(cost), 1), dear)])
+    costly = (
+        overflow_cost if overflow_cost is not None else 10.0 * (1.0 + float(np.abs(cost).max()))
+    )
+    wide = np.hstack([cost, np.full((len(cost), 1), costly)])
     plan = exact(demand, np.append(capacity, -slack), wide)
     total = capacity.sum()
     where = capacity / total if total > 0 else np.full(len(capacity), 1 / len(capacity))
     return np.asarray(plan[:, :-1] + plan[:, -1:] * where)
-
-
-def within_by_linprog(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
-    """`within` as the linear program that it is, for demand that fits; the slow reference."""
-    rows, columns = _incidence(len(demand), len(capacity))
-    found = linprog(
-        cost.ravel(), A_eq=rows, b_eq=demand, A_ub=columns, b_ub=capacity, method="highs"
-    )
-    assert found.success, found.message
-    return np.asarray(found.x).reshape(cost.shape)
 
 
 def sinkhorn(

@@ -2,6 +2,6 @@
 
 The only part of the core that knows torch and Ray. Reading order: `recipes` (what is trained and
 how), `modules` (the networks), `a2c` (the algorithm that RLlib lacks), `runner` (who samples),
-`policy_search` (the other way to learn), `training` (one interface over both), `export` (network
-to artifact), `validation` (what a policy is worth), `trainable` (one trial of a sweep).
+`training` (one interface over RLlib and direct search), `export` (network to artifact),
+`trainable` (one trial of a sweep), `routing.trial` (what a trial is made from).
 """

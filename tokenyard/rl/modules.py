@@ -21,12 +21,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from torch import Tensor, nn
 
-from tokenyard.observation import (
-    NUM_FINISH_FEATURES,
-    NUM_REPLICA_FEATURES,
-    NUM_REQUEST_FEATURES,
-    observation_size,
-)
+from tokenyard.routing.observation import finish_columns, observation_size
 
 NORMALISE = "normalise"
 """Key of a module's `model_config`: whether observations are normalised (bool)."""
@@ -98,13 +93,6 @@ class Observes:
         buffers = list(self.normaliser.buffers())
         if buffers:
             self.normaliser.update(observations.to(buffers[0].device))
-
-
-def finish_columns(num_replicas: int) -> list[int]:
-    """Places of the finish times in an observation that has them (`observation.encode`)."""
-    per_replica = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
-    first = NUM_REQUEST_FEATURES + per_replica - 1
-    return [first + per_replica * replica for replica in range(num_replicas)]
 
 
 class _RouterParts(Observes):

@@ -1,28 +1,20 @@
-"""One trial of a sweep, whatever the algorithm: the Trainable that Ray Tune runs."""
+"""One trial of a sweep, whatever problem and algorithm: the Trainable that Ray Tune runs."""
 
 from __future__ import annotations
 
 import hashlib
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from ray import tune
 
-from tokenyard.artifact import PolicyArtifact
-from tokenyard.rl.lineage import lineage_of
-from tokenyard.rl.policy_search import PolicySearch, SearchConfig
-from tokenyard.rl.recipes import Recipe, build_config, recipe
-from tokenyard.rl.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.sampling import Implementation
-from tokenyard.rl.training import RllibTraining, SearchTraining, Training
-from tokenyard.rl.validation import Validation
-from tokenyard.scenario import RewardWeights, load_scenario
-from tokenyard.sim.streams import StreamSource
+from tokenyard.problem import AnyProblem, Artifact
+from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.training import Training
 
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Strategy of a trial's placement group, in Ray's words; the strict ones wait rather than yield."""
@@ -30,51 +22,35 @@ Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 """Fields that say where a trial runs, not what it learns."""
 
-ARTIFACT_FILE = "artifact.npz"
-"""The exported policy in every checkpoint."""
-
 
 class TrialConfig(BaseModel):
-    """What a trial is made from."""
+    """What a trial is made from; every problem adds its own fields and learners."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    algorithm: Literal["ppo", "a2c", "dqn", "policy_search", "rollouts"]
+    algorithm: str
     scenario: str
     """Name or YAML path."""
     register_env: Callable[[], None] | None = None
     """Makes the environment known to RLlib, called in the trial's process; RLlib trials need it
     (`envs.register`)."""
-    env: str = "LoadBalancingEnv"
+    env: str = ""
     """Name that `register_env` registers."""
-    implementation: Implementation = "tokenyard"
-    """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
-    recipe: str = "ours"
-    """Name of a recipe of `tokenyard.rl.recipes`."""
-    reward: RewardWeights | None = None
-    """Weights in place of the recipe's."""
-    residual_scale: Annotated[float, Field(ge=0)] | None = None
-    """In place of the recipe's; 0 trains without a baseline under the network."""
     training: Mapping[str, Any] = {}
     """Settings for `AlgorithmConfig.training` in place of the recipe's."""
     seed: Annotated[int, Field(ge=0)] = 0
     train_steps: Annotated[int, Field(ge=1)] = 100_000
     """Environment steps the trial is planned for; schedules end with it."""
-    steps_per_iteration: Annotated[int, Field(ge=1)] = 4096
-    """Fewest environment steps between two results of an RLlib trial."""
     num_env_runners: Annotated[int, Field(ge=0)] = 1
     """Env-runner actors; 0 samples in the trial's own process."""
     cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
     """CPUs that the trial's own process and each env runner reserve."""
     placement: Placement = "PACK"
     """Where a trial's actors go: on as few nodes as possible, or on as many."""
-    num_envs: Annotated[int, Field(ge=1)] | None = None
-    """Copies of the environment per env runner, in place of the recipe's."""
-    generations_per_iteration: Annotated[int, Field(ge=1)] = 8
-    """Generations of policy search, or rounds of rollouts, between two results."""
     validate_every: Annotated[int, Field(ge=1)] = 1
     """Iterations between validations; results in between repeat the last one."""
-    validation_streams: Annotated[int, Field(ge=1)] = 8
+    validation_streams: Annotated[int, Field(ge=1)] | None = None
+    """None: as many as the problem ranks trials on."""
     validation_seed: Annotated[int, Field(ge=0)] = 0
     """Equal for all trials that are compared."""
 
@@ -84,94 +60,75 @@ class TrialConfig(BaseModel):
         text = self.model_dump_json(exclude=_NOT_LEARNING)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
-    def adapted_recipe(self) -> Recipe:
-        """The recipe with what this trial changes.
+    def make_training(self, scenario: Any) -> Training[Artifact]:
+        """Build the learner that the fields name, for a scenario of the problem.
 
         Raises:
-            ValueError: Unknown recipe.
+            ValueError: The fields do not go together.
         """
-        base = recipe(self.recipe)
-        own = base.algorithms[self.algorithm]
-        scale = own.residual_scale if self.residual_scale is None else self.residual_scale
-        changed = replace(
-            own,
-            training={**own.training, **self.training},
-            reward=self.reward or own.reward,
-            residual_scale=scale,
-        )
-        return replace(
-            base,
-            num_envs=self.num_envs or base.num_envs,
-            algorithms={**base.algorithms, self.algorithm: changed},
-        )
+        raise NotImplementedError
+
+    def lineage(self, scenario: Any) -> dict[str, str]:
+        """What a policy is made from, but for its seed and its number of steps."""
+        return {"trial_sha256": self.sha256}
+
+    def make_env_known(self) -> None:
+        """Register the environment in this process.
+
+        Raises:
+            ValueError: The trial does not say how.
+        """
+        if self.register_env is None:
+            raise ValueError(f"a {self.algorithm} trial needs register_env, such as envs.register")
+        self.register_env()
 
 
-def make_training(config: TrialConfig, source: StreamSource) -> Training[PolicyArtifact]:
-    """Build the learner that a configuration names.
+class IteratedConfig(TrialConfig):
+    """A trial that is cut into a number of iterations, whatever its learner."""
 
-    Raises:
-        ValueError: An RLlib trial without `register_env`, a flat network for a fleet, or rollouts
-            without one.
-    """
-    if config.algorithm == "policy_search":
-        like_the_others = SearchConfig(randomisation=recipe(config.recipe).randomisation)
-        search = PolicySearch(source.scenario, like_the_others, config.seed)
-        return SearchTraining(search, config.generations_per_iteration)
-    if config.algorithm == "rollouts":
-        improvement = RolloutImprovement(
-            source.scenario,
-            RolloutConfig(load_factor=recipe(config.recipe).randomisation.load_factor),
-            config.seed,
-        )
-        return SearchTraining(improvement, config.generations_per_iteration)
-    if config.register_env is None:
-        raise ValueError(f"a {config.algorithm} trial needs register_env, such as envs.register")
-    adapted = config.adapted_recipe()
-    if source.scenario.fleet is not None and adapted.network == "flat":
-        raise ValueError(f"recipe {config.recipe!r} is not for a fleet; choose 'fleet'")
-    config.register_env()
-    algorithm = build_config(
-        config.algorithm,
-        adapted,
-        config.env,
-        {"scenario": config.scenario},
-        seed=config.seed,
-        num_env_runners=config.num_env_runners,
-        cpus_per_env_runner=config.cpus_per_actor,
-        train_steps=config.train_steps,
-        steps_per_iteration=config.steps_per_iteration,
-        implementation=config.implementation,
-    )
-    return RllibTraining(algorithm, source, config.algorithm, adapted.reward_scale)
+    iterations: Annotated[int, Field(ge=1)] = 10
+    """Results until `train_steps`."""
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """Environment steps between two results."""
+        return max(1, self.train_steps // self.iterations)
+
+    def generations(self, steps_of_one: int) -> tuple[int, int]:
+        """Generations of a search in all, and between two results."""
+        generations = max(1, self.train_steps // steps_of_one)
+        return generations, max(1, generations // self.iterations)
 
 
 class PolicyTrainable(tune.Trainable):
-    """Trains one policy, whatever it decides, and scores it on validation streams.
+    """Trains one policy of `problem` and scores it on validation streams.
 
     Every result holds `timesteps_total` (environment steps), `score` (higher is better, whatever
     the reward), what else the validation found, `env_steps_per_s` and what the learner says of
     itself. Every checkpoint holds `artifact.npz`, the policy as it would be served.
     """
 
-    trial_config: Any
-    """The validated fields, with a `seed` and a `sha256`."""
-    training: Training[Any]
-    validate: Callable[[Any], dict[str, float]]
-    """Scores an exported policy."""
-    validate_every = 1
-    """Iterations between validations; results in between repeat the last one."""
+    problem: ClassVar[AnyProblem]
+    """Draws the streams of validation and scores on them."""
+    trial_type: ClassVar[type[TrialConfig]]
+    """What a trial's configuration is read into."""
 
-    def begin(self, config: dict[str, Any]) -> None:
-        """Set `trial_config`, `training` and `validate` from a trial's configuration."""
-        raise NotImplementedError
+    @classmethod
+    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fields of `trial_type`, from what tells one trial of a sweep from another."""
+        return config
 
-    def lineage(self) -> dict[str, str]:
-        """What the policy was made from."""
-        return {
-            "trial_sha256": self.trial_config.sha256,
-            "seed": str(self.trial_config.seed),
-            "env_steps": str(self.training.env_steps),
-        }
+    @classmethod
+    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
+        """What the trial and its env runners reserve: a bundle each, where `placement` says.
+
+        Tables and searches have no env runner and are counted as if they had: they keep a core
+        busy, and only between equal requests does Tune turn an actor to the next trial.
+        """
+        default = {name: field.default for name, field in TrialConfig.model_fields.items()}
+        given = {**default, **config}
+        bundles = [{"CPU": given["cpus_per_actor"]}] * (1 + given["num_env_runners"])
+        return tune.PlacementGroupFactory(bundles, strategy=given["placement"])
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the learner."""
@@ -179,18 +136,24 @@ class PolicyTrainable(tune.Trainable):
         torch.set_num_threads(1)
         self._validated: dict[str, float] = {}
         self._until_validation = 0
-        self.begin(config)
+        trial = self.trial_type.model_validate(self.spelled_out(config))
+        scenario = self.problem.load_scenario(trial.scenario)
+        num_streams = trial.validation_streams or self.problem.num_validation_streams
+        self._trial = trial
+        self._made_from = trial.lineage(scenario)
+        self._validate = self.problem.validation(scenario, num_streams, trial.validation_seed)
+        self._training = trial.make_training(scenario)
 
     def step(self) -> dict[str, float]:
         """Train one iteration; score the policy when it is due."""
-        steps_before, started = self.training.env_steps, time.perf_counter()
-        learned = self.training.step()
+        steps_before, started = self._training.env_steps, time.perf_counter()
+        learned = self._training.step()
         training_s = time.perf_counter() - started
         if self._until_validation == 0:
-            self._validated = self.validate(self.training.artifact({}, {}))
-            self._until_validation = self.validate_every
+            self._validated = self._validate(self._training.artifact({}, {}))
+            self._until_validation = self._trial.validate_every
         self._until_validation -= 1
-        env_steps = self.training.env_steps
+        env_steps = self._training.env_steps
         return {
             **learned,
             **self._validated,
@@ -199,63 +162,31 @@ class PolicyTrainable(tune.Trainable):
             "training_s": training_s,
         }
 
-    def artifact(self) -> Any:
+    def artifact(self) -> Artifact:
         """The present policy, with what it last scored and what it was made from."""
-        return self.training.artifact(self._validated, self.lineage())
+        lineage = {
+            **self._made_from,
+            "seed": str(self._trial.seed),
+            "env_steps": str(self._training.env_steps),
+        }
+        return self._training.artifact(self._validated, lineage)
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the learner's state and the policy as it would be served."""
         folder = Path(checkpoint_dir)
-        self.training.save(folder)
+        self._training.save(folder)
         self.artifact().save(folder / ARTIFACT_FILE)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Go on from a checkpoint."""
-        self.training.restore(Path(checkpoint_dir))
+        self._training.restore(Path(checkpoint_dir))
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Become another trial in the same process."""
-        self.training.stop()
+        self._training.stop()
         self.setup(new_config)
         return True
 
     def cleanup(self) -> None:
         """Stop the learner's actors."""
-        self.training.stop()
-
-
-class RouterTrainable(PolicyTrainable):
-    """Trains one router from the fields of `TrialConfig`.
-
-    Its validation finds `mean_response_s`, `p99_response_s` and `slo_violation_fraction`.
-    """
-
-    def begin(self, config: dict[str, Any]) -> None:
-        """Build the learner from the fields of `TrialConfig`."""
-        self.trial_config = TrialConfig.model_validate(config)
-        source = StreamSource(load_scenario(self.trial_config.scenario))
-        streams, seed = self.trial_config.validation_streams, self.trial_config.validation_seed
-        self.validate = Validation(source, streams, seed)
-        self.validate_every = self.trial_config.validate_every
-        self.training = make_training(self.trial_config, source)
-
-    def lineage(self) -> dict[str, str]:
-        """The recipe and the data as well."""
-        scenario = load_scenario(self.trial_config.scenario)
-        return {
-            **super().lineage(), "recipe": self.trial_config.recipe, **lineage_of(scenario)
-        }  # fmt: skip
-
-    @classmethod
-    def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
-        """What the trial and its env runners reserve, one bundle each."""
-        search = config["algorithm"] in ("policy_search", "rollouts")
-        num_env_runners = 0 if search else config.get("num_env_runners", 1)
-        return trial_bundles(config, 1 + num_env_runners)
-
-
-def trial_bundles(config: Mapping[str, Any], num_actors: int) -> tune.PlacementGroupFactory:
-    """Reserve a bundle for each of a trial's actors, by its `cpus_per_actor` and `placement`."""
-    cpus = config.get("cpus_per_actor", TrialConfig.model_fields["cpus_per_actor"].default)
-    strategy = config.get("placement", TrialConfig.model_fields["placement"].default)
-    return tune.PlacementGroupFactory([{"CPU": cpus}] * num_actors, strategy=strategy)
+        self._training.stop()

@@ -17,10 +17,10 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 
-from tokenyard.artifact import PolicyArtifact
-from tokenyard.rl.export import RouterModule, export_network
-from tokenyard.rl.runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
-from tokenyard.sim.streams import StreamSource
+from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
+from tokenyard.rl.routing.export import RouterModule, export_network
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.simulator.streams import StreamSource
 
 ArtifactT = TypeVar("ArtifactT", covariant=True)
 """Of routing, allocation or regions."""

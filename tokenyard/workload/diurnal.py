@@ -8,14 +8,14 @@ from typing import Annotated
 import numpy as np
 from pydantic import AwareDatetime, Field
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray
 
 HOUR_S = 3600.0
 HOURS_PER_WEEK = 168
 
 
-class Diurnal(Frozen):
+class Diurnal(FrozenModel):
     """How the arrival rate moves over the hours of a week, around an unchanged weekly mean.
 
     Within a day the rate follows a cosine; Saturday and Sunday are scaled by `weekend_factor`.

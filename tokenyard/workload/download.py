@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-import requests
+import httpx
 
 _AZURE_2023 = (
     "https://raw.githubusercontent.com/Azure/AzurePublicDataset/"
@@ -22,7 +22,7 @@ _AZURE_2024 = (
 _MOONCAKE = "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/"
 
 _CHUNK_BYTES = 1 << 14  # what a broken connection may cost
-_TIMEOUT_S = (10.0, 60.0)  # to connect, and between two pieces of the answer
+_TIMEOUT = httpx.Timeout(60.0, connect=10.0)  # between two pieces of the answer, and to connect
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ SOURCES: Mapping[str, Source] = MappingProxyType(
         "mooncake_synthetic": Source((_MOONCAKE + "synthetic_trace.jsonl",)),
     }
 )
-"""Sources by the names of `tokenyard.workload.locations.TRACE_FILES`, which holds the licences.
+"""Sources by the names of `tokenyard.workload.paths.TRACE_FILES`, which holds the licences.
 
 The publishers give no checksums; the one here was taken from a copy of the published file."""
 
@@ -139,25 +139,27 @@ def _download(url: str, part: Path, on_progress: Progress) -> None:
     # Compressed transfer would make ranges count other bytes than the file's.
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
     try:
-        with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
-            if start and response.status_code == requests.codes.requested_range_not_satisfiable:
+        with httpx.stream(
+            "GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True
+        ) as response:
+            if start and response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
                 return _finish_or_restart(response, url, part, on_progress)
-            if not response.ok:
+            if not response.is_success:
                 raise DownloadError(f"{url} answered HTTP {response.status_code}")
-            resumed = response.status_code == requests.codes.partial_content
+            resumed = response.status_code == httpx.codes.PARTIAL_CONTENT
             total = _total_bytes(response, start if resumed else 0)
             with part.open("ab" if resumed else "wb") as file:
-                for chunk in response.iter_content(_CHUNK_BYTES):
+                for chunk in response.iter_bytes(_CHUNK_BYTES):
                     file.write(chunk)
                     on_progress(file.tell(), total)
-    except requests.RequestException as error:
+    except httpx.HTTPError as error:
         raise DownloadError(_in_one_sentence(url, error)) from error
     if total is not None and part.stat().st_size != total:
         raise DownloadError(f"{url} ended after {part.stat().st_size} of {total} bytes; run again")
 
 
 def _finish_or_restart(
-    response: requests.Response, url: str, part: Path, on_progress: Progress
+    response: httpx.Response, url: str, part: Path, on_progress: Progress
 ) -> None:
     """Nothing is left to send: `part` is either complete, or no part of this file at all."""
     if response.headers.get("Content-Range") == f"bytes */{part.stat().st_size}":
@@ -166,7 +168,7 @@ def _finish_or_restart(
     _download(url, part, on_progress)
 
 
-def _total_bytes(response: requests.Response, start: int) -> int | None:
+def _total_bytes(response: httpx.Response, start: int) -> int | None:
     """Return the size of the whole file, where the server says it."""
     whole = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
     if whole:
@@ -175,10 +177,10 @@ def _total_bytes(response: requests.Response, start: int) -> int | None:
     return start + int(length) if length else None
 
 
-def _in_one_sentence(url: str, error: requests.RequestException) -> str:
+def _in_one_sentence(url: str, error: httpx.HTTPError) -> str:
     host = url.split("/")[2]
-    if isinstance(error, requests.Timeout):
+    if isinstance(error, httpx.TimeoutException):
         return f"{host} did not answer in time; run again to go on where it stopped"
-    if isinstance(error, requests.exceptions.ChunkedEncodingError):
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return f"the connection to {host} broke; run again to go on where it stopped"
     return f"cannot reach {host}: is there a network? ({type(error).__name__})"

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled_with_arrays
-from tokenyard.types import FloatArray, IntArray, Request
+from tokenyard.routing.types import Request
+from tokenyard.types import FloatArray, IntArray
 
 FEATURE_NAMES = (
     "hour",
@@ -112,15 +113,6 @@ class RobustScaler:
         """Scale features of shape (..., features)."""
         scaled: FloatArray = (np.asarray(features, np.float64) - self.center) / self.scale
         return scaled
-
-    def to_dict(self) -> dict[str, list[float]]:
-        """Return plain lists, for JSON."""
-        return {"center": self.center.tolist(), "scale": self.scale.tolist()}
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Undo `to_dict`."""
-        return cls(np.array(values["center"], float), np.array(values["scale"], float))
 
 
 def _epoch_s(started_at: datetime | None) -> float:

@@ -18,7 +18,7 @@ from typing import Annotated, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.sampling import draw_lengths, draw_mmpp_arrivals
@@ -29,7 +29,7 @@ __all__ = ["Diurnal", "LengthTables", "Mmpp", "WorkloadModel", "load_model", "po
 _Row = tuple[float, ...]
 
 
-class Mmpp(Frozen):
+class Mmpp(FrozenModel):
     """Markov-modulated arrival process as a discrete chain of K states."""
 
     dt_s: Annotated[float, Field(gt=0)]
@@ -80,7 +80,7 @@ class Mmpp(Frozen):
         )
 
 
-class LengthTables(Frozen):
+class LengthTables(FrozenModel):
     """Quantiles of the context, and of the output given the context's bin.
 
     Between knots the quantile function is linear. The knots are denser in the upper tail, which
@@ -125,7 +125,7 @@ class LengthTables(Frozen):
         return np.array(self.mean_generated_tokens)
 
 
-class WorkloadModel(Frozen):
+class WorkloadModel(FrozenModel):
     """Everything the generator knows; as JSON, the parameter file."""
 
     name: str

@@ -30,7 +30,7 @@ import numpy as np
 import pandas as pd
 
 from tokenyard.types import FloatArray, IntArray
-from tokenyard.workload.locations import TRACE_FILES, find_trace
+from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.trace import Trace
 
 __all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]

@@ -12,7 +12,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import Field
 
-from tokenyard.frozen import Frozen
+from tokenyard.config import FrozenModel
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.model import WorkloadModel, load_model
 from tokenyard.workload.trace import Trace
@@ -20,7 +20,7 @@ from tokenyard.workload.trace import Trace
 _REQUESTS_FOR_MEANS = 20_000
 
 
-class Sessions(Frozen):
+class Sessions(FrozenModel):
     """Conversations: each turn's prompt is all that was said before, and a new message."""
 
     mean_turns: Annotated[float, Field(ge=1)] = 4.0

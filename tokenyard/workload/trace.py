@@ -113,11 +113,6 @@ class Trace:
             raise ValueError(f"time factor {factor} must be positive and finite")
         return replace(self, arrival_s=self.arrival_s * factor)
 
-    def compressed_to(self, duration_s: float) -> Trace:
-        """Rescale time so that the last request arrives at `duration_s`."""
-        self._check_has_duration()
-        return self.rescaled(duration_s / self.duration_s)
-
     def with_rate(self, rate_per_s: float) -> Trace:
         """Rescale time so that `mean_rate_per_s` is `rate_per_s`."""
         self._check_has_duration()

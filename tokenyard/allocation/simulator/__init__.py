@@ -105,7 +105,7 @@ class AllocationSim:
             ],
             np.int64,
         )
-        self.scale_per_s = self.table.pool_in_time_per_s
+        self.scale_per_s = self.table.pool_goodput_capacity_per_s
         self.shapes = shape_of(self.table)
         self._streams = np.zeros((num_copies, num_slots + 1, 1 + NUM_KNOWN))
         self.counts = np.zeros((num_copies, kernel.NUM_COUNTS), np.int64)
@@ -168,9 +168,9 @@ class AllocationSim:
     def sufficient_plan(self, stream: DemandStream) -> int:
         """The cheapest plan for the demand before the first slot, with a fifth to spare."""
         table, before = self.table, stream.per_s[max(stream.first - 1, 0)] * 1.2
-        enough = [i for i in table.best_memory if table.in_time_per_s[i] >= before]
+        enough = [i for i in table.best_memory if table.goodput_capacity_per_s[i] >= before]
         if not enough:
-            return max(table.best_memory, key=lambda i: float(table.in_time_per_s[i]))
+            return max(table.best_memory, key=lambda i: float(table.goodput_capacity_per_s[i]))
         return min(enough, key=lambda i: float(table.usd_per_hour[i]))
 
     def observe(self) -> Observations:

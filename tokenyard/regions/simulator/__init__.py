@@ -8,20 +8,15 @@ import math
 import numpy as np
 
 from tokenyard.regions.activation import ActivationRule, targets_for
-from tokenyard.regions.cluster import Cluster, likeness, make_cluster
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
 from tokenyard.regions.scenario import TASK_TYPES, Failure, RegionScenario
+from tokenyard.regions.servers import Cluster, likeness, make_cluster
 from tokenyard.regions.simulator import slot as kernel
 from tokenyard.regions.simulator import world
 from tokenyard.regions.simulator.servers import fail, recover
 from tokenyard.regions.simulator.world import RegionArrays
-from tokenyard.regions.state import (
-    Dispatch,
-    RegionDecision,
-    RegionState,
-    check_decision,
-)
+from tokenyard.regions.types import Dispatch, RegionDecision, RegionState, check_decision
 from tokenyard.types import FloatArray, IntArray
 
 DISPATCH: dict[Dispatch, int] = {
@@ -56,7 +51,7 @@ class RegionSim:
         num = self.cluster.num_regions
         self.shares = np.eye(num)
         state = self.state()
-        self._start(targets_for(state, state.forecast[0], ActivationRule.of(scenario)))
+        self._start(targets_for(state, state.forecast[0], ActivationRule.from_scenario(scenario)))
 
     @property
     def slot(self) -> int:

@@ -11,7 +11,7 @@ from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.simulator import RegionSim, world
-from tokenyard.regions.state import RegionPolicy
+from tokenyard.regions.types import RegionPolicy
 from tokenyard.types import FloatArray, IntArray
 
 

@@ -80,7 +80,7 @@ def account(w, task, sign):
     out[world.OUT_INFERENCE_S] += sign * (row[world.FINISH_S] - row[world.START_S])
     out[world.OUT_LATE_S] += sign * late
     out[world.OUT_LATE_USD] += sign * late * w.rules[world.LATE_USD]
-    out[world.OUT_MISSED] += sign * (late > 0.0)
+    out[world.OUT_DEADLINE_MISSES] += sign * (late > 0.0)
     out[world.OUT_SERVED_S] += sign * (row[world.FINISH_S] - row[world.START_S])
     out[world.OUT_SWITCH_S] += sign * switching
     out[world.OUT_OVERHEAD_USD] += sign * switching * usd
@@ -139,7 +139,7 @@ def drop(w, task):
     out = w.out[w.clock[world.SLOT]]
     w.labels[task, world.STATUS] = world.DROPPED
     out[world.OUT_DROPPED] += 1.0
-    out[world.OUT_MISSED] += 1.0
+    out[world.OUT_DEADLINE_MISSES] += 1.0
     out[world.OUT_LATE_S] += w.rules[world.PATIENCE_S]
     out[world.OUT_LATE_USD] += w.rules[world.PATIENCE_S] * w.rules[world.LATE_USD]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tokenyard.scenario import RewardWeights
+from tokenyard.routing.scenario import RewardWeights
 from tokenyard.types import FloatArray
 
 (

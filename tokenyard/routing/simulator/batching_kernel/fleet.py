@@ -24,7 +24,7 @@ def _empty_replica(row, params, links, status, warm_until):
     row[lay.NUM_SCALARS :] = 0.0
     row[lay.STATUS] = status
     row[lay.MIN_FINISH] = math.inf
-    row[lay.NEXT_GIVE_UP_S] = math.inf
+    row[lay.NEXT_ABANDON_S] = math.inf
     row[lay.FREE] = params[lay.NUM_PAGES]
     row[lay.WARM_UNTIL_S] = warm_until
     links[lay.HOLDERS, :] = lay.ABSENT
@@ -67,7 +67,7 @@ def submit(replica, index, now):
         return False
     if largest > replica.params[lay.NUM_PAGES]:
         return False
-    row[lay.NEXT_GIVE_UP_S] = min(row[lay.NEXT_GIVE_UP_S], requests[index, lay.GIVE_UP_S])
+    row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], requests[index, lay.ABANDON_S])
     enqueue(row, rules, int(requests[index, lay.PRIORITY]), index, 0.0, False)
     if not row[lay.BUSY]:
         begin(replica, now, now)
@@ -271,7 +271,7 @@ def find_decision(fleet, copy):
         if retry <= arrival:
             clock[lay.RETRY_HEAD] = (clock[lay.RETRY_HEAD] + 1.0) % fleet.retries.shape[1]
             clock[lay.RETRY_COUNT] -= 1.0
-            if requests[retried, lay.GIVE_UP_S] <= retry:
+            if requests[retried, lay.ABANDON_S] <= retry:
                 outcomes[retried, lay.GAVE_UP] = 1.0
                 outcomes[retried, lay.SERVER] = -1.0
                 continue

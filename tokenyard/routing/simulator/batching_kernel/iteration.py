@@ -40,9 +40,9 @@ def end_iteration(replica):
     which = 0
     while which < int(row[lay.PREFILLING]):
         at = int(replica.rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * which
-        row[at + lay.P_LACK] -= row[at + lay.P_CHUNK]
+        row[at + lay.P_TO_PREFILL] -= row[at + lay.P_CHUNK]
         row[at + lay.P_KV] += row[at + lay.P_CHUNK]
-        if row[at + lay.P_LACK] == 0.0:
+        if row[at + lay.P_TO_PREFILL] == 0.0:
             end_prefill(replica, which, now)
         else:
             which += 1
@@ -138,12 +138,12 @@ def _admit(replica, at, hit, pages, budget, now):
     hold_blocks(replica, index, hit)
     take_pages(replica, pages, now)
     cached = hit * rules[lay.BLOCK_TOKENS]
-    lack = replica.requests[index, lay.CONTEXT] + generated - cached
-    chunk = min(lack, budget)
+    tokens_to_prefill = replica.requests[index, lay.CONTEXT] + generated - cached
+    chunk = min(tokens_to_prefill, budget)
     to = int(rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * int(row[lay.PREFILLING])
     row[to + lay.P_INDEX] = index
     row[to + lay.P_ORDER] = row[lay.ADMITTED]
-    row[to + lay.P_LACK] = lack
+    row[to + lay.P_TO_PREFILL] = tokens_to_prefill
     row[to + lay.P_KV] = cached
     row[to + lay.P_CHUNK] = chunk
     row[to + lay.P_GENERATED] = generated
@@ -152,7 +152,7 @@ def _admit(replica, at, hit, pages, budget, now):
     row[lay.ADMITTED] += 1.0
     if replica.real:
         replica.outcomes[index, lay.HIT_TOKENS] += cached
-        replica.outcomes[index, lay.PREFILLED_TOKENS] += lack
+        replica.outcomes[index, lay.PREFILLED_TOKENS] += tokens_to_prefill
     return chunk, cached
 
 
@@ -190,7 +190,7 @@ def _pages_of_steps(row, rules, steps):
 
 @compiled
 def _account_work(replica, iterations, prefill, decoding, kv, duration):
-    """Book time and energy of iterations with these sums over them."""
+    """Add up time and energy of iterations with these sums over them."""
     row = replica.row
     params = replica.params
     joules = (
@@ -220,7 +220,7 @@ def _skip_ahead(replica, now, until):
     decoding = row[lay.DECODING]
     most = row[lay.MIN_FINISH] - row[lay.STEP] - 1.0
     factor = 1.0
-    limit = row[lay.NEXT_GIVE_UP_S]
+    limit = row[lay.NEXT_ABANDON_S]
     if now < row[lay.WARM_UNTIL_S]:
         factor = params[lay.WARM_UP_FACTOR]
         limit = min(limit, row[lay.WARM_UNTIL_S])
@@ -269,7 +269,7 @@ def begin(replica, now, until):
     params = replica.params
     rules = replica.rules
     while True:
-        if row[lay.NEXT_GIVE_UP_S] <= now:
+        if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
         if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0] >= 0:
             break
@@ -288,7 +288,7 @@ def begin(replica, now, until):
     kv = row[lay.KV_SUM]
     at = int(rules[lay.PREFILL_AT])
     for _ in range(int(row[lay.PREFILLING])):
-        chunk = min(row[at + lay.P_LACK], budget)
+        chunk = min(row[at + lay.P_TO_PREFILL], budget)
         row[at + lay.P_CHUNK] = chunk
         if chunk > 0.0:
             prefill += chunk

@@ -30,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard import observation as ob
 from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.rewards import NUM_REWARDS
 from tokenyard.types import FloatArray, IntArray
 
@@ -56,7 +56,7 @@ DOWN, DRAINING, UP = range(3)
 
 # requests; the scaled features follow
 (
-    DISPATCH_S, ARRIVAL_S, CONTEXT, OUTPUT, PREDICTED_OUTPUT, PRIORITY, GIVE_UP_S, ROUTER,
+    DISPATCH_S, ARRIVAL_S, CONTEXT, OUTPUT, PREDICTED_OUTPUT, PRIORITY, ABANDON_S, ROUTER,
     CHAIN_AT, CHAIN_LENGTH, SLO_RESPONSE_S, SLO_TTFT_S, SLO_TPOT_S, CLASS, TENANT, FEATURES,
 ) = range(16)  # fmt: skip
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
@@ -64,13 +64,13 @@ NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 # scalars of a row of state; EARNED and what follows outlive a failure
 (
     STATUS, BUSY, UNTIL_S, DECODING, PREFILLING, WAITING, STEP, MIN_FINISH, KV_SUM, FREE,
-    EVICTABLE, ADMITTED, NEXT_GIVE_UP_S, WARM_UNTIL_S, FINISH_SUM_S, LOOKED_FOR,
+    EVICTABLE, ADMITTED, NEXT_ABANDON_S, WARM_UNTIL_S, FINISH_SUM_S, LOOKED_FOR,
     LOOKED_FINISH_S, TAKES_S, TAKES_J, EARNED, ITERATIONS, BUSY_S, BUSY_J, SCRAPED_S,
     SCRAPED_WAITING, SCRAPED_RUNNING, SCRAPED_KV, SCRAPED_STATUS, LOOKED_J, NUM_SCALARS,
 ) = range(30)  # fmt: skip
 
 # a sequence in prefill
-P_INDEX, P_ORDER, P_LACK, P_KV, P_CHUNK, P_GENERATED, P_HELD, PREFILL_FIELDS = range(8)
+P_INDEX, P_ORDER, P_TO_PREFILL, P_KV, P_CHUNK, P_GENERATED, P_HELD, PREFILL_FIELDS = range(8)
 
 # a sequence that decodes: it holds BASE + STEP tokens of KV, and is done when STEP is FINISH
 D_INDEX, D_ORDER, D_BASE, D_FINISH, D_HELD, DECODE_FIELDS = range(6)

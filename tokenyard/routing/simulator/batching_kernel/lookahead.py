@@ -70,7 +70,7 @@ def play_out(ahead, index):
 @compiled
 def _only_decodes(row, rules):
     """Whether all that is left is decoding which nothing can interrupt."""
-    if row[lay.PREFILLING] > 0.0 or row[lay.WAITING] > 0.0 or row[lay.NEXT_GIVE_UP_S] < math.inf:
+    if row[lay.PREFILLING] > 0.0 or row[lay.WAITING] > 0.0 or row[lay.NEXT_ABANDON_S] < math.inf:
         return False
     if row[lay.UNTIL_S] < row[lay.WARM_UNTIL_S]:
         return False

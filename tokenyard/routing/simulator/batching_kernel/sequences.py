@@ -51,7 +51,7 @@ def remove_prefilling(replica, which):
     """Take a sequence out of prefill and release what it holds; the order of others stays."""
     row = replica.row
     at = int(replica.rules[lay.PREFILL_AT]) + lay.PREFILL_FIELDS * which
-    pages = pages_of(replica.rules, row[at + lay.P_LACK] + row[at + lay.P_KV])
+    pages = pages_of(replica.rules, row[at + lay.P_TO_PREFILL] + row[at + lay.P_KV])
     release_pages(replica, int(row[at + lay.P_INDEX]), int(row[at + lay.P_HELD]), pages)
     _forget_prefilling(row, replica.rules, which)
 
@@ -232,7 +232,7 @@ def _next_impatient(replica, now):
     earliest = math.inf
     kind = 0
     place = 0
-    row[lay.NEXT_GIVE_UP_S] = math.inf
+    row[lay.NEXT_ABANDON_S] = math.inf
     size = int(rules[lay.RING_SIZE])
     for k in range(2 + int(rules[lay.NUM_PRIORITIES])):
         if k == 0:
@@ -252,10 +252,10 @@ def _next_impatient(replica, now):
             else:
                 slot = (int(row[at]) + which) % size
                 index = int(row[at + 2 + 2 * slot])
-            give_up = replica.requests[index, lay.GIVE_UP_S]
-            row[lay.NEXT_GIVE_UP_S] = min(row[lay.NEXT_GIVE_UP_S], give_up)
+            abandon = replica.requests[index, lay.ABANDON_S]
+            row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], abandon)
             submitted = replica.outcomes[index, lay.SUBMITTED]
-            if give_up <= now and submitted < earliest:
+            if abandon <= now and submitted < earliest:
                 earliest = submitted
                 found = index
                 kind = min(k, 2)

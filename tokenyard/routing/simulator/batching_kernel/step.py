@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tokenyard import observation as ob
 from tokenyard.compiled import compiled
-from tokenyard.generic import engine_scores
-from tokenyard.observation import encode, marginal_scores
+from tokenyard.routing import observation as ob
+from tokenyard.routing.observation import encode, marginal_scores
+from tokenyard.routing.scores.any_cluster import engine_scores
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tokenyard import observation as ob
 from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import num_chained

@@ -1,0 +1,166 @@
+"""Whether shipped champions of routing lose to hand rules where they may be chosen: no test part.
+
+python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
+
+The promotion gate (tokenyard/routing/gate.py) looks at half of the scenario's load and at the
+recorded requests before the test part; the whole load stands beside them. The scenario's best tuned
+rule decides; beside it stand those that are compiled, and those with the lowest mean on training
+streams of that load.
+"""
+
+from __future__ import annotations
+
+import csv
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.problem import Row
+from tokenyard.provenance import write_result
+from tokenyard.routing.artifact import resolve_champion
+from tokenyard.routing.gate import (
+    FLEET_RULES,
+    HALF_LOAD,
+    SERVER_RULES,
+    Gate,
+    best_tuned_rule,
+    gate_streams,
+    is_compiled,
+    strongest,
+)
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
+from tokenyard.routing.validation import artifact_runs
+
+FULL_LOAD = "full_load"
+"""Not looked at by the gate."""
+COLUMNS = (
+    "scenario", "part", "policy", "sha256", "baseline", "stream_count", "mean_response_s",
+    "delta_mean_fraction", "delta_mean_ci_low", "delta_mean_ci_high",
+    "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
+    "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high", "loses", "decides",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Args:
+    """Compare policies with every strong rule on training and validation data."""
+
+    scenarios: tuple[str, ...] = ()
+    """Names; none: every scenario that a champion of its own ships for."""
+    policies: tuple[str, ...] = ("champion", "generic")
+    """`champion`, `generic`, or paths of policy files."""
+    streams: int = 30
+    """Validation streams at every load."""
+    most: int = 3
+    """Rules beside the compiled ones, at most: those with the lowest mean on training streams."""
+    seed: int = 0
+    csv: Path | None = None
+    """Where to write the table."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+def shipped() -> list[str]:
+    """Scenarios that a routing champion of their own ships for."""
+    folder = resources.files("tokenyard") / "artifacts" / "routing"
+    names = sorted(Path(file.name).stem for file in folder.iterdir())
+    return [name for name in names if name != "generic"]
+
+
+def rows_of(args: Args, name: str) -> list[Row]:
+    """Compare the policies with the rules of one scenario."""
+    source = StreamSource(load_scenario(name))
+    parts = gate_streams(source, args.streams, args.seed)
+    parts[FULL_LOAD] = synthetic_streams(source, args.streams, args.seed, "validation")
+    rows: list[Row] = []
+    for part, streams in parts.items():
+        gate = Gate(source, rules(args, source, part), {part: streams})
+        for policy in args.policies:
+            rows += compared(policy, source, gate)
+    best = best_tuned_rule(source.scenario)
+    return [{**row, "scenario": name, "decides": decides(row, best)} for row in rows]
+
+
+def decides(row: Row, best: str) -> int:
+    """Whether the gate looks at the row: the part, against the best tuned rule."""
+    return int(row["part"] != FULL_LOAD and row["baseline"] == best)
+
+
+def rules(args: Args, source: StreamSource, part: str) -> list[str]:
+    """The compiled rules, and the strongest of all on training streams of that load."""
+    names = SERVER_RULES if source.scenario.fleet is None else FLEET_RULES
+    factor = 0.5 if part == HALF_LOAD else 1.0
+    drawn: StreamSet = synthetic_streams(source, 3, args.seed, "training", factor)
+    quick = [name for name in names if is_compiled(name, source.scenario)]
+    best = best_tuned_rule(source.scenario)
+    return list(dict.fromkeys([best, *strongest(names, source, drawn, args.most), *quick]))
+
+
+def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:
+    """Rows of one policy on all parts of a gate."""
+    scenario = source.scenario
+    path = policy if policy.endswith(".npz") else None
+    wanted = "generic" if policy == "generic" else scenario.name
+    artifact, _ = resolve_champion("routing", wanted, path=path)
+    rows = gate(lambda streams: artifact_runs(scenario, streams, artifact))
+    return [{**row, "policy": policy, "sha256": artifact.sha256} for row in rows]
+
+
+def table(rows: list[Row]) -> Table:
+    """Lay out the differences; bold is a loss that keeps a policy from shipping."""
+    found = Table(
+        "scenario", "part", "policy", "rule", "mean %", "p99 %", "violations, points",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for row in rows:
+        style = "bold" if row["loses"] and row["decides"] else ""
+        cells = [str(row[key]) for key in ("scenario", "part", "policy", "baseline")]
+        found.add_row(*cells, *(_interval(row, *keys) for keys in _DELTAS), style=style)
+    return found
+
+
+_DELTAS = (
+    ("delta_mean_fraction", "delta_mean"),
+    ("delta_p99_fraction", "delta_p99"),
+    ("delta_slo_violation", "delta_slo"),
+)
+
+
+def _interval(row: Row, key: str, prefix: str) -> str:
+    keys = (key, f"{prefix}_ci_low", f"{prefix}_ci_high")
+    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*(100 * float(row[one]) for one in keys))
+
+
+def write_csv(path: Path, rows: list[Row]) -> None:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow(
+                {key: f"{value:.4f}" if isinstance(value, float) else value
+                 for key, value in row.items()}
+            )  # fmt: skip
+
+
+def main(args: Args) -> None:
+    rows: list[Row] = []
+    for name in args.scenarios or shipped():
+        rows += rows_of(args, name)
+        print(f"{name}: done", file=sys.stderr, flush=True)
+        if args.csv:
+            write_csv(args.csv, rows)
+    Console(width=140, highlight=False).print(table(rows))
+    if args.json:
+        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

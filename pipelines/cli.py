@@ -1,0 +1,60 @@
+"""All commands under one name: `tokenyard sweep` does what `python pipelines/sweep.py` does."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import sys
+from pathlib import Path
+
+import tyro
+
+FOLDER = Path(__file__).parent
+NAMES = {"deploy": "serve"}
+"""Scripts whose verb has another name."""
+
+
+def verbs() -> dict[str, str]:
+    """Every verb with the name of its module, sorted."""
+    modules = (path.stem for path in FOLDER.glob("*.py"))
+    commands = [name for name in modules if name not in ("__init__", "cli")]
+    return dict(sorted((NAMES.get(name, name), name) for name in commands))
+
+
+def summary(module: str) -> str:
+    """First line of a module's docstring, read without importing it."""
+    text = (FOLDER / f"{module}.py").read_text(encoding="utf-8")
+    return str(ast.get_docstring(ast.parse(text))).partition("\n")[0]
+
+
+def overview() -> str:
+    """The answer to `tokenyard --help`."""
+    known = verbs()
+    width = max(map(len, known))
+    lines = [f"  {verb:{width}}  {summary(module)}" for verb, module in known.items()]
+    return "\n".join(
+        ["usage: tokenyard VERB [OPTIONS]", "", *lines, "", "tokenyard VERB --help says more."]
+    )
+
+
+def main() -> None:
+    """Run the command that the first argument names."""
+    verb, *arguments = sys.argv[1:] or ["--help"]
+    if verb in ("-h", "--help"):
+        print(overview())
+        return
+    known = verbs()
+    if verb not in known:
+        close = difflib.get_close_matches(verb, known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(known)}"
+        sys.exit(f"tokenyard: unknown verb {verb!r}; {hint}")
+    command = importlib.import_module(f"pipelines.{known[verb]}")
+    description = command.__doc__
+    command.main(
+        tyro.cli(command.Args, prog=f"tokenyard {verb}", args=arguments, description=description)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Search policies without gradients, or improve one by rollouts; the best on validation is kept.
+
+This is how the shipped champions are made; docs/results has the commands.
+
+python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
+python pipelines/search.py rollouts --scenario azure_code_mixed_gpus --out policies
+python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
+python pipelines/search.py regions --scenarios abilene,polska,gabriel --out generic.npz
+
+The policy for any cluster takes three steps, which can be stopped and go on where they were:
+
+python pipelines/search.py any-cluster --kind servers --state servers.json
+python pipelines/search.py any-cluster --kind slots --start servers.json --state slots.json
+python pipelines/search.py any-cluster --kind engines --state engines.json \
+    --servers slots.json --out tokenyard/artifacts/routing
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
+from tokenyard.config import with_settings
+from tokenyard.problem import Artifact, Row
+from tokenyard.provenance import command_line, lineage, write_result
+from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.scenario import load_regions
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig, go_on
+from tokenyard.routing import search_any_cluster_study as any_cluster
+from tokenyard.routing import search_study
+from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.streams import StreamSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(search_study.SearchStudy):
+    """Search a scenario's linear policy and export the best of all seeds and objectives."""
+
+    scenario: str = "poisson_085"
+    """Name or YAML path."""
+    out: Path | None = None
+    """Folder for <scenario>.npz; nothing is written without it."""
+    speed_range: tyro.conf.Suppress[tuple[float, float]] = (1.0, 1.0)
+    scrape_range: tyro.conf.Suppress[tuple[float, float] | None] = None
+    jobs: int = 2
+    """Processes."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnyCluster(any_cluster.AnyClusterStudy):
+    """Search over randomised clusters of servers, or of replicas that batch."""
+
+    state: Path
+    """Where the search is kept; one that is there is gone on with."""
+    start: Path | None = None
+    """State of an earlier search, or a policy file (.npz), whose weights are begun with."""
+    servers: Path | None = None
+    """State of the finished search over servers, to be exported together with this one."""
+    clusters: tyro.conf.Suppress[int] = 36
+    validation_clusters: tyro.conf.Suppress[int] = 96
+    out: Path | None = None
+    """Folder for generic.npz; nothing is written without it."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Improve a fleet's policy by rollouts and export the best round."""
+
+    scenario: str = "azure_code_mixed_gpus"
+    """Name or YAML path, with a fleet."""
+    out: Path | None = None
+    """Folder for <scenario>.npz, and for rounds/<scenario>-<round>.npz while it goes on; nothing is
+    written without it."""
+    start: Path | None = None
+    """Policy file whose weights are corrected, and whose network is improved where it has one;
+    None: the scenario's champion, or tuned marginal delay where it has none."""
+    fresh: bool = False
+    """Start from the weights alone, where the policy to start from has a network."""
+    rounds: int = 30
+    streams: int = 20
+    """Streams per round, of 5000 requests each."""
+    horizon: int = 200
+    """Arrivals over which each choice is played on."""
+    violation_s: float = 1.0
+    """Seconds that an SLO violation costs beside the response time."""
+    load_range: tuple[float, float] = (1.0, 1.0)
+    """Range of factors on the scenario's arrival rate."""
+    p99_margin: float = 0.0
+    """How far p99 may exceed that of the tuned hand rule, as a fraction: at the upper end of its
+    95 % interval over validation streams, and on the recorded training part where found."""
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = ()
+    """Other fields of ImprovementConfig (tokenyard/rl/routing/improvement.py), such as slow_s=6,
+    decide_anew=true, jobs=2."""
+    seed: int = 0
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Search the parameters of an allocation scenario's planner, on its training days."""
+
+    scenario: str = "a100x8_13b"
+    """Name or YAML path."""
+    seeds: int = 5
+    """Independent searches."""
+    generations: int = AllocationSearchConfig.num_generations
+    out: Path | None = None
+    """Folder for <scenario>.npz, the best in validation; nothing is written without it."""
+    searches: Path | None = None
+    """Folder for the policy of every search, <scenario>-s<seed>.npz."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Search a regional policy over one or several clusters; progress is kept, and taken up."""
+
+    out: Path
+    """The artifact; beside it a .json with the state of the search."""
+    scenarios: str = "abilene,polska,gabriel"
+    """Names or YAML paths, separated by commas."""
+    generations: int = 24
+    population: int = 24
+    slots: int = 160
+    """Length of training episodes."""
+    start: Path | None = None
+    """Artifact to start from; by default all parameters are zero."""
+    spread: float = 1.0
+    """How far the first generation looks, as a share of the usual."""
+    elites: int = 6
+    seed: int = 0
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+Args = (
+    Annotated[Policy, tyro.conf.subcommand("policy")]
+    | Annotated[AnyCluster, tyro.conf.subcommand("any-cluster")]
+    | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
+    | Annotated[Planner, tyro.conf.subcommand("planner")]
+    | Annotated[Regions, tyro.conf.subcommand("regions")]
+)
+
+
+def search_policy(args: Policy) -> list[Row]:
+    scenario = load_scenario(args.scenario)
+    found = search_study.run_study(scenario, args, args.jobs)
+    best = search_study.best_of(found, args)
+    found.sort(key=lambda one: mean_and_violations_s(one.row, args.price_s))
+    terms = ("cvar99", "violation", "tail_guard")
+    table = Table("cvar99, violation, guard", "seed", "score", *BESIDE_THE_RULE)
+    for one in found:
+        objective = ", ".join(str(one.row[f"objective_{term}"]) for term in terms)
+        first = objective if one.row["env_steps"] else "the hand rule"
+        cells = (first, str(one.row["seed"]), f"{one.row['score']:.4f}", *beside_the_rule(one.row))
+        table.add_row(*cells, style="bold" if one is best else "")
+    Console().print(table)
+    save(search_study.export(scenario, best), args.out, scenario.name)
+    return [one.row for one in found]
+
+
+def search_any_cluster(args: AnyCluster) -> list[Row]:
+    start = None if args.start is None else any_cluster.weights_of(args.start, args.kind)
+    state = any_cluster.run_any_cluster_study(args, args.state, start, tell)
+    best, rows = any_cluster.best_row(state), state["rows"]
+    table = Table(*rows[0], title="On validation clusters, beside the best rule of each")
+    for number, row in enumerate(rows):
+        cells = [f"{cell:+.4f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
+        table.add_row(*cells, style="bold" if number == best else "")
+    Console().print(table)
+    print(f"{state['env_steps']:,} requests routed in {state['cpu_s']:.0f} CPU-seconds")
+    if args.out is not None:
+        servers = state if args.servers is None else json.loads(args.servers.read_text())
+        save(any_cluster.export(servers, state), args.out, "generic")
+    return list(rows)
+
+
+def improve_by_rollouts(args: Rollouts) -> list[Row]:
+    # torch takes seconds to import, and no search needs it.
+    from tokenyard.rl.routing.improvement import ImprovementConfig, improve, start_policy
+
+    source = StreamSource(load_scenario(args.scenario))
+    name = source.scenario.name
+    config = ImprovementConfig(
+        streams_per_round=args.streams,
+        horizon=args.horizon,
+        violation_s=args.violation_s,
+        load_factor=args.load_range,
+    )
+    config = with_settings(config, args.settings)
+    start = start_policy(source, args.start)
+    found = []
+    for one in improve(source, start, config, args.rounds, args.seed, args.fresh):
+        found.append(one)
+        save(one.policy, args.out and args.out / "rounds", f"{name}-{one.number}", quiet=True)
+        print(
+            f"round {one.number}: mean {one.row['delta_mean_fraction']:+.1%}, "
+            f"p99 {one.row['delta_p99_fraction']:+.1%}, "
+            f"violations {one.row['slo_violation_fraction']:.2%}, "
+            f"{one.changed_fraction:.0%} of decisions changed, {one.wall_s:.0f} s",
+            flush=True,
+        )
+    rows: list[Row] = [dict(one.row) for one in found]
+    best = choose(rows, config.violation_s, args.p99_margin)
+    table = Table("round", "mean, s", *BESIDE_THE_RULE)
+    for number, row in enumerate(rows):
+        cells = (str(number), f"{row['mean_response_s']:.3f}", *beside_the_rule(row))
+        table.add_row(*cells, style="bold" if number == best else "")
+    Console().print(table)
+    if best is None:
+        raise SystemExit(f"search: {REFUSED}")
+    save(found[best].policy, args.out, name)
+    return rows
+
+
+def search_planner(args: Planner) -> list[Row]:
+    scenario = load_allocation(args.scenario)
+    config = AllocationSearchConfig(num_generations=args.generations)
+    found = []
+    rows: list[Row] = []
+    for seed in range(args.seeds):
+        found.append(run_search(scenario, config, seed))
+        print(f"search {seed}: {found[-1].cost:.4f} per slot in validation", flush=True)
+        save(found[-1].search.artifact(), args.searches, f"{scenario.name}-s{seed}", quiet=True)
+        rows.append({"scenario": scenario.name, "seed": seed, "cost_per_slot": found[-1].cost})
+    best = export_best(found)
+    start = best.metadata.metrics["planner_cost_per_slot"]
+    print(f"the planner as it is: {start:.4f}; best: search {best.metadata.lineage['seed']}")
+    save(best, args.out, scenario.name)
+    return rows
+
+
+def search_regions(args: Regions) -> list[Row]:
+    scenarios = [load_regions(name) for name in args.scenarios.split(",")]
+    config = RegionSearchConfig(
+        population=args.population,
+        num_elites=args.elites,
+        slots=args.slots,
+        spread=args.spread,
+        num_generations=args.generations,
+    )
+    start = RegionArtifact.load(args.start).arrays["theta"] if args.start else None
+    search = RegionSearch(scenarios, config, args.seed, start)
+    rows: list[Row] = []
+    for found in go_on(search, args.out.with_suffix(".json")):
+        tell(search.generation, found)
+        rows.append({"generation": search.generation, **found})
+        search.artifact().save(args.out)
+    cost = search.validate()
+    print(f"validation: cost over start {cost:.4f}")
+    made_by = {**lineage(), "seed": str(args.seed)}
+    search.artifact({"cost_over_start": cost}, made_by).save(args.out)
+    return [*rows, {"generation": search.generation, "validation_cost_over_start": cost}]
+
+
+BESIDE_THE_RULE = ("mean", "p99", "at most", "violations")
+
+
+def beside_the_rule(row: Mapping[str, Any]) -> Sequence[str]:
+    return (
+        f"{row['delta_mean_fraction']:+.1%}",
+        f"{row['delta_p99_fraction']:+.1%}",
+        f"{worst_p99(row):+.1%}",
+        f"{row['delta_slo_violation']:+.2%}",
+    )
+
+
+def tell(generation: int, found: Mapping[str, float]) -> None:
+    numbers = ", ".join(f"{key} {value:+.3f}" for key, value in found.items())
+    print(f"generation {generation}: {numbers}", file=sys.stderr, flush=True)
+
+
+def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) -> None:
+    """Write a policy into a folder, where there is one to write to."""
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.npz"
+    policy.save(path)
+    if not quiet:
+        print(f"wrote {path} ({policy.sha256})")
+
+
+def run(args: Args) -> list[Row]:
+    if isinstance(args, Policy):
+        return search_policy(args)
+    if isinstance(args, AnyCluster):
+        return search_any_cluster(args)
+    if isinstance(args, Rollouts):
+        return improve_by_rollouts(args)
+    if isinstance(args, Planner):
+        return search_planner(args)
+    return search_regions(args)
+
+
+def main(args: Args) -> None:
+    try:
+        rows = run(args)
+    except ValueError as error:
+        sys.exit(f"search: {error}")
+    if args.json is not None:
+        write_result(args.json, command_line(), getattr(args, "seed", 0), rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

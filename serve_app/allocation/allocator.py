@@ -1,0 +1,479 @@
+"""The control loop that reshapes a pool: asks a policy for a plan, and carries it out under load.
+
+Once per slot it sums up the demand of that slot, shows the policy what it may know, and takes its
+plan. In between it starts and stops replicas (`serve_app.allocation.transition`), until the pool is
+what it should be. What the policy cannot do: pass the GPU budget, leave fewer replicas ready than
+the minimum, change more often than the scenario's switch budget, hysteresis and cooldown allow, or
+ask for another plan while a change is on its way. Where it fails, an autoscaler decides.
+
+With a `time_scale` (`serve_app.engines.emulation`) a slot takes so many times as long, and demand
+is counted in the scenario's own time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from serve_app.allocation.plans import cheapest_for, format_plan, plan_of
+from serve_app.allocation.transition import (
+    Held,
+    Shape,
+    gpus_held,
+    is_done,
+    is_reachable,
+    next_wanted,
+    shape_of,
+)
+from tokenyard.allocation.dynamics import (
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    USD,
+    VIOLATIONS,
+    make_model,
+    run_slot,
+)
+from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.telemetry import SlotRecord
+from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
+
+logger = logging.getLogger(__name__)
+
+STAND_IN = "autoscaler_70"
+"""Decides where the policy cannot; it needs nothing that was trained or tuned."""
+By = Literal["start", "policy", "stand_in", "hand", "undo"]
+Outcome = Literal["under way", "done", "dry run", "refused", "given up"]
+_DECIDE_S = 5.0
+"""Longest time that a policy may take; one that hangs is not asked again."""
+_TICK_S = 0.5
+_HISTORY_SLOTS = 600
+_HISTORY_CHANGES = 200
+_FOREVER_SLOTS = 1_000_000
+
+
+class PoolControl(Protocol):
+    """Starts and stops replicas, and knows the demand for them."""
+
+    async def observe(self) -> dict[Shape, Held]:
+        """Return every shape of which there is or should be a replica."""
+        ...
+
+    async def want(self, shape: Shape, count: int) -> None:
+        """Ask for so many replicas of a shape; returns before they are there."""
+        ...
+
+    def num_offered(self) -> int:
+        """Requests that have ever asked to be let in."""
+        ...
+
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        ...
+
+    def record(self, slot: SlotRecord) -> None:
+        """Keep what is known of a slot that is over; called in a thread."""
+        ...
+
+
+@dataclass
+class Change:
+    """One change of plan, or one that was not made."""
+
+    time_s: float
+    """When it was decided, Unix time."""
+    by: By
+    old: Plan
+    new: Plan
+    reason: str
+    outcome: Outcome
+    phases_s: dict[str, float] = field(default_factory=dict)
+    """Seconds from the decision: `first_ready`, a replica of the new shape serves; `all_ready`,
+    all of them do; `done`, the old ones have answered what they had begun and are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """What no policy may pass, besides the scenario's own budget and hysteresis; and the start."""
+
+    min_replicas: int = 1
+    """Replicas that stay ready during a change; 0 lets service pause, requests wait."""
+    cooldown_slots: int = 0
+    """Slots after a change in which no other is made."""
+    shrink_after_s: float = 600.0
+    """Time after a growth in which the policy takes nothing back, seconds of the scenario's time:
+    a load that wavers around a step turns the pool once in that time, not in every slot."""
+    change_timeout_s: float = 900.0
+    """After so long a change is given up, and the old plan restored."""
+    start: Plan | None = None
+    """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
+    time_scale: float = 1.0
+    """Seconds of real time per second of the scenario."""
+    dry_run: bool = False
+    """Only say what would be done."""
+
+
+class Allocator:
+    """Decides and reshapes; not thread-safe, one event loop runs it."""
+
+    def __init__(
+        self,
+        scenario: AllocationScenario,
+        policy_name: str,
+        policy: AllocationPolicy,
+        pool: PoolControl,
+        settings: AllocatorSettings = AllocatorSettings(),
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Take everything; nothing is started before `run`.
+
+        Args:
+            scenario: Plans, SLOs, prices and limits.
+            policy_name: What the policy was asked for by.
+            policy: Decides.
+            pool: Carries out.
+            settings: What no policy may pass, and the plan of the beginning.
+            clock_s: Unix time.
+        """
+        self.scenario, self.settings, self.dry_run = scenario, settings, settings.dry_run
+        self.slot_s = scenario.slot_s * settings.time_scale
+        self.table: PlanTable = plan_table(scenario)
+        self.budget = scenario.num_gpus
+        self.policy_name = policy_name
+        self.fallbacks: Counter[str] = Counter()
+        self.plan = settings.start or self._start()
+        """In force, or about to be."""
+        self.proposed = self.plan
+        """What the policy asked for last."""
+        self.reason = "nothing was decided yet"
+        self.by_hand = False
+        self.changes: deque[Change] = deque(maxlen=_HISTORY_CHANGES)
+        self.demand_per_s: deque[float] = deque(maxlen=_HISTORY_SLOTS)
+        """Requests per second of past slots, in the scenario's time, the latest last."""
+        self.held: dict[Shape, Held] = {}
+        context = AllocationContext(scenario, np.random.default_rng())
+        self._policy, self._stand_in = policy, make_allocation_policy(STAND_IN, context)
+        self._hangs = False
+        self._pool, self._clock_s = pool, clock_s
+        self._model = make_model(scenario)
+        self._out = np.zeros(NUM_OUT)
+        self._change: Change | None = None
+        self._began_s = 0.0
+        self._since_slots = _FOREVER_SLOTS
+        self._grown_slot = -_FOREVER_SLOTS
+        self._requests: deque[float] = deque(maxlen=_HISTORY_SLOTS)
+        self._offered_before = pool.num_offered()
+        self._slot = self._slot_now()
+        self._switches: Counter[int] = Counter()
+
+    def _start(self) -> Plan:
+        """The cheapest plan that serves half of what the pool can, and that can be left again."""
+        table = self.table
+        smallest = table.plans[min(table.best_memory, key=lambda i: float(table.usd_per_hour[i]))]
+        minimum = self.settings.min_replicas
+        plans = [
+            i
+            for i in table.best_memory
+            if is_reachable(table.plans[i], smallest, self.budget, minimum)
+        ]
+        return cheapest_for(table, 0.5 * table.pool_goodput_capacity_per_s, plans)
+
+    async def run(self) -> None:
+        """Begin with the plan of the start, or what a former run has left; then go on for ever."""
+        self.held = await self._pool.observe()
+        found = plan_of(self.table, self.held)
+        if found is not None:
+            self.plan = self.proposed = found
+        self._begin("start", self.plan, self.plan, "the plan of the start")
+        while True:
+            try:
+                await self.tick()
+            except Exception:
+                # Serve's controller may be away for a while; the next tick looks again.
+                logger.exception("the allocator goes on")
+            await asyncio.sleep(_TICK_S)
+
+    async def tick(self) -> None:
+        """Look, decide where a slot is over, and take the next step towards the plan."""
+        self.held = await self._pool.observe()
+        if self._slot_now() > self._slot:
+            await self._close_slot()
+        shape, count = shape_of(self.plan), self.plan.num_replicas
+        minimum = min(self.settings.min_replicas, count)
+        for one, wanted in next_wanted(self.held, shape, count, self.budget, minimum).items():
+            if wanted != self.held.get(one, Held()).wanted:
+                await self._pool.want(one, wanted)
+        self._keep_time()
+
+    def set_policy(self, name: str, policy: AllocationPolicy) -> None:
+        """Let another policy decide; a plan that was set by hand is no longer kept."""
+        self.policy_name, self._policy = name, policy
+        self._hangs, self.by_hand = False, False
+
+    def set_plan(self, plan: Plan) -> None:
+        """Change to a plan and keep it until a policy is set.
+
+        Raises:
+            ValueError: It is infeasible, cannot be reached, or a change is on its way.
+        """
+        self.table.find(plan)
+        if plan != self.plan:
+            refusal = self._refusal(plan, by_hand=True)
+            if refusal is not None:
+                raise ValueError(refusal)
+            self._begin("hand", self.plan, plan, "set by hand")
+        self.by_hand = True
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change is on its way."""
+        return self._change is not None
+
+    @property
+    def gpus_held(self) -> int:
+        """GPUs that replicas hold now, those that start and stop included."""
+        return gpus_held(self.held)
+
+    @property
+    def switches_left(self) -> int | None:
+        """Changes that the scenario's budget still allows in this period; None: any number."""
+        budget = self.scenario.switch_budget
+        if budget is None:
+            return None
+        return max(budget.switches - self._switches[self._slot // budget.period_slots], 0)
+
+    @property
+    def may_switch(self) -> bool:
+        """Whether the policy may ask for another plan now."""
+        kept = max(self.scenario.hysteresis_slots, self.settings.cooldown_slots)
+        return (
+            self._since_slots >= kept
+            and self.switches_left != 0
+            and not self.is_changing
+            and not self.by_hand
+        )
+
+    def predicted(self, plan: Plan, demand_per_s: float) -> tuple[float, float]:
+        """What a slot of that demand costs under a plan in force.
+
+        Returns:
+            Dollars for GPUs, and requests that violate their SLO.
+        """
+        i = self.table.find(plan)
+        run_slot(self._model, i, i, demand_per_s, 0.0, self._out)
+        return float(self._out[USD]), float(self._out[VIOLATIONS])
+
+    @property
+    def _budget_left(self) -> float:
+        budget, left = self.scenario.switch_budget, self.switches_left
+        return 1.0 if budget is None or left is None else left / max(budget.switches, 1)
+
+    def _measured(self, demand_per_s: float) -> SlotMeasurements:
+        """The last slot as the performance model has it for the demand that came."""
+        self.predicted(self.plan, demand_per_s)
+        out = self._out
+        return SlotMeasurements(
+            load=float(out[LOAD]),
+            batch_share=float(out[BATCH]),
+            latency_s=float(out[MEAN_LATENCY_S]),
+            network_share=float(out[NETWORK]),
+            violation_fraction=float(out[VIOLATIONS] / max(out[OFFERED], 1e-9)),
+        )
+
+    async def _write(self, first_slot: int, num_slots: int) -> None:
+        demand = self.demand_per_s[-1]
+        for slot in range(first_slot, first_slot + num_slots):
+            record = SlotRecord(
+                slot=slot, time_s=self._clock_s(), demand_per_s=demand,
+                waiting=self._pool.num_waiting(), gpus_held=self.gpus_held,
+                plan=format_plan(self.plan), proposed=format_plan(self.proposed),
+            )  # fmt: skip
+            try:
+                await asyncio.to_thread(self._pool.record, record)
+            except OSError as error:
+                logger.warning("a slot is missing in the allocation log: %s", error)
+
+    def _slot_now(self) -> int:
+        return int(self._clock_s() / self.slot_s)
+
+    async def _close_slot(self) -> None:
+        """Sum up the demand of the slots that are over, and decide."""
+        now, offered = self._slot_now(), self._pool.num_offered()
+        slots = now - self._slot
+        requests = max(offered - self._offered_before, 0) / slots
+        self._requests.extend([requests] * min(slots, _HISTORY_SLOTS))
+        # In the scenario's time everything is `time_scale` times faster.
+        self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, _HISTORY_SLOTS))
+        self._offered_before, self._slot = offered, now
+        self._since_slots += slots
+        wanted, by = await self._decide()
+        self.proposed = wanted
+        await self._write(now - slots, min(slots, _HISTORY_SLOTS))
+        if wanted == self.plan or self.by_hand:
+            return
+        plan = self._attainable(wanted)
+        self.reason = self._why(plan)
+        if plan != wanted:
+            self.reason += (
+                f"; {format_plan(wanted)}, which was asked for, could not be entered or left"
+            )
+        refusal = self._refusal(plan)
+        if refusal is None and self.dry_run:
+            self._note(by, plan, "dry run", self.reason)
+        elif refusal is None:
+            self._begin(by, self.plan, plan, self.reason)
+        elif not self.is_changing:
+            self._note(by, plan, "refused", refusal)
+
+    async def _decide(self) -> tuple[Plan, By]:
+        """Ask the policy, or who stands in for it; what comes back is feasible."""
+        demand_per_s = list(self.demand_per_s)
+        demand_per_s[-1] = steady(self._requests) / self.scenario.slot_s
+        state = AllocationState(
+            time_s=self._slot * self.scenario.slot_s,
+            plan=self.plan,
+            demand_per_s=tuple(demand_per_s),
+            backlog_requests=float(self._pool.num_waiting()),
+            slots_since_switch=self._since_slots,
+            switches_left=self.switches_left,
+            may_switch=self.may_switch,
+            budget_left=self._budget_left,
+            measured=self._measured(demand_per_s[-1]),
+        )
+        if not self._hangs:
+            try:
+                asked = asyncio.to_thread(self._policy.allocate, state)
+                plan = await asyncio.wait_for(asked, _DECIDE_S)
+                self.table.find(plan)
+                return plan, "policy"
+            except TimeoutError:
+                self._hangs = True
+                self.fallbacks["too_slow"] += 1
+                logger.warning("allocation policy %s hangs; %s decides", self.policy_name, STAND_IN)
+            except Exception as error:
+                self.fallbacks["error"] += 1
+                logger.warning("allocation policy %s failed: %r", self.policy_name, error)
+        else:
+            self.fallbacks["breaker_open"] += 1
+        return self._stand_in.allocate(state), "stand_in"
+
+    def _attainable(self, wanted: Plan) -> Plan:
+        """The plan that was asked for, or what comes closest of those that can be left again.
+
+        One replica on all GPUs is a trap: nothing can start beside it, and it may not stop before.
+        """
+        if self._is_round_trip(wanted):
+            return wanted
+        table = self.table
+        serves = {table.plans[i]: float(table.goodput_capacity_per_s[i]) for i in table.best_memory}
+        plans = [plan for plan in serves if plan == self.plan or self._is_round_trip(plan)]
+        least = float(table.goodput_capacity_per_s[table.find(wanted)])
+        enough = [plan for plan in plans if serves[plan] >= least]
+        if enough:
+            return min(enough, key=lambda plan: (plan.num_gpus, plan != self.plan))
+        return max(plans or [self.plan], key=lambda plan: serves.get(plan, 0.0))
+
+    def _is_round_trip(self, plan: Plan) -> bool:
+        minimum = self.settings.min_replicas
+        return is_reachable(self.plan, plan, self.budget, minimum) and is_reachable(
+            plan, self.plan, self.budget, minimum
+        )
+
+    def _refusal(self, plan: Plan, by_hand: bool = False) -> str | None:
+        """Why a plan cannot be taken now."""
+        if self.is_changing:
+            return "a change is on its way"
+        if not by_hand and not self.may_switch:
+            return "switch budget, hysteresis or cooldown forbid it"
+        settling = (self._slot - self._grown_slot) * self.scenario.slot_s
+        if not by_hand and not self._is_growth(plan) and settling < self.settings.shrink_after_s:
+            return f"the pool grew {settling:.0f} s ago: nothing is taken back so soon"
+        if not is_reachable(self.plan, plan, self.budget, self.settings.min_replicas):
+            return (
+                f"{format_plan(plan)} cannot be reached from {format_plan(self.plan)} within "
+                f"{self.budget} GPUs while {self.settings.min_replicas} replicas serve"
+            )
+        return None
+
+    def _is_growth(self, plan: Plan) -> bool:
+        serves = self.table.goodput_capacity_per_s
+        return bool(serves[self.table.find(plan)] > serves[self.table.find(self.plan)])
+
+    def _why(self, plan: Plan) -> str:
+        demand = self.demand_per_s[-1]
+        share = demand / self.table.goodput_capacity_per_s[self.table.find(self.plan)]
+        usd, violations = self.predicted(plan, demand)
+        usd_now, violations_now = self.predicted(self.plan, demand)
+        return (
+            f"demand was {demand:.2f} per second, {share:.0%} of what {format_plan(self.plan)} "
+            f"serves in time; at that {format_plan(plan)} costs ${usd:.3f} and violates "
+            f"{violations:.1f} "
+            f"requests per slot, against ${usd_now:.3f} and {violations_now:.1f}"
+        )
+
+    def _note(self, by: By, plan: Plan, outcome: Outcome, reason: str) -> Change:
+        change = Change(self._clock_s(), by, self.plan, plan, reason, outcome)
+        self.changes.append(change)
+        return change
+
+    def _begin(self, by: By, old: Plan, new: Plan, reason: str) -> None:
+        self._change = Change(self._clock_s(), by, old, new, reason, "under way")
+        self.changes.append(self._change)
+        self._began_s = time.monotonic()
+        if self._is_growth(new):
+            self._grown_slot = self._slot
+        self.plan, self.reason = new, reason
+        if old != new:
+            self._since_slots = 0
+            budget = self.scenario.switch_budget
+            if budget is not None:
+                self._switches[self._slot // budget.period_slots] += 1
+        logger.info("allocation: %s to %s: %s", format_plan(old), format_plan(new), reason)
+
+    def _keep_time(self) -> None:
+        """Note how far a change has come; give up one that takes too long."""
+        change = self._change
+        if change is None:
+            return
+        now_s = time.monotonic() - self._began_s
+        here = self.held.get(shape_of(change.new), Held())
+        if here.num_serving:
+            change.phases_s.setdefault("first_ready", now_s)
+        if here.num_serving == change.new.num_replicas:
+            change.phases_s.setdefault("all_ready", now_s)
+        if is_done(self.held, shape_of(change.new), change.new.num_replicas):
+            change.phases_s["done"] = now_s
+            change.outcome, self._change = "done", None
+        elif now_s > self.settings.change_timeout_s and change.by not in ("start", "undo"):
+            change.outcome, self._change = "given up", None
+            logger.error("allocation: %s is given up after %.0f s", format_plan(change.new), now_s)
+            self._begin("undo", change.new, change.old, "the change took too long")
+
+
+def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.0) -> float:
+    """Requests per slot now: the mean of the last slots, as far back as they are alike.
+
+    A slot of few requests says little. Slots are added, the latest first, until `enough` requests
+    are counted or one differs from the mean so far by more than chance would have it (Poisson).
+    """
+    total, slots = requests[-1], 1
+    for one in list(requests)[-2::-1]:
+        mean = total / slots
+        if total >= enough or abs(one - mean) > sigmas * math.sqrt(max(mean, 1) * (1 + 1 / slots)):
+            break
+        total, slots = total + one, slots + 1
+    return total / slots

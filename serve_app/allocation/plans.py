@@ -1,0 +1,135 @@
+"""Plans and plan policies by name, and what a cluster file says of an allocated pool."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from serve_app.allocation.transition import Held, Shape, shape_of
+from serve_app.cluster import AllocatedPool
+from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
+from tokenyard.allocation.plans import PlanTable, plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
+from tokenyard.allocation.scenario import AllocationScenario, load_allocation
+from tokenyard.allocation.types import AllocationPolicy, Plan
+from tokenyard.artifact import NoChampionError
+from tokenyard.registry import mlflow_lookup
+
+
+def make_plan_policy(
+    name: str, scenario: AllocationScenario, registry: str | None = None
+) -> AllocationPolicy:
+    """Make the policy that a cluster file or a person names.
+
+    Raises:
+        ValueError: There is none of that name, or it was trained for other plans.
+    """
+    if name != "champion" and not name.endswith(".npz"):
+        return make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng()))
+    lookup = mlflow_lookup(registry) if registry else None
+    path = name if name.endswith(".npz") else None
+    try:
+        artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
+    except NoChampionError as missing:
+        if missing.rule is None:
+            raise
+        return make_plan_policy(missing.rule, scenario)
+    return learned_for(artifact, scenario, found)
+
+
+def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> AllocationScenario:
+    """Read the scenario, and refuse what could not be carried out.
+
+    Raises:
+        ValueError: Scenario, policy or plan is unknown, or does not fit the rest.
+    """
+    scenario = load_allocation(allocation.scenario)
+    if len(scenario.pool) > 1:
+        raise ValueError(
+            f"allocation scenario {scenario.name!r} has {len(scenario.pool)} kinds of GPUs; an "
+            "allocated pool is of one kind"
+        )
+    emulates = allocation.template.config.emulates
+    modelled = scenario.pool[0].gpu, scenario.llm
+    if emulates is not None and (emulates.gpu, emulates.llm) != modelled:
+        raise ValueError(
+            f"the template emulates {emulates.llm} on {emulates.gpu}, allocation scenario "
+            f"{scenario.name!r} is {modelled[1]} on {modelled[0]}"
+        )
+    make_plan_policy(allocation.policy, scenario, registry)
+    start_of(allocation, scenario)
+    return scenario
+
+
+def start_of(allocation: AllocatedPool, scenario: AllocationScenario) -> Plan | None:
+    """The plan that the file names for the beginning.
+
+    Raises:
+        ValueError: It is not feasible.
+    """
+    start = allocation.start
+    return None if start is None else find_plan(plan_table(scenario), **start.model_dump())
+
+
+def cheapest_for(table: PlanTable, demand_per_s: float, among: Sequence[int] | None = None) -> Plan:
+    """The cheapest plan whose goodput capacity covers a demand; the strongest, where none does.
+
+    Args:
+        table: The plans.
+        demand_per_s: Requests per second.
+        among: Plans to choose from; None: the best memory of every shape.
+    """
+    plans = table.best_memory if among is None else among
+    enough = [i for i in plans if table.goodput_capacity_per_s[i] >= demand_per_s]
+    if not enough:
+        return table.plans[max(plans, key=lambda i: float(table.goodput_capacity_per_s[i]))]
+    return table.plans[min(enough, key=lambda i: float(table.usd_per_hour[i]))]
+
+
+def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:
+    """The feasible plan that replicas which are there come closest to; None: there are none."""
+    serving = {shape: one.wanted for shape, one in held.items() if one.wanted}
+    if not serving:
+        return None
+    shape = max(serving, key=lambda one: (serving[one] * one.tensor_parallel, one))
+    alike = [plan for plan in table.plans if shape_of(plan) == shape]
+    if not alike:
+        return None
+    return min(alike, key=lambda plan: abs(plan.num_replicas - serving[shape]))
+
+
+def find_plan(
+    table: PlanTable,
+    parallelism: str,
+    num_gpus: int,
+    memory_fraction: float | None = None,
+    max_batch: int | None = None,
+) -> Plan:
+    """The feasible plan of that shape; memory and batch limit are the best where not given.
+
+    Raises:
+        ValueError: There is none.
+    """
+    same = [
+        plan
+        for plan in table.plans
+        if (plan.parallelism, plan.num_gpus) == (parallelism, num_gpus)
+        and (memory_fraction is None or math.isclose(plan.memory_fraction, memory_fraction))
+        and max_batch in (None, plan.max_batch)
+    ]
+    if not same:
+        feasible = sorted({f"{plan.parallelism} on {plan.num_gpus}" for plan in table.plans})
+        raise ValueError(
+            f"{parallelism} on {num_gpus} GPUs with that memory and batch limit is not feasible; "
+            f"choose among {', '.join(feasible)}"
+        )
+    best = [table.plans[i] for i in table.best_memory]
+    return next((plan for plan in same if plan in best), same[-1])
+
+
+def format_plan(plan: Plan) -> str:
+    """A plan in a few words."""
+    return f"{plan.parallelism} on {plan.num_gpus} GPUs"

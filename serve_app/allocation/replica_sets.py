@@ -1,0 +1,202 @@
+"""The replicas of an allocated pool, on Ray Serve: an application for every shape there is.
+
+Serve keeps replicas that are ready when their number changes, and lets those that go answer what
+they have begun. The gateway sees the new ones as soon as they are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from serve_app.allocation.allocator import Allocator, AllocatorSettings
+from serve_app.allocation.plans import check_allocation, make_plan_policy, start_of
+from serve_app.allocation.transition import Held, Shape
+from serve_app.cluster import AllocatedPool, Pool
+from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.gateway import Gateway
+from serve_app.ray_serve import private
+from serve_app.ray_serve.replica import bind_pool
+from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
+
+logger = logging.getLogger(__name__)
+
+_STARTING = ("STARTING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
+_STOPPING = ("STOPPING",)
+
+
+class ServeReplicaSets:
+    """Starts and stops the replicas of one gateway's allocated pool, whatever their shape."""
+
+    def __init__(
+        self,
+        prefix: str,
+        allocation: AllocatedPool,
+        gateway: Gateway,
+        backends: MutableMapping[str, Backend],
+        log: Path | None = None,
+    ) -> None:
+        """Know what a replica is; nothing is asked of Serve before `observe`.
+
+        Args:
+            prefix: Of the names of the applications that it starts.
+            allocation: The pool.
+            gateway: Whose demand counts.
+            backends: The gateway's; pools are added and taken away.
+            log: Folder that gets a line per slot (`tokenyard.allocation.telemetry`); None: no log.
+        """
+        self._template = allocation.template
+        self._prefix = f"{prefix}-{self._template.name}-"
+        self._gateway, self._backends, self._log = gateway, backends, log
+        self._wanted: dict[Shape, int] = {}
+        self._known: set[Shape] = set()
+
+    def num_offered(self) -> int:
+        """Requests that have ever asked to be let in."""
+        return self._gateway.num_offered
+
+    def num_waiting(self) -> int:
+        """Requests that wait now."""
+        return sum(one.status.num_waiting for one in self._gateway.table.replicas.values())
+
+    def record(self, slot: SlotRecord) -> None:
+        """Keep what is known of a slot that is over."""
+        if self._log is not None:
+            append_record(self._log / TELEMETRY_FILE, slot)
+
+    async def observe(self) -> dict[Shape, Held]:
+        """Return every shape of which there is or should be a replica."""
+        applications = (await asyncio.to_thread(serve.status)).applications
+        held: dict[Shape, Held] = {}
+        for name, status in applications.items():
+            if not name.startswith(self._prefix):
+                continue
+            shape = parse_shape(name.removeprefix(self._prefix))
+            if shape is None:
+                continue
+            states: dict[str, int] = {}
+            for deployment in status.deployments.values():
+                for state, count in deployment.replica_states.items():
+                    states[str(getattr(state, "value", state))] = count
+            ready = states.get("RUNNING", 0)
+            starting = sum(states.get(one, 0) for one in _STARTING)
+            stopping = sum(states.get(one, 0) for one in _STOPPING)
+            # After a restart of the gateway what is there counts as asked for.
+            deleted = status.status == "DELETING"
+            wanted = self._wanted.setdefault(shape, 0 if deleted else ready + starting)
+            held[shape] = Held(wanted, ready, starting, stopping)
+            if shape not in self._known and status.deployments and not deleted:
+                self._known.add(shape)
+                pool = pool_of(self._template, shape)
+                get = serve.get_deployment_handle
+                handle = await asyncio.to_thread(get, pool.name, name)
+                self._backends[pool.name] = ServeBackend(pool, handle)
+        for shape in [one for one in self._wanted if one not in held]:
+            if self._wanted[shape]:
+                # Asked for, and Serve has not begun.
+                held[shape] = Held(self._wanted[shape])
+            else:
+                self._forget(shape)
+        return held
+
+    async def want(self, shape: Shape, count: int) -> None:
+        """Ask for so many replicas of a shape; returns before they are there."""
+        before = self._wanted.get(shape, 0)
+        if count == before:
+            return
+        logger.info("%s%s: %d replicas, now %d", self._prefix, shape.name, before, count)
+        name = f"{self._prefix}{shape.name}"
+        # Noted first: what was asked for counts even where the call fails half way.
+        self._wanted[shape] = count
+        if count == 0:
+            await asyncio.to_thread(serve.delete, name, _blocking=False)
+        elif before == 0:
+            await asyncio.to_thread(self._run, shape, count, name)
+        else:
+            await asyncio.to_thread(
+                private.scale_deployment, name, pool_of(self._template, shape).name, count
+            )
+
+    def _run(self, shape: Shape, count: int, name: str) -> None:
+        pool = pool_of(self._template, shape).model_copy(update={"replicas": count})
+        period_s = self._gateway.cluster.routing_stats_period_s
+        private.run_application(bind_pool(pool, period_s), name)
+
+    def _forget(self, shape: Shape) -> None:
+        del self._wanted[shape]
+        if shape in self._known:
+            self._known.remove(shape)
+            name = pool_of(self._template, shape).name
+            del self._backends[name]
+            self._gateway.table.keep(name, ())
+
+
+def make_allocator(
+    prefix: str,
+    gateway: Gateway,
+    backends: MutableMapping[str, Backend],
+    registry: str | None = None,
+    log: Path | None = None,
+) -> Allocator | None:
+    """Make the allocator of a gateway; None: its cluster has no allocated pool.
+
+    Args:
+        prefix: As for `ServeReplicaSets`, like what follows.
+        gateway: Whose demand counts.
+        backends: The gateway's.
+        registry: MLflow URI where champions are looked up.
+        log: Folder that gets a line per slot.
+
+    Raises:
+        ValueError: As `check_allocation`.
+    """
+    allocation = gateway.cluster.allocation
+    if allocation is None:
+        return None
+    scenario = check_allocation(allocation, registry)
+    settings = AllocatorSettings(
+        min_replicas=allocation.min_replicas,
+        cooldown_slots=allocation.cooldown_slots,
+        shrink_after_s=allocation.shrink_after_s,
+        change_timeout_s=allocation.change_timeout_s,
+        start=start_of(allocation, scenario),
+        time_scale=allocation.time_scale,
+        dry_run=allocation.dry_run,
+    )
+    policy = make_plan_policy(allocation.policy, scenario, registry)
+    pool = ServeReplicaSets(prefix, allocation, gateway, backends, log)
+    return Allocator(scenario, allocation.policy, policy, pool, settings)
+
+
+def pool_of(template: Pool, shape: Shape) -> Pool:
+    """The pool of equal replicas of one shape."""
+    config = template.config
+    changes: dict[str, Any] = {
+        "memory_fraction": shape.memory_fraction,
+        "max_batch": min(config.max_batch, shape.max_batch),
+    }
+    if config.emulates is None:
+        changes["tensor_parallel"] = shape.tensor_parallel
+    else:
+        # One process stands in for all GPUs of the replica.
+        changes["emulates"] = config.emulates.model_copy(
+            update={"tensor_parallel": shape.tensor_parallel}
+        )
+    # Validated anew: what an emulation has worked out for another shape must not be kept.
+    config = type(config).model_validate(config.model_copy(update=changes).model_dump())
+    name = f"{template.name}-{shape.name}"
+    return template.model_copy(update={"name": name, "config": config, "replicas": 1})
+
+
+def parse_shape(name: str) -> Shape | None:
+    """Read `Shape.name`; None: it is none."""
+    parts = name.split("-")
+    if len(parts) != 3 or [part.rstrip("0123456789") for part in parts] != ["tp", "m", "b"]:
+        return None
+    t, memory, batch = (int(part.lstrip("tpmb")) for part in parts)
+    return Shape(t, memory / 100, batch)

@@ -1,0 +1,295 @@
+"""A cluster as data: pools of replicas, SLOs, and which policy decides.
+
+A pool is either ours, one Serve deployment of `serve_app.ray_serve.replica`, or external: endpoints
+that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving.md has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import Field, HttpUrl, ValidationError, model_validator
+
+from serve_app.engines.base import EngineConfig
+from tokenyard.allocation.types import Parallelism
+from tokenyard.config import FrozenModel, read_named
+from tokenyard.routing.fleet import EngineSpeed, requests_per_s
+
+MAX_PROMPT_TOKENS = 1 << 20
+
+
+class EngineProfile(EngineSpeed):
+    """How fast one replica is and how much it holds, with its engine's limits."""
+
+    max_batch: Annotated[int, Field(ge=1)]
+    token_budget: Annotated[int, Field(ge=1)]
+    source: Literal["declared", "measured"] = "declared"
+
+    def slot_tokens_per_s(self, context_tokens: float, generated_tokens: float) -> float:
+        """Full speed over `max_batch`, for requests of these mean lengths, tokens per second."""
+        per_s = requests_per_s(
+            self.iteration, self.max_batch, self.token_budget, self.kv_capacity_tokens,
+            context_tokens, generated_tokens,
+        )  # fmt: skip
+        return per_s * (context_tokens + generated_tokens) / self.max_batch
+
+
+class Pool(FrozenModel):
+    """Equal replicas of one engine, deployed by us."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    kind: Literal["own"] = "own"
+    engine: str = "sharded"
+    """`sharded`, `vllm`, or `module:Class` of an engine of your own."""
+    config: EngineConfig
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    max_ongoing: Annotated[int, Field(ge=1)] | None = None
+    """Requests that one replica holds; None: its batch and its queue."""
+    replica_cpus: Annotated[float, Field(gt=0)] = 0.5
+    """CPUs of the replica's own process."""
+    node_labels: Mapping[str, str] = {}
+    """Ray labels of the nodes that replicas may be on, such as `ray.io/accelerator-type: H100`, or
+    those of `ray start --labels`; empty: any node."""
+    prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens of one block of the engine's prefix cache; 0: it has none."""
+    profile: EngineProfile | None = None
+    """Declared speed; None: measured when the replica starts."""
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests that one replica holds at most."""
+        return self.max_ongoing or self.config.max_batch + self.config.max_waiting
+
+
+class Endpoint(FrozenModel):
+    """One replica of an external pool."""
+
+    url: HttpUrl
+    """Where `/v1/completions` and `/metrics` are."""
+
+
+class ExternalPool(FrozenModel):
+    """Servers that run already: OpenAI's API, with vLLM's Prometheus metrics at `/metrics`."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
+    kind: Literal["external"]
+    endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1)]
+    model: str
+    """Name by which the endpoints know the model."""
+    profile: EngineProfile
+    """Their speed, which nobody can measure from outside without loading them."""
+    max_ongoing: Annotated[int, Field(ge=1)] = 1024
+    max_model_tokens: Annotated[int, Field(ge=2)] = 8192
+    prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
+    api_key_env: str | None = None
+    """Environment variable that holds the endpoints' bearer token."""
+
+
+AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
+
+
+class PlanMessage(FrozenModel):
+    """A plan, as a file or a person gives it."""
+
+    parallelism: Parallelism
+    num_gpus: Annotated[int, Field(ge=1, le=1024)]
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of a GPU's memory; None: the least that is best."""
+    max_batch: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Most sequences that a replica decodes at once; None: likewise."""
+
+
+class AllocatedPool(FrozenModel):
+    """A pool whose plan, what its replicas look like and how many there are, a policy decides."""
+
+    scenario: str
+    """Allocation scenario whose GPUs, model, SLO, slot and limits hold: a shipped name or a
+    YAML path."""
+    template: Pool
+    """What every replica has in common; its name is the first part of the pools' names. The plan
+    sets `tensor_parallel` and `memory_fraction`, and lowers `max_batch`."""
+    policy: str = "champion"
+    """`champion`, a policy file (.npz) or an allocation baseline's name."""
+    start: PlanMessage | None = None
+    """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
+    min_replicas: Annotated[int, Field(ge=0)] = 1
+    """Replicas that stay ready during a change; 0 lets service pause while requests wait."""
+    cooldown_slots: Annotated[int, Field(ge=0)] = 1
+    """Slots after a change in which the policy makes no other."""
+    shrink_after_s: Annotated[float, Field(ge=0)] = 600.0
+    """Time after a growth in which the policy takes nothing back, in the scenario's time."""
+    change_timeout_s: Annotated[float, Field(gt=0)] = 900.0
+    """After so long a change is given up, and the plan before it restored."""
+    dry_run: bool = False
+    """Only say what would be done."""
+
+    @model_validator(mode="after")
+    def _takes_what_the_plan_says(self) -> Self:
+        stages = self.template.config.pipeline_parallel
+        if stages > 1:
+            # The plan counts the GPUs of a replica by tensor_parallel alone.
+            raise ValueError(
+                f"template: pipeline_parallel {stages} would take {stages} times the GPUs of the "
+                "plan; leave it out"
+            )
+        return self
+
+    @property
+    def time_scale(self) -> float:
+        """Seconds of real time per second of the scenario."""
+        emulates = self.template.config.emulates
+        return 1.0 if emulates is None else emulates.time_scale
+
+
+class SloClass(FrozenModel):
+    """The SLO of a class of requests; a request names its class by `service_tier`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=40)]
+    response_s: Annotated[float, Field(gt=0)]
+    ttft_s: Annotated[float, Field(gt=0)] | None = None
+    tpot_s: Annotated[float, Field(gt=0)] | None = None
+    admitted_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of `max_in_flight` that may be taken when a request of this class is let in: below 1
+    keeps room for the other classes."""
+
+
+class Limits(FrozenModel):
+    """What one request, and all of them together, may ask for."""
+
+    max_in_flight: Annotated[int, Field(ge=1)] = 256
+    """Requests accepted and not yet answered; one more gets 429 and a Retry-After."""
+    max_prompt_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 32_768
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_PROMPT_TOKENS)] = 4_096
+    default_output_tokens: Annotated[int, Field(ge=1)] = 256
+    """`max_tokens` of a request that names none."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time from arrival to the last token."""
+    max_retries: Annotated[int, Field(ge=0, le=10)] = 2
+    """Times that a request is placed again where a replica fails before its first token."""
+
+
+class CircuitBreakerSettings(FrozenModel):
+    """When a policy is not asked, and for how long: see `serve_app.policy.runner`."""
+
+    budget_s: Annotated[float, Field(gt=0, le=1)] = 0.02
+    """Longest time that a choice may be computed; on a busy machine five times that may pass."""
+    failures_to_open: Annotated[int, Field(ge=1)] = 3
+    """Failures in a row after which the breaker opens; one is enough if the policy was too slow."""
+    cool_down_s: Annotated[float, Field(gt=0)] = 10.0
+    """Time for which it is open: the policy is not asked."""
+    stale_after_s: Annotated[float, Field(gt=0)] = 5.0
+    """Age from which on a replica's published state counts as unknown."""
+
+
+class Placement(FrozenModel):
+    """Where the gateway's process goes."""
+
+    cpus: Annotated[float, Field(ge=0)] = 0.1
+    """CPUs that it reserves; 0 lets it onto a head node that offers none."""
+    node_labels: Mapping[str, str] = {}
+    """Ray labels of the nodes that it may be on."""
+
+
+class Cluster(FrozenModel):
+    """Everything that the gateway serves, and how."""
+
+    name: str
+    description: str
+    served_model: Annotated[str, Field(min_length=1, max_length=200)]
+    """Name by which clients ask for the model."""
+    scenario: str = "conversation_mixed_gpus"
+    """Whose champion, tuned rules, mean lengths and length predictor are used."""
+    policy: str = "champion"
+    """`champion`, `generic`, a policy file (.npz), a baseline's name, or `ray_default`."""
+    baseline: str = "marginal_delay"
+    """Decides where the policy cannot."""
+    explore_fraction: Annotated[float, Field(ge=0, le=0.05)] = 0.01
+    """Share of decisions drawn at random among the replicas that keep the SLO."""
+    classes: Annotated[tuple[SloClass, ...], Field(min_length=1)] = (
+        SloClass(name="default", response_s=30.0),
+    )
+    """The first is that of requests that name none."""
+    limits: Limits = Limits()
+    circuit_breaker: CircuitBreakerSettings = CircuitBreakerSettings()
+    gateway: Placement = Placement()
+    routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
+    """Time between two publications of a replica's state."""
+    pools: tuple[AnyPool, ...] = ()
+    allocation: AllocatedPool | None = None
+    """A pool that is reshaped under load, beside those that stay as they are."""
+    decide_only: bool = False
+    """Serve no model: answer which replica a caller should choose, and nothing is sent."""
+
+    @model_validator(mode="after")
+    def _has_a_pool(self) -> Self:
+        has_one = bool(self.pools) or self.allocation is not None
+        if not has_one and not self.decide_only:
+            raise ValueError("give at least one pool, or an allocation")
+        if has_one and self.decide_only:
+            raise ValueError("decide_only serves no pools; leave one of both out")
+        return self
+
+    @model_validator(mode="after")
+    def _names_are_distinct(self) -> Self:
+        for what, names in (
+            ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
+            ("class", [one.name for one in self.classes]),
+        ):
+            twice = {name for name in names if names.count(name) > 1}
+            if twice:
+                raise ValueError(f"{what} {min(twice)!r} appears more than once")
+        return self
+
+    @model_validator(mode="after")
+    def _serves_one_model(self) -> Self:
+        models = {pool.config.model for pool in (*self.own_pools, *self.templates)}
+        if len(models) > 1:
+            raise ValueError(f"pools serve different models {sorted(models)}; give one to all")
+        return self
+
+    @property
+    def own_pools(self) -> tuple[Pool, ...]:
+        """Pools that we deploy."""
+        return tuple(pool for pool in self.pools if isinstance(pool, Pool))
+
+    @property
+    def templates(self) -> tuple[Pool, ...]:
+        """What the replicas of the allocated pool have in common, if there is one."""
+        return () if self.allocation is None else (self.allocation.template,)
+
+    @property
+    def external_pools(self) -> tuple[ExternalPool, ...]:
+        """Pools that run already."""
+        return tuple(pool for pool in self.pools if isinstance(pool, ExternalPool))
+
+    @property
+    def max_model_tokens(self) -> int:
+        """Longest prompt plus output that any pool takes."""
+        return max(max_model_tokens(pool) for pool in (*self.pools, *self.templates))
+
+
+def max_model_tokens(pool: Pool | ExternalPool) -> int:
+    """Longest prompt plus output that a pool takes."""
+    return pool.config.max_model_tokens if isinstance(pool, Pool) else pool.max_model_tokens
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a shipped cluster by name, or a YAML file by path.
+
+    Raises:
+        ValueError: Unknown name, no such file, or one that does not fit the model.
+    """
+    try:
+        text = read_named(name, "cluster", "serve_app", "clusters")
+    except OSError as error:
+        raise ValueError(f"cluster file {name}: {error.strerror}") from None
+    try:
+        return Cluster.model_validate(yaml.safe_load(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"cluster file {name}: {field or 'it'}: {first['msg']}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"cluster file {name} is no YAML: {error}") from None

@@ -1,0 +1,130 @@
+"""A replica that stands in for hardware which is not there: a small model, held to its pace.
+
+Everything is real but the speed: requests are admitted, batched, computed and streamed, and every
+iteration is made to last as long as the performance model states for the hardware that is named.
+So replicas of one machine can be as unequal as a fleet is, and do not wait for each other's cores.
+
+The small model is a Llama of random weights with another's tokenizer. Run as a program, this module
+makes it: `python -m serve_app.engines.emulation LIKE FOLDER`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from tokenyard.config import FrozenModel
+from tokenyard.perf.models import Precision
+from tokenyard.routing.fleet import ReplicaConfig
+from tokenyard.types import FloatArray
+
+TOKENIZER_FILES = ("tokenizer.json", "chat_template.jinja")
+_CATCH_UP_S = 0.02
+"""An iteration that ends later than it should lets the next one begin as much earlier, to here."""
+
+
+class Emulation(FrozenModel):
+    """Hardware and model that a replica stands in for."""
+
+    gpu: str
+    """Name in the table of GPUs (`tokenyard.perf.hardware`)."""
+    llm: str
+    """Name in the table of models (`tokenyard.perf.models`)."""
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    """GPUs that share every layer."""
+    precision: Precision = "fp16"
+    time_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Everything takes so many times as long, for machines that could not keep the pace."""
+
+    @model_validator(mode="after")
+    def _is_known(self) -> Emulation:
+        self._replica  # noqa: B018  Its validation says what is wrong with the names.
+        return self
+
+    @cached_property
+    def _replica(self) -> ReplicaConfig:
+        return ReplicaConfig(
+            name="emulated",
+            gpu=self.gpu,
+            model=self.llm,
+            tensor_parallel=self.tensor_parallel,
+            precision=self.precision,
+        )
+
+    @cached_property
+    def iteration(self) -> FloatArray:
+        """Seconds per iteration, prefill token, decoding sequence and KV token, shape (4,)."""
+        return self._replica.iteration * self.time_scale
+
+
+class Pace:
+    """Makes iterations last as long as they should."""
+
+    def __init__(self, iteration: FloatArray) -> None:
+        """Know what an iteration costs: seconds for itself, per token and so on, shape (4,)."""
+        self._base_s, self._prefill_s, self._sequence_s, self._kv_s = map(float, iteration)
+        self._due_s = 0.0
+
+    def begin(self) -> float:
+        """Return when the iteration that begins now should have begun, by `time.perf_counter`."""
+        now_s = time.perf_counter()
+        return self._due_s if now_s - self._due_s < _CATCH_UP_S else now_s
+
+    def hold(self, begun_s: float, prefill_tokens: int, sequences: int, kv_tokens: int) -> None:
+        """Wait until an iteration over this batch should end.
+
+        Args:
+            begun_s: As `begin` returned it.
+            prefill_tokens: Prompt tokens that it computed.
+            sequences: Sequences that decoded.
+            kv_tokens: Tokens whose keys and values it read.
+        """
+        takes_s = (
+            self._base_s
+            + self._prefill_s * prefill_tokens
+            + self._sequence_s * sequences
+            + self._kv_s * kv_tokens
+        )
+        self._due_s = begun_s + takes_s
+        time.sleep(max(0.0, self._due_s - time.perf_counter()))
+
+
+def make_emulated_model(like: Path, folder: Path) -> None:
+    """Write random weights, and the tokenizer of another model, into `folder`.
+
+    Args:
+        like: Folder of the model whose tokenizer it gets.
+        folder: Is made.
+    """
+    # Only the process that makes it needs them.
+    import torch
+    from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
+
+    other = AutoConfig.from_pretrained(like)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=other.vocab_size,
+        max_position_embeddings=other.max_position_embeddings,
+        bos_token_id=other.bos_token_id,
+        eos_token_id=other.eos_token_id,
+        pad_token_id=other.pad_token_id,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copy(like / name, folder)
+
+
+if __name__ == "__main__":
+    make_emulated_model(Path(sys.argv[1]), Path(sys.argv[2]))

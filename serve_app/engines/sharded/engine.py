@@ -1,0 +1,543 @@
+"""An engine of several processes: Ray actors that share a Hugging Face model.
+
+`WorkerGroup` places the ranks, forms the process group and loads; `ShardedEngine` serves requests
+with it. Ranks are actors of their own, hidden from whoever routes: one engine is one replica. The
+engine's own process holds no weights and imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from serve_app.engines.admission import Admission, reason_line
+from serve_app.engines.base import (
+    Chunk,
+    EngineConfig,
+    EngineError,
+    EngineStats,
+    FinishReason,
+    Sampling,
+)
+from serve_app.engines.models import check_plan, find_model, read_shape
+from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 1.0
+_MAX_REVIVALS = 3
+"""Times that dead ranks are replaced before the engine is given up, and its replica with it."""
+_REVIVALS_WITHIN_S = 300.0
+_PING_TIMEOUT_S = 10.0
+"""A rank that is alive answers from its own event loop, also while it computes."""
+
+
+def rank_bundles(config: EngineConfig) -> list[dict[str, float]]:
+    """Return what the ranks reserve, one bundle each.
+
+    A deployment that brings its own placement group puts its own bundle before these.
+    """
+    if config.device == "gpu" or (config.device == "auto" and _cluster_has_gpus()):
+        bundle = {"GPU": 1.0}
+        if config.accelerator_type is not None:
+            bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
+    else:
+        bundle = {"CPU": config.rank_cpus}
+    return [dict(bundle) for _ in range(config.num_ranks)]
+
+
+def _cluster_has_gpus() -> bool:
+    return bool(ray.cluster_resources().get("GPU", 0) >= 1)
+
+
+class Rank:
+    """The actor of one rank; its methods return what `serve_app.engines.sharded.rank` does."""
+
+    def __init__(self, config: EngineConfig, rank: int) -> None:
+        """Be rank `rank`, not yet loaded."""
+        if not ray.get_gpu_ids():
+            # Ray hides no GPU from an actor that reserved none, and torch would take the first.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._config = config
+        self._rank = rank
+        self._model: Any = None
+        self._manager: Any = None
+        self._outbox: Any = None
+
+    async def member(self) -> Member:
+        """Tell where this process is."""
+        node_id = ray.get_runtime_context().get_node_id()
+        return Member(os.getpid(), node_id, os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+
+    async def open_store(self) -> tuple[str, int]:
+        """Open the store where ranks meet, and tell where."""
+        from serve_app.engines.sharded.rank import open_store
+
+        host = ray.util.get_node_ip_address()
+        self._store, port = open_store(host, self._config.num_ranks)
+        return host, port
+
+    async def load(self, meeting_place: tuple[str, int] | None) -> None:
+        """Join the others and load this rank's share.
+
+        Args:
+            meeting_place: Host and port of the store; None where there are no others.
+        """
+        self._model = await asyncio.to_thread(_in_a_sentence, self._load, meeting_place)
+
+    def _load(self, meeting_place: tuple[str, int] | None) -> Any:
+        from serve_app.engines.sharded import rank
+
+        if meeting_place is not None:
+            store = rank.meet(meeting_place, self._config.num_ranks)
+            rank.join_group(self._rank, self._config.num_ranks, store)
+        return rank.load_share(self._config)
+
+    async def all_logits(self, token_ids: list[int]) -> list[list[float]]:
+        """Return logits of every position, computed by all ranks together, before `serve`."""
+        from serve_app.engines.sharded.rank import all_logits
+
+        return await asyncio.to_thread(all_logits, self._model, token_ids)
+
+    async def serve(self) -> GroupLimits:
+        """Allocate the cache and begin to take requests."""
+        from serve_app.engines.sharded.rank import LockstepManager, Outbox
+
+        self._outbox = Outbox(asyncio.get_running_loop())
+
+        def begin() -> LockstepManager:
+            manager = LockstepManager(self._model, self._config, self._outbox)
+            manager.start()
+            return manager
+
+        self._manager = await asyncio.to_thread(_in_a_sentence, begin)
+        limits: GroupLimits = self._manager.limits
+        return limits
+
+    async def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
+        """Take a request."""
+        self._manager.submit(request_id, token_ids, sampling)
+
+    async def cancel(self, request_id: str) -> None:
+        """Forget a request."""
+        self._manager.cancel_request(request_id)
+
+    async def poll(self, timeout_s: float) -> Report:
+        """Return what has happened since the last call, as soon as there is something."""
+        report: Report = await self._outbox.take(timeout_s)
+        return report
+
+    async def ping(self) -> None:
+        """Answer."""
+
+    async def live(self) -> None:
+        """Never return: whoever waits for this learns of the end of the process."""
+        await asyncio.Event().wait()
+
+
+def _in_a_sentence(function: Any, *args: Any) -> Any:
+    """Call; turn what goes wrong into an EngineError that can be sent and shown."""
+    try:
+        return function(*args)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(reason_line(error)) from error
+
+
+class WorkerGroup:
+    """Ranks that were placed and can load; `disband` frees whatever there is."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Hold nothing yet."""
+        self.config = config
+        self.ranks: list[Any] = []
+        self._own_group: PlacementGroup | None = None
+
+    async def place(self) -> None:
+        """Start one actor per bundle, in the caller's placement group or one of our own.
+
+        Raises:
+            EngineError: The caller's placement group is too small.
+        """
+        group = ray.util.get_current_placement_group()
+        if group is None:
+            bundles = rank_bundles(self.config)
+            group = self._own_group = placement_group(bundles, strategy="PACK")
+            while not await asyncio.to_thread(group.wait, 1):
+                pass
+        bundles = group.bundle_specs
+        if len(bundles) < self.config.num_ranks:
+            raise EngineError(
+                f"the placement group has {len(bundles)} bundles for {self.config.num_ranks} "
+                "ranks: take rank_bundles() of the same configuration"
+            )
+        first = len(bundles) - self.config.num_ranks
+        self.ranks = [
+            _start_rank(self.config, number, group, first + number)
+            for number in range(self.config.num_ranks)
+        ]
+
+    async def members(self) -> list[Member]:
+        """Tell where the ranks are."""
+        return await self._all("member")
+
+    async def load(self) -> None:
+        """Form the process group and load every share.
+
+        Raises:
+            EngineError: A rank could not.
+        """
+        place = await self._one(0, "open_store") if self.config.num_ranks > 1 else None
+        await self._all("load", place)
+
+    async def all_logits(self, token_ids: Sequence[int]) -> list[list[list[float]]]:
+        """Return every rank's logits, shape (ranks, tokens, vocabulary); before `serve`."""
+        return await self._all("all_logits", list(token_ids))
+
+    async def serve(self) -> GroupLimits:
+        """Allocate the cache and begin to take requests.
+
+        Raises:
+            EngineError: There is no memory for it.
+        """
+        limits: GroupLimits = (await self._all("serve"))[0]
+        return limits
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        calls = [self._one(number, method, *args) for number in range(len(self.ranks))]
+        return await _together(calls)
+
+    async def _one(self, number: int, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self.ranks[number], method).remote(*args)
+        except (RayError, EngineError) as error:
+            where = f"rank {number} of {self.config.num_ranks}"
+            raise EngineError(f"{where}: {reason_of(error)}") from None
+
+    def disband(self) -> None:
+        """End the ranks, and give back what was reserved for them."""
+        for rank in self.ranks:
+            ray.kill(rank)
+        self.ranks = []
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
+            self._own_group = None
+
+
+def _start_rank(config: EngineConfig, number: int, group: PlacementGroup, bundle: int) -> Any:
+    reserved = group.bundle_specs[bundle]
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    actor = ray.remote(Rank).options(
+        num_cpus=reserved.get("CPU", 0),
+        num_gpus=reserved.get("GPU", 0),
+        scheduling_strategy=strategy,
+        max_restarts=0,
+    )
+    return actor.remote(config, number)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _together(calls: list[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Wait for all, or for the first that fails: the others may wait for it in vain."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def reason_of(error: Exception) -> str:
+    """Say in one sentence what a Ray error says in many lines."""
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    return "its process has died" if isinstance(error, RayError) else reason_line(error)
+
+
+class ShardedEngine:
+    """An engine over a `WorkerGroup`, through transformers' continuous batching."""
+
+    def __init__(self, config: EngineConfig, group: WorkerGroup | None = None) -> None:
+        """Serve what `config` says, once started.
+
+        Args:
+            config: What to run, and on what.
+            group: Ranks of the same configuration that have loaded already; None: ranks of its own.
+        """
+        self.config = config
+        self._group = group or WorkerGroup(config)
+        self._doing = "looking for the model"
+        self._streams: dict[str, _Stream] = {}
+        """Requests that are not answered yet, by the caller's id."""
+        self._by_key: dict[str, _Stream] = {}
+        """The same by the id that rank 0 knows, which is never used twice."""
+        self._keys = itertools.count()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._revival: asyncio.Task[None] | None = None
+        self._revived_s: list[float] = []
+        self._stopped = False
+        self._limits = GroupLimits(0, frozenset())
+        self._reported: EngineStats | None = None
+        self._admission = Admission(config.max_batch, config.max_waiting)
+
+    async def start(self) -> None:
+        """Load the weights and be ready.
+
+        Raises:
+            EngineError: The model cannot be found or cannot be divided like that, a rank could not
+                load its share, or all of it took longer than `start_timeout_s`.
+        """
+        self._stopped = False
+        try:
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._start()
+        except TimeoutError:
+            await self.stop()
+            raise EngineError(
+                f"the engine was not ready within {self.config.start_timeout_s:g} s: it was still "
+                f"{self._doing}"
+            ) from None
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
+        self._reported = None
+        folder = await asyncio.to_thread(find_model, self.config.model)
+        shape = await asyncio.to_thread(read_shape, folder)
+        check_plan(shape, self.config)
+        if not self._group.ranks:
+            self._doing = f"waiting for {self._needs()}"
+            await self._group.place()
+            self._doing = "loading the weights"
+            await self._group.load()
+        self._doing = "allocating the cache"
+        self._limits = await self._group.serve()
+        longest = min(
+            self.config.max_model_tokens, self._limits.kv_capacity_tokens, shape.max_positions
+        )
+        self._admission.open(longest, shape.vocab_size)
+        watched = (self._watch(number) for number in range(self.config.num_ranks))
+        self._watchers = [asyncio.create_task(work) for work in (self._read(), *watched)]
+
+    def _needs(self) -> str:
+        kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
+        have = ray.cluster_resources().get(kind, 0)
+        return f"{self.config.num_ranks} free {kind}s (the cluster has {have:g} in all)"
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Chunk]:
+        """Generate; closing the iterator early aborts the request.
+
+        Raises:
+            EngineError: The queue is full, the request is too long or makes no sense, or the
+                engine died meanwhile.
+        """
+        num_running = self._num_running_if_full()
+        self._admission.check(request_id, token_ids, sampling, num_running)
+        stream = self._open(request_id, sampling)
+        try:
+            await self._call_driver("submit", stream.key, list(token_ids), sampling)
+            while (chunk := await stream.next()).finish_reason is None:
+                yield chunk
+            yield chunk
+        finally:
+            self._close(stream)
+
+    def _num_running_if_full(self) -> int | None:
+        """How many run, where others have to wait for them."""
+        reported = self._reported
+        waits = reported is not None and reported.num_waiting > 0 and reported.num_running > 0
+        return reported.num_running if reported is not None and waits else None
+
+    def _open(self, request_id: str, sampling: Sampling) -> _Stream:
+        key = f"{request_id}#{next(self._keys)}"
+        stream = _Stream(request_id, key, sampling.ignore_eos)
+        self._streams[request_id] = self._by_key[stream.key] = stream
+        self._admission.enter(request_id)
+        return stream
+
+    def _close(self, stream: _Stream) -> None:
+        """Forget a stream, and on rank 0 the request where it is not at its end."""
+        if self._by_key.pop(stream.key, None) is None:
+            return
+        del self._streams[stream.request_id]
+        self._admission.leave(stream.request_id)
+        if not stream.ended and self._group.ranks:
+            self._group.ranks[0].cancel.remote(stream.key)
+
+    async def _call_driver(self, method: str, *args: Any) -> Any:
+        if not self._group.ranks:
+            raise EngineError(self._admission.closed or "the engine was stopped")
+        try:
+            return await getattr(self._group.ranks[0], method).remote(*args)
+        except (RayError, EngineError) as error:
+            reason = self._admission.closed or f"rank 0: {reason_of(error)}"
+            raise EngineError(reason) from None
+
+    async def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ones are ignored."""
+        stream = self._streams.get(request_id)
+        if stream is not None:
+            self._close(stream)
+            stream.put(Chunk((), "abort"))
+
+    def stats(self) -> EngineStats:
+        """Tell the state as of now, without waiting."""
+        reported = self._reported or EngineStats(0, 0, 0.0, 0.0, 0, math.nan, 0)
+        # Requests on their way to rank 0 wait, whether or not it has counted them.
+        num_waiting = max(0, len(self._streams) - reported.num_running)
+        return EngineStats(
+            num_waiting=num_waiting,
+            num_running=reported.num_running,
+            kv_used_fraction=reported.kv_used_fraction,
+            kv_capacity_tokens=self._limits.kv_capacity_tokens,
+            num_preemptions=reported.num_preemptions,
+            last_batch_s=reported.last_batch_s,
+            last_batch_size=reported.last_batch_size,
+            accepting=self._admission.closed is None,
+        )
+
+    async def check_health(self) -> None:
+        """Return if all ranks answer, or are being replaced.
+
+        Raises:
+            EngineError: One does not, and no other takes its place.
+        """
+        if self._admission.closed is None:
+            try:
+                async with asyncio.timeout(_PING_TIMEOUT_S):
+                    await self._group._all("ping")
+            except TimeoutError:
+                self._fail(f"a rank did not answer for {_PING_TIMEOUT_S:g} s")
+            except EngineError as error:
+                self._fail(str(error))
+        if self._admission.closed is not None and self._revival is None:
+            raise EngineError(self._admission.closed)
+
+    async def drain(self) -> None:
+        """Return once everything that was accepted has been answered."""
+        await self._admission.emptied()
+
+    async def stop(self) -> None:
+        """Free the ranks and their memory."""
+        self._stopped = True
+        self._fail("the engine was stopped")
+        await _ended([self._revival] if self._revival else [])
+        await self._clear()
+
+    async def _clear(self) -> None:
+        await _ended(self._watchers)
+        self._watchers = []
+        self._group.disband()
+
+    async def members(self) -> list[Member]:
+        """Tell where the ranks are."""
+        return await self._group.members()
+
+    async def _read(self) -> None:
+        """Hand on what rank 0 reports, for as long as it does."""
+        while True:
+            try:
+                report: Report = await self._group.ranks[0].poll.remote(_POLL_S)
+            except (RayError, EngineError) as error:
+                self._fail(f"rank 0 of {self.config.num_ranks}: {reason_of(error)}")
+                return
+            if report.stats is not None:
+                self._reported = report.stats
+            for progress in report.progress:
+                self._hand_on(progress)
+
+    def _hand_on(self, progress: Progress) -> None:
+        stream = self._by_key.get(progress.request_id)
+        if stream is None:
+            return
+        if progress.token_id is None:
+            reason_text = (progress.error or "no reason given").splitlines()[0]
+            stream.put(EngineError(f"rank 0 could not go on: {reason_text}"))
+            return
+        reason: FinishReason | None = None
+        if progress.finished:
+            at_eos = progress.token_id in self._limits.eos_token_ids
+            reason = "stop" if at_eos and not stream.ignore_eos else "length"
+        stream.put(Chunk((progress.token_id,), reason))
+
+    async def _watch(self, number: int) -> None:
+        try:
+            await self._group.ranks[number].live.remote()
+        except RayError as error:
+            self._fail(f"rank {number} of {self.config.num_ranks}: {reason_of(error)}")
+
+    def _fail(self, reason: str) -> None:
+        """End everything that runs with one reason; the first one counts."""
+        if self._admission.closed is None:
+            self._admission.close(reason)
+            # The ranks that are left wait in a collective for the one that is gone.
+            for rank in self._group.ranks:
+                with contextlib.suppress(RayError):
+                    ray.kill(rank)
+            if not self._stopped and self._may_revive():
+                self._revival = asyncio.create_task(self._revive(reason))
+        for stream in self._streams.values():
+            stream.put(EngineError(self._admission.closed or reason))
+
+    def _may_revive(self) -> bool:
+        now_s = time.monotonic()
+        lately = [one for one in self._revived_s if now_s - one < _REVIVALS_WITHIN_S]
+        self._revived_s = [*lately, now_s]
+        return len(lately) < _MAX_REVIVALS
+
+    async def _revive(self, reason: str) -> None:
+        """Start new ranks in place of those that ended: faster than another replica would be."""
+        logger.warning("new ranks are started: %s", reason)
+        try:
+            await self._clear()
+            async with asyncio.timeout(self.config.start_timeout_s):
+                await self._start()
+        except (EngineError, RayError, TimeoutError) as error:
+            logger.error("no new ranks could be started: %s", error or type(error).__name__)
+            self._group.disband()
+        finally:
+            self._revival = None
+
+
+class _Stream:
+    """What is on its way to one caller."""
+
+    def __init__(self, request_id: str, key: str, ignore_eos: bool) -> None:
+        self.request_id = request_id
+        self.key = key
+        self.ignore_eos = ignore_eos
+        self.ended = False
+        """Whether rank 0 is done with it."""
+        self._items: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
+
+    def put(self, item: Chunk | EngineError) -> None:
+        self.ended = isinstance(item, EngineError) or item.finish_reason is not None
+        self._items.put_nowait(item)
+
+    async def next(self) -> Chunk:
+        item = await self._items.get()
+        if isinstance(item, EngineError):
+            raise item
+        return item

@@ -1,0 +1,521 @@
+"""What one rank of a group does: hold its share of the model and take part in every iteration.
+
+All ranks run transformers' continuous batching in lockstep. Rank 0 alone has requests; what it
+takes up, it tells the others, who then schedule the same batch, compute their share of it and draw
+the same tokens. Imported in the ranks' processes only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import math
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig, mixin, pipeline_parallel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.full_attention import (
+    FullAttentionCacheAllocator,
+)
+from transformers.generation.continuous_batching.cb_logits_processors import (
+    ContinuousBatchingLogitsProcessorList,
+)
+from transformers.generation.continuous_batching.continuous_api import (
+    ContinuousBatchingManager,
+    ContinuousBatchProcessor,
+    OutputRouter,
+)
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+from transformers.generation.continuous_batching.initialization import (
+    update_cb_config_after_cache_creation,
+)
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState
+from transformers.generation.continuous_batching.scheduler import FIFOScheduler
+from transformers.generation.continuous_batching.utils import find_head_dim
+from transformers.generation.logits_process import LogitsProcessorList
+
+from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampling
+from serve_app.engines.emulation import Pace
+from serve_app.engines.models import find_model
+from serve_app.engines.sharded import attention
+from serve_app.engines.sharded.messages import GroupLimits, Progress, Report
+from serve_app.engines.sharded.packing import make_packable, pack_linears
+from serve_app.engines.sharded.sampling import GumbelDraws
+
+# torch marks what may be missing on some platforms as not exported.
+dist: Any = torch.distributed
+
+PAGE_TOKENS = 32
+"""Tokens whose keys and values are allocated together."""
+DEFAULT_KV_BYTES = 256 << 20
+_COLLECTIVE_TIMEOUT = timedelta(seconds=300)
+_SWITCH_S = 2e-4
+"""Time for which a thread of a rank keeps the interpreter while the one that computes wants it."""
+_TRASH_BLOCKS = 2
+"""Blocks that the paged cache allocates on top, for padding."""
+_GPU_WORKSPACE_FRACTION = 0.1
+"""Of the GPU memory that is left beside the weights: for activations and logits."""
+
+
+def open_store(host: str, num_ranks: int) -> tuple[Any, int]:
+    """Open the store where ranks meet; returns it and its port, which the system chose."""
+    store = dist.TCPStore(host, 0, num_ranks, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def meet(place: tuple[str, int], num_ranks: int) -> Any:
+    """Go to the store that rank 0 opened."""
+    return dist.TCPStore(*place, num_ranks, is_master=False)
+
+
+def join_group(rank: int, num_ranks: int, store: Any) -> None:
+    """Become rank `rank`: NCCL between GPUs, gloo between CPUs.
+
+    transformers takes the process group that it finds.
+    """
+    # Every rank sees one GPU alone, so on its node it is always number 0.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK="0")
+    # Continuous batching wants this before the group exists; no graphs are mixed here.
+    os.environ["NCCL_GRAPH_MIXING_SUPPORT"] = "0"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(0)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=num_ranks, timeout=_COLLECTIVE_TIMEOUT
+    )
+
+
+def _yield_to_the_gateway() -> None:
+    """Do not interrupt others on waking up: a decision takes a moment, an iteration many."""
+    if hasattr(os, "SCHED_BATCH"):
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+
+def load_share(config: EngineConfig) -> Any:
+    """Load this rank's share of the model."""
+    if not torch.cuda.is_available():
+        # More threads than cores only wait for each other at every layer.
+        torch.set_num_threads(1)
+        # The thread that computes needs the interpreter for a moment at every operator.
+        sys.setswitchinterval(_SWITCH_S)
+        _yield_to_the_gateway()
+    _repair_transformers()
+    divided = None
+    if config.num_ranks > 1:
+        divided = DistributedConfig(
+            tp_size=config.tensor_parallel, pp_size=config.pipeline_parallel
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        find_model(config.model),
+        dtype=getattr(torch, config.dtype),
+        attn_implementation="sdpa",
+        distributed_config=divided,
+        device_map=None if divided or not torch.cuda.is_available() else "cuda",
+    ).eval()
+    if model.device.type == "cpu":
+        pack_linears(model)
+    return model
+
+
+def _repair_transformers() -> None:
+    """Mend two things in transformers 5.23, each a function that is replaced in this process.
+
+    Tensor together with pipeline parallelism: the plan names modules that other stages hold and
+    that were replaced by an identity here (KeyError on embed_tokens). Those rules are dropped.
+
+    Pipeline stages bind their arguments to the signature of `forward`, which puts everything that
+    it takes by ** (for continuous batching that is the cache) one level too deep. It is lifted.
+    """
+    shard = mixin.apply_tensor_parallelism
+    bind = pipeline_parallel._bind_forward_kwargs
+    if getattr(shard, "mended", False):
+        return
+
+    def shard_what_is_here(model: Any, mesh: Any, plan: dict[str, str]) -> Any:
+        here = {
+            name
+            for name, module in model.named_modules()
+            if not isinstance(module, pipeline_parallel.PipelineIdentityLayer)
+        }
+        here |= {name for name, _ in model.named_parameters()}
+        make_packable(model)
+        return shard(model, mesh, {name: style for name, style in plan.items() if name in here})
+
+    def bind_flat(signature: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = bind(signature, args, kwargs)
+        more = bound.pop("kwargs", {})
+        return {**bound, **more}
+
+    shard_what_is_here.mended = True  # type: ignore[attr-defined]
+    mixin.apply_tensor_parallelism = shard_what_is_here
+    pipeline_parallel._bind_forward_kwargs = bind_flat
+
+
+def all_logits(model: Any, token_ids: list[int]) -> list[list[float]]:
+    """Return the logits of every position, shape (tokens, vocabulary); all ranks must call it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids], device=model.device)).logits
+    rows: list[list[float]] = logits[0].float().cpu().tolist()
+    return rows
+
+
+class Outbox(OutputRouter):
+    """Collects what an iteration produced on rank 0, and hands it on as one report."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Be read on `loop`, and filled by the thread that generates."""
+        super().__init__()
+        self._loop = loop
+        self._filled = asyncio.Event()
+        self._guard = threading.Lock()
+        self._fresh: list[Progress] = []
+        """Of the iteration that is not over: it goes out together with its stats."""
+        self._progress: list[Progress] = []
+        self._stats: EngineStats | None = None
+        self._death: str | None = None
+
+    def deliver(self, output: GenerationOutput) -> None:
+        """Take one output, as transformers calls it for requests that failed."""
+        self.deliver_batch([output])
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        """Take what an iteration generated: the last token of every request is new."""
+        self._fresh += [
+            Progress(
+                output.request_id,
+                None if output.error else output.generated_tokens[-1],
+                output.is_finished(),
+                output.error,
+            )
+            for output in outputs
+        ]
+
+    def publish(self, stats: EngineStats) -> None:
+        """Wake the reader, with the state as of now."""
+        if stats == self._stats and not self._fresh:
+            return
+        self._put(stats, None)
+
+    def die(self, reason: str) -> None:
+        """Tell the reader that nothing more will come."""
+        self._put(self._stats, reason)
+
+    def _put(self, stats: EngineStats | None, death: str | None) -> None:
+        with self._guard:
+            self._progress += self._fresh
+            self._stats, self._death = stats, death
+        self._fresh = []
+        self._loop.call_soon_threadsafe(self._filled.set)
+
+    async def take(self, timeout_s: float) -> Report:
+        """Return what has come since the last call, at the latest after `timeout_s`.
+
+        Raises:
+            EngineError: Everything was taken, and nothing more will come.
+        """
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._filled.wait(), timeout_s)
+        self._filled.clear()
+        with self._guard:
+            progress, self._progress = self._progress, []
+            stats, death = self._stats, self._death
+        if death is not None and not progress:
+            raise EngineError(death)
+        if death is not None:
+            self._filled.set()
+        return Report(progress, stats)
+
+
+class _Nowhere(OutputRouter):
+    """Where the followers' outputs go: rank 0 has the same ones."""
+
+    def deliver(self, output: GenerationOutput) -> None:
+        pass
+
+    def deliver_batch(self, outputs: list[GenerationOutput]) -> None:
+        pass
+
+
+class LockstepHelper(DistributedHelper):
+    """Makes all ranks follow rank 0, where the original makes those of one tensor group."""
+
+    def __init__(self) -> None:
+        """Open a group of all ranks that talks over gloo."""
+        self.dist_on = dist.is_initialized()
+        self.device_mesh = None
+        self.tp_plan: dict[str, str] = {}
+        self.global_rank = dist.get_rank() if self.dist_on else 0
+        self.world_size = dist.get_world_size() if self.dist_on else 1
+        self.tp_size = self.world_size
+        self.tp_local_rank = self.global_rank
+        self.tp_root_global_rank = 0
+        self.is_tp_driver = self.global_rank == 0
+        self.dp_rank, self.dp_size = 0, 1
+        self.tp_group = dist.group.WORLD if self.dist_on else None
+        self.cpu_comm_group = None
+        if self.dist_on:
+            self.cpu_comm_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
+        self._cpu_int_acc = torch.zeros(3, dtype=torch.int64)
+
+    def are_kv_heads_tp_ed(self) -> bool:
+        """The cache is told the heads of this rank, already divided."""
+        return False
+
+
+class StageCache(PagedAttentionCache):
+    """A paged cache for the layers and the heads of this rank alone."""
+
+    first_layer = 0
+    _plan: attention.BatchLayout | None = None
+
+    def plan_of(self, layer: int, group: int, dtype: Any, kwargs: Any) -> attention.BatchLayout:
+        """Return how the batch attends, and let what is read be in the plan's order."""
+        if layer == self.first_layer or self._plan is None:
+            self._plan = attention.make_plan(
+                kwargs["cu_seq_lens_q"].tolist(),
+                kwargs["cu_seq_lens_k"]["full_attention"].tolist(),
+                kwargs["read_index"][0],
+                group,
+                dtype,
+            )
+        kwargs["read_index"] = [self._plan.read_index]
+        return self._plan
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
+        """Number the layers from this rank's first."""
+        return super().update(key_states, value_states, layer_idx - self.first_layer, kwargs)
+
+
+class CountingScheduler(FIFOScheduler):
+    """Counts the requests that were pushed out of the cache and must start again."""
+
+    num_preemptions = 0
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Queue a request; one that has been running has a longer prompt than its own."""
+        self.num_preemptions += state._true_initial_tokens > 0
+        super().add_waiting_request(state)
+
+
+class _ImmediateFuture(threading.Event):
+    """Sends an idle follower straight to the next message of rank 0, which it waits for anyway."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
+class LockstepManager(ContinuousBatchingManager):
+    """transformers' continuous batching, for any division into tensor ranks and stages."""
+
+    def __init__(self, model: Any, config: EngineConfig, outbox: Outbox) -> None:
+        """Size the cache; all ranks must get here."""
+        batching = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            max_batch_tokens=config.token_budget,
+            max_requests_per_batch=config.max_batch,
+            allow_block_sharing=False,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+            cpu_group_timeout=_COLLECTIVE_TIMEOUT.total_seconds(),
+            num_blocks=1,
+        )
+        eos = model.generation_config.eos_token_id
+        super().__init__(model, GenerationConfig(do_sample=False, eos_token_id=eos), batching)
+        self._outbox = outbox
+        self.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList())
+        self.logit_processor.logits_processor.append(GumbelDraws())
+        self.logit_processor.tensors_required = 1
+        self.logit_processor.do_processing = True
+        self.logit_processor._retrieve_processors_kwargs()
+        self.distributed_helper.destroy_cpu_comm_group()
+        self.distributed_helper: DistributedHelper = LockstepHelper()
+        self.is_tp_driver = self.distributed_helper.is_tp_driver
+        if self.is_tp_driver:
+            self.output_router = outbox
+        else:
+            self.output_router = _Nowhere()
+            self._wake_up_loop = _ImmediateFuture()
+        self._stage, self._first_layer = _stage_config(model, config)
+        self._last_batch_s, self._last_batch_size = math.nan, 0
+        self._pace = None
+        if config.emulates is not None and self.is_tp_driver:  # The others wait for rank 0 anyway.
+            self._pace = Pace(config.emulates.iteration)
+        self.num_blocks = self._agreed_blocks(config)
+        self.continuous_batching_config.num_blocks = self.num_blocks
+        eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
+        self.limits = GroupLimits(
+            kv_capacity_tokens=self.num_blocks * PAGE_TOKENS,
+            eos_token_ids=frozenset(eos_ids),
+        )
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        """Attend sequence by sequence on CPUs, where the original computes all with all."""
+        config = model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if model.device.type == "cpu" and kinds == {"full_attention"}:
+            model.set_attn_implementation(attention.NAME)
+        else:
+            super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
+
+    def submit(self, request_id: str, token_ids: list[int], sampling: Sampling) -> None:
+        """Queue a request; on rank 0 alone."""
+        # All ranks must draw alike, so a seed there must be.
+        seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
+        taken = self.add_request(
+            token_ids,
+            request_id=request_id,
+            max_new_tokens=sampling.max_tokens,
+            streaming=True,
+            eos_token_id=-1 if sampling.ignore_eos else sorted(self.limits.eos_token_ids),
+            temperature=float(sampling.temperature),
+            top_p=float(sampling.top_p),
+            seed=seed,
+        )
+        if taken is None:
+            raise EngineError("the generation loop has ended")
+
+    def _agreed_blocks(self, config: EngineConfig) -> int:
+        """Blocks that fit on every rank."""
+        page = FullAttentionCacheAllocator.get_bytes_per_page(
+            self._stage.num_key_value_heads,
+            find_head_dim(self._stage),
+            self.model.dtype,
+            PAGE_TOKENS,
+        )
+        block_bytes = page * self._stage.num_hidden_layers
+        num_blocks = int(_kv_budget_bytes(config) // block_bytes) - _TRASH_BLOCKS
+        agreed = torch.tensor([num_blocks])
+        agreed = self.distributed_helper.tp_all_reduce_min(agreed, on_cpu=True)
+        if (num_blocks := int(agreed.item())) < 1:
+            raise EngineError(
+                f"no memory is left for keys and values: {PAGE_TOKENS} tokens take {block_bytes} "
+                f"bytes of a rank, {1 + _TRASH_BLOCKS} times that is the least"
+            )
+        return num_blocks
+
+    def _create_batch_processor(self) -> ContinuousBatchProcessor:
+        """Do what the original does, with this rank's share of the cache."""
+        batching = self.continuous_batching_config
+        cache = StageCache(
+            config=self._stage,
+            continuous_batching_config=batching,
+            device=self.model.device,
+            distributed_helper=self.distributed_helper,
+            dtype=self.model.dtype,
+            model_supports_logits_to_keep=True,
+        )
+        cache.first_layer = self._first_layer
+        update_cb_config_after_cache_creation(
+            cb_config=batching,
+            num_blocks=cache.num_blocks,
+            max_batch_tokens=cache.max_batch_tokens,
+        )
+        # Without the decode path the block tables of flash attention are not needed.
+        batching.max_blocks_per_request = 0
+        scheduler = CountingScheduler(
+            cache=cache,
+            safety_margin=batching.safety_margin,
+            max_requests_per_batch=batching.max_requests_per_batch,
+        )
+        return ContinuousBatchProcessor(
+            cache=cache,
+            config=self.model.config.get_text_config(),
+            generation_config=self.generation_config,
+            continuous_batching_config=batching,
+            logit_processor=self.logit_processor,
+            input_queue=self.input_queue if self.is_tp_driver else None,
+            cancel_queue=self.cancel_queue if self.is_tp_driver else None,
+            output_router=self.output_router,
+            background_thread_status=self.background_thread_status,
+            model_device=self.model.device,
+            model_dtype=self.model.dtype,
+            scheduler=scheduler,
+            distributed_helper=self.distributed_helper,
+        )
+
+    def _run_generation_loop(self) -> None:
+        super()._run_generation_loop()
+        error = self.background_thread_status.fatal_error
+        self._outbox.die(f"the generation loop ended: {error or 'it was stopped'}")
+
+    def _generation_loop_body(
+        self, batch_processor: ContinuousBatchProcessor, bootstrapping: bool
+    ) -> bool:
+        num_batches = self.current_batch
+        self._begun_s = self._pace.begin() if self._pace else time.perf_counter()
+        going_on: bool = super()._generation_loop_body(batch_processor, bootstrapping)
+        if self.current_batch > num_batches:
+            self._last_batch_s = time.perf_counter() - self._begun_s
+            self._last_batch_size = len(batch_processor.inputs_and_outputs.requests_in_batch)
+        if self.is_tp_driver:
+            self._outbox.publish(self._stats(batch_processor))
+        return going_on
+
+    def _generation_step(self) -> None:
+        super()._generation_step()
+        if self._pace is not None:
+            self._pace.hold(self._begun_s, *_composition(self.batch_processor.inputs_and_outputs))
+
+    def _stats(self, batch_processor: ContinuousBatchProcessor) -> EngineStats:
+        scheduler, cache = batch_processor.scheduler, batch_processor.cache
+        return EngineStats(
+            num_waiting=len(scheduler.waiting_requests) + self.input_queue.qsize(),
+            num_running=len(scheduler.active_requests),
+            kv_used_fraction=1 - cache.compute_free_capacity(),
+            kv_capacity_tokens=self.limits.kv_capacity_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            last_batch_s=self._last_batch_s,
+            last_batch_size=self._last_batch_size,
+        )
+
+
+def _composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
+    """Return prefill tokens, decoding sequences and KV tokens read of what was just computed."""
+    prefill_tokens = sequences = kv_tokens = 0
+    for future in batch.requests_in_batch:
+        # Its status says decoding as soon as the last of its prompt is scheduled.
+        if future.state.generated_tokens:
+            sequences += 1
+        else:
+            prefill_tokens += future.query_length
+        kv_tokens += future.state.position_offset - future.query_length
+    return prefill_tokens, sequences, kv_tokens
+
+
+def _stage_config(model: Any, config: EngineConfig) -> tuple[Any, int]:
+    """Return the configuration of what this rank caches, and the number of its first layer."""
+    stage = copy.deepcopy(model.config.get_text_config())
+    heads = getattr(stage, "num_key_value_heads", None) or stage.num_attention_heads
+    stage.num_key_value_heads = heads // config.tensor_parallel
+    first, last = 0, stage.num_hidden_layers
+    if config.pipeline_parallel > 1:
+        place = model._pp_stage
+        first, last = place.layer_range_for_rank(place.pp_rank, stage.num_hidden_layers)
+    kinds = getattr(stage, "layer_types", None)
+    stage.num_hidden_layers = last - first
+    if kinds:
+        stage.layer_types = kinds[first:last]
+    return stage, first
+
+
+def _kv_budget_bytes(config: EngineConfig) -> float:
+    if not torch.cuda.is_available():
+        return config.memory_fraction * (config.kv_bytes or DEFAULT_KV_BYTES)
+    if config.kv_bytes is not None:
+        return float(config.kv_bytes)
+    free, total = torch.cuda.mem_get_info()
+    left = config.memory_fraction * total - (total - free)
+    return left * (1 - _GPU_WORKSPACE_FRACTION)

@@ -1,0 +1,451 @@
+"""The gateway: lets a request in, chooses its replica, sends it there, and starts over if it fails.
+
+Everything here runs on one event loop. A choice and its reservation happen without an await in
+between, so no two requests are placed on the same state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from serve_app.cluster import Cluster, SloClass
+from serve_app.gateway.backends import Backend
+from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.generation import (
+    GenerationChunk,
+    GenerationRequest,
+    ReplicaFailed,
+    ReplicaFull,
+    ReplicaRefused,
+)
+from serve_app.gateway.history import History
+from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.realtime import RealtimePriority
+from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
+from serve_app.policy.experiment import Arm
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT, Choice
+from serve_app.router import RayDefault
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+logger = logging.getLogger(__name__)
+
+_MIN_RETRY_AFTER_S = 1
+_MAX_RETRY_AFTER_S = 60
+_PATIENCE_S = 20.0
+"""How long a request waits for a replica where there is none."""
+
+
+class Refused(RuntimeError):
+    """A request that is not let in for now."""
+
+    def __init__(self, reason: str, retry_after_s: int) -> None:
+        """Say why, and when to come back."""
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class Unserved(RuntimeError):
+    """A request that was let in and could not be answered; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pick:
+    """Where an attempt goes, and what was known when that was decided."""
+
+    replica: ReplicaState
+    choice: Choice
+    snapshots: tuple[ReplicaSnapshot, ...]
+    pools: tuple[str, ...]
+    request: Request
+    policy: str
+    arm: Arm
+    by_ray: bool
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A request that was let in, and what has come of its answer so far."""
+
+    wanted: GenerationRequest
+    service_class: SloClass
+    prompt: Prompt
+    arm: Arm
+    arrival_s: float
+    tried: set[str] = field(default_factory=set)
+    """Replicas that were sent the request since one was last waited for."""
+    num_tokens: int = 0
+    first_token_s: float = math.nan
+    finish_reason: str | None = None
+    response_s: float = math.nan
+    """Arrival to the end; NaN: it was not completed."""
+
+    @property
+    def needed_tokens(self) -> int:
+        """Prompt and longest answer."""
+        return len(self.wanted.token_ids) + self.wanted.sampling.max_tokens
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to its end."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
+    def ttft_s(self) -> float:
+        """Arrival to first token; NaN: there was none."""
+        return self.first_token_s - self.arrival_s
+
+    def tpot_s(self, now_s: float) -> float:
+        """Mean time per token after the first, where the answer ended at `now_s`."""
+        return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
+
+    def take(self, chunk: GenerationChunk, now_s: float) -> None:
+        if chunk.num_tokens and math.isnan(self.first_token_s):
+            self.first_token_s = now_s
+        self.num_tokens = max(chunk.num_tokens, self.num_tokens)
+        self.finish_reason = chunk.finish_reason
+
+    def attained_slo(self, now_s: float) -> bool | None:
+        """Whether an answer that ended at `now_s` attained its SLO; None: its client left before.
+
+        Without a first token a target for it is missed once its time has passed.
+        """
+        slo, waited_s = self.service_class, now_s - self.arrival_s
+        ttft_s = waited_s if math.isnan(self.first_token_s) else self.ttft_s
+        attained = waited_s <= slo.response_s and not self.tpot_s(now_s) > (slo.tpot_s or math.inf)
+        if self.completed:
+            return attained and not self.ttft_s > (slo.ttft_s or math.inf)
+        attained = attained and ttft_s <= (slo.ttft_s or math.inf)
+        return None if self.finish_reason == "abort" and attained else False
+
+
+@dataclass
+class Gateway:
+    """Serves requests with the replicas of all pools."""
+
+    cluster: Cluster
+    manager: PolicyManager
+    backends: Mapping[str, Backend]
+    """By the pool's name."""
+    metrics: Metrics = field(default_factory=Metrics)
+    log: DecisionLog | None = None
+    clock_s: Callable[[], float] = time.time
+    in_flight: int = 0
+    num_offered: int = 0
+    """Requests that have asked to be let in, those that were refused included."""
+
+    def __post_init__(self) -> None:
+        """Make the table of replicas."""
+        means = load_scenario(self.cluster.scenario).mean_lengths_tokens
+        self.table = ReplicaTable(means)
+        self.history = History()
+        self._ray: RayDefault | None = None
+        self._realtime = RealtimePriority()
+        self._suspects: dict[str, float] = {}
+
+    def service_class(self, name: str | None) -> SloClass | None:
+        """Return the class of that name, the first for None; None: there is none."""
+        if name is None or name in ("auto", "default"):
+            return self.cluster.classes[0]
+        return next((one for one in self.cluster.classes if one.name == name), None)
+
+    async def serve(
+        self, request: GenerationRequest, service_class: SloClass
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """Answer a request; leaving the stream early cancels it.
+
+        Raises:
+            Refused: Too much is in flight, or no replica takes more; nothing was generated.
+            Unserved: No replica could answer it, or the one that had begun died.
+        """
+        self.num_offered += 1
+        self._admit(service_class)
+        self.in_flight += 1
+        arm, prompt = self.manager.arm_of(request.request_id), Prompt(request.token_ids)
+        answer = _Answer(request, service_class, prompt, arm, self.clock_s())
+        if self.manager.experiment is not None:
+            self.manager.experiment.open(
+                request.request_id, arm, len(request.token_ids), answer.arrival_s,
+                service_class.response_s,
+            )  # fmt: skip
+        try:
+            async with asyncio.timeout(self.cluster.limits.timeout_s):
+                async with aclosing(self._attempts(answer)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        except TimeoutError:
+            raise Unserved(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
+        except (GeneratorExit, asyncio.CancelledError):
+            if answer.finish_reason is None:
+                answer.finish_reason = "abort"
+            raise
+        finally:
+            self.in_flight -= 1
+            self._settle(answer)
+
+    def refresh(self) -> float:
+        """Bring the table of replicas up to date; return the time."""
+        now_s = self.clock_s()
+        for backend in self.backends.values():
+            backend.refresh(self.table, now_s)
+        return now_s
+
+    def observe(self) -> None:
+        """Set the gauges that show the state of the pools."""
+        now_s = self.refresh()
+        metrics = self.metrics
+        for name, backend in self.backends.items():
+            mine = [one.status for one in self.table.replicas.values() if one.pool == name]
+            metrics.replicas.labels(name).set(len(mine))
+            metrics.waiting.labels(name).set(sum(one.num_waiting for one in mine))
+            metrics.running.labels(name).set(sum(one.num_running for one in mine))
+            used = [one.kv_used_fraction for one in mine]
+            metrics.kv_used_fraction.labels(name).set(sum(used) / max(len(used), 1))
+            ages = [now_s - one.observed_at_s for one in mine]
+            metrics.signal_age_seconds.labels(name).set(max(ages, default=math.nan))
+            for replica_id, loads in backend.host_loads().items():
+                for quantity, value in loads.items():
+                    metrics.host.labels(replica_id, quantity).set(value)
+        if self.log is not None:
+            metrics.log_lines_lost.set(self.log.num_lost)
+
+    def _admit(self, service_class: SloClass) -> None:
+        limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
+        if self.in_flight >= max(limit, 1):
+            self.metrics.refused.labels("too many in flight").inc()
+            raise Refused(
+                f"{self.in_flight} requests are in flight, which is all that class "
+                f"{service_class.name!r} may add to",
+                self._retry_after_s(),
+            )
+
+    def _retry_after_s(self) -> int:
+        """Whole seconds until a place is likely to be free."""
+        offered = self._offered(self.clock_s())
+        waits_s = [one.wait_s for one in self.table.snapshots(offered, Prompt([0]))]
+        wait_s = min(waits_s, default=float(_MIN_RETRY_AFTER_S))
+        return int(min(max(math.ceil(wait_s), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
+
+    def _settle(self, answer: _Answer) -> None:
+        """Note what has become of a request, once for all its attempts."""
+        now_s = self.clock_s()
+        attained = answer.attained_slo(now_s)
+        self.manager.settle(
+            answer.wanted.request_id, attained, answer.response_s, answer.num_tokens, now_s
+        )
+        if attained is not None:
+            self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
+
+    async def _attempts(self, answer: _Answer) -> AsyncGenerator[GenerationChunk, None]:
+        """Try replicas until one has begun to answer."""
+        failure: ReplicaFailed | None = None
+        await self._some_replica(answer.arrival_s)
+        for attempt in range(self.cluster.limits.max_retries + 1):
+            pick = await self._pick_or_wait(answer)
+            if pick is None:
+                break
+            replica_id = pick.replica.replica_id
+            answer.tried.add(replica_id)
+            if attempt:
+                self.metrics.retries.labels(pick.replica.pool).inc()
+            try:
+                async with aclosing(self._attempt(answer, pick, attempt)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                return
+            except ReplicaFailed as error:
+                failure = error
+                if not isinstance(error, ReplicaFull | ReplicaRefused):
+                    self._suspect(replica_id)
+                request_id = answer.wanted.request_id
+                logger.warning("request %s, attempt %d: %s", request_id, attempt, error)
+                if answer.num_tokens:
+                    raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
+        if isinstance(failure, ReplicaFull):
+            self.metrics.refused.labels("replicas full").inc()
+            raise Refused(str(failure), self._retry_after_s())
+        raise Unserved("no replica is there" if failure is None else str(failure))
+
+    async def _some_replica(self, arrival_s: float) -> None:
+        """Wait a while where there is none: a pool that starts, or whose last replica has died."""
+        while not self.table.replicas:
+            if self.refresh() - arrival_s > _PATIENCE_S:
+                return
+            if not self.table.replicas:
+                await asyncio.sleep(0.05)
+
+    async def _attempt(
+        self, answer: _Answer, pick: _Pick, attempt: int
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """Stream from the replica that was picked, and note what comes."""
+        replica, request = pick.replica, answer.wanted
+        outcome = "abort"
+        try:
+            stream = self.backends[replica.pool].stream(replica.replica_id, request)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    answer.take(chunk, self.clock_s())
+                    replica.in_flight.receive(request.request_id, chunk.num_tokens)
+                    if chunk.status is not None:
+                        replica.publish(chunk.status)
+                    if chunk.finish_reason is not None:
+                        outcome = chunk.finish_reason
+                    yield chunk
+        except ReplicaFailed:
+            outcome = "failed"
+            raise
+        finally:
+            self._close(answer, pick, attempt, outcome)
+
+    def _close(self, answer: _Answer, pick: _Pick, attempt: int, outcome: str) -> None:
+        """Note the end of an attempt."""
+        now_s = self.clock_s()
+        done = outcome in ("stop", "length")
+        answer.response_s = now_s - answer.arrival_s if done else math.nan
+        replica, pool = pick.replica, pick.replica.pool
+        replica.in_flight.close(
+            answer.wanted.request_id, now_s, answer.response_s if done else None
+        )
+        if pick.by_ray and self._ray is not None:
+            self._ray.finished(replica.replica_id)
+        metrics = self.metrics
+        metrics.in_flight.labels(pool).dec()
+        metrics.requests.labels(pool, answer.service_class.name, outcome).inc()
+        metrics.output_tokens.labels(pool).inc(answer.num_tokens)
+        if done:
+            metrics.response_seconds.labels(pool).observe(answer.response_s)
+            if answer.num_tokens:
+                metrics.ttft_seconds.labels(pool).observe(answer.ttft_s)
+            if answer.num_tokens > 1:
+                metrics.tpot_seconds.labels(pool).observe(answer.tpot_s(now_s))
+        if self.log is not None:
+            time_s = now_s if attempt else answer.arrival_s
+            self.log.write(_record(answer, pick, attempt, outcome, time_s))
+
+    async def _pick_or_wait(self, answer: _Answer) -> _Pick | None:
+        """Choose a replica; where the last one has gone since, wait for another."""
+        pick = await self._pick(answer)
+        if pick is None and not self.table.replicas:
+            await self._some_replica(self.clock_s())
+            answer.tried.clear()  # Those that come may be the same, and well again.
+            pick = await self._pick(answer)
+        return pick
+
+    async def _pick(self, answer: _Answer) -> _Pick | None:
+        """Choose a replica and reserve a place in it; None: there is none left."""
+        # Threads that wait for the interpreter go first, or they interrupt the decision.
+        time.sleep(0)
+        started_ns = time.perf_counter_ns()
+        by_ray = await self._ask_ray(answer.tried)
+        with self._realtime.section():
+            now_s = self.refresh()
+            replicas = self._candidates(answer, now_s)
+            index = next((i for i, one in enumerate(replicas) if one.replica_id == by_ray), None)
+            if by_ray is not None and index is None and self._ray is not None:
+                self._ray.finished(by_ray)
+            if not replicas:
+                return None
+            snapshots = self.table.snapshots(replicas, answer.prompt)
+            request = self._request(answer)
+            if index is not None:
+                choice = self.manager.pick_by_ray(index, started_ns)
+            else:
+                stale = self._all_stale(replicas, now_s)
+                choice = self.manager.pick(request, snapshots, stale, answer.arm)
+                if not answer.tried:
+                    self.manager.observe(answer.wanted.request_id, request, snapshots, choice)
+        pools = tuple(one.pool for one in replicas)
+        pick = _Pick(
+            replicas[choice.index], choice, tuple(snapshots), pools, request,
+            self.manager.deciding(answer.arm).label, answer.arm, index is not None,
+        )  # fmt: skip
+        self._reserve(answer, pick, now_s)
+        return pick
+
+    def _candidates(self, answer: _Answer, now_s: float) -> list[ReplicaState]:
+        """Replicas that the request may go to."""
+        return [
+            one
+            for one in self._offered(now_s)
+            if one.replica_id not in answer.tried
+            and self.backends[one.pool].max_model_tokens >= answer.needed_tokens
+        ]
+
+    def _request(self, answer: _Answer) -> Request:
+        """The request as a policy sees it."""
+        context = len(answer.wanted.token_ids)
+        total = self.manager.deciding(answer.arm).loaded.predicted_total_tokens(context)
+        total = max(min(total, answer.needed_tokens), context + 1)
+        # Always a float: compiled policies are compiled anew for other types.
+        return Request(answer.arrival_s, context, float(total))
+
+    def _reserve(self, answer: _Answer, pick: _Pick, now_s: float) -> None:
+        """Note that the request is on its way, before anything else can be placed."""
+        choice, context = pick.choice, pick.request.context_tokens
+        engine = pick.snapshots[choice.index].engine
+        pick.replica.send(
+            answer.wanted.request_id, answer.prompt, 0 if engine is None else engine.match_tokens,
+            pick.request.predicted_total_tokens - context, now_s,
+        )  # fmt: skip
+        metrics, pool = self.metrics, pick.replica.pool
+        metrics.decision_seconds.observe(choice.decision_us / 1e6)
+        metrics.in_flight.labels(pool).inc()
+        metrics.prompt_tokens.labels(pool).inc(context)
+        if choice.fallback_reason is not None:
+            metrics.fallbacks.labels(choice.fallback_reason).inc()
+        if choice.explored:
+            metrics.explored.inc()
+        self.history.decide(now_s, pick.policy, pick.pools, pick.snapshots, choice)
+
+    async def _ask_ray(self, tried: set[str]) -> str | None:
+        """Let Ray's router choose, where it decides, among those that have not failed so far."""
+        if self.manager.policy.name != RAY_DEFAULT:
+            return None
+        if self._ray is None:
+            self._ray = RayDefault()
+        every = [one for backend in self.backends.values() for one in backend.ray_replicas()]
+        self._ray.update(every)
+        if len(every) <= len(tried):
+            return None
+        return await self._ray.choose()
+
+    def _offered(self, now_s: float) -> list[ReplicaState]:
+        """Replicas to choose from: those that are suspect wait until they are heard of again."""
+        offered = self.table.offered(now_s, self.cluster.circuit_breaker.stale_after_s)
+        for replica_id, since_s in list(self._suspects.items()):
+            replica = self.table.replicas.get(replica_id)
+            if replica is None or replica.status.observed_at_s > since_s:
+                del self._suspects[replica_id]
+        return [one for one in offered if one.replica_id not in self._suspects] or offered
+
+    def _suspect(self, replica_id: str) -> None:
+        self._suspects[replica_id] = self.clock_s()
+        if self._ray is not None:
+            self._ray.died(replica_id)
+
+    def _all_stale(self, replicas: list[ReplicaState], now_s: float) -> bool:
+        newest_s = max(one.status.observed_at_s for one in replicas)
+        return now_s - newest_s > self.cluster.circuit_breaker.stale_after_s
+
+
+def _record(
+    answer: _Answer, pick: _Pick, attempt: int, outcome: str, time_s: float
+) -> DecisionRecord:
+    choice = pick.choice
+    return DecisionRecord(
+        decision_id=uuid.uuid4().hex, request_id=answer.wanted.request_id, attempt=attempt,
+        time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
+        request=pick.request, snapshots=pick.snapshots, pools=pick.pools, scores=choice.scores,
+        index=choice.index, propensity=choice.propensity, explored=choice.explored,
+        fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome=outcome,
+        output_tokens=answer.num_tokens, ttft_s=answer.ttft_s, response_s=answer.response_s,
+        arm=pick.arm,
+    )  # fmt: skip

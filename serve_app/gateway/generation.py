@@ -1,0 +1,49 @@
+"""What the gateway sends to a replica, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from serve_app.engines.base import FinishReason, Sampling
+from serve_app.gateway.replicas import EngineStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request as a replica gets it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    """Strings at which the answer is cut."""
+    prompt: str | None = None
+    """The text, for endpoints that tokenise themselves."""
+    messages: tuple[Mapping[str, str], ...] | None = None
+    """The conversation, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """What an answer grew by."""
+
+    text: str
+    num_tokens: int
+    """Tokens generated so far, all deltas together."""
+    finish_reason: FinishReason | None = None
+    """Set in the last delta."""
+    status: EngineStatus | None = None
+    """State of the replica, now and then."""
+
+
+class ReplicaFailed(RuntimeError):
+    """A replica that did not do what it was asked; the text says why."""
+
+
+class ReplicaFull(ReplicaFailed):
+    """A replica that takes no more requests for now."""
+
+
+class ReplicaRefused(ReplicaFailed):
+    """A replica whose engine does not take this request, and is well otherwise."""

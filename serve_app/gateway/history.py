@@ -1,0 +1,135 @@
+"""The last minutes, second by second, for the page that people watch."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from serve_app.policy.runner import Choice
+from tokenyard.routing.types import ReplicaSnapshot
+
+BIN_S = 5.0
+_NUM_BINS = 180
+"""A quarter of an hour."""
+_MAX_TIMES = 250
+"""Times kept of one bin; more are thinned out."""
+_NUM_DECISIONS = 30
+
+
+@dataclass
+class _Bin:
+    """What ended, and where requests went, in `BIN_S` seconds."""
+
+    start_s: float
+    num_finished: int = 0
+    num_kept: int = 0
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    response_s: array[float] = field(default_factory=lambda: array("d"))
+    sent: Counter[str] = field(default_factory=Counter)
+    """Requests by pool."""
+    over: bool = False
+    _row: dict[str, Any] | None = None
+
+    def row(self) -> dict[str, Any]:
+        """As JSON; percentiles are costly, so what is over is laid out once."""
+        if self._row is None or not self.over:
+            self._row = self._lay_out()
+        return self._row
+
+    def _lay_out(self) -> dict[str, Any]:
+        return {
+            "time_s": self.start_s,
+            "finished": self.num_finished,
+            "kept": self.num_kept,
+            "ttft_s": _percentiles(self.ttft_s),
+            "response_s": _percentiles(self.response_s),
+            "sent": dict(self.sent),
+        }
+
+
+class History:
+    """Bounded memory of what ended when, and of the last decisions with their reasons."""
+
+    def __init__(self) -> None:
+        """Remember nothing yet."""
+        self._bins: deque[_Bin] = deque(maxlen=_NUM_BINS)
+        self._decisions: deque[tuple[Any, ...]] = deque(maxlen=_NUM_DECISIONS)
+
+    def finish(self, now_s: float, ttft_s: float, response_s: float, kept: bool) -> None:
+        """Note the end of a request; times are NaN where there are none."""
+        one = self._bin(now_s)
+        one.num_finished += 1
+        one.num_kept += kept
+        for times, value in ((one.ttft_s, ttft_s), (one.response_s, response_s)):
+            if math.isfinite(value):
+                times.append(value)
+                if len(times) > _MAX_TIMES:
+                    del times[::2]
+
+    def decide(
+        self,
+        now_s: float,
+        policy: str,
+        pools: Sequence[str],
+        snapshots: Sequence[ReplicaSnapshot],
+        choice: Choice,
+    ) -> None:
+        """Note where a request went; laid out only when somebody looks."""
+        self._bin(now_s).sent[pools[choice.index]] += 1
+        self._decisions.append((now_s, policy, tuple(pools), tuple(snapshots), choice))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Bins, oldest first."""
+        return [one.row() for one in self._bins]
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """The last decisions with the score of every candidate, newest first."""
+        return [_decision(*one) for one in reversed(self._decisions)]
+
+    def _bin(self, now_s: float) -> _Bin:
+        start_s = math.floor(now_s / BIN_S) * BIN_S
+        # A clock that was set back goes on in the newest bin.
+        if not self._bins or start_s > self._bins[-1].start_s:
+            if self._bins:
+                # Laid out anew once more when it is next looked at, then no more.
+                self._bins[-1].over, self._bins[-1]._row = True, None
+            self._bins.append(_Bin(start_s))
+        return self._bins[-1]
+
+
+def _decision(
+    now_s: float, policy: str, pools: Sequence[str], snapshots: Sequence[ReplicaSnapshot],
+    choice: Choice,
+) -> dict[str, Any]:  # fmt: skip
+    scores = choice.scores
+    return {
+        "time_s": now_s,
+        "policy": policy,
+        "chosen": choice.index,
+        "explored": choice.explored,
+        "fallback_reason": choice.fallback_reason,
+        "decision_us": choice.decision_us,
+        "candidates": [
+            {
+                "replica_id": snapshot.replica_id,
+                "pool": pools[number],
+                "score": None if scores is None else scores[number],
+                "waiting": snapshot.num_waiting,
+                "running": snapshot.num_running,
+            }
+            for number, snapshot in enumerate(snapshots)
+        ],
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    p50, p95, p99 = np.percentile(values, [50, 95, 99]).tolist()
+    return {"p50": p50, "p95": p95, "p99": p99}

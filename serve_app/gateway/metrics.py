@@ -1,0 +1,76 @@
+"""What Prometheus sees of the gateway."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_LATENCIES_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_TOKEN_TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_DECISION_TIMES_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
+_POOL = ("pool",)
+
+_COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("Requests by what became of them.", ("pool", "service_class", "outcome")),
+    "prompt_tokens": ("Tokens of prompts.", _POOL),
+    "output_tokens": ("Tokens generated.", _POOL),
+    "fallbacks": ("Decisions that the baseline made in the policy's place.", ("reason",)),
+    "explored": ("Decisions drawn at random.", ()),
+    "retries": ("Requests placed again after a replica failed.", _POOL),
+    "refused": ("Requests that were not accepted.", ("reason",)),
+}
+_GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "in_flight": ("Requests sent and not finished.", _POOL),
+    "waiting": ("Requests that wait, as the pool's replicas publish it.", _POOL),
+    "running": ("Requests in batches, likewise.", _POOL),
+    "kv_used_fraction": ("Share of KV memory held, mean of the pool's replicas.", _POOL),
+    "replicas": ("Replicas that are known.", _POOL),
+    "signal_age_seconds": ("Age of the oldest state in the pool.", _POOL),
+    "host": ("Load of a replica's machine and its GPUs.", ("replica", "quantity")),
+    "log_lines_lost": ("Decisions missing in the log.", ()),
+}
+_HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
+    "ttft_seconds": ("Arrival to first token.", _POOL, _LATENCIES_S),
+    "tpot_seconds": ("Mean time per output token after the first.", _POOL, _TOKEN_TIMES_S),
+    "response_seconds": ("Arrival to last token.", _POOL, _LATENCIES_S),
+    "decision_seconds": ("Time to choose a replica.", (), _DECISION_TIMES_S),
+}
+
+
+class Metrics:
+    """All series of one gateway, in a registry of its own; attributes are its names."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
+    fallbacks: Counter
+    explored: Counter
+    retries: Counter
+    refused: Counter
+    in_flight: Gauge
+    waiting: Gauge
+    running: Gauge
+    kv_used_fraction: Gauge
+    replicas: Gauge
+    signal_age_seconds: Gauge
+    host: Gauge
+    log_lines_lost: Gauge
+    ttft_seconds: Histogram
+    tpot_seconds: Histogram
+    response_seconds: Histogram
+    decision_seconds: Histogram
+
+    def __init__(self) -> None:
+        """Register them."""
+        self.registry = one = CollectorRegistry()
+        for name, (text, labels) in _COUNTERS.items():
+            setattr(self, name, Counter(f"tokenyard_{name}", text, labels, registry=one))
+        for name, (text, labels) in _GAUGES.items():
+            setattr(self, name, Gauge(f"tokenyard_{name}", text, labels, registry=one))
+        for name, (text, labels, buckets) in _HISTOGRAMS.items():
+            made = Histogram(f"tokenyard_{name}", text, labels, buckets=buckets, registry=one)
+            setattr(self, name, made)
+
+    def exposition(self) -> bytes:
+        """All series in Prometheus's text format."""
+        text: bytes = generate_latest(self.registry)
+        return text

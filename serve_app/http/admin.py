@@ -1,0 +1,167 @@
+"""What operators ask and change: policies, experiments, pools, history, metrics, dashboard."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from importlib import resources
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Depends
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel, Field
+
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.replicas import ReplicaState
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
+from serve_app.http.errors import PROBLEMS, BadRequest
+from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
+from serve_app.policy.runner import RAY_DEFAULT
+
+_PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
+_PAGE_MAY = (
+    "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; frame-ancestors 'none'"
+)
+"""The page asks this server alone."""
+
+
+class PolicyChange(BaseModel):
+    """Body of `POST /v1/policy`."""
+
+    model_config = {"extra": "forbid", "strict": True}
+
+    policy: Annotated[str, Field(min_length=1, max_length=1024)]
+    """`champion`, `generic`, a policy file (.npz), a rule's name, or `ray_default`."""
+    explore_fraction: Annotated[float, Field(ge=0, le=0.05, allow_inf_nan=False)] | None = None
+    """Absent: the cluster file's."""
+
+
+def policy_router(gateway: Gateway, access: Access) -> APIRouter:
+    """Routes about who decides."""
+    router, lifecycle = APIRouter(), Lifecycle(gateway.manager)
+    is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
+
+    @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def policy() -> GatewayPolicyAnswer:
+        """Describe the policy that decides, and count what it did."""
+        return describe(gateway)
+
+    @router.post("/v1/policy", dependencies=may_change, responses=PROBLEMS)
+    @router.put("/v1/policy", dependencies=may_change, responses=PROBLEMS)
+    async def change(body: PolicyChange) -> GatewayPolicyAnswer:
+        """Let another policy decide from now on."""
+        explore = body.explore_fraction
+        if explore is None:
+            explore = gateway.cluster.explore_fraction
+        try:
+            prepared = None
+            if body.policy != RAY_DEFAULT:
+                # Off the event loop: it may take seconds to find, load and compile.
+                prepared = await asyncio.to_thread(gateway.manager.prepare, body.policy)
+            gateway.manager.switch(body.policy, explore, prepared=prepared)
+        except (ValueError, OSError) as error:
+            raise BadRequest(" ".join(str(error).split()), 422) from None
+        return describe(gateway)
+
+    @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def policies() -> PoliciesAnswer:
+        """Say who decides, who did before, and how the trial goes."""
+        return lifecycle.describe()
+
+    @router.post(
+        "/v1/policies", dependencies=may_change, responses={**PROBLEMS, 409: {"model": Problem}}
+    )
+    async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
+        """Put a policy on trial, end the trial, promote what is on trial, or roll back."""
+        try:
+            return await lifecycle.change(body)
+        except Conflict as error:
+            raise BadRequest(" ".join(str(error).split()), 409) from None
+        except (ValueError, OSError) as error:
+            raise BadRequest(" ".join(str(error).split()), 422) from None
+
+    return router
+
+
+def state_router(gateway: Gateway, access: Access) -> APIRouter:
+    """Routes about what the gateway does and knows, for programs and for people."""
+    router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
+    page = _PAGE.read_text(encoding="utf-8")
+
+    @router.get("/v1/history", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def history() -> dict[str, Any]:
+        """Tell of the last quarter of an hour, and of the last decisions with their scores."""
+        return {
+            "now_s": gateway.refresh(),
+            "in_flight": gateway.in_flight,
+            "bins": gateway.history.rows(),
+            "decisions": gateway.history.decisions(),
+        }
+
+    @router.get("/v1/pools", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def pools() -> dict[str, Any]:
+        """Tell what is known of every replica: speed, state and its age."""
+        now_s = gateway.refresh()
+        replicas = gateway.table.replicas.values()
+        return {"replicas": [_describe_replica(one, now_s) for one in replicas]}
+
+    @router.get("/healthz")
+    async def healthz() -> dict[str, Any]:
+        """Say that the gateway is there, and how many replicas it knows."""
+        gateway.refresh()
+        return {"status": "ok", "replicas": len(gateway.table.replicas)}
+
+    @router.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Everything that is counted, for Prometheus."""
+        gateway.observe()
+        return Response(gateway.metrics.exposition(), media_type="text/plain; version=0.0.4")
+
+    @router.get("/", include_in_schema=False)
+    async def watch() -> HTMLResponse:
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_MAY})
+
+    return router
+
+
+def describe(gateway: Gateway) -> GatewayPolicyAnswer:
+    """Say what decides and what has happened since the start."""
+    manager, log = gateway.manager, gateway.log
+    times = np.array(manager.decision_us)
+    p50, p99 = np.percentile(times, [50, 99]).tolist() if len(times) else (None, None)
+    policy, counts = manager.policy, manager.counts
+    return GatewayPolicyAnswer(
+        **policy.loaded.card.model_dump(),
+        explore_fraction=policy.explore_fraction,
+        num_decisions=counts.num_decisions,
+        num_fallbacks=counts.fallbacks.total(),
+        num_explored=counts.num_explored,
+        num_log_lines_lost=0 if log is None else log.num_lost,
+        active=policy.name,
+        baseline=manager.baseline,
+        missing=policy.loaded.card.startup_fallback,
+        breaker_open=policy.breaker.state == "open",
+        fallbacks_by_reason=dict(counts.fallbacks),
+        decision_p50_us=p50,
+        decision_p99_us=p99,
+        last_decisions_us=times.tolist(),
+        last_decisions_cpu_us=list(manager.decision_cpu_us),
+    )
+
+
+def _describe_replica(replica: ReplicaState, now_s: float) -> dict[str, Any]:
+    status = asdict(replica.status)
+    observed_at_s = status.pop("observed_at_s")
+    return {
+        "replica_id": replica.replica_id,
+        "pool": replica.pool,
+        "profile": replica.profile.model_dump(),
+        "published": status,
+        "age_s": max(now_s - observed_at_s, 0.0),
+        "in_flight": replica.in_flight.count,
+        "prefill_in_flight_tokens": replica.in_flight.prefill_tokens,
+        "output_in_flight_tokens": replica.in_flight.output_tokens,
+    }

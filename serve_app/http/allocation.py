@@ -1,0 +1,192 @@
+"""`/v1/allocation`: the plan that is in force, the one that is proposed and why, and changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from serve_app.allocation.allocator import Allocator, By, Change, Outcome
+from serve_app.allocation.plans import find_plan, format_plan
+from serve_app.cluster import PlanMessage
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import Problem
+from serve_app.http.errors import PROBLEMS, BadRequest
+from tokenyard.allocation.types import AllocationPolicy, Plan
+
+MakePolicy = Callable[[str], AllocationPolicy]
+"""Makes an allocation policy by name; ValueError where there is none of that name."""
+
+
+class PlanCard(BaseModel):
+    """A plan, and what it is predicted to cost at the last slot's demand."""
+
+    parallelism: str
+    num_gpus: int
+    num_replicas: int
+    tensor_parallel: int
+    memory_fraction: float
+    max_batch: int
+    goodput_capacity_per_s: float
+    """Most requests per second of which 99 % attain the SLO, in the scenario's time."""
+    usd_per_slot: float
+    violations_per_slot: float | None
+    """Requests that violate their SLO at that demand; None: no slot is over yet."""
+
+
+class ShapeCard(BaseModel):
+    """Replicas of one shape."""
+
+    shape: str
+    tensor_parallel: int
+    wanted: int
+    ready: int
+    starting: int
+    stopping: int
+
+
+class ChangeCard(BaseModel):
+    """A change of plan, or one that was not made."""
+
+    time_s: float
+    by: By
+    old: str
+    new: str
+    outcome: Outcome
+    reason: str
+    phases_s: dict[str, float]
+    """Seconds from the decision until the first new replica served, all did, the old were gone."""
+
+
+class AllocationAnswer(BaseModel):
+    """What the allocator does."""
+
+    scenario: str
+    policy: str
+    by_hand: bool
+    """Whether the plan was set by hand, and is kept until a policy is set."""
+    dry_run: bool
+    plan: PlanCard
+    proposed: PlanCard
+    reason: str
+    changing: bool
+    may_switch: bool
+    switches_left: int | None
+    gpu_budget: int
+    gpus_held: int
+    slot_s: float
+    """Time between two decisions, seconds of real time."""
+    demand_per_s: list[float]
+    """Of past slots, oldest first, in the scenario's time."""
+    fallbacks: dict[str, int]
+    """Decisions that the stand-in made, by why the policy did not."""
+    shapes: list[ShapeCard]
+    changes: list[ChangeCard]
+    """Newest first."""
+
+
+class AllocationChange(BaseModel):
+    """Body of `POST /v1/allocation`: any of these."""
+
+    model_config = {"extra": "forbid", "strict": True}
+
+    plan: PlanMessage | None = None
+    """Change to it, and keep it until a policy is set."""
+    policy: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    """Let this policy decide from the next slot on."""
+    dry_run: bool | None = None
+    """Only say what would be done, or do it again."""
+
+
+def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -> APIRouter:
+    """Lay `/v1/allocation` over an allocator.
+
+    Args:
+        allocator: Whose plan is shown and set.
+        access: Who may.
+        make_policy: Makes a policy that is asked for by name.
+    """
+    router = APIRouter()
+    is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
+
+    @router.get("/v1/allocation", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def allocation() -> AllocationAnswer:
+        """Say which plan is in force, which is proposed and why, and what was changed."""
+        return describe(allocator)
+
+    @router.post("/v1/allocation", dependencies=may_change, responses=PROBLEMS)
+    async def change(body: AllocationChange) -> AllocationAnswer:
+        """Set the plan by hand, the policy, or whether anything is done at all."""
+        try:
+            # Made before anything is changed: a body is followed as a whole or not at all.
+            policy = None if body.policy is None else make_policy(body.policy)
+            if body.plan is not None:
+                allocator.set_plan(find_plan(allocator.table, **body.plan.model_dump()))
+        except (ValueError, OSError) as error:
+            raise BadRequest(" ".join(str(error).split()), 422) from None
+        if policy is not None and body.policy is not None:
+            allocator.set_policy(body.policy, policy)
+        if body.dry_run is not None:
+            allocator.dry_run = body.dry_run
+        return describe(allocator)
+
+    return router
+
+
+def describe(allocator: Allocator) -> AllocationAnswer:
+    """Say what the allocator does."""
+    return AllocationAnswer(
+        scenario=allocator.scenario.name,
+        policy=allocator.policy_name,
+        by_hand=allocator.by_hand,
+        dry_run=allocator.dry_run,
+        plan=_card(allocator, allocator.plan),
+        proposed=_card(allocator, allocator.proposed),
+        reason=allocator.reason,
+        changing=allocator.is_changing,
+        may_switch=allocator.may_switch,
+        switches_left=allocator.switches_left,
+        gpu_budget=allocator.budget,
+        gpus_held=allocator.gpus_held,
+        slot_s=allocator.slot_s,
+        demand_per_s=list(allocator.demand_per_s),
+        fallbacks=dict(allocator.fallbacks),
+        shapes=[
+            ShapeCard(shape=shape.name, tensor_parallel=shape.tensor_parallel, **asdict(held))
+            for shape, held in sorted(allocator.held.items())
+        ],
+        changes=[_change(one) for one in reversed(allocator.changes)],
+    )
+
+
+def _card(allocator: Allocator, plan: Plan) -> PlanCard:
+    demand = allocator.demand_per_s[-1] if allocator.demand_per_s else None
+    usd, violations = allocator.predicted(plan, demand or 0.0)
+    return PlanCard(
+        parallelism=plan.parallelism,
+        num_gpus=plan.num_gpus,
+        num_replicas=plan.num_replicas,
+        tensor_parallel=plan.tensor_parallel,
+        memory_fraction=plan.memory_fraction,
+        max_batch=plan.max_batch,
+        goodput_capacity_per_s=float(
+            allocator.table.goodput_capacity_per_s[allocator.table.find(plan)]
+        ),
+        usd_per_slot=usd,
+        violations_per_slot=None if demand is None else violations,
+    )
+
+
+def _change(change: Change) -> ChangeCard:
+    return ChangeCard(
+        time_s=change.time_s,
+        by=change.by,
+        old=format_plan(change.old),
+        new=format_plan(change.new),
+        outcome=change.outcome,
+        reason=change.reason,
+        phases_s=dict(change.phases_s),
+    )

@@ -1,0 +1,67 @@
+"""The HTTP application of a gateway, with pools or without."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import HTMLResponse
+
+from serve_app import regions
+from serve_app.engines.tokenizer import Tokenizer
+from serve_app.gateway.gateway import Gateway
+from serve_app.http import admin, decide, errors, openai
+from serve_app.http.auth import Access
+from serve_app.http.docs_page import documentation
+
+
+def create_gateway_api(
+    gateway: Gateway,
+    tokenizer: Tokenizer,
+    access: Access,
+    start: Callable[[], None] = lambda: None,
+    stop: Callable[[], Awaitable[None]] | None = None,
+) -> FastAPI:
+    """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
+
+    Args:
+        gateway: Serves requests.
+        tokenizer: Of the model that is served.
+        access: Who may ask.
+        start: Called on the event loop before the first request.
+        stop: Called after the last.
+    """
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        start()
+        yield
+        if stop is not None:
+            await stop()
+
+    # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
+    api = FastAPI(title="Tokenyard gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    errors.install(api)
+    for router in _routers(gateway, tokenizer, access):
+        api.include_router(router)
+
+    @api.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(documentation(api.openapi()))
+
+    return api
+
+
+def _routers(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> list[APIRouter]:
+    decide_only = gateway.cluster.decide_only
+    service = decide.RouteService(gateway.manager, decide_only, gateway.log, gateway.clock_s)
+    routers = [
+        decide.make_router(service, access),
+        admin.policy_router(gateway, access),
+        admin.state_router(gateway, access),
+    ]
+    if decide_only:
+        decider = regions.RegionDecider.shipped(registry=gateway.metrics.registry)
+        return [*routers, regions.make_router(decider, access)]
+    return [openai.make_router(gateway, tokenizer, access), *routers]

@@ -1,0 +1,119 @@
+"""`POST /v1/route`: how a message becomes a decision, for callers who send requests themselves."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+from fastapi import APIRouter, Depends
+
+from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import PolicyReference, RouteAnswer, RouteMessage
+from serve_app.http.errors import PROBLEMS
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import Choice, PolicyRunner
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+
+class RouteService:
+    """Answers messages by the policy that decides.
+
+    Where nothing else is served, these are the server's decisions: explored, counted and logged.
+    Beside pools they are questions, answered by a copy of the policy with a memory of its own.
+    """
+
+    def __init__(
+        self,
+        manager: PolicyManager,
+        decide_only: bool,
+        log: DecisionLog | None = None,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Ask a manager.
+
+        Args:
+            manager: Knows who decides.
+            decide_only: Whether nothing else is served.
+            log: Where decisions are written; None: nowhere.
+            clock_s: Unix time, seconds.
+        """
+        self._manager = manager
+        self._decide_only = decide_only
+        self._log = log if decide_only else None
+        self._clock_s = clock_s
+        self._copy: PolicyRunner | None = None
+
+    def route(self, message: RouteMessage) -> RouteAnswer:
+        """Decide, log and answer.
+
+        Raises:
+            IncompatibleRequest: The policy decides between another number of replicas, or needs to
+                know more of them.
+        """
+        runner = self._runner()
+        card = runner.loaded.card
+        predicted = runner.loaded.predicted_total_tokens(message.request.context_tokens)
+        request = message.request.to_request(self._clock_s(), predicted)
+        snapshots = [snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots]
+        runner.check_compatible(snapshots)
+        asked = None if self._decide_only else runner
+        choice = self._manager.pick(request, snapshots, runner=asked)
+        decision_id = uuid.uuid4().hex
+        if self._log is not None:
+            self._log.write(_record(decision_id, runner.label, request, snapshots, choice))
+        return RouteAnswer(
+            decision_id=decision_id,
+            replica_id=snapshots[choice.index].replica_id,
+            index=choice.index,
+            scores=None if choice.scores is None else list(choice.scores),
+            predicted_total_tokens=request.predicted_total_tokens,
+            policy=PolicyReference(name=card.name, version=card.version, source=card.source),
+            decision_us=choice.decision_us,
+            fallback=choice.fallback,
+            explored=choice.explored,
+        )
+
+    def _runner(self) -> PolicyRunner:
+        deciding = self._manager.policy
+        if self._decide_only:
+            return deciding
+        if self._copy is None or self._copy.loaded is not deciding.loaded:
+            self._copy = self._manager.runner(deciding.name, deciding.loaded)
+        return self._copy
+
+
+def _record(
+    decision_id: str,
+    policy: str,
+    request: Request,
+    snapshots: Sequence[ReplicaSnapshot],
+    choice: Choice,
+) -> DecisionRecord:
+    """What is known of a decision whose request somebody else sends."""
+    return DecisionRecord(
+        decision_id=decision_id, request_id=decision_id, attempt=0, time_s=request.arrival_s,
+        policy=policy, service_class="", request=request, snapshots=tuple(snapshots),
+        pools=("",) * len(snapshots), scores=choice.scores, index=choice.index,
+        propensity=choice.propensity, explored=choice.explored,
+        fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
+        output_tokens=0, ttft_s=math.nan, response_s=math.nan,
+    )  # fmt: skip
+
+
+def make_router(service: RouteService, access: Access) -> APIRouter:
+    """Lay `/v1/route` over a service.
+
+    The handler is a coroutine without an await, so decisions are made one at a time on the event
+    loop: policies remember, and a decision is shorter than a change of threads.
+    """
+    router = APIRouter()
+
+    @router.post("/v1/route", dependencies=[Depends(access.is_authorized)], responses=PROBLEMS)
+    async def route(message: RouteMessage) -> RouteAnswer:
+        """Choose among replicas that the caller describes; nothing is sent to them."""
+        return service.route(message)
+
+    return router

@@ -1,0 +1,176 @@
+"""Every error is one sentence, in the form that the route's clients expect.
+
+On OpenAI's routes that is OpenAI's envelope, elsewhere `{"detail": reason}`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.gateway.gateway import Refused, Unserved
+from serve_app.http.auth import Denied
+from serve_app.http.decide_schema import MAX_BODY_BYTES, Problem
+from serve_app.policy.runner import IncompatibleRequest
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 413, 422)
+}
+"""Answers of routes that are not OpenAI's, for the schema."""
+_OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/models")
+_MAX_SHOWN = 40
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served as it is; the text says why."""
+
+    def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
+        """Say why, with the HTTP status and the field."""
+        super().__init__(reason)
+        self.status = status
+        self.param = param
+
+
+def install(api: FastAPI) -> None:
+    """Make `api` answer errors in one sentence, and refuse bodies that are too large."""
+    for error, handle in (
+        (BadRequest, _on_bad),
+        (IncompatibleRequest, _on_incompatible),
+        (RequestValidationError, _on_invalid),
+        (StarletteHTTPException, _on_http),
+        (Denied, _on_denied),
+        (Refused, _on_refused),
+        (Unserved, _on_unserved),
+    ):
+        api.add_exception_handler(error, handle)
+    api.add_middleware(_BodyLimit)
+
+
+async def _on_bad(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, BadRequest)
+    return _answer(request, str(error), error.status, error.param)
+
+
+async def _on_incompatible(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, str(error), 422)
+
+
+async def _on_invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _answer(request, reason_of(error.errors()), 400 if _speaks_openai(request) else 422)
+
+
+async def _on_http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, StarletteHTTPException)
+    answer = _answer(request, str(error.detail), error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
+
+
+async def _on_denied(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Denied)
+    answer = _answer(request, str(error), error.status)
+    if error.status == 401:
+        answer.headers["www-authenticate"] = "Bearer"
+    return answer
+
+
+async def _on_refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refused)
+    answer = _answer(request, str(error), 429)
+    answer.headers["retry-after"] = str(error.retry_after_s)
+    return answer
+
+
+async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
+    return _answer(request, str(error), 503)
+
+
+def _speaks_openai(request: Request) -> bool:
+    return get_route_path(request.scope).startswith(_OPENAI)
+
+
+def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
+    if not _speaks_openai(request):
+        return JSONResponse({"detail": message}, status_code=status)
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return JSONResponse({"error": openai_error(message, kind, param)}, status_code=status)
+
+
+def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """Lay an error out as OpenAI does."""
+    return {"message": message, "type": kind, "param": param, "code": None}
+
+
+def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Say in one sentence what is wrong first, naming the field and the value.
+
+    Args:
+        errors: As pydantic lists them, not empty.
+    """
+    first = errors[0]
+    others = len(errors) - 1
+    more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
+    return _sentence(first) + more
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    kind, field = error["type"], _field(error["loc"])
+    if kind == "json_invalid":
+        return f"body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
+    if kind == "missing":
+        return f"{field} is missing"
+    if kind == "extra_forbidden":
+        return f"{field} is not a known field"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        hint = " sent with content-type application/json" if field == "body" else ""
+        return f"{field} must be a JSON object{hint}"
+    if kind == "value_error":
+        return f"{field}: {error['ctx']['error']}"
+    # Pydantic's sentences begin with what the value is: "Input should", "List should".
+    demand = str(error["msg"]).partition(" ")[2].replace(" after validation", "")
+    return f"{field} {demand}{_shown(error['input'])}"
+
+
+def _field(location: tuple[str | int, ...]) -> str:
+    """Write ("body", "snapshots", 1, "num_slots") as snapshots[1].num_slots."""
+    path = ""
+    for part in location[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".") or "body"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict):
+        return ""
+    text = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
+    return f", got {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '...'}"
+
+
+class _BodyLimit:
+    """Middleware that stops reading a body at MAX_BODY_BYTES."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                raise HTTPException(413, f"body is larger than {MAX_BODY_BYTES} bytes")
+            return message
+
+        await self._app(scope, limited, send)

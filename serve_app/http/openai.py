@@ -1,0 +1,322 @@
+"""OpenAI's routes: completions, chat completions, models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+
+from serve_app.cluster import SloClass
+from serve_app.engines.base import Sampling
+from serve_app.engines.tokenizer import Tokenizer
+from serve_app.gateway.gateway import Gateway, Unserved
+from serve_app.gateway.generation import GenerationChunk, GenerationRequest
+from serve_app.http.auth import Access
+from serve_app.http.errors import BadRequest, openai_error
+from serve_app.http.openai_schema import (
+    AssistantMessage,
+    ChatAnswer,
+    ChatBody,
+    ChatChoice,
+    CompletionAnswer,
+    CompletionBody,
+    CompletionChoice,
+    ErrorAnswer,
+    GenerationBody,
+    ModelCard,
+    ModelList,
+    Usage,
+)
+
+_LONG_TEXT = 4_000
+"""Characters from which on a prompt is tokenised off the event loop."""
+_LARGEST_SEED = 2**63 - 1
+_ClassHeader = Annotated[str | None, Header(alias="x-service-tier", max_length=40)]
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "Bad input"},
+    401: {"model": ErrorAnswer, "description": "Token missing or wrong"},
+    404: {"model": ErrorAnswer, "description": "Unknown model"},
+    413: {"model": ErrorAnswer, "description": "Body too large"},
+    429: {"model": ErrorAnswer, "description": "Too much in flight; see Retry-After"},
+    503: {"model": ErrorAnswer, "description": "No replica could answer"},
+}
+
+
+class Generator:
+    """Makes answers of bodies: tokenises, checks lengths, and writes what the gateway streams."""
+
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer) -> None:
+        """Serve by `gateway`."""
+        self._gateway = gateway
+        self._tokenizer = tokenizer
+
+    async def complete(self, body: CompletionBody, class_header: str | None) -> Response:
+        """Answer a completion."""
+        if body.text is not None:
+            token_ids = await self._encode(len(body.text), self._tokenizer.encode, body.text)
+        else:
+            token_ids = [one for one in body.prompt if isinstance(one, int)]
+            size = self._tokenizer.vocab_size
+            if size is not None and max(token_ids) >= size:
+                raise BadRequest(
+                    f"token {max(token_ids)} is not in the vocabulary of {size}", param="prompt"
+                )
+        request = self._request("cmpl", body, token_ids, body.text, None)
+        write = _CompletionWriter(request.request_id, body, len(request.token_ids))
+        return await self._answer(request, body, class_header, write)
+
+    async def chat(self, body: ChatBody, class_header: str | None) -> Response:
+        """Answer a chat completion."""
+        conversation = body.conversation
+        size = sum(len(one["content"]) for one in conversation)
+        token_ids = await self._encode(size, self._tokenizer.encode_chat, conversation)
+        request = self._request("chatcmpl", body, token_ids, None, conversation)
+        write = _ChatWriter(request.request_id, body, len(request.token_ids))
+        return await self._answer(request, body, class_header, write)
+
+    async def _encode(self, size: int, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+        return await asyncio.to_thread(encode, text) if size > _LONG_TEXT else encode(text)
+
+    def _request(
+        self,
+        kind: str,
+        body: GenerationBody,
+        token_ids: list[int],
+        prompt: str | None,
+        messages: tuple[dict[str, str], ...] | None,
+    ) -> GenerationRequest:
+        cluster = self._gateway.cluster
+        if body.model != cluster.served_model:
+            raise BadRequest(
+                f"model {body.model!r} is not served here; {cluster.served_model!r} is", 404,
+                "model",
+            )  # fmt: skip
+        return GenerationRequest(
+            request_id=f"{kind}-{uuid.uuid4().hex}",
+            token_ids=tuple(token_ids or [0]),
+            sampling=Sampling(
+                max_tokens=self._max_tokens(body, len(token_ids)),
+                temperature=1.0 if body.temperature is None else body.temperature,
+                top_p=1.0 if body.top_p is None else body.top_p,
+                # Generators of random numbers take no negative ones.
+                seed=None if body.seed is None else body.seed & _LARGEST_SEED,
+                ignore_eos=body.ignore_eos,
+            ),
+            stop=body.stops,
+            prompt=prompt,
+            messages=messages,
+        )
+
+    def _max_tokens(self, body: GenerationBody, num_prompt: int) -> int:
+        limits, longest = self._gateway.cluster.limits, self._gateway.cluster.max_model_tokens
+        if num_prompt > limits.max_prompt_tokens:
+            raise BadRequest(
+                f"the prompt has {num_prompt} tokens; at most {limits.max_prompt_tokens} are taken",
+                param="prompt",
+            )
+        wanted = body.wanted_tokens
+        if wanted is not None and wanted > limits.max_output_tokens:
+            raise BadRequest(
+                f"max_tokens {wanted} is more than {limits.max_output_tokens}", param="max_tokens"
+            )
+        room = longest - num_prompt
+        if room < (wanted or 1):
+            raise BadRequest(
+                f"prompt and answer of {num_prompt} + {wanted or 1} tokens are longer than the "
+                f"model's {longest}",
+                param="max_tokens",
+            )
+        return wanted or min(limits.default_output_tokens, limits.max_output_tokens, room)
+
+    def _class(self, body: GenerationBody, header: str | None) -> SloClass:
+        name = body.class_name or header
+        found = self._gateway.service_class(name)
+        if found is None:
+            known = [one.name for one in self._gateway.cluster.classes]
+            raise BadRequest(
+                f"service_tier {name!r} is not known; choose one of {known}", param="service_tier"
+            )
+        return found
+
+    async def _answer(
+        self,
+        request: GenerationRequest,
+        body: GenerationBody,
+        header: str | None,
+        write: _Writer,
+    ) -> Response:
+        service_class = self._class(body, header)
+        chunks = self._gateway.serve(request, service_class)
+        headers = {"x-request-id": request.request_id}
+        if not body.stream:
+            async with aclosing(chunks):
+                texts = []
+                async for chunk in chunks:
+                    texts.append(chunk.text)
+            answer = write.whole("".join(texts), chunk)
+            return JSONResponse(answer.model_dump(exclude_none=True), headers=headers)
+        # A refusal must be known before the status is sent.
+        first = await anext(chunks)
+        return StreamingResponse(
+            _events(first, chunks, write),
+            media_type="text/event-stream",
+            headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+
+
+class _Writer:
+    """Writes deltas as OpenAI's JSON."""
+
+    def __init__(self, request_id: str, body: GenerationBody, prompt_tokens: int) -> None:
+        options = body.stream_options
+        self.include_usage = options is not None and options.include_usage
+        self._continuous = options is not None and options.continuous_usage_stats
+        self._prompt_tokens = prompt_tokens
+        self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
+
+    def usage(self, chunk: GenerationChunk) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=chunk.num_tokens,
+            total_tokens=self._prompt_tokens + chunk.num_tokens,
+        )
+
+    def whole(self, text: str, last: GenerationChunk) -> BaseModel:
+        raise NotImplementedError
+
+    def choice(self, chunk: GenerationChunk) -> dict[str, Any]:
+        raise NotImplementedError
+
+    kind = ""
+
+    def event(self, chunk: GenerationChunk) -> str:
+        event = {**self._head, "object": self.kind, "choices": [self.choice(chunk)]}
+        if self.include_usage:
+            event["usage"] = self.usage(chunk).model_dump() if self._continuous else None
+        return _sse(event)
+
+    def last_event(self, chunk: GenerationChunk) -> str:
+        usage = self.usage(chunk).model_dump()
+        return _sse({**self._head, "object": self.kind, "choices": [], "usage": usage})
+
+
+class _CompletionWriter(_Writer):
+    kind = "text_completion"
+
+    def whole(self, text: str, last: GenerationChunk) -> BaseModel:
+        choice = CompletionChoice(text=text, finish_reason=_reason(last))
+        return CompletionAnswer(**self._head, choices=[choice], usage=self.usage(last))
+
+    def choice(self, chunk: GenerationChunk) -> dict[str, Any]:
+        return {
+            "index": 0, "text": chunk.text, "finish_reason": _reason(chunk), "logprobs": None,
+        }  # fmt: skip
+
+
+class _ChatWriter(_Writer):
+    kind = "chat.completion.chunk"
+
+    def __init__(self, request_id: str, body: GenerationBody, prompt_tokens: int) -> None:
+        super().__init__(request_id, body, prompt_tokens)
+        self._began = False
+
+    def whole(self, text: str, last: GenerationChunk) -> BaseModel:
+        message = AssistantMessage(content=text)
+        choice = ChatChoice(message=message, finish_reason=_reason(last))
+        return ChatAnswer(**self._head, choices=[choice], usage=self.usage(last))
+
+    def choice(self, chunk: GenerationChunk) -> dict[str, Any]:
+        said: dict[str, str] = {"content": chunk.text} if chunk.text else {}
+        if not self._began:
+            self._began = True
+            said = {"role": "assistant", "content": chunk.text}
+        return {"index": 0, "delta": said, "finish_reason": _reason(chunk), "logprobs": None}
+
+
+def _reason(chunk: GenerationChunk) -> Any:
+    return "stop" if chunk.finish_reason == "abort" else chunk.finish_reason
+
+
+def _sse(event: dict[str, Any]) -> str:
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
+
+
+async def _events(
+    first: GenerationChunk, chunks: AsyncGenerator[GenerationChunk, None], write: _Writer
+) -> AsyncIterator[str]:
+    last = first
+    async with aclosing(chunks):
+        try:
+            yield write.event(first)
+            async for last in chunks:
+                if last.text or last.finish_reason is not None:
+                    yield write.event(last)
+        except Unserved as error:
+            yield _sse({"error": openai_error(str(error), "server_error")})
+            return
+        if write.include_usage:
+            yield write.last_event(last)
+        yield "data: [DONE]\n\n"
+
+
+def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRouter:
+    """Lay OpenAI's routes over a gateway.
+
+    Args:
+        gateway: Serves requests.
+        tokenizer: Of the model that is served.
+        access: Who may ask.
+    """
+    router, generator = APIRouter(), Generator(gateway, tokenizer)
+    is_authorized, started_s = [Depends(access.is_authorized)], int(time.time())
+
+    @router.post(
+        "/v1/completions",
+        dependencies=is_authorized,
+        response_model=CompletionAnswer,
+        responses=_ERRORS,
+    )
+    async def completions(body: CompletionBody, service_tier: _ClassHeader = None) -> Response:
+        """Continue a prompt; `stream: true` gives server-sent events."""
+        return await generator.complete(body, service_tier)
+
+    @router.post(
+        "/v1/chat/completions",
+        dependencies=is_authorized,
+        response_model=ChatAnswer,
+        responses=_ERRORS,
+    )
+    async def chat_completions(body: ChatBody, service_tier: _ClassHeader = None) -> Response:
+        """Answer a conversation; `stream: true` gives server-sent events."""
+        return await generator.chat(body, service_tier)
+
+    def card() -> ModelCard:
+        cluster = gateway.cluster
+        return ModelCard(
+            id=cluster.served_model, created=started_s, max_model_len=cluster.max_model_tokens
+        )
+
+    @router.get("/v1/models", dependencies=is_authorized, responses={401: _ERRORS[401]})
+    async def models() -> ModelList:
+        """List the model that is served."""
+        return ModelList(data=[card()])
+
+    @router.get(
+        "/v1/models/{model:path}", dependencies=is_authorized,
+        responses={status: _ERRORS[status] for status in (400, 401, 404)},
+    )  # fmt: skip
+    async def model(model: str) -> ModelCard:
+        """Describe the model that is served."""
+        if model != gateway.cluster.served_model:
+            raise BadRequest(f"model {model!r} is not served here", 404)
+        return card()
+
+    return router

@@ -1,0 +1,152 @@
+"""The JSON bodies of `/v1/regions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tokenyard.regions.types import Dispatch, RegionState
+
+MAX_REGIONS = 128
+MAX_SLOTS = 64
+MAX_SERVERS = 4096
+
+_Count = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class _Message(BaseModel):
+    # As in `messages`: a number in quotes is a mistake of the caller.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ServerMessage(_Message):
+    """A server of a region that is not down."""
+
+    tasks_per_slot: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    """Tasks of the usual mix that it serves in a slot."""
+    kwh_per_task: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
+    """Energy of one of them, site included."""
+
+
+class RegionMessage(_Message):
+    """What is known of one region."""
+
+    region_id: Annotated[str, Field(min_length=1, max_length=256)]
+    arrivals: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS)]
+    """Tasks that arrived here in past slots, the latest last."""
+    forecast: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS)] | None = None
+    """Tasks expected in the slot that begins and in those after it; absent: not known."""
+    waiting: _Count = 0.0
+    used: _Share = 0.0
+    """Share of the last slot in which servers that were on were at work."""
+    num_active: Annotated[int, Field(ge=0, le=MAX_SERVERS)]
+    """Servers that are on or warming up."""
+    usd_per_kwh: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
+    servers: Annotated[list[ServerMessage], Field(max_length=MAX_SERVERS)]
+    """In the order in which they are turned on; none where the region is down."""
+
+
+class RegionsMessage(_Message):
+    """Body of `POST /v1/regions`: the telemetry of all regions when a slot begins."""
+
+    slot_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 45.0
+    regions: Annotated[list[RegionMessage], Field(min_length=1, max_length=MAX_REGIONS)]
+    latency_s: Annotated[list[list[_Seconds]], Field(max_length=MAX_REGIONS)]
+    """One way, row by origin."""
+    previous: Annotated[list[list[_Share]], Field(max_length=MAX_REGIONS)] | None = None
+    """Shares in force in the last slot; absent: everything stayed local."""
+    forecast_age_slots: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
+    """Slots since the forecasts were made."""
+
+    @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        num = len(self.regions)
+        for name in ("latency_s", "previous"):
+            rows = getattr(self, name)
+            if rows is not None and [len(row) for row in rows] != [num] * num:
+                raise ValueError(
+                    f"{name} must have {num} rows of {num} numbers, as many as regions"
+                )
+        for name in ("arrivals", "forecast"):
+            lengths = {len(getattr(one, name) or ()) for one in self.regions}
+            if len(lengths) > 1:
+                raise ValueError(f"{name} must have equal lengths in all regions")
+        ids = [one.region_id for one in self.regions]
+        if len(set(ids)) < num:
+            twice = next(one for one in ids if ids.count(one) > 1)
+            raise ValueError(f"region_id {twice!r} appears more than once")
+        if self.previous is not None and any(abs(sum(row) - 1) > 1e-6 for row in self.previous):
+            raise ValueError("every row of previous must sum to 1")
+        return self
+
+    @property
+    def has_forecast(self) -> bool:
+        """Whether demand was forecast."""
+        return self.regions[0].forecast is not None
+
+    def to_state(self, with_forecast: bool) -> RegionState:
+        """Make the state that a policy sees.
+
+        Args:
+            with_forecast: Rely on the forecast; else the last arrivals stand in for it.
+        """
+        regions, num = self.regions, len(self.regions)
+        arrivals = np.array([one.arrivals for one in regions], dtype=np.float64).T
+        forecast = arrivals[-1:]
+        if with_forecast and self.has_forecast:
+            forecast = np.array([one.forecast for one in regions], dtype=np.float64).T
+        most = max(1, *(len(one.servers) for one in regions))
+        tasks, kwh = np.zeros((num, most)), np.zeros((num, most))
+        for i, one in enumerate(regions):
+            tasks[i, : len(one.servers)] = [server.tasks_per_slot for server in one.servers]
+            kwh[i, : len(one.servers)] = [server.kwh_per_task for server in one.servers]
+        return RegionState(
+            slot_s=self.slot_s,
+            latency_s=np.array(self.latency_s, dtype=np.float64),
+            arrivals=arrivals,
+            forecast=forecast,
+            waiting=np.array([one.waiting for one in regions], dtype=np.float64),
+            used=np.array([one.used for one in regions], dtype=np.float64),
+            num_active=np.array([one.num_active for one in regions], dtype=np.int64),
+            usd_per_kwh=np.array([one.usd_per_kwh for one in regions], dtype=np.float64),
+            previous=np.eye(num) if self.previous is None else np.array(self.previous),
+            server_tasks=tasks,
+            server_kwh=kwh,
+            forecast_age_slots=self.forecast_age_slots,
+        )
+
+
+class RegionsAnswer(BaseModel):
+    """Answer of `POST /v1/regions`: what to do in the slot that begins."""
+
+    decision_id: str
+    region_ids: list[str]
+    shares: list[list[float]]
+    """Share of the tasks of each region that goes to each, rows by origin; rows sum to 1."""
+    active: list[int]
+    """Servers that should be on, by region."""
+    dispatch: Dispatch
+    """How to send single tasks within the slot."""
+    live: dict[str, float]
+    """Weights of `tokenyard.regions.types.LiveCost`, for dispatch `live_cost`."""
+    policy: str
+    """What decided."""
+    fallback_reason: str | None
+    """Why the learned policy did not; null where it did."""
+    decision_us: float
+    """Time that the decision took, microseconds, without HTTP and JSON."""
+
+
+class RegionsCard(BaseModel):
+    """Answer of `GET /v1/regions`."""
+
+    policy: str
+    source: str
+    version: str
+    num_decisions: int
+    fallbacks: dict[str, int]
+    """Decisions that another policy made, by `reason:policy`."""

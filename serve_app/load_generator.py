@@ -1,0 +1,352 @@
+"""An open-loop load generator for endpoints that speak OpenAI's API.
+
+Requests are sent when they are due, whatever has become of others, as users send them. Answers are
+read as streams of server-sent events; times are measured from when a request was due.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.statistics.intervals import t_interval
+from tokenyard.types import FloatArray
+from tokenyard.workload.model import load_model
+from tokenyard.workload.paths import TRACE_FILES, find_trace
+from tokenyard.workload.readers import read_trace
+from tokenyard.workload.trace import Trace
+
+WORDS = (
+    " the of and to in is that it was for on are with as be at one have this from or had by but"
+    " some what there we can out other were all your when up use word how said an each she which"
+    " do their time if will way about many then them would write like so these her long make see"
+    " him two has look more day could go come did my no most who over know than call first people"
+    " may down side been now find any new work part take get place made where after back little"
+    " only round man year came show every good me give our under name very through just form much"
+    " great think say help low line before turn cause same mean differ move right boy old too does"
+    " tell set three want air well also play small end put home read hand port large spell add"
+    " even land here must big high such follow act why ask men change went light kind off need"
+).split()
+_RETRIES_S = (0.0, 1.0, 3.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig:
+    """What is sent where, and when."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Where it listens."""
+    trace: str | None = None
+    """File, or name of a published trace (azure_code, azure_conv, ...); None: the generator."""
+    workload: str = "azure_conv"
+    """Fitted workload model that the generator draws from."""
+    rate: float | None = None
+    """Mean requests per second; None: the trace's, or 1 for the generator."""
+    rate_scale: float = 1.0
+    """Times as many requests per second as in the trace."""
+    length_scale: float = 1.0
+    """Factor on prompt and output lengths, for models that are small."""
+    first: int = 0
+    """Index of the first request of the trace."""
+    duration_s: float = 120.0
+    """Requests that arrive within so many seconds are sent."""
+    pause_s: float = 1.0
+    """Pause between two replays."""
+    timeout_s: float = 600.0
+    """Time after which a request counts as failed."""
+    token: str | None = None
+    """Bearer token; TOKENYARD_TOKEN serves in its place."""
+    seed: int = 2026
+    """Of generated traffic and of the words in prompts."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request to send."""
+
+    arrival_s: float
+    words: tuple[str, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of it; times in seconds since it was due, NaN where there is none."""
+
+    response_s: float
+    ttft_s: float
+    prompt_tokens: int
+    output_tokens: int
+    failure: str | None
+
+
+def read_requests(config: LoadConfig) -> Trace:
+    """Return the requests to send, in their own time."""
+    if config.trace is None:
+        rate = (config.rate or 1.0) * config.rate_scale
+        num = max(int(rate * config.duration_s * 2) + 50, 1)
+        trace = load_model(config.workload).generate(num, np.random.default_rng(config.seed), rate)
+    else:
+        path = find_trace(config.trace) if config.trace in TRACE_FILES else Path(config.trace)
+        if path is None or not path.is_file():
+            raise ValueError(f"trace {config.trace} is not there")
+        trace = read_trace(path)[0].tail_from(config.first)
+        factor = config.rate / trace.mean_rate_per_s if config.rate else 1.0
+        trace = trace.rescaled(1.0 / (factor * config.rate_scale))
+    trace = trace.window(0.0, config.duration_s)
+    if not trace.num_requests:
+        raise ValueError(f"no request arrives within {config.duration_s:g} s")
+    return trace
+
+
+def make_asks(config: LoadConfig, trace: Trace, words_per_token: float, longest: int) -> list[Ask]:
+    """Write prompts of the wanted lengths; what is longer than the model is cut."""
+    asks = []
+    for index in range(trace.num_requests):
+        context = max(int(trace.context_tokens[index] * config.length_scale), 1)
+        output = max(int(trace.generated_tokens[index] * config.length_scale), 1)
+        output = min(output, max(longest // 4, 1))
+        context = min(context, longest - output - longest // 20 - 1)
+        num_words = max(round(context * words_per_token), 1)
+        words = _words(config, trace, index, num_words, words_per_token)
+        asks.append(Ask(float(trace.arrival_s[index]), words, output))
+    return asks
+
+
+def _words(
+    config: LoadConfig, trace: Trace, index: int, num_words: int, words_per_token: float
+) -> tuple[str, ...]:
+    """Draw words; equal prefix blocks of the trace become equal words."""
+    words: list[str] = []
+    if trace.prefix_hashes is not None and trace.prefix_block_tokens is not None:
+        per_block = max(round(trace.prefix_block_tokens * config.length_scale * words_per_token), 1)
+        for block in trace.prefix_hashes[index]:
+            rng = np.random.default_rng([config.seed, abs(int(block))])
+            words += [WORDS[i] for i in rng.integers(len(WORDS), size=per_block)]
+            if len(words) >= num_words:
+                break
+    if len(words) < num_words:
+        rng = np.random.default_rng([config.seed, 1 << 40, index])
+        words += [WORDS[i] for i in rng.integers(len(WORDS), size=num_words - len(words))]
+    return tuple(words[:num_words])
+
+
+class ServerError(Exception):
+    """The server broke off an answer, and said why."""
+
+
+class EventReader:
+    """Reads the server-sent events of one answer, line by line."""
+
+    def __init__(self) -> None:
+        """Begin before the first line."""
+        self.first_s = math.nan
+        """When the first event came; NaN before."""
+        self.usage: dict[str, int] = {}
+        """Tokens that the server counted."""
+        self.done = False
+        """Whether the answer was whole."""
+
+    def read(self, line: str, now_s: float) -> None:
+        """Read a line that came at this time.
+
+        Raises:
+            ServerError: It says that the answer was broken off.
+            ValueError: It is no JSON.
+        """
+        if line == "data: [DONE]":
+            self.done = True
+        elif line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ServerError(event["error"]["message"])
+            if math.isnan(self.first_s):
+                self.first_s = now_s
+            self.usage = event.get("usage") or self.usage
+
+
+class Client:
+    """Asks one endpoint."""
+
+    def __init__(self, config: LoadConfig) -> None:
+        """Open no connection yet."""
+        token = config.token or os.environ.get("TOKENYARD_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+        self._http = httpx.AsyncClient(
+            base_url=config.url.rstrip("/"),
+            headers=headers,
+            limits=limits,
+            timeout=config.timeout_s,
+        )
+        self._timeout_s = config.timeout_s
+        self.model = ""
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._http.aclose()
+
+    async def get(self, path: str) -> Any:
+        """Return the JSON at a path."""
+        answer = await self._http.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
+    async def switch(self, policy: str) -> None:
+        """Let another policy decide.
+
+        Raises:
+            ValueError: The server refuses.
+        """
+        answer = await self._http.post("/v1/policy", json={"policy": policy})
+        if answer.status_code != 200:
+            detail = answer.json().get("detail", answer.text)
+            raise ValueError(f"policy {policy!r}: {detail}")
+
+    async def send(self, ask: Ask, due_s: float) -> Answer:
+        """Send a request when it is due, on the clock of `time.perf_counter`, and read it all."""
+        await asyncio.sleep(max(due_s - time.perf_counter(), 0.0))
+        body = {
+            "model": self.model,
+            "prompt": " ".join(ask.words),
+            "max_tokens": ask.max_tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        events = EventReader()
+        try:
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._http.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                if response.status_code != 200:
+                    await response.aread()
+                    return _failed(f"{response.status_code}: {_message(response)}")
+                async for line in response.aiter_lines():
+                    events.read(line, time.perf_counter())
+        except ServerError as error:
+            return _failed(str(error))
+        except (httpx.HTTPError, TimeoutError, ValueError) as error:
+            return _failed(type(error).__name__)
+        if not events.done:
+            return _failed("the answer ended without a reason")
+        now_s = time.perf_counter()
+        tokens = events.usage.get("prompt_tokens", 0), events.usage.get("completion_tokens", 0)
+        return Answer(now_s - due_s, events.first_s - due_s, *tokens, None)
+
+    async def words_per_token(self) -> float:
+        """Measure how many of our words make a token of the served model.
+
+        Raises:
+            ValueError: The endpoint does not answer.
+        """
+        words = tuple(WORDS[i % len(WORDS)] for i in range(100))
+        failure: str | None = None
+        for pause_s in _RETRIES_S:
+            await asyncio.sleep(pause_s)
+            answer = await self.send(Ask(0.0, words, 1), time.perf_counter())
+            failure = answer.failure
+            if failure is None:
+                return len(words) / max(answer.prompt_tokens, 1)
+        raise ValueError(f"the endpoint does not answer: {failure}")
+
+
+def _failed(reason: str) -> Answer:
+    return Answer(math.nan, math.nan, 0, 0, reason)
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:100]
+
+
+async def replay(client: Client, asks: list[Ask]) -> tuple[list[Answer], float]:
+    """Send every request when it is due, whatever has become of others; also the time it took."""
+    started_s = time.perf_counter() + 0.1
+    answers = await asyncio.gather(*(client.send(one, started_s + one.arrival_s) for one in asks))
+    return answers, time.perf_counter() - started_s
+
+
+def as_sent(trace: Trace, answers: list[Answer]) -> Trace:
+    """Return a trace with the lengths that the server counted, of the requests it answered."""
+    done = np.array([one.failure is None for one in answers])
+    return Trace(
+        trace.arrival_s[done],
+        np.array([one.prompt_tokens for one in answers])[done],
+        np.array([one.output_tokens for one in answers])[done],
+    )
+
+
+def summarise(
+    asks: list[Ask], answers: list[Answer], took_s: float, slo_s: float
+) -> dict[str, float]:
+    """Metrics of one replay, as docs/metrics.md defines them."""
+    response_s = np.array([one.response_s for one in answers])
+    ttft_s = np.array([one.ttft_s for one in answers])
+    arrival_s = np.array([one.arrival_s for one in asks])
+    violations = metrics.violations(response_s, slo_s)
+    return {
+        "requests": len(asks),
+        "completed": int(np.isfinite(response_s).sum()),
+        "failed": int(np.isnan(response_s).sum()),
+        "mean_response_s": metrics.mean(response_s),
+        "p50_response_s": metrics.percentile(response_s, 50),
+        "p95_response_s": metrics.percentile(response_s, 95),
+        "p99_response_s": metrics.percentile(response_s, 99),
+        "mean_ttft_s": metrics.mean(ttft_s),
+        "p50_ttft_s": metrics.percentile(ttft_s, 50),
+        "p99_ttft_s": metrics.percentile(ttft_s, 99),
+        "output_tokens_per_s": sum(one.output_tokens for one in answers) / took_s,
+        "goodput_per_s": metrics.goodput_per_s(arrival_s, violations),
+        "slo_violation_fraction": metrics.slo_violation_fraction(violations),
+        "mean_prompt_tokens": _mean_tokens([one.prompt_tokens for one in answers]),
+        "mean_output_tokens": _mean_tokens([one.output_tokens for one in answers]),
+    }
+
+
+def _mean_tokens(counts: list[int]) -> float:
+    return metrics.mean(np.array([count or np.nan for count in counts]))
+
+
+_SUMS = ("requests", "completed", "failed")
+
+
+def make_rows(
+    found: dict[str, list[dict[str, float]]], baseline: str, name: str
+) -> list[dict[str, Any]]:
+    """One row per policy: means over its repeats, and paired differences to the baseline."""
+    rows = []
+    theirs = {key: _values(found[baseline], key) for key in found[baseline][0]}
+    for policy, runs in found.items():
+        row: dict[str, Any] = {"policy": policy, "trace": name, "repeats": len(runs)}
+        for key in runs[0]:
+            values = _values(runs, key)
+            row[key] = int(values.sum()) if key in _SUMS else metrics.mean(values)
+        for prefix, key in (("delta_mean", "mean_response_s"), ("delta_p99", "p99_response_s")):
+            interval = t_interval(_values(runs, key) - theirs[key]).over(metrics.mean(theirs[key]))
+            row |= {f"{prefix}_fraction": interval.estimate}
+            row |= {f"{prefix}_ci_low": interval.low, f"{prefix}_ci_high": interval.high}
+        key = "slo_violation_fraction"
+        interval = t_interval(_values(runs, key) - theirs[key])
+        row |= {"delta_slo_violation": interval.estimate}
+        row |= {"delta_slo_ci_low": interval.low, "delta_slo_ci_high": interval.high}
+        rows.append(row)
+    return rows
+
+
+def _values(runs: list[dict[str, float]], key: str) -> FloatArray:
+    return np.array([run[key] for run in runs], dtype=np.float64)

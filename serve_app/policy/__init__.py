@@ -1,0 +1,6 @@
+"""The life of a policy: found, warmed up, asked, guarded, compared, promoted.
+
+Reading order: `loading` (which policy a name means), `runner` (one policy behind its circuit
+breaker), `timeouts`, `manager` (who decides), `experiment` (shadow and canary), `lifecycle` (what
+`/v1/policies` asks for).
+"""

@@ -1,0 +1,361 @@
+"""A second policy beside the one that decides: in the shadow, or with a share of the requests.
+
+In the shadow it is asked about every decision and changes none: a thread of its own does that, and
+where it does not keep up, decisions are left out. As a canary it decides for the requests whose
+hash falls to it, until `tokenyard.statistics.sequential.SequentialTest` finds it worse or its
+breaker opens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import heapq
+import logging
+import math
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from serve_app.cluster import CircuitBreakerSettings
+from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
+from serve_app.policy.timeouts import Timeouts
+from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
+from tokenyard.statistics.sequential import SequentialTest
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["shadow", "canary"]
+Arm = Literal["champion", "canary"]
+MAX_SHARE = 0.5
+ABANDON_AFTER = 2.0
+"""SLO targets until a request counts as bad though it may still be answered."""
+_MAX_SETTLED = 20_000
+_ESTIMATES_EVERY_S = 2.0
+_MAX_OPEN = 10_000
+_MAX_QUEUED = 1_000
+_FEW = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is known of a request whose outcome is settled."""
+
+    canary: bool
+    good: bool
+    prompt_tokens: int
+    output_tokens: int | None
+    """None: it was not answered."""
+
+
+class Verdicts:
+    """Which requests have attained their SLO, known when they end or are given up.
+
+    One that violated its SLO is waited for, as the length of its answer says how much its lateness
+    means.
+    """
+
+    def __init__(self) -> None:
+        """Wait for nothing."""
+        self._open: dict[str, tuple[bool, int]] = {}
+        self._abandoned_at: list[tuple[float, str]] = []
+
+    def open(self, request_id: str, canary: bool, prompt_tokens: int, abandon_s: float) -> None:
+        """Note a request, and when it is bad whatever becomes of it, Unix time, seconds."""
+        self._open[request_id] = (canary, prompt_tokens)
+        heapq.heappush(self._abandoned_at, (abandon_s, request_id))
+
+    def close(
+        self, request_id: str, good: bool | None, output_tokens: int | None, now_s: float
+    ) -> list[Verdict]:
+        """Take the end of a request; return what is settled now.
+
+        Args:
+            request_id: Those that are settled already are ignored.
+            good: None: it does not count, such as one whose client left in time.
+            output_tokens: Of the whole answer; None: there is none.
+            now_s: Unix time, seconds.
+        """
+        settled = self.overdue(now_s)
+        found = self._open.pop(request_id, None)
+        if found is not None and good is not None:
+            settled.append(Verdict(found[0], good, found[1], output_tokens))
+        return settled
+
+    def overdue(self, now_s: float) -> list[Verdict]:
+        """Give up what has taken too long."""
+        settled = []
+        while self._abandoned_at and self._abandoned_at[0][0] < now_s:
+            _, request_id = heapq.heappop(self._abandoned_at)
+            found = self._open.pop(request_id, None)
+            if found is not None:
+                settled.append(Verdict(found[0], False, found[1], None))
+        return settled
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A decision to ask the shadow about."""
+
+    request_id: str
+    request: Request
+    snapshots: Sequence[ReplicaSnapshot]
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """What the shadow said of a decision whose outcome is not known."""
+
+    same: bool
+    propensity: float | None
+    logged_s: float
+    """Expected response at the replica that was chosen."""
+    candidate_s: float
+    """Expected response at the shadow's choice."""
+
+
+class Shadow:
+    """Asks a policy what it would have done, and estimates what that would have changed."""
+
+    def __init__(self, policy: PolicyRunner, settings: CircuitBreakerSettings) -> None:
+        """Start the thread."""
+        # One failure is enough: nobody depends on it.
+        strict = settings.model_copy(update={"failures_to_open": 1})
+        self._timeouts = Timeouts.in_thread(settings.budget_s)
+        breaker = CircuitBreaker(strict, time.monotonic)
+        rng = policy.rng.spawn(1)[0]
+        self._runner = PolicyRunner(policy.name, policy.loaded, breaker, self._timeouts, rng)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._early: OrderedDict[str, tuple[float, bool]] = OrderedDict()
+        """Outcomes that were there before the shadow had said anything."""
+        self._settled: deque[tuple[_Open, float, bool]] = deque(maxlen=_MAX_SETTLED)
+        self.num_asked = 0
+        self.num_agreed = 0
+        self.num_failed = 0
+        self.num_left_out = 0
+        """Decisions that it was not asked about, because it did not keep up or was skipped."""
+        self.gains: dict[str, Interval] = {}
+        """The last `estimates`."""
+        self._ends = threading.Event()
+        self._queue: queue.Queue[_Asked | None] = queue.Queue(_MAX_QUEUED)
+        self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
+        self._thread.start()
+
+    def offer(
+        self,
+        request_id: str,
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        choice: Choice,
+    ) -> None:
+        """Hand over a decision; returns at once."""
+        try:
+            self._queue.put_nowait(_Asked(request_id, request, snapshots, choice))
+        except queue.Full:
+            self.num_left_out += 1
+
+    def settle(self, request_id: str, response_s: float, good: bool) -> None:
+        """Tell what became of a request that was answered."""
+        with self._lock:
+            found = self._open.pop(request_id, None)
+            if not math.isfinite(response_s):
+                return
+            if found is not None:
+                self._settled.append((found, response_s, good))
+                return
+            self._early[request_id] = (response_s, good)
+            while len(self._early) > _MAX_QUEUED:
+                self._early.popitem(last=False)
+
+    def estimates(self) -> dict[str, Interval]:
+        """Gains of the shadow over what was done, each with its 95 % interval.
+
+        Shares that attained their SLO (`attained`) by importance weighting, plain and
+        self-normalised; mean responses (`response_s`) doubly robust, with the expected delay as
+        the model. Empty before there are enough decisions with a propensity.
+        """
+        with self._lock:
+            rows = [one for one in self._settled if one[0].propensity]
+        if len(rows) < _FEW:
+            return {}
+        propensity = np.array([one.propensity for one, _, _ in rows], dtype=np.float64)
+        same = np.array([one.same for one, _, _ in rows])
+        good = np.array([float(kept) for _, _, kept in rows])
+        response_s = np.array([seconds for _, seconds, _ in rows])
+        logged = np.array([one.logged_s for one, _, _ in rows])
+        intercept, slope = estimate.calibrated(logged, response_s)
+        candidate = np.array([one.candidate_s for one, _, _ in rows])
+        return {
+            "attained_ips": estimate.ips_gain(good, propensity, same),
+            "attained_snips": estimate.snips_gain(good, propensity, same),
+            "response_s_doubly_robust": estimate.doubly_robust_gain(
+                response_s, propensity, same,
+                intercept + slope * logged, intercept + slope * candidate,
+            ),
+        }  # fmt: skip
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._ends.set()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+
+    def _run(self) -> None:
+        due_s = time.monotonic() + _ESTIMATES_EVERY_S
+        while not self._ends.is_set():
+            if time.monotonic() >= due_s:
+                # Here and not when somebody looks: it takes longer than the event loop may wait.
+                self.gains = self.estimates()
+                due_s = time.monotonic() + _ESTIMATES_EVERY_S
+            try:
+                asked = self._queue.get(timeout=_ESTIMATES_EVERY_S)
+            except queue.Empty:
+                continue
+            if asked is None:
+                break
+            try:
+                self._ask(asked)
+            except Exception:  # Nothing that a shadow does may end its thread.
+                logger.exception("shadow %s", self._runner.name)
+                self.num_failed += 1
+        self._timeouts.stop()
+
+    def _ask(self, asked: _Asked) -> None:
+        answer = self._runner.decide(asked.request, asked.snapshots)
+        if isinstance(answer, Failure):
+            skipped = answer.reason == "breaker_open"
+            self.num_left_out += skipped
+            self.num_failed += not skipped
+            return
+        chosen, index = asked.choice.index, answer.replica
+        same = chosen == index
+        self.num_asked += 1
+        self.num_agreed += same
+        times_s = finish_times_s(asked.request, asked.snapshots)
+        expected = (times_s[chosen], times_s[index])
+        opened = _Open(same, asked.choice.propensity, *expected)
+        with self._lock:
+            early = self._early.pop(asked.request_id, None)
+            if early is not None:
+                self._settled.append((opened, *early))
+                return
+            self._open[asked.request_id] = opened
+            while len(self._open) > _MAX_OPEN:
+                self._open.popitem(last=False)
+
+
+class Experiment:
+    """A policy under experiment, and what is known of it so far."""
+
+    def __init__(
+        self,
+        policy: PolicyRunner,
+        mode: Mode,
+        share: float,
+        started_s: float,
+        alpha: float,
+        settings: CircuitBreakerSettings,
+    ) -> None:
+        """Begin.
+
+        Args:
+            policy: Under experiment.
+            mode: `shadow` asks it and changes nothing; `canary` lets it decide for its share.
+            share: Of the requests that a canary decides for.
+            started_s: Unix time, seconds.
+            alpha: Chance, at most, to stop a canary that changes nothing.
+            settings: Of the shadow's circuit breaker.
+
+        Raises:
+            ValueError: The share is not in (0, MAX_SHARE].
+        """
+        if mode == "canary" and not 0.0 < share <= MAX_SHARE:
+            raise ValueError(f"share {share} must be above 0 and at most {MAX_SHARE}")
+        self.policy = policy
+        self.mode: Mode = mode
+        self.share = share if mode == "canary" else 0.0
+        self.started_s = started_s
+        self.ended_s: float | None = None
+        self.why: str | None = None
+        """Why it was ended; None: it goes on."""
+        self.verdicts = Verdicts()
+        self.test = SequentialTest(share, alpha) if mode == "canary" else None
+        self.shadow = Shadow(policy, settings) if mode == "shadow" else None
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return self.why is None
+
+    def arm_of(self, request_id: str) -> Arm:
+        """Whose a request is, by its hash: the same for every attempt to place it."""
+        if not self.running or self.test is None:
+            return "champion"
+        salted = f"{self.policy.label}/{self.started_s}/{request_id}".encode()
+        drawn = int.from_bytes(hashlib.blake2b(salted, digest_size=8).digest()) / 2**64
+        return "canary" if drawn < self.share else "champion"
+
+    def open(
+        self, request_id: str, arm: Arm, prompt_tokens: int, arrival_s: float, slo_s: float
+    ) -> None:
+        """Note a request that was let in, and in how many seconds its answer is due."""
+        if self.running and self.test is not None:
+            abandon_s = arrival_s + ABANDON_AFTER * slo_s
+            self.verdicts.open(request_id, arm == "canary", prompt_tokens, abandon_s)
+
+    def close(
+        self,
+        request_id: str,
+        good: bool | None,
+        response_s: float,
+        output_tokens: int,
+        now_s: float,
+    ) -> None:
+        """Note what became of it.
+
+        Args:
+            request_id: As it was opened.
+            good: Whether it attained its SLO; None: it does not count.
+            response_s: NaN where it was not answered.
+            output_tokens: Generated so far.
+            now_s: Unix time, seconds.
+        """
+        if not self.running:
+            return
+        if self.shadow is not None:
+            self.shadow.settle(request_id, response_s, bool(good))
+        if self.test is None:
+            return
+        answered = output_tokens if math.isfinite(response_s) else None
+        for one in self.verdicts.close(request_id, good, answered, now_s):
+            if self.test.record(one.canary, one.good, one.prompt_tokens, one.output_tokens):
+                self.end("it is worse than the champion: " + self.tally(), now_s)
+                return
+
+    def tally(self) -> str:
+        """Say how both fare, in words."""
+        assert self.test is not None
+        test = self.test
+        return (
+            f"{test.canary_good} of {test.num_canary} requests attained their SLO, "
+            f"the champion's {test.champion_good} of {test.num_champion}"
+        )
+
+    def end(self, why: str, now_s: float) -> None:
+        """End it, once."""
+        if self.running:
+            logger.warning("%s of %s ends: %s", self.mode, self.policy.name, why)
+            self.why, self.ended_s = why, now_s
+            if self.shadow is not None:
+                self.shadow.stop()

@@ -1,0 +1,246 @@
+"""Which policy a name means: found, checked, and warmed up before it decides."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from serve_app.http.decide_schema import PolicyCard
+from tokenyard.artifact import ArtifactError
+from tokenyard.registry import CANDIDATE, mlflow_lookup
+from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.metadata import LengthPredictor
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.types import Slo
+from tokenyard.workload.features import FEATURE_NAMES
+from tokenyard.workload.model import load_model
+
+logger = logging.getLogger(__name__)
+
+GENERIC = "generic"
+"""Name of the policy for any cluster."""
+RANDOMISED = frozenset({"random", "weighted_random", "power_of_two"})
+"""Baselines whose choice is itself a draw, so that its propensity is not known."""
+MAX_EXPLORE_FRACTION = 0.05
+TUNED = frozenset({"sed_reserve", "sed_dump", "sita"})
+"""Baselines whose parameters hold for the scenario's own replicas only."""
+
+_DAY_OF_MONTH = FEATURE_NAMES.index("day_of_month")
+
+# Arrivals are in Unix time, so second 0 of the clock is the epoch.
+_UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class LoadedPolicy:
+    """A policy that was found and can be made; picklable."""
+
+    card: PolicyCard
+    make: Callable[[np.random.Generator], RoutingPolicy]
+    """Makes the policy, fresh, with a source of randomness for those that draw."""
+    predictor: LengthPredictor | None
+    """Fills in the size of a request that came without; None: the context alone is its size."""
+    artifact: PolicyArtifact | None = None
+    """What it was made from; None for a hand-written rule."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether the policy's own choice is random."""
+        return self.card.kind == "baseline" and self.card.name in RANDOMISED
+
+    def predicted_total_tokens(self, context_tokens: int) -> float:
+        """Predicted size of a request of that context, tokens."""
+        if self.predictor is None:
+            return float(context_tokens)
+        return context_tokens + self.predictor.generated_tokens(context_tokens)
+
+
+def resolve_policy(
+    policy: str,
+    scenario_name: str,
+    registry_uri: str | None = None,
+    stand_in: str | None = None,
+) -> LoadedPolicy:
+    """Find the policy that a name means.
+
+    Args:
+        policy: `champion`, `generic`, the registry's `candidate`, the path of a policy file (.npz),
+            or a baseline's name.
+        scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
+            SLO and length predictor.
+        registry_uri: Where registered champions are looked up; None: only shipped ones count.
+        stand_in: Rule that is served where a trained policy is missing or broken; its card says so.
+
+    Raises:
+        ValueError: An unknown name or scenario; without a stand-in also a policy that is missing or
+            broken (ArtifactError).
+    """
+    scenario = load_scenario(scenario_name)
+    try:
+        if policy in ("champion", GENERIC):
+            registry = mlflow_lookup(registry_uri) if registry_uri else None
+            wanted = GENERIC if policy == GENERIC else scenario.name
+            artifact, source = resolve_champion("routing", wanted, registry=registry)
+            return from_artifact(policy, artifact, source, scenario)
+        if policy == CANDIDATE:
+            return _candidate(scenario, registry_uri)
+        if policy.endswith(".npz"):
+            artifact, source = resolve_champion("routing", scenario.name, path=policy)
+            return from_artifact(Path(policy).stem, artifact, source, scenario)
+    except ArtifactError as error:
+        if stand_in is None:
+            raise
+        return _in_place_of(str(error), from_baseline(stand_in, scenario))
+    if policy not in BASELINES:
+        raise ValueError(
+            f"unknown policy {policy!r}; give champion, generic, a policy file (.npz) or one of "
+            f"{sorted(BASELINES)}"
+        )
+    return from_baseline(policy, scenario)
+
+
+def _candidate(scenario: Scenario, registry_uri: str | None) -> LoadedPolicy:
+    if registry_uri is None:
+        raise ArtifactError("candidate is an alias of the registry, and there is no registry")
+    model = f"tokenyard-routing-{scenario.name}"
+    path = mlflow_lookup(registry_uri, CANDIDATE)(model)
+    if path is None:
+        raise ArtifactError(f"registry {registry_uri}: {model} has no candidate")
+    artifact = PolicyArtifact.load(path)
+    return from_artifact(CANDIDATE, artifact, f"registry {model}@candidate", scenario)
+
+
+def warm_up(loaded: LoadedPolicy) -> None:
+    """Decide with a policy that is thrown away, so that compiled code is loaded and ready."""
+    engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
+    request = Request(0.0, 1, 2.0)
+    kinds = {True: (engine,), False: (None,), None: (engine, None)}
+    for kind in kinds[loaded.card.needs_engine]:
+        idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
+        policy = loaded.make(np.random.default_rng(0))
+        policy.route(request, [idle] * (loaded.card.num_replicas or 1))
+        finish_times_s(request, [idle])  # Exploration asks it.
+
+
+def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:
+    """Refuse a share that is out of range, or that has no meaning for the policy.
+
+    Raises:
+        ValueError: It is not in [0, MAX_EXPLORE_FRACTION], or the policy draws by itself.
+    """
+    if not 0.0 <= explore_fraction <= MAX_EXPLORE_FRACTION:
+        raise ValueError(
+            f"explore fraction {explore_fraction} must lie between 0 and {MAX_EXPLORE_FRACTION}"
+        )
+    if explore_fraction and loaded.draws:
+        raise ValueError(
+            f"policy {loaded.card.name!r} draws its choices already: explore with one that does not"
+        )
+
+
+def from_artifact(
+    name: str, artifact: PolicyArtifact, source: str, scenario: Scenario
+) -> LoadedPolicy:
+    """Serve a trained policy.
+
+    The one for any cluster knows no traffic of its own: the SLO and the predictor are those of
+    `scenario`.
+
+    Raises:
+        ArtifactError: It was trained with the true output length in view, which no server has,
+            and brings no predictor.
+    """
+    metadata = artifact.metadata
+    if metadata.output_length != "none" and metadata.predictor is None:
+        raise ArtifactError(
+            f"{source} was trained with output_length {metadata.output_length!r} but brings no "
+            "predictor for requests that come without predicted_total_tokens"
+        )
+    predictor, slo = metadata.predictor, metadata.slo
+    if not KINDS[metadata.kind].knows_traffic:
+        predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
+        slo = scenario.slo
+    card = PolicyCard(
+        name=name,
+        kind=metadata.kind,
+        trainer=metadata.trainer,
+        scenario=metadata.scenario,
+        version=artifact.sha256,
+        source=source,
+        num_replicas=metadata.num_replicas,
+        needs_engine=artifact.needs_engine,
+        output_length="none" if predictor is None else "by_context",
+        slo_response_s=slo.response_s,
+        metrics=dict(metadata.metrics),
+        lineage=dict(metadata.lineage),
+    )
+    return LoadedPolicy(card, partial(_make_learned, artifact, slo), predictor, artifact)
+
+
+def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
+    """Serve a hand-written rule, with the SLO, the tuning and the predictor of `scenario`.
+
+    Raises:
+        ValueError: The rule is a tuned one, and there are no parameters for the scenario.
+    """
+    make = partial(_make_baseline, name, scenario)
+    make(np.random.default_rng(0))  # Missing parameters must show before the server starts.
+    predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
+    card = PolicyCard(
+        name=name,
+        kind="baseline",
+        trainer=None,
+        scenario=scenario.name,
+        version=_version_of(name, scenario),
+        source="built in",
+        num_replicas=scenario.num_servers if name in TUNED else None,
+        output_length="none" if predictor is None else "by_context",
+        slo_response_s=scenario.slo_response_s,
+    )
+    return LoadedPolicy(card, make, predictor)
+
+
+def _in_place_of(reason: str, loaded: LoadedPolicy) -> LoadedPolicy:
+    logger.warning("serving %s in place of the policy asked for: %s", loaded.card.name, reason)
+    return replace(loaded, card=loaded.card.model_copy(update={"startup_fallback": reason}))
+
+
+def _make_learned(artifact: PolicyArtifact, slo: Slo, rng: np.random.Generator) -> RoutingPolicy:
+    # A policy that never saw a calendar in training must not see one here.
+    calendar = _trained_with_calendar(artifact)
+    return learned_policy(artifact, _UNIX_EPOCH if calendar else None, slo)
+
+
+def _trained_with_calendar(artifact: PolicyArtifact) -> bool:
+    scaling = artifact.metadata.scaling
+    # Without a calendar the day of the month is 0 throughout; with one it never is.
+    return scaling is not None and scaling.medians[_DAY_OF_MONTH] != 0
+
+
+def _make_baseline(name: str, scenario: Scenario, rng: np.random.Generator) -> RoutingPolicy:
+    return make_policy(name, PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers))
+
+
+def _predictor_of(scenario: Scenario) -> LengthPredictor:
+    lengths = load_model(scenario.workload).lengths
+    return LengthPredictor(
+        bin_edges_tokens=lengths.bin_edges_tokens,
+        mean_generated_tokens=lengths.mean_generated_tokens,
+    )
+
+
+def _version_of(name: str, scenario: Scenario) -> str:
+    """Hash of what a rule depends on: its code's release, and the scenario where it is tuned."""
+    parts = [name, version("tokenyard"), scenario.model_dump_json()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

@@ -1,0 +1,243 @@
+"""One policy behind its circuit breaker: asked within a budget, and skipped after failures.
+
+Every policy has a breaker of its own, so that a canary that hangs costs the champion nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from serve_app.cluster import CircuitBreakerSettings
+from serve_app.policy.loading import LoadedPolicy
+from serve_app.policy.timeouts import Timeouts, TooSlow
+from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, RoutingPolicy, ScoringPolicy
+
+logger = logging.getLogger(__name__)
+
+Reason = Literal["error", "too_slow", "breaker_open", "stale", "incompatible", "missing"]
+"""Why a policy did not decide: it failed, it hung, it is skipped after that, nothing current is
+known of the replicas, it is not for these replicas, or it was not found at the start."""
+RAY_DEFAULT = "ray_default"
+"""Name of Ray Serve's own router among the policies."""
+BreakerState = Literal["closed", "open", "half-open"]
+_HALF_OPEN_DECISIONS = 100
+"""Decisions that a policy which was too slow makes in a thread before its breaker closes."""
+
+
+class IncompatibleRequest(ValueError):
+    """A request that the policy cannot decide; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A decision that a policy did not make."""
+
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was decided for one request."""
+
+    index: int
+    scores: tuple[float, ...] | None
+    """Cost of every candidate; None for policies that do not score."""
+    propensity: float | None
+    """Probability with which `index` was chosen; None: the policy draws and does not tell."""
+    explored: bool
+    decision_us: float
+    fallback_reason: Reason | None = None
+    """Why the baseline decided; None: the policy did, or nobody was to be asked."""
+
+    @property
+    def fallback(self) -> bool:
+        """Whether the baseline decided in place of the policy."""
+        return self.fallback_reason is not None
+
+
+@dataclass
+class DecisionCounts:
+    """Decisions, and those that were not the policy's own."""
+
+    num_decisions: int = 0
+    num_explored: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """By reason."""
+
+    def add(self, choice: Choice) -> None:
+        """Count one."""
+        self.num_decisions += 1
+        self.num_explored += choice.explored
+        if choice.fallback_reason is not None:
+            self.fallbacks[choice.fallback_reason] += 1
+
+
+class CircuitBreaker:
+    """Closed: the policy is asked. Open: it is skipped for a while. Half-open: on a hard limit.
+
+    A policy that was too slow is half-open once it is asked again: in a thread that can be given
+    up whatever it does. After enough decisions in time the breaker closes.
+    """
+
+    def __init__(self, settings: CircuitBreakerSettings, clock_s: Callable[[], float]) -> None:
+        """Begin closed; `clock_s` is any clock that does not go back, seconds."""
+        self._settings = settings
+        self._clock_s = clock_s
+        self.num_opened = 0
+        self._failures_in_a_row = 0
+        self._open_until_s = -math.inf
+        self._half_open_left = 0
+
+    @property
+    def state(self) -> BreakerState:
+        """What it is now."""
+        if self._clock_s() < self._open_until_s:
+            return "open"
+        return "half-open" if self._half_open_left else "closed"
+
+    def succeed(self) -> None:
+        """Note a decision."""
+        self._failures_in_a_row = 0
+        self._half_open_left = max(self._half_open_left - 1, 0)
+
+    def fail(self, too_slow: bool) -> bool:
+        """Note a failure; return whether that opens the breaker."""
+        self._failures_in_a_row += 1
+        if too_slow:
+            self._half_open_left = _HALF_OPEN_DECISIONS
+        elif self._failures_in_a_row < self._settings.failures_to_open:
+            return False
+        self.num_opened += 1
+        self._failures_in_a_row = 0
+        self._open_until_s = self._clock_s() + self._settings.cool_down_s
+        return True
+
+
+class PolicyRunner:
+    """A policy that may decide; used from one thread, since policies remember."""
+
+    def __init__(
+        self,
+        name: str,
+        loaded: LoadedPolicy,
+        breaker: CircuitBreaker,
+        timeouts: Timeouts,
+        rng: np.random.Generator,
+        explore_fraction: float = 0.0,
+        decides: bool = True,
+    ) -> None:
+        """Make the policy.
+
+        Args:
+            name: As it was asked for.
+            loaded: The policy.
+            breaker: Its own.
+            timeouts: Who makes the calls, for all policies that take turns.
+            rng: For policies that draw.
+            explore_fraction: Share of its decisions that are drawn at random.
+            decides: False: it is never asked, since Ray decides or nobody was asked for.
+        """
+        self.name, self.loaded, self.breaker = name, loaded, breaker
+        self.rng, self.explore_fraction, self.decides = rng, explore_fraction, decides
+        self.counts = DecisionCounts()
+        self._timeouts = timeouts
+        self._start()
+
+    @property
+    def label(self) -> str:
+        """`name@version`, or `ray_default`."""
+        if self.name == RAY_DEFAULT:
+            return RAY_DEFAULT
+        return f"{self.loaded.card.name}@{self.loaded.card.version}"
+
+    def decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool = False
+    ) -> Decision | Failure:
+        """Return the policy's decision, or why there is none; whatever the policy does.
+
+        Args:
+            request: To be placed.
+            snapshots: Candidates, at least one.
+            stale: Whether none of them was heard of lately.
+        """
+        if self.loaded.card.startup_fallback is not None:
+            return Failure("missing")
+        if stale:
+            return Failure("stale")
+        state = self.breaker.state
+        if state == "open":
+            return Failure("breaker_open")
+        try:
+            self.check_compatible(snapshots)
+            timeout = self._timeouts.inline if state == "closed" else self._timeouts.thread
+            decision = timeout.call(self._decide, request, snapshots)
+            _check(decision, len(snapshots))
+        except IncompatibleRequest:
+            return Failure("incompatible")
+        except TooSlow as error:
+            return self._fail("too_slow", str(error))
+        except Exception as error:  # A request must be placed whatever is wrong with the policy.
+            return self._fail("error", repr(error))
+        self.breaker.succeed()
+        return decision
+
+    def check_compatible(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        """Refuse replicas that the policy is not for.
+
+        Raises:
+            IncompatibleRequest: It decides between another number of replicas, or needs to know
+                more of them.
+        """
+        card = self.loaded.card
+        if card.num_replicas not in (None, len(snapshots)):
+            raise IncompatibleRequest(
+                f"policy {card.name!r} decides between {card.num_replicas} replicas, "
+                f"got {len(snapshots)} snapshots"
+            )
+        if card.needs_engine is None:
+            return
+        for snapshot in snapshots:
+            if card.needs_engine and snapshot.engine is None:
+                raise IncompatibleRequest(
+                    f"policy {card.name!r} is for replicas that batch continuously: "
+                    f"give `engine` in the snapshot of {snapshot.replica_id!r}"
+                )
+            if not card.needs_engine and snapshot.engine is not None:
+                raise IncompatibleRequest(
+                    f"policy {card.name!r} was trained on replicas that do not batch: "
+                    f"leave `engine` out of the snapshot of {snapshot.replica_id!r}"
+                )
+
+    def _fail(self, reason: Literal["error", "too_slow"], text: str) -> Failure:
+        logger.warning("policy %s: %s: %s", self.name, reason, text)
+        if self.breaker.fail(too_slow=reason == "too_slow"):
+            logger.warning("policy %s: its circuit breaker opens", self.name)
+            self._start()  # What the policy remembers may be broken.
+        return Failure(reason)
+
+    def _start(self) -> None:
+        # Asked once: looking a protocol's methods up takes as long as a small decision.
+        self._decide = decide_by(self.loaded.make(self.rng.spawn(1)[0]))
+
+
+def decide_by(
+    policy: RoutingPolicy,
+) -> Callable[[Request, Sequence[ReplicaSnapshot]], Decision]:
+    """Return what asks a policy, with the scores where it has any."""
+    if isinstance(policy, ScoringPolicy):
+        return policy.decide
+    return lambda request, snapshots: Decision(policy.route(request, snapshots), None)
+
+
+def _check(decision: Decision, num_replicas: int) -> None:
+    if not 0 <= decision.replica < num_replicas:
+        raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
+    if decision.scores is not None and not all(map(math.isfinite, decision.scores)):
+        raise ValueError(f"costs are not finite: {decision.scores}")

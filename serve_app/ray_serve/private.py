@@ -1,0 +1,89 @@
+"""Every private part of Ray that serving uses, in one place, and the version it was checked with.
+
+Ray may change or drop any of them in a minor release. Whoever raises the pin in pyproject.toml
+looks at each name below, then runs tests/integration/test_gateway.py, test_allocation_live.py and
+test_engine_placement.py.
+"""
+
+from __future__ import annotations
+
+import ray
+from ray import serve
+from ray.experimental import internal_kv
+from ray.serve import Application
+from ray.serve._private.common import (
+    DeploymentHandleSource,
+    DeploymentID,
+    ReplicaID,
+    RequestMetadata,
+)
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.request_router.pow_2_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+__all__ = [
+    "CHECKED_WITH",
+    "DeploymentHandleSource",
+    "DeploymentID",
+    "PowerOfTwoChoicesRequestRouter",
+    "ReplicaID",
+    "RequestMetadata",
+    "choose_replica",
+    "get_value",
+    "put_value",
+    "run_application",
+    "scale_deployment",
+]
+
+CHECKED_WITH = "2.60.0"
+"""Ray's version. Its base router's `_choose_replica_for_request` and `_replicas_list`, which
+`serve_app.router` replaces and reads, are private too."""
+
+
+def check_version(version: str) -> None:
+    """Refuse another version of Ray.
+
+    Raises:
+        ImportError: It is not the one that the private parts were checked with.
+    """
+    if version != CHECKED_WITH:
+        raise ImportError(
+            f"serving uses private parts of Ray that were checked with {CHECKED_WITH}, and this is "
+            f"Ray {version}: install ray[serve]=={CHECKED_WITH}, or check "
+            "serve_app/ray_serve/private.py against yours"
+        )
+
+
+check_version(ray.__version__)
+
+
+async def choose_replica(
+    router: PowerOfTwoChoicesRequestRouter, request: PendingRequest
+) -> RunningReplica:
+    """Let a router choose, as it does for a request of its own handle."""
+    return await router._choose_replica_for_request(request)
+
+
+def run_application(application: Application, name: str) -> None:
+    """Start an application whose replicas `scale_deployment` counts; returns at once."""
+    serve._run(
+        application, name=name, route_prefix=None, _blocking=False, external_scaler_enabled=True
+    )
+
+
+def scale_deployment(application: str, deployment: str, count: int) -> None:
+    """Do what Serve's HTTP API for scaling from outside does; it needs the dashboard, this not."""
+    controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    target = DeploymentID(deployment, application)
+    ray.get(controller.update_deployment_replicas.remote(target, count))
+
+
+def put_value(key: bytes, value: str, namespace: bytes) -> None:
+    """Keep a text in the cluster's key-value store."""
+    internal_kv._internal_kv_put(key, value, namespace=namespace)
+
+
+def get_value(key: bytes, namespace: bytes) -> bytes | None:
+    """Return what is kept under a key; None: nothing."""
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
+    return found

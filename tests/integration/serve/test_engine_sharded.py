@@ -1,0 +1,379 @@
+"""Sharded inference against one process: logits, tokens, and what goes wrong."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+import ray
+from unit.engine_builders import a_tiny_llama, prompts_of
+
+from serve_app.engines.base import EngineConfig, EngineError, Sampling
+from serve_app.engines.emulation import Emulation
+from serve_app.engines.models import find_model
+from serve_app.engines.profiling import profile_engine
+from serve_app.engines.sharded import engine as sharded_engine
+from serve_app.engines.sharded.engine import ShardedEngine, WorkerGroup
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = [
+    pytest.mark.usefixtures("ray_cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+logger = logging.getLogger(__name__)
+
+NUM_NEW = 20
+EOS = 2
+PROMPTS = prompts_of(5, 17, 33, 60)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder of a tiny model, and the model in this process."""
+    folder = tmp_path_factory.mktemp("tiny")
+    a_tiny_llama(folder)
+    return folder, transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def a_config(folder, **fields):
+    small = {"kv_bytes": 4 << 20, "max_model_tokens": 256, "start_timeout_s": 180}
+    return EngineConfig(model=str(folder), **(small | fields))
+
+
+def single_logits(model, prompt):
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+def single_tokens(model, prompt, num_new=NUM_NEW):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@asynccontextmanager
+async def started(config, group=None):
+    engine = ShardedEngine(config, group)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop()
+
+
+async def collected(engine, name, prompt, sampling=None):
+    """Tokens of one request, and why it ended."""
+    tokens, reason = [], None
+    async for chunk in engine.generate(name, prompt, sampling or Sampling(NUM_NEW)):
+        assert reason is None, "nothing comes after the last chunk"
+        tokens += chunk.token_ids
+        reason = chunk.finish_reason
+    return tokens, reason
+
+
+async def until(condition, seconds=5.0):
+    deadline_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp"),
+    [
+        (1, 1),
+        pytest.param(2, 1, marks=pytest.mark.smoke),
+        (4, 1),
+        (1, 2),
+        (1, 4),
+        (2, 2),
+    ],
+)
+def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, pp):
+    folder, model = tiny
+    config = a_config(folder, tensor_parallel=tp, pipeline_parallel=pp)
+
+    async def run():
+        group = WorkerGroup(config)
+        try:
+            await group.place()
+            await group.load()
+            of_ranks = torch.tensor(await group.all_logits(PROMPTS[2]))
+            # Requests at once, each at another place of its own.
+            async with started(config, group) as engine:
+                names = map(str, range(len(PROMPTS)))
+                requests = map(collected, [engine] * len(PROMPTS), names, PROMPTS)
+                answers = await asyncio.wait_for(asyncio.gather(*requests), 60)
+                await engine.drain()
+                await engine.check_health()
+                await until(lambda: engine.stats().kv_used_fraction == 0)
+                return of_ranks, answers, engine.stats()
+        finally:
+            group.disband()
+
+    of_ranks, answers, stats = asyncio.run(run())
+    error = (of_ranks - single_logits(model, PROMPTS[2])).abs().max().item()
+    equal = [tokens for tokens, _ in answers] == [single_tokens(model, each) for each in PROMPTS]
+    logger.info("TP %d x PP %d: logits differ by %.1e, tokens equal: %s", tp, pp, error, equal)
+    assert error < 1e-4
+    assert equal
+    for tokens, reason in answers:
+        assert reason == ("stop" if tokens[-1] == EOS else "length")
+    assert (stats.num_waiting, stats.num_running) == (0, 0)
+    assert stats.last_batch_s > 0
+    assert 1 <= stats.last_batch_size <= 4
+
+
+def test_an_engine_keeps_its_futures_in_order(tiny):
+    """Laws that need one running engine each take some seconds to start: they share it."""
+    folder, model = tiny
+    config = a_config(folder, max_batch=2, max_waiting=1, kv_bytes=800 << 10)
+
+    async def run():
+        async with started(config) as engine:
+            await seeds_repeat(engine)
+            await ending_is_told(engine, model)
+            await leaving_frees(engine)
+            await a_full_queue_refuses(engine)
+            await nonsense_is_refused(engine)
+            await a_full_cache_preempts_and_recovers(engine, model)
+
+    asyncio.run(run())
+    assert ray.util.placement_group_table() == {} or all(
+        group["state"] == "REMOVED" for group in ray.util.placement_group_table().values()
+    )
+
+
+async def seeds_repeat(engine):
+    def ask(name, seed, temperature=1.5):
+        sampling = Sampling(NUM_NEW, temperature, top_p=0.95, seed=seed)
+        return collected(engine, name, PROMPTS[0], sampling)
+
+    alone = await ask("a", 7)
+    # The same request beside another one, and other seeds.
+    beside, other = await asyncio.gather(ask("b", 7), ask("c", 8))
+    assert alone == beside != other
+    assert await ask("d", None) != await ask("e", None)
+    assert (await ask("f", None, temperature=0.0)) == (await ask("g", None, temperature=0.0))
+
+
+async def ending_is_told(engine, model):
+    greedy = single_tokens(model, PROMPTS[1], 60)
+    tokens, reason = await collected(engine, "eos", PROMPTS[1], Sampling(60))
+    assert (tokens[-1] == EOS) == (reason == "stop")
+    assert tokens == greedy
+    tokens, reason = await collected(engine, "on", PROMPTS[1], Sampling(60, ignore_eos=True))
+    assert (len(tokens), reason) == (60, "length")
+
+
+async def leaving_frees(engine):
+    stream = engine.generate("left", PROMPTS[0], Sampling(190, ignore_eos=True))
+    await anext(stream)
+    await until(lambda: engine.stats().num_running == 1)
+    assert engine.stats().kv_used_fraction > 0
+    await stream.aclose()
+    await until(lambda: engine.stats().num_running == 0)
+    assert engine.stats().kv_used_fraction == 0
+
+    stream = engine.generate("left", PROMPTS[0], Sampling(190, ignore_eos=True))
+    await anext(stream)
+    await engine.abort("left")
+    await engine.abort("never heard of")
+    assert [chunk.finish_reason async for chunk in stream][-1] == "abort"
+    await until(lambda: engine.stats().num_running == 0)
+    await engine.drain()
+
+
+async def a_full_queue_refuses(engine):
+    sampling = Sampling(150, ignore_eos=True)
+    streams = [engine.generate(str(number), PROMPTS[0], sampling) for number in range(3)]
+    firsts = [asyncio.ensure_future(anext(stream)) for stream in streams]
+    await until(lambda: engine.stats().num_running == 2)
+    assert engine.stats().num_waiting == 1
+    with pytest.raises(EngineError, match="queue is full: 1 requests wait"):
+        await collected(engine, "one more", PROMPTS[0])
+    await asyncio.gather(*firsts)
+    for stream in streams:
+        await stream.aclose()
+    await until(lambda: engine.stats().num_running == 0)
+
+
+async def nonsense_is_refused(engine):
+    for prompt, sampling, reason in [
+        ([], Sampling(1), "prompt is empty"),
+        ([5] * 200, Sampling(100), "are more than the"),
+        ([5], Sampling(0), "max_tokens is 0"),
+        ([5], Sampling(1, temperature=-1.0), "temperature is -1"),
+        ([5], Sampling(1, top_p=0.0), "top_p is 0"),
+        ([128], Sampling(1), "token 128 is not in the vocabulary of 128"),
+    ]:
+        with pytest.raises(EngineError, match=reason):
+            await collected(engine, "bad", prompt, sampling)
+
+
+async def a_full_cache_preempts_and_recovers(engine, model):
+    """Two that fit one by one and not together: one is pushed out, starts again, and is right."""
+    sampling = Sampling(150, ignore_eos=True)
+    answers = await asyncio.gather(
+        *(collected(engine, f"long {i}", PROMPTS[i], sampling) for i in (2, 3))
+    )
+    assert engine.stats().num_preemptions > 0
+    model.generation_config.eos_token_id = None
+    expected = [single_tokens(model, PROMPTS[i], 150) for i in (2, 3)]
+    model.generation_config.eos_token_id = EOS
+    assert [tokens for tokens, _ in answers] == expected
+
+
+@pytest.mark.parametrize(("num_ranks", "victim"), [(1, 0), (2, 1)])
+def test_a_killed_rank_ends_everything_with_a_reason_and_is_replaced(tiny, num_ranks, victim):
+    folder, model = tiny
+    config = a_config(folder, tensor_parallel=num_ranks)
+
+    async def run():
+        async with started(config) as engine:
+            running = [
+                asyncio.ensure_future(
+                    collected(engine, str(i), PROMPTS[0], Sampling(200, ignore_eos=True))
+                )
+                for i in range(3)
+            ]
+            await until(lambda: engine.stats().num_running == 3)
+            dead = (await engine.members())[victim].pid
+            os.kill(dead, signal.SIGKILL)
+            outcomes = await asyncio.wait_for(
+                asyncio.gather(*running, return_exceptions=True), timeout=10
+            )
+            assert all(isinstance(outcome, EngineError) for outcome in outcomes)
+            assert all("rank" in str(outcome) for outcome in outcomes)
+            assert all(len(str(outcome).splitlines()) == 1 for outcome in outcomes)
+            assert not engine.stats().accepting
+            with pytest.raises(EngineError, match="rank"):
+                await collected(engine, "meanwhile", PROMPTS[0])
+            await engine.check_health()  # What is being replaced needs no other replica.
+            await until(lambda: engine.stats().accepting, seconds=60)
+            assert dead not in [member.pid for member in await engine.members()]
+            tokens, _ = await collected(engine, "after", PROMPTS[0], Sampling(NUM_NEW))
+            assert tokens == single_tokens(model, PROMPTS[0])
+
+    asyncio.run(run())
+    # What it held is free again.
+    deadline_s = time.monotonic() + 10
+    while ray.available_resources().get("CPU", 0) < 4:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+
+
+def test_ranks_that_die_again_and_again_are_given_up(tiny, monkeypatch):
+    monkeypatch.setattr(sharded_engine, "_MAX_REVIVALS", 0)
+    folder, _ = tiny
+
+    async def run():
+        async with started(a_config(folder)) as engine:
+            os.kill((await engine.members())[0].pid, signal.SIGKILL)
+            await until(lambda: not engine.stats().accepting)
+            with pytest.raises(EngineError, match="rank 0"):
+                await engine.check_health()
+
+    asyncio.run(run())
+
+
+def test_a_start_without_room_is_given_up_and_leaves_nothing_reserved(tiny):
+    folder, _ = tiny
+    config = a_config(folder, device="gpu", start_timeout_s=2)
+
+    async def run():
+        with pytest.raises(EngineError, match=r"within 2 s: .* 1 free GPUs \(the cluster has 0"):
+            await ShardedEngine(config).start()
+
+    asyncio.run(run())
+    assert ray.available_resources().get("CPU", 0) == 4
+
+
+def test_a_model_that_cannot_be_divided_is_refused_before_anything_starts(tiny):
+    folder, _ = tiny
+
+    async def run(config, reason):
+        with pytest.raises(EngineError, match=reason):
+            await ShardedEngine(config).start()
+
+    asyncio.run(run(a_config(folder, tensor_parallel=3), "4 attention heads.*3 does not divide"))
+    asyncio.run(run(a_config(folder, pipeline_parallel=5), "4 layers: too few"))
+    asyncio.run(run(a_config(folder / "gone"), "no model folder"))
+
+
+def test_an_emulation_keeps_the_pace_of_the_hardware_it_stands_for(tiny):
+    folder, model = tiny
+    stands_for = Emulation(gpu="a10g", llm="llama3_8b", time_scale=4)
+    config = a_config(folder, max_batch=2, token_budget=64, emulates=stands_for)
+
+    async def run():
+        async with started(config) as engine:
+            # Its tokens are those of the model that it runs, whatever the pace.
+            tokens, _ = await collected(engine, "one", PROMPTS[1])
+            assert tokens == single_tokens(model, PROMPTS[1])
+            return await profile_engine(engine, config, 100, budget_s=10)
+
+    measured = asyncio.run(run())
+    prefill, sequences, cached = measured.iterations.batches
+    base_s, prefill_s, sequence_s, kv_s = stands_for.iteration
+    stated_s = base_s + prefill_s * prefill + sequence_s * sequences + kv_s * cached
+    # An iteration that the machine delays is late; the median is not.
+    ratio = np.median(measured.iterations.time_s / stated_s)
+    assert ratio == pytest.approx(1.0, abs=0.03)
+
+
+def test_a_profile_of_an_engine_gives_the_router_its_speeds(tiny):
+    folder, _ = tiny
+    config = a_config(folder, max_batch=4, token_budget=64)
+
+    async def run():
+        async with started(config) as engine:
+            begun_s = time.monotonic()
+            profile = await profile_engine(engine, config, vocab_size=128)
+            await engine.drain()
+            return profile, time.monotonic() - begun_s, engine.stats()
+
+    profile, seconds, stats = asyncio.run(run())
+    assert seconds < 30
+    prefill, sequences, cached = profile.iterations.batches
+    assert set(sequences) == {0, 1, 2, 4}
+    assert set(prefill) == {0, 8, 16, 32, 64}
+    assert (cached[sequences > 0] > 0).all()
+    assert (profile.iterations.time_s > 0).all()
+    assert (profile.coefficients.values >= 0).all()
+    # The fit says what a full batch takes, and the stream cannot be faster than that.
+    decode_s = profile.coefficients.iteration_s(*np.array([[0.0], [4.0], [200.0]]))[0]
+    assert profile.tokens_per_s <= 4 / decode_s * 3
+    assert (profile.max_batch, profile.kv_capacity_tokens) == (4, stats.kv_capacity_tokens)
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (1, 2)])
+def test_the_default_model_knows_the_capital_of_france_however_divided(tp, pp):
+    folder = find_model("default")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)["input_ids"]
+    config = EngineConfig(
+        model="default", tensor_parallel=tp, pipeline_parallel=pp, max_model_tokens=256
+    )
+
+    async def run():
+        async with started(config) as engine:
+            return await collected(engine, "france", prompt, Sampling(24))
+
+    tokens, reason = asyncio.run(run())
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    logger.info("TP %d x PP %d: %s (%s)", tp, pp, text, reason)
+    assert "Paris" in text
+    assert reason == "stop"

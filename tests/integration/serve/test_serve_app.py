@@ -1,0 +1,184 @@
+"""The server as people meet it: Ray Serve over real HTTP, and pipelines/deploy.py."""
+
+import json
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from ray import serve
+from scripts import refusal
+from unit.serve.test_serve_regions import a_body as regions_body
+from unit.serve_builders import a_body, a_snapshot
+
+from pipelines import deploy
+from serve_app.app import APP_NAME, GatewayOptions, build_gateway
+from tokenyard.routing.artifact import learned_policy, resolve_champion
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+DEPLOY = Path(__file__).parents[3] / "pipelines" / "deploy.py"
+DECIDE_ONLY = ("--cluster", "none")
+
+
+def a_free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def rows_in(log, num_expected):
+    """Rows of a decision log by id, once they are there: it lags by two seconds."""
+    deadline_s = time.monotonic() + 20
+    while len(rows := [row for one in log.glob("*.parquet") for row in read(one)]) < num_expected:
+        assert time.monotonic() < deadline_s, f"{len(rows)} of {num_expected} rows"
+        time.sleep(0.1)
+    return {row["decision_id"]: row for row in rows}
+
+
+def read(file):
+    return pq.read_table(file).to_pylist()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, ray_cluster):
+    """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
+    port = a_free_port()
+    log = tmp_path_factory.mktemp("serve") / "log"
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        options = GatewayOptions(cluster="none", decision_log=log)
+        serve.run(build_gateway(options), name=APP_NAME)
+        yield f"http://127.0.0.1:{port}", log
+    finally:
+        serve.shutdown()
+
+
+def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(server):
+    url, log = server
+    body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
+    answer = httpx.post(f"{url}/v1/route", json=body, timeout=10).json()
+    policy = learned_policy(resolve_champion("routing", "poisson_085")[0])
+    snapshots = [ReplicaSnapshot(**fields) for fields in body["snapshots"]]
+    decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
+    assert answer["index"] == decided.replica
+    assert answer["scores"] == pytest.approx(decided.scores, rel=1e-9)
+    assert rows_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0
+
+
+def test_a_refusal_crosses_the_proxy_unchanged(server):
+    url, _ = server
+    bad = a_body([a_snapshot(tokens_per_s=-1.0)])
+    refused = httpx.post(f"{url}/v1/route", json=bad, timeout=10)
+    assert refused.status_code == 422
+    assert refused.json()["detail"].startswith("snapshots[0].tokens_per_s should be greater")
+    huge = httpx.post(f"{url}/v1/route", content=b" " * (2 << 20), timeout=10)
+    assert huge.status_code == 413
+
+
+def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_counted(server):
+    url, _ = server
+    answer = httpx.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
+    assert (answer["policy"], answer["fallback_reason"]) == ("torta", None)
+    assert [sum(row) for row in answer["shares"]] == pytest.approx([1.0, 1.0, 1.0])
+    body = regions_body(forecast_age_slots=9.0)
+    stale = httpx.post(f"{url}/v1/regions", json=body, timeout=10).json()
+    assert (stale["policy"], stale["fallback_reason"]) == ("prox_ot", "stale_forecast")
+    refused = httpx.post(f"{url}/v1/regions", json={"regions": []}, timeout=10)
+    assert refused.status_code == 422
+    counted = httpx.get(f"{url}/v1/regions", timeout=10).json()
+    assert (counted["num_decisions"], counted["fallbacks"]) == (2, {"stale_forecast:prox_ot": 1})
+    assert "tokenyard_region_fallbacks_total" in httpx.get(f"{url}/metrics", timeout=10).text
+
+
+def test_concurrent_callers_each_get_their_answer_and_their_row(server):
+    url, log = server
+    before = httpx.get(f"{url}/v1/policy", timeout=10).json()
+
+    def ask(_):
+        answer = httpx.post(f"{url}/v1/route", json=a_body(), timeout=30)
+        return answer.status_code, answer.json()["decision_id"]
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(100)))
+    after = httpx.get(f"{url}/v1/policy", timeout=10).json()
+    assert {status for status, _ in answers} == {200}
+    assert after["num_decisions"] - before["num_decisions"] == 100
+    assert (after["num_fallbacks"], after["num_log_lines_lost"]) == (0, 0)
+    assert {decision_id for _, decision_id in answers} <= set(rows_in(log, after["num_decisions"]))
+
+
+@contextmanager
+def deployed(*args):
+    """Run deploy.py until it serves; yield its line; press Ctrl-C and wait for a clean end."""
+    command = [sys.executable, DEPLOY, *DECIDE_ONLY, *map(str, args)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(120, process.kill)
+    watchdog.start()
+    try:
+        yield process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 0
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+        watchdog.cancel()
+
+
+@pytest.mark.integration
+def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_path):
+    port = a_free_port()
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"nothing")
+    log = tmp_path / "log"
+    options = ("--fallback", "sed", "--decision-log", log, "--explore", 0.05)
+    options += ("--json", tmp_path / "served.json")
+    with deployed("--policy", broken, "--port", port, *options) as greeting:
+        url = f"http://127.0.0.1:{port}"
+        policy = httpx.get(f"{url}/v1/policy", timeout=10).json()
+        assert policy["name"] == "sed"
+        assert "broken.npz" in policy["startup_fallback"]
+        # The line that it prints is a command that works as it stands.
+        command = shlex.split(greeting.partition("ask with: ")[2])
+        answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        assert answer["fallback"]
+        (row,) = json.loads((tmp_path / "served.json").read_text())["rows"]
+        assert (row["url"], row["version"]) == (url, policy["version"])
+    (row,) = rows_in(log, 1).values()
+    assert row["decision_id"] == answer["decision_id"]
+    assert 0.05 / 3 <= row["propensity"] < 1
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["--policy", "gone.npz"], "policy file gone.npz does not exist"),
+        (["--policy", "seed"], "unknown policy 'seed'"),
+        (["--policy", "sed", "--explore", "0.5"], "explore fraction 0.5"),
+        (
+            ["--policy", "sed", "--decision-log", "/dev/null/log"],
+            "log /dev/null/log: Not a directory",
+        ),
+    ],
+)
+def test_deploy_refuses_to_start_with_one_sentence(args, reason):
+    sentence = refusal(deploy, *DECIDE_ONLY, "--port", a_free_port(), *args)
+    assert reason in sentence
+    assert sentence.startswith("error: ")
+
+
+def test_deploy_refuses_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        sentence = refusal(deploy, *DECIDE_ONLY, "--policy", "sed", "--port", port)
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in sentence

@@ -1,0 +1,62 @@
+"""Champions from a real MLflow registry."""
+
+import mlflow
+import pytest
+from unit.serve_builders import linear_artifact
+
+from serve_app.policy.loading import resolve_policy
+from tokenyard.artifact import ArtifactError
+from tokenyard.registry import mlflow_lookup
+
+MODEL = "tokenyard-routing-poisson_085"
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory):
+    return f"sqlite:///{tmp_path_factory.mktemp('registry') / 'mlflow.db'}"
+
+
+@pytest.fixture(scope="module")
+def client(uri):
+    return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
+def a_version(client, folder):
+    return client.create_model_version(MODEL, source=str(folder)).version
+
+
+def test_a_champion_is_looked_up_by_its_alias_and_only_by_it(uri, client, tmp_path):
+    lookup = mlflow_lookup(uri)
+    assert lookup(MODEL) is None
+    client.create_registered_model(MODEL)
+    artifact = linear_artifact(trainer="a2c")
+    artifact.save(tmp_path / "artifact.npz")
+    version = a_version(client, tmp_path)
+    assert lookup(MODEL) is None
+    client.set_registered_model_alias(MODEL, "champion", version)
+    loaded = resolve_policy("champion", "poisson_085", registry_uri=uri)
+    assert loaded.card.version == artifact.sha256
+    assert loaded.card.source == f"registry {MODEL}@champion"
+
+
+def test_a_version_without_a_policy_is_refused_by_name(uri, client, tmp_path):
+    version = a_version(client, tmp_path)
+    client.set_registered_model_alias(MODEL, "champion", version)
+    with pytest.raises(ArtifactError, match=rf"{MODEL} version {version} holds 0 npz files"):
+        resolve_policy("champion", "poisson_085", registry_uri=uri)
+
+
+def test_a_version_whose_files_are_gone_is_refused_by_name(uri, client, tmp_path):
+    version = a_version(client, tmp_path / "gone")
+    client.set_registered_model_alias(MODEL, "champion", version)
+    with pytest.raises(ArtifactError, match=f"files of {MODEL} version {version} cannot be read"):
+        resolve_policy("champion", "poisson_085", registry_uri=uri)
+
+
+def test_a_registry_that_does_not_answer_is_refused_or_fallen_back_from(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    unreachable = "http://127.0.0.1:9"
+    with pytest.raises(ArtifactError, match=f"registry {unreachable}: "):
+        resolve_policy("champion", "poisson_085", registry_uri=unreachable)
+    loaded = resolve_policy("champion", "poisson_085", unreachable, stand_in="sed")
+    assert loaded.card.name == "sed"

@@ -1,0 +1,192 @@
+"""RouterTrainable with real Ray actors: reproducible, resumable, hard to kill."""
+
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import envs
+from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.routing.training import build_config, ours
+from tokenyard.rl.routing.trial import RouterTrainable
+from tokenyard.routing.artifact import PolicyArtifact
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def a_trial(algorithm, **changes):
+    config = {
+        "algorithm": algorithm,
+        "scenario": "poisson_085",
+        "register_env": envs.register,
+        "num_env_runners": 0,
+        "num_envs": 8,
+        "steps_per_iteration": 600,
+        "validation_streams": 1,
+        "seed": 3,
+    }
+    return RouterTrainable({**config, **changes})
+
+
+@pytest.mark.smoke
+def test_every_result_has_a_score_and_only_finite_numbers():
+    trial = a_trial("a2c")
+    result = trial.step()
+    trial.stop()
+    assert {"score", "mean_response_s", "reward_per_request", "policy_loss"} <= result.keys()
+    assert all(isinstance(value, float | int) for value in result.values())
+    assert np.isfinite(list(result.values())).all()
+    assert result["timesteps_total"] >= 600
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn"])
+def test_equal_seeds_give_equal_policies(algorithm):
+    hashes = []
+    for _ in range(2):
+        trial = a_trial(algorithm, steps_per_iteration=2000)
+        trial.step()
+        hashes.append(trial.artifact().sha256)
+        trial.stop()
+    assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "dqn", "policy_search"])
+def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(algorithm, tmp_path):
+    trial = a_trial(algorithm, generations_per_iteration=1)
+    steps = trial.step()["timesteps_total"]
+    trial.save_checkpoint(str(tmp_path))
+    saved = trial.artifact()
+    trial.stop()
+    assert PolicyArtifact.load(tmp_path / ARTIFACT_FILE).sha256 == saved.sha256
+
+    restored = a_trial(algorithm, generations_per_iteration=1, seed=4)
+    restored.load_checkpoint(str(tmp_path))
+    for name, array in restored.artifact().arrays.items():
+        np.testing.assert_array_equal(array, saved.arrays[name])
+    assert restored.step()["timesteps_total"] > steps
+    restored.stop()
+
+
+def test_a_trial_becomes_another_without_a_new_process():
+    trial = a_trial("ppo")
+    trial.step()
+    config = {**trial.config, "algorithm": "a2c", "seed": 9}
+    assert trial.reset_config(config)
+    reused = trial.step()["timesteps_total"], trial.artifact()
+    trial.stop()
+
+    fresh_trial = a_trial("a2c", seed=9)
+    fresh = fresh_trial.step()["timesteps_total"], fresh_trial.artifact()
+    fresh_trial.stop()
+    assert reused[0] == fresh[0]
+    assert reused[1].sha256 == fresh[1].sha256
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "ppo",
+        pytest.param("a2c", marks=pytest.mark.slow),
+        pytest.param("dqn", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
+    trial = a_trial(algorithm, num_env_runners=1)
+    before = trial.step()["timesteps_total"]
+    runners = trial.training._algorithm.env_runner_group
+    (pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
+    os.kill(pid, signal.SIGKILL)
+
+    results = [trial.step() for _ in range(2)]
+
+    assert results[-1]["timesteps_total"] > before
+    assert all(np.isfinite(result["score"]) for result in results)
+    (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
+    assert new_pid != pid
+    trial.stop()
+
+
+def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
+    envs.register()
+    short = replace(ours(), num_envs=8, episode_requests=50)
+    config = build_config(
+        "ppo", short, "LoadBalancingEnv", {"scenario": "poisson_085"},
+        num_env_runners=2, steps_per_iteration=1024,
+    )  # fmt: skip
+    config = config.evaluation(
+        evaluation_interval=1, evaluation_duration=2, evaluation_config={"explore": False}
+    )
+    algorithm = config.build_algo()
+    try:
+        result = algorithm.train()
+        starts = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: runner.sample()[0].observations[0], local_env_runner=False
+        )
+        weights = algorithm.env_runner_group.foreach_env_runner(
+            lambda runner: runner.module.pi.state_dict(), local_env_runner=False
+        )
+    finally:
+        algorithm.stop()
+    assert result["env_runners"]["num_env_steps_sampled"] == 1024
+    assert result["env_runners"]["episode_len_mean"] == 50
+    assert result["evaluation"]["env_runners"]["num_episodes"] == 2
+    assert {"policy_loss", "vf_loss", "entropy"} <= result["learners"]["default_policy"].keys()
+    assert not np.array_equal(*starts)
+    for one, other in zip(*(state.values() for state in weights), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "a2c", "dqn"])
+def test_rllibs_own_path_is_still_there_to_compare_with(algorithm):
+    # DQN begins to learn after a thousand steps.
+    trial = a_trial(algorithm, implementation="rllib_stock", steps_per_iteration=1200)
+    result = trial.step()
+    trial.stop()
+    assert result["timesteps_total"] >= 1200
+    assert {"policy_loss", "q_loss"} & set(result)
+    assert np.isfinite(result["score"])
+
+
+TRIVIAL_CLUSTER = """
+name: trivial
+description: A fast server and a slow one, at a load that the fast one carries alone.
+servers:
+  - {name: slow, tokens_per_s: 2000, concurrency: 4}
+  - {name: fast, tokens_per_s: 20000, concurrency: 4}
+arrivals: {process: poisson, load: 0.15}
+requests_per_stream: 1000
+"""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "lr"),
+    [
+        ("a2c", 2e-3),
+        pytest.param("ppo", 1e-3, marks=pytest.mark.slow),
+        pytest.param("dqn", 1e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp_path):
+    scenario = tmp_path / "trivial.yaml"
+    scenario.write_text(TRIVIAL_CLUSTER)
+    trial = a_trial(
+        algorithm,
+        scenario=str(scenario),
+        residual_scale=0.0,
+        training={"lr": lr},
+        steps_per_iteration=2000,
+        train_steps=10_000,
+    )
+    results = [trial.step() for _ in range(4)]
+    trial.stop()
+    rewards = [result["reward_per_request"] for result in results]
+    assert rewards == sorted(rewards)
+    # Half of the requests on the slow server cost ten times as much.
+    assert results[-1]["mean_response_s"] < 0.2
+
+
+def test_an_rllib_trial_without_an_environment_is_refused_in_words():
+    with pytest.raises(ValueError, match="a ppo trial needs register_env"):
+        a_trial("ppo", register_env=None)

@@ -1,0 +1,230 @@
+"""A sweep is killed in the middle, resumed to its end, and looked at in the browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from scripts import call, refusal
+
+from pipelines import sweep
+from tokenyard import registry
+from tokenyard.routing.artifact import PolicyArtifact
+from tune_configs import mlflow_log
+from tune_configs.sweep import open_sweep
+
+REPOSITORY = Path(__file__).parents[3]
+NUM_TRIALS = 4
+BUDGET = 30_000
+
+
+def sweep_process(storage, *arguments, step_s="0.01", start=subprocess.run, **options):
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("MLFLOW_TRACKING_URI", "RAY_ADDRESS")
+    }
+    path = os.pathsep.join(map(str, (Path(__file__).parents[1], REPOSITORY)))
+    environment |= {"PYTHONPATH": path, "TOY_STEP_S": step_s}
+    command = [sys.executable, "pipelines/sweep.py", *arguments, "--storage", str(storage)]
+    return start(command, cwd=REPOSITORY, env=environment, text=True, **options)
+
+
+@pytest.fixture
+def run_sweep(monkeypatch, own_ray):
+    """A sweep in this process, from its command line; it must end well."""
+    path = os.pathsep.join(map(str, (Path(__file__).parents[1], REPOSITORY)))
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def run(storage, *arguments):
+        with pytest.raises(SystemExit) as ended:
+            call(sweep, *arguments, "--storage", storage)
+        assert ended.value.code == 0
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def client(storage):
+    return MlflowClient(f"sqlite:///{storage}/mlflow.db")
+
+
+def runs_with_a_curve(client):
+    experiment = client.get_experiment_by_name("tokenyard-routing")
+    if experiment is None:
+        return []
+    runs = client.search_runs([experiment.experiment_id])
+    return [run for run in runs if "score" in run.data.metrics]
+
+
+def wait_for(condition, seconds, process=None):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"nothing after {seconds} s"
+        assert process is None or process.poll() is None, "the process ended too early"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def killed_and_resumed(storage, client, own_ray):
+    """Results of a sweep that got a kill -9 when trials had made progress, and was resumed."""
+    process = sweep_process(
+        storage, "toy_sweeps:long", "--name", "long",
+        step_s="0.5", start=subprocess.Popen,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_for((storage / "mlflow.db").exists, 120, process)
+        wait_for(lambda: len(runs_with_a_curve(client)) >= 2, 120, process)
+        time.sleep(3)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = {run.data.tags["tokenyard.trial_id"] for run in runs_with_a_curve(client)}
+    done = sweep_process(
+        storage, "toy_sweeps:long", "--name", "long", "--resume",
+        "--json", str(storage / "long.json"), capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return before, done.stdout, json.loads((storage / "long.json").read_text())
+
+
+def test_a_killed_sweep_resumes_and_completes_every_trial(killed_and_resumed):
+    before, _, result = killed_and_resumed
+    rows = result["rows"]
+    assert len(before) >= 2
+    assert len(rows) == NUM_TRIALS
+    assert all(row["env_steps"] == BUDGET for row in rows)
+
+
+def test_a_resumed_sweep_has_one_run_per_trial_under_one_parent(killed_and_resumed, client):
+    before, _, _ = killed_and_resumed
+    experiment = client.get_experiment_by_name("tokenyard-routing")
+    runs = client.search_runs([experiment.experiment_id])
+    parents = [run for run in runs if mlflow_log.SWEEP_TAG in run.data.tags]
+    assert len(parents) == 1
+    children = mlflow_log.trial_runs(client, parents[0].info.run_id)
+    assert len(runs) == 1 + NUM_TRIALS
+    assert len(children) == NUM_TRIALS
+    assert before <= set(children)
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_curves_of_a_resumed_sweep_pass_every_step_once(killed_and_resumed, client):
+    del killed_and_resumed
+    runs = [run for run in runs_with_a_curve(client) if mlflow_log.TRIAL_TAG in run.data.tags]
+    for run in runs:
+        curve = mlflow_log.learning_curve(client, run.info.run_id, "score")
+        assert [step for step, _ in curve] == list(range(1_000, BUDGET + 1, 1_000))
+        assert set(run.data.metrics) == {"score", "wall_s"}
+
+
+def test_the_result_names_the_champion_and_keeps_the_agreed_keys(killed_and_resumed):
+    _, stdout, result = killed_and_resumed
+    assert "champion: trainer fast" in stdout
+    assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
+    agreed = {
+        "problem", "algorithm", "trial", "seed", "reward_weights", "score", "env_steps", "wall_s",
+        "mean_response_s", "p99_response_s", "slo_violation_fraction", "goodput_per_s",
+        "delta_mean_fraction", "delta_mean_ci_low", "delta_mean_ci_high",
+    }  # fmt: skip
+    for row in result["rows"]:
+        assert agreed <= set(row)
+        assert row["score"] == pytest.approx(result["rows"][0]["score"])
+    assert {row["policy"] for row in result["baselines"]} == {"sed", "round_robin"}
+    assert len(result["evaluation"]) == 2
+
+
+def test_the_parent_run_holds_tables_figures_and_provenance(killed_and_resumed, client):
+    del killed_and_resumed
+    experiment = client.get_experiment_by_name("tokenyard-routing")
+    parent = mlflow_log.find_sweep_run(
+        client, experiment.experiment_id, mlflow_path(client, experiment)
+    )
+    paths = {
+        item.path
+        for folder in (None, "tables", "figures")
+        for item in client.list_artifacts(parent.info.run_id, folder)
+    }
+    assert {
+        "experiment.json", "provenance.json", "tables/ranking.json", "tables/evaluation.json",
+        "figures/learning_curves_none.png", "figures/response_boxes.png",
+    } <= paths  # fmt: skip
+
+
+def mlflow_path(client, experiment):
+    runs = client.search_runs([experiment.experiment_id])
+    return next(
+        run.data.tags[mlflow_log.SWEEP_TAG] for run in runs if mlflow_log.SWEEP_TAG in run.data.tags
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "name", "resume", "reason"),
+    [
+        ("toy_sweeps:long", "long", False, "exists already"),
+        ("toy_sweeps:tiny", "long", True, "runs toy_sweeps:long"),
+        ("toy_sweeps:tiny", "none", True, "no sweep to resume"),
+    ],
+)
+def test_a_sweep_that_cannot_be_opened_says_why(
+    killed_and_resumed, storage, monkeypatch, reference, name, resume, reason
+):
+    del killed_and_resumed
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(ValueError, match=reason):
+        open_sweep(reference, str(storage), name, resume=resume)
+
+
+def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(run_sweep, tmp_path):
+    result_file = tmp_path / "fleet.json"
+    run_sweep(tmp_path, "routing:fleet_smoke", "--name", "fleet", "--json", result_file)
+    result = json.loads(result_file.read_text())
+    (row,) = result["rows"]
+    assert row["algorithm"] == "ppo"
+    assert row["env_steps"] >= 4_000
+    rules = {rule["policy"]: rule for rule in result["baselines"]}
+    # A network that has hardly learned is still the rule that it corrects.
+    assert row["score"] > rules["sed"]["score"]
+    assert rules["marginal_delay"]["delta_mean_fraction"] == 0.0
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    version = registry.version_of(client, result["registration"]["model"])
+    champion = registry.load_version(client, version, PolicyArtifact.load)
+    assert (champion.metadata.kind, champion.metadata.num_replicas) == ("equivariant", None)
+    assert champion.metadata.baseline == "marginal_delay"
+
+
+@pytest.mark.smoke
+def test_a_sweep_on_an_fsspec_store_is_found_there_again(run_sweep, monkeypatch, tmp_path):
+    # pyarrow does not know `local://`, so this takes the way of az:// or sftp://.
+    store, result_file = f"local://{tmp_path}/runs", tmp_path / "tiny.json"
+    arguments = ("toy_sweeps:tiny", "--name", "tiny", "--json", result_file)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    run_sweep(store, *arguments)
+    first = json.loads(result_file.read_text())["rows"]
+    run_sweep(store, *arguments, "--resume")
+    assert json.loads(result_file.read_text())["rows"] == first
+    assert len(first) == NUM_TRIALS
+    assert list((tmp_path / "runs/tiny").glob("*/checkpoint_*/artifact.npz"))
+
+
+def test_a_wrong_command_ends_with_one_sentence(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1])
+    sentence = refusal(sweep, "toy_sweeps:missing", "--storage", tmp_path)
+    assert sentence.startswith("error: module 'toy_sweeps' has no")

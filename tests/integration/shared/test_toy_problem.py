@@ -1,0 +1,111 @@
+"""A problem that nothing else knows goes through sweep, registry, evaluation and promotion."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from toy_problem import DAYS, SCENARIOS, TOY, ToyArtifact
+
+from pipelines import evaluate, sweep
+from tokenyard import registry
+from tokenyard.problem import PROBLEMS
+
+pytestmark = pytest.mark.integration
+
+MODEL = "tokenyard-toy-toy_low"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def uri(runs):
+    return f"sqlite:///{runs}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setitem(PROBLEMS, "toy", lambda: TOY)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    # Where Ray's workers look for the problem.
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=":")
+
+
+def swept(name, runs):
+    out = runs / f"{name}.json"
+    with pytest.raises(SystemExit) as end:
+        sweep.main(
+            sweep.Args(f"toy_problem:{name}", name=name, storage=str(runs), concurrent=2, json=out)
+        )
+    assert end.value.code == 0
+    return json.loads(out.read_text())
+
+
+@pytest.fixture
+def swept_long(runs):
+    out = runs / "long.json"
+    return json.loads(out.read_text()) if out.exists() else swept("long", runs)
+
+
+def test_a_sweep_trains_ranks_and_registers_it(swept_long):
+    for row in swept_long["rows"]:
+        assert row["problem"] == "toy"
+        assert row["env_steps"] == 40 * DAYS
+        assert row["delta_cost_ci_high"] < 0
+        assert row["score"] == -row["cost"]
+    assert swept_long["registration"]["model"] == MODEL
+    assert swept_long["registration"]["alias"] == "champion"
+    assert [row["policy"] for row in swept_long["evaluation"]][-1] == "one"
+
+
+def test_what_is_worse_than_the_champion_is_a_candidate(swept_long, runs, uri):
+    worse = swept("short", runs)["registration"]
+    client = MlflowClient(uri)
+    champion = registry.version_of(client, MODEL)
+    assert worse["alias"] == "candidate"
+    assert str(champion.version) == swept_long["registration"]["version"]
+    level = registry.load_version(client, champion, TOY.load_artifact).level
+    assert level == pytest.approx(SCENARIOS["toy_low"].mean, abs=1.0)
+
+
+def test_the_registered_champion_is_evaluated_like_any_other(swept_long, runs, uri, capsys):
+    out = runs / "rows.json"
+    evaluate.main(evaluate.Args(scenario="toy_low", registry=uri, json=out, figures=runs / "drawn"))
+    printed = capsys.readouterr().out
+    assert f"champion: registry {MODEL}@champion" in printed
+    assert "paired differences" in printed
+    one, champion = json.loads(out.read_text())["rows"]
+    assert champion["delta_cost_ci_high"] < one["delta_cost_ci_low"] == 0
+    assert (runs / "drawn/toy_low/differences.png").exists()
+
+
+def test_a_champion_is_promoted_and_taken_back(swept_long, uri):
+    better = ToyArtifact.keeping(3.0, trainer="by hand")
+    before = registry.version_of(MlflowClient(uri), MODEL)
+    now = registry.promote(uri, MODEL, better, {"why": "a test"})
+    path = registry.mlflow_lookup(uri)(MODEL)
+    assert TOY.load_artifact(path).level == 3.0
+    assert registry.restore(uri, MODEL) == str(before.version) != now
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"suite": "toy"}, "choose one of"),
+        (
+            {"scenario": "toy_low", "policies": "one", "source": "held-out"},
+            "are for routing; the demand of toy",
+        ),
+        ({"scenario": "toy_low", "suite": "toys"}, "exactly one of"),
+    ],
+)
+def test_what_it_does_not_have_is_refused(arguments, reason, capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(**arguments))
+    assert reason in capsys.readouterr().err

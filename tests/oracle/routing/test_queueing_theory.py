@@ -1,0 +1,93 @@
+"""The simulator against closed forms of queueing theory, 400,000 requests each.
+
+Tolerances are about four standard errors of the simulated mean. They are far tighter than what
+counting one request too many or too few (in the queue, or in the number of slots) would do.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from oracle.instances import a_poisson_stream, a_scenario, loaded
+from sizes import is_thorough
+
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+
+# Of a quarter of the requests the mean is half as sure.
+NUM_REQUESTS, BAND = (400_000, 1) if is_thorough() else (100_000, 2)
+SPEED = 1000.0
+MEAN_TOKENS = 500.0
+SERVICE_S = MEAN_TOKENS / SPEED
+
+
+def outcomes_under(tokens, load, discipline="serial", concurrency=1, servers=1, seed=0):
+    """Send Poisson traffic to equal servers, under shortest expected delay."""
+    scenario = a_scenario([(SPEED, concurrency)] * servers, discipline, queue_limit=3000)
+    slots = concurrency if discipline == "parallel_full" else 1
+    rate_per_s = load * slots * servers / SERVICE_S
+    rng = np.random.default_rng(seed)
+    sim = loaded(scenario, a_poisson_stream(rng, len(tokens), rate_per_s, tokens))
+    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), MEAN_TOKENS)
+    return sim.outcomes(), rate_per_s
+
+
+def mean_wait_s(outcomes):
+    return float(np.mean(outcomes.response_s - outcomes.total_tokens / SPEED))
+
+
+def exponential_tokens(seed=1):
+    return np.random.default_rng(seed).exponential(MEAN_TOKENS, NUM_REQUESTS)
+
+
+def erlang_c(slots: int, load: float) -> float:
+    """Probability that an arrival waits in M/M/c (Erlang 1917)."""
+    offered = slots * load
+    terms = [offered**k / math.factorial(k) for k in range(slots)]
+    last = offered**slots / math.factorial(slots) / (1 - load)
+    return last / (sum(terms) + last)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_mean_wait_of_one_serial_server_is_that_of_m_m_1(load):
+    outcomes, _ = outcomes_under(exponential_tokens(), load)
+    assert mean_wait_s(outcomes) == pytest.approx(load * SERVICE_S / (1 - load), rel=0.03 * BAND)
+
+
+@pytest.mark.parametrize(("slots", "load"), [(2, 0.6), (4, 0.7), (8, 0.8)])
+def test_mean_wait_of_a_server_with_c_slots_is_that_of_m_m_c(slots, load):
+    outcomes, _ = outcomes_under(exponential_tokens(), load, "parallel_full", slots)
+    expected = erlang_c(slots, load) * SERVICE_S / (slots * (1 - load))
+    assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.03 * BAND)
+    waited = np.mean(outcomes.response_s > outcomes.total_tokens / SPEED + 1e-9)
+    assert waited == pytest.approx(erlang_c(slots, load), rel=0.02 * BAND)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.6, 0.8])
+def test_mean_wait_of_equal_requests_is_that_of_m_d_1(load):
+    outcomes, _ = outcomes_under(np.full(NUM_REQUESTS, MEAN_TOKENS), load)
+    expected = load * SERVICE_S / (2 * (1 - load))
+    assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.02 * BAND)
+
+
+def test_mean_wait_of_unequal_requests_follows_pollaczek_and_khinchine():
+    sizes = np.random.default_rng(2).choice([100.0, 900.0], NUM_REQUESTS)
+    outcomes, rate_per_s = outcomes_under(sizes, 0.6)
+    second_moment = (0.1**2 + 0.9**2) / 2
+    expected = rate_per_s * second_moment / (2 * (1 - 0.6))
+    assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.02 * BAND)
+
+
+def test_sharing_slows_every_size_of_request_alike():
+    """M/G/1-PS: a request of size x stays x / (1 - load) on average, whatever the sizes are."""
+    sizes = np.random.default_rng(3).choice([100.0, 900.0], NUM_REQUESTS)
+    outcomes, _ = outcomes_under(sizes, 0.6, "processor_sharing", concurrency=400)
+    for tokens in (100.0, 900.0):
+        mean_s = outcomes.response_s[outcomes.total_tokens == tokens].mean()
+        assert mean_s == pytest.approx(tokens / SPEED / (1 - 0.6), rel=0.02 * BAND)
+
+
+def test_requests_waiting_at_arrivals_obey_littles_law():
+    """Poisson arrivals see time averages, so what waits at an arrival is rate x mean wait."""
+    outcomes, rate_per_s = outcomes_under(exponential_tokens(), 0.85, servers=3)
+    expected = rate_per_s * mean_wait_s(outcomes)
+    assert outcomes.waiting_seen.mean() == pytest.approx(expected, rel=0.01 * BAND)

@@ -1,0 +1,136 @@
+import numpy as np
+import pytest
+
+from tokenyard.allocation.artifact import (
+    AllocationArtifact,
+    learned_allocation,
+    resolve_allocation_champion,
+)
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
+from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule, family
+from tokenyard.allocation.policies.learned import ForecastPlanner
+from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
+from tokenyard.allocation.problem import SUITES
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
+from tokenyard.allocation.types import AllocationState
+from tokenyard.artifact import ArtifactError
+
+SCENARIO = load_allocation("a100x8_13b")
+SCENARIO = SCENARIO.model_copy(
+    update={"demand": SCENARIO.demand.model_copy(update={"source": "generator"})}
+)
+TABLE = plan_table(SCENARIO)
+STREAM = demand_source(SCENARIO).episode(150, np.random.default_rng(0))
+
+
+def context():
+    return AllocationContext(SCENARIO, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("name", ALLOCATION_BASELINES)
+def test_every_baseline_names_feasible_plans_only(name):
+    outcomes = run_allocation(SCENARIO, STREAM, make_allocation_policy(name, context()))
+    assert outcomes.num_refused == 0
+    assert np.isfinite(outcomes.outs).all()
+
+
+def test_the_compiled_autoscaler_decides_as_the_class_does():
+    rule = AutoscalerRule(
+        tensor_parallel=2, out_utilisation=0.8, in_utilisation=0.6, in_window=3, cooldown_slots=4
+    )
+    runner = StreamRunner(SCENARIO, STREAM)
+    compiled = runner.run_autoscaler(
+        family(TABLE, 2), runner.highest(1) / 0.8, runner.highest(3) / 0.6, 4
+    )
+    ours = run_allocation(SCENARIO, STREAM, Autoscaler(TABLE, rule))
+    assert np.array_equal(compiled.plans, ours.plans)
+    assert compiled.column(REWARD) == pytest.approx(ours.column(REWARD))
+
+
+def test_the_compiled_planner_decides_as_the_class_does():
+    theta = np.random.default_rng(1).normal(0, 0.05, NUM_PARAMETERS)
+    compiled = StreamRunner(SCENARIO, STREAM).run_planner(make_planner(SCENARIO), theta)
+    ours = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO, theta))
+    assert (compiled.plans == ours.plans).mean() > 0.98  # History is cut to 600 slots live.
+
+
+def test_compiled_and_plain_planners_agree():
+    planner, rng = make_planner(SCENARIO), np.random.default_rng(0)
+    for _ in range(5):
+        forecast = rng.uniform(0.5, 20, 3)
+        arguments = (planner, forecast, np.full(3, 0.15), 0.1, 0.5, -0.5, 0.7)
+        theta, scratch = rng.normal(0, 0.1, NUM_PARAMETERS), np.zeros((2, 15))
+        fast = best_next(*arguments, theta, 3, scratch)
+        assert fast == best_next.py_func(*arguments, theta, 3, scratch)
+
+
+def test_an_autoscaler_grows_at_once_and_waits_before_it_shrinks():
+    rule = AutoscalerRule(tensor_parallel=1, cooldown_slots=3)
+    scaler = Autoscaler(TABLE, rule)
+    plans = [TABLE.plans[i] for i in family(TABLE, 1)]
+    high, low = (TABLE.goodput_capacity_per_s[family(TABLE, 1)][k] * 0.69 for k in (4, 1))
+    grown = scaler.allocate(AllocationState(0.0, plans[0], (high,), slots_since_switch=1))
+    assert grown == plans[4]
+    held = scaler.allocate(AllocationState(0.0, plans[4], (low,), slots_since_switch=2))
+    assert held == plans[4]
+    shrunk = scaler.allocate(AllocationState(0.0, plans[4], (low,), slots_since_switch=3))
+    assert shrunk == plans[1]
+
+
+def test_the_search_resumes_where_it_was_and_its_artifact_decides_alike(tmp_path):
+    config = AllocationSearchConfig(population=4, num_elites=2, days_per_generation=1)
+    one, other = AllocationSearch(SCENARIO, config), AllocationSearch(SCENARIO, config)
+    one.step()
+    other.restore(one.state())
+    assert one.step() == other.step()
+    assert np.array_equal(one.mean, other.mean)
+    one.artifact().save(tmp_path / "p.npz")
+    artifact = AllocationArtifact.load(tmp_path / "p.npz")
+    assert artifact.sha256 == one.artifact().sha256
+    ours = run_allocation(SCENARIO, STREAM, learned_allocation(artifact))
+    direct = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO, one.mean))
+    assert np.array_equal(ours.plans, direct.plans)
+
+
+@pytest.mark.parametrize("update", ["q_learning", "sarsa", "printed"])
+def test_tabular_learners_resume_and_export(update, tmp_path):
+    config = TabularConfig(update, num_steps=40_000)
+    one, other = TabularLearner(SCENARIO, config), TabularLearner(SCENARIO, config)
+    one.step(5_000)
+    other.restore(one.state())
+    one.step(5_000)
+    other.step(5_000)
+    assert np.array_equal(one.q, other.q)
+    one.artifact().save(tmp_path / "t.npz")
+    policy = learned_allocation(AllocationArtifact.load(tmp_path / "t.npz"))
+    assert run_allocation(SCENARIO, STREAM, policy).num_refused == 0
+
+
+def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
+    with pytest.raises(ArtifactError, match="does not exist"):
+        AllocationArtifact.load(tmp_path / "no.npz")
+    artifact = AllocationSearch(SCENARIO).artifact()
+    with pytest.raises(ValueError, match="theta"):
+        AllocationArtifact(artifact.metadata, {"theta": np.zeros(3)})
+    with pytest.raises(ArtifactError, match=r"search\.py planner --scenario nowhere"):
+        resolve_allocation_champion("nowhere")
+    with pytest.raises(ValueError, match="did you mean 'planner'"):
+        make_allocation_policy("planer", context())
+
+
+@pytest.mark.parametrize("name", SUITES["allocation"])
+def test_every_pool_of_the_suite_ships_with_tuned_rules_and_a_champion_that_plans(name):
+    scenario = load_allocation(name)
+    tuned = load_tuned_allocation(name)
+    assert tuned.static_plan in plan_table(scenario).plans
+    artifact, source = resolve_allocation_champion(name)
+    assert source == f"shipped allocation/{name}"
+    assert plan_table(artifact.metadata.scenario).plans == plan_table(scenario).plans
+    assert artifact.metadata.metrics["validation_cost_per_slot"] > 0

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenyard.allocation.artifact import resolve_allocation_champion
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.problem import PROBLEM, Demands
+from tokenyard.evaluation import is_better, rank
+from tokenyard.rl.allocation.trial import AllocationTrialConfig
+from tune_configs.allocation import trainer_config
+from tune_configs.experiment import load_experiment
+
+EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights", "population")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_trial_of_every_experiment_can_be_built(name):
+    experiment = load_experiment(f"allocation:{name}")
+    assert experiment.problem is PROBLEM
+    assert experiment.baseline in experiment.baselines
+    for trial in experiment.designed_trials(seed=3):
+        config = AllocationTrialConfig.model_validate(trainer_config(trial))
+        assert config.scenario == experiment.scenario
+        assert config.cloned == str(trial["algorithm"]).startswith("cloned")
+
+
+def test_a_population_keeps_every_checkpoint_since_others_may_still_go_on_from_it():
+    experiment = load_experiment("allocation:population")
+    assert experiment.checkpoints_kept is None
+    assert experiment.max_concurrent_trials == len(experiment.trials)
+
+
+def test_reward_weights_that_are_unknown_are_refused():
+    trial = dict(load_experiment("allocation:smoke").trials[0])
+    with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
+        trainer_config({**trial, "reward_weights": "beauty"})
+
+
+def test_what_an_slo_violation_weighs_in_training_is_a_parameter_of_the_trial():
+    trial = dict(load_experiment("allocation:smoke").trials[0])
+    once, twice = (
+        trainer_config({**trial, "violation_factor": f})["objective"] for f in (1.0, 2.0)
+    )
+    assert twice.violations == 2 * once.violations
+    assert twice.usd == once.usd == 1
+
+
+@pytest.fixture(scope="module")
+def scenario():
+    return PROBLEM.load_scenario("a100x8_13b")
+
+
+@pytest.fixture(scope="module")
+def streams(scenario):
+    source = demand_source(scenario)
+    drawn = [source.episode(2 * 288, np.random.default_rng(seed)) for seed in range(2)]
+    return Demands(drawn, "episodes")
+
+
+def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams):
+    names = ("best_static", "autoscaler_tuned", "free_switching")
+    policies = {name: PROBLEM.candidate(scenario, name).run for name in names}
+    comparison = rank(PROBLEM, scenario, policies, "autoscaler_tuned", streams, seed=0)
+    assert comparison.rows[0]["policy"] == "free_switching"
+    assert comparison.rows[0]["delta_cost_ci_high"] < 0
+    scores = [row["score"] for row in comparison.rows]
+    assert scores == sorted(scores, reverse=True)
+    assert all(row["score"] == -row["cost_with_penalty"] for row in comparison.rows)
+    figures = PROBLEM.figures(scenario, streams, comparison.runs, comparison.rows)
+    assert list(figures) == ["differences"]
+
+
+def test_no_policy_beats_itself(scenario, streams):
+    champion, _ = resolve_allocation_champion("a100x8_13b")
+    assert not is_better(PROBLEM, scenario, champion, champion, streams, seed=0)
+
+
+def test_a_policy_in_training_is_scored_on_streams_of_its_own(scenario):
+    champion, _ = resolve_allocation_champion("a100x8_13b")
+    found = PROBLEM.validation(scenario, num_streams=1)(champion)
+    assert found["score"] == -found["cost_with_penalty"]
+    assert {"cost_per_hour", "slo_attainment", "switches", "refused"} <= set(found)
+    assert np.isfinite(list(found.values())).all()

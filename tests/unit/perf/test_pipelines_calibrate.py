@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines import calibrate
+from tokenyard.perf.hardware import shipped_calibration
+from tokenyard.perf.profiles import VIDUR_FOLDER, find_vidur_profiles
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.streams import StreamSource
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    if find_vidur_profiles() is None:
+        pytest.skip(f"{VIDUR_FOLDER} not found")
+    out = tmp_path_factory.mktemp("calibrate") / "rows.json"
+    calibrate.main(calibrate.Args(json=out))
+    result = json.loads(out.read_text())
+    assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
+    return result["rows"]
+
+
+def test_kernels_of_a_held_out_model_are_met_within_eight_percent(rows):
+    kernels = [row for row in rows if row["table"] == "kernels"]
+    assert {row["gpu"] for row in kernels} == {"a100", "h100"}
+    for row in kernels:
+        assert row["measurements"] == 2088
+        assert row["held_out_70b_error_fraction"] <= 0.08
+        assert row["held_out_7b_error_fraction"] <= 0.08
+        assert row["cross_validated_error_fraction"] <= 0.08
+
+
+def test_end_to_end_figures_held_out_are_met_within_twelve_percent(rows):
+    groups = {
+        (row["group"], row["role"]): row for row in rows if row["table"] == "end_to_end_groups"
+    }
+    row = groups["all", "held_out"]
+    assert row["figures"] == 112
+    assert row["mean_abs_error_fraction"] <= 0.12
+
+
+def test_the_shipped_parameters_are_those_that_the_command_fits(rows):
+    shipped = shipped_calibration()
+    (engine,) = (row for row in rows if row["table"] == "engine_parameters")
+    kernels = {row["gpu"]: row for row in rows if row["table"] == "kernel_parameters"}
+    for key, value in shipped.engine.model_dump().items():
+        assert engine[key] == pytest.approx(value, rel=1e-3)
+    for gpu, fitted in shipped.kernels.items():
+        for key, value in fitted.model_dump().items():
+            assert kernels[gpu][key] == pytest.approx(value, rel=1e-3)
+
+
+def test_ones_own_iterations_give_four_coefficients(tmp_path, capsys):
+    lines = [
+        f"{p},{s},{s * c},{0.01 + 5e-5 * p + 4e-5 * s + 2e-7 * s * c}"
+        for p in (0, 256, 1024)
+        for s in (1, 16, 64)
+        for c in (100, 1000, 2000)
+    ]
+    own = tmp_path / "own.csv"
+    header = "prefill_tokens,decoding_sequences,kv_tokens,time_s"
+    own.write_text("\n".join([header, *lines]) + "\n")
+    out = tmp_path / "rows.json"
+    calibrate.main(calibrate.Args(iterations=own, json=out))
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["base_s"] == pytest.approx(0.01, rel=1e-3)
+    assert row["per_kv_token_s"] == pytest.approx(2e-7, rel=1e-3)
+    assert row["held_out_error_fraction"] < 1e-3
+    assert "per_prefill_token_s" in capsys.readouterr().out
+
+
+def test_a_file_of_iterations_that_is_not_there_ends_with_a_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="No such file"):
+        calibrate.main(calibrate.Args(iterations=tmp_path / "none.csv"))
+
+
+PROFILE = {
+    "iteration_s": 0.05, "prefill_token_s": 0.001, "sequence_s": 0.01, "kv_token_s": 0.0,
+    "max_batch": 4, "token_budget": 64, "kv_capacity_tokens": 20000.0, "source": "measured",
+}  # fmt: skip
+
+
+@pytest.fixture
+def gateway():
+    """A server that answers /v1/pools as the gateway does, to callers with the right token."""
+    answers = {"replicas": []}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            allowed = self.headers.get("Authorization") == "Bearer secret"
+            body = json.dumps(answers).encode()
+            self.send_response(200 if allowed and self.path == "/v1/pools" else 401)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", answers
+    server.shutdown()
+    server.server_close()
+
+
+def test_replicas_behind_a_gateway_become_a_scenario_that_can_be_simulated(gateway, tmp_path):
+    url, answers = gateway
+    answers["replicas"] = [
+        {"replica_id": "x", "pool": "slow", "profile": PROFILE},
+        {"replica_id": "b", "pool": "fast", "profile": {**PROFILE, "max_batch": 16}},
+        {"replica_id": "a", "pool": "fast", "profile": {**PROFILE, "iteration_s": 0.02}},
+    ]
+    out = tmp_path / "mine.yaml"
+    args = calibrate.Args(url=url, token="secret", out=out, json=tmp_path / "rows.json")
+    calibrate.main(args)
+    scenario = load_scenario(str(out))
+    assert scenario.name == "mine"
+    assert scenario.server_names == ("fast-0", "fast-1", "slow-0")
+    assert [replica.max_batch for replica in scenario.fleet.replicas] == [4, 16, 4]
+    assert scenario.fleet.replicas[0].iteration.tolist() == [0.02, 0.001, 0.01, 0.0]
+    base = load_scenario(args.scenario)
+    assert (scenario.workload, scenario.fleet.classes) == (base.workload, base.fleet.classes)
+    assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 3
+    sim = make_simulator(scenario, 1, 50)
+    sim.load(0, StreamSource(scenario).sample(50, np.random.default_rng(0)))
+    sim.run_linear(np.zeros(sim.num_weights), 1000.0)
+    assert np.isfinite(sim.outcomes().response_s).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"token": "wrong"}, "401"),
+        ({}, "knows of no replica"),
+        ({"url": "http://127.0.0.1:9"}, "Connection refused"),
+    ],
+)
+def test_a_gateway_that_tells_nothing_ends_the_calibration_with_the_reason(
+    gateway, change, reason, tmp_path
+):
+    args = {"url": gateway[0], "token": "secret", "out": tmp_path / "mine.yaml", **change}
+    with pytest.raises(SystemExit, match=reason):
+        calibrate.main(calibrate.Args(**args))
+    assert not (tmp_path / "mine.yaml").exists()

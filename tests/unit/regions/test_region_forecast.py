@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+from unit.region_builders import a_scenario, a_stream
+
+from tokenyard.regions.forecast import (
+    NoisyOracle,
+    SeasonalForecaster,
+    fit_seasonal,
+    prediction_accuracy,
+    sd_for_accuracy,
+)
+
+SCENARIO = a_scenario(num_slots=120)
+
+
+def test_the_seasonal_forecast_uses_nothing_of_the_slot_that_it_forecasts():
+    forecaster = fit_seasonal(SCENARIO, num_days=4)
+    stream = a_stream(SCENARIO)
+    before = forecaster.forecast_all(stream)
+    stream.counts[50:] *= 7
+    after = forecaster.forecast_all(stream)
+    assert np.array_equal(before[:51], after[:51])
+    assert not np.array_equal(before[51], after[51])
+
+
+def test_the_seasonal_forecast_is_better_than_the_last_slot_and_its_quantile_is_higher():
+    stream = a_stream(SCENARIO)
+    forecaster = fit_seasonal(SCENARIO, num_days=4)
+    forecast = forecaster.forecast_all(stream)[1:, 0]
+    naive = stream.counts[:-1].astype(float)
+    actual = stream.counts[1:]
+    assert np.square(forecast - actual).mean() < np.square(naive - actual).mean()
+    high = fit_seasonal(SCENARIO, num_days=4, quantile=0.9).forecast_all(stream)[1:, 0]
+    assert 0.8 < (actual <= high).mean() < 0.98
+
+
+def test_a_flat_profile_without_news_is_forecast_as_it_is():
+    stream = a_stream(SCENARIO)
+    stream.counts[:] = 10
+    flat = SeasonalForecaster(np.full((1920, 4), 10.0), 0.5, 0.9, 3)
+    assert flat.forecast_all(stream) == pytest.approx(np.full((120, 3, 4), 10.0))
+
+
+@pytest.mark.parametrize("wanted", [0.3, 0.7])
+def test_injected_error_reaches_the_accuracy_that_is_asked_for(wanted):
+    stream = a_stream(SCENARIO)
+    sd = sd_for_accuracy(wanted, [stream])
+    forecasts = NoisyOracle(sd, 1).forecast_all(stream)[:, 0]
+    assert prediction_accuracy(forecasts, stream.counts) == pytest.approx(wanted, abs=0.01)
+    with pytest.raises(ValueError, match="must be in"):
+        sd_for_accuracy(0.0, [stream])

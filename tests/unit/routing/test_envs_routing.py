@@ -1,0 +1,274 @@
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+from pydantic import ValidationError
+
+import envs
+from tokenyard.routing.fleet import Churn
+from tokenyard.routing.observation import observation_size
+from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+
+NOTHING = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
+FLEETS = [name for name in scenario_names() if load_scenario(name).fleet is not None]
+WORKING_REWARD = {"response": -1.0, "slo": -2.0, "accept": 0.0, "subtract_baseline": True}
+
+
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_every_scenario_is_a_valid_environment_without_a_warning(scenario):
+    env = envs.LoadBalancingEnv(scenario=scenario, episode_requests=50)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(env, skip_render_check=True)
+
+
+def test_gymnasium_makes_the_environment_and_its_vector_twin_by_name():
+    envs.register()
+    options = {"scenario": "nominal", "episode_requests": 5}
+    single = gymnasium.make(envs.LOAD_BALANCING_ID, **options)
+    many = gymnasium.make_vec(envs.LOAD_BALANCING_ID, num_envs=3, **options)
+    assert single.observation_space == many.single_observation_space
+    assert many.reset(seed=0)[0].shape == (3, 40)
+
+
+def test_the_observation_has_forty_numbers_with_finish_times_and_thirty_four_without():
+    with_finish = envs.LoadBalancingEnv(scenario="poisson_085")
+    without = envs.LoadBalancingEnv(scenario="poisson_085", expected_finish=False)
+    assert with_finish.observation_space.shape == (observation_size(3, True),) == (40,)
+    assert without.observation_space.shape == (34,)
+
+
+@pytest.mark.parametrize("reward", [None, WORKING_REWARD])
+@pytest.mark.parametrize("scenario", ["bursty_serial", "high_load"])
+def test_the_vector_twin_equals_single_environments_step_for_step(scenario, reward):
+    config = {"scenario": scenario, "reward": reward, "episode_requests": 30}
+    many = envs.LoadBalancingVectorEnv(4, config)
+    singles = [envs.LoadBalancingEnv(config) for _ in range(4)]
+    observations, _ = many.reset(seed=11)
+    first = [env.reset(seed=11 + i)[0] for i, env in enumerate(singles)]
+    np.testing.assert_array_equal(observations, np.stack(first))
+    rng = np.random.default_rng(0)
+    over = [False] * 4
+    for _ in range(100):
+        actions = rng.integers(0, 3, 4)
+        observations, rewards, terminated, truncated, _ = many.step(actions)
+        assert not terminated.any()
+        for i, env in enumerate(singles):
+            if over[i]:
+                observation, reward_i, over[i] = env.reset()[0], 0.0, False
+            else:
+                observation, reward_i, _, over[i], _ = env.step(actions[i])
+            np.testing.assert_array_equal(observation, observations[i])
+            assert (reward_i, over[i]) == (rewards[i], truncated[i])
+
+
+def restless(name: str):
+    """The scenario with replicas that come and go within an episode of a test."""
+    scenario = load_scenario(name)
+    churn = Churn(mean_up_s=4.0, mean_down_s=4.0, drained_share=0.5, drain_s=1.0, warm_up_s=1.0)
+    fleet = scenario.fleet.model_copy(update={"churn": churn, "max_retries": 3})
+    return scenario.model_copy(update={"fleet": fleet})
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_the_vector_twin_of_a_fleet_equals_single_ones_though_requests_come_again(name):
+    config = {"scenario": restless(name), "episode_requests": 60}
+    many = envs.LoadBalancingVectorEnv(3, config)
+    singles = [envs.LoadBalancingEnv(config) for _ in range(3)]
+    observations, _ = many.reset(seed=4)
+    first = [env.reset(seed=4 + i)[0] for i, env in enumerate(singles)]
+    np.testing.assert_array_equal(observations, np.stack(first))
+    rng = np.random.default_rng(0)
+    over, again = [False] * 3, 0
+    for _ in range(150):
+        actions = rng.integers(0, config["scenario"].num_servers, 3)
+        observations, rewards, _, truncated, _ = many.step(actions)
+        for i, env in enumerate(singles):
+            if over[i]:
+                observation, reward, over[i] = env.reset()[0], 0.0, False
+            else:
+                observation, reward, _, over[i], _ = env.step(actions[i])
+            assert observation.tobytes() == observations[i].tobytes()
+            assert (reward, over[i]) == (rewards[i], truncated[i])
+            # The last observation shows a request that waits, whatever became of the others.
+            assert env.sim.current() >= 0
+            again += int((env.sim.outcomes().attempts > 1).sum())
+    assert again > 0
+
+
+@pytest.mark.parametrize("name", FLEETS)
+def test_equal_seeds_give_equal_episodes_though_another_environment_runs_between(name):
+    def episode(disturbed: bool) -> list[bytes]:
+        env = envs.LoadBalancingEnv(scenario=name, episode_requests=30)
+        other = envs.LoadBalancingEnv(scenario="churn", episode_requests=100)
+        other.reset(seed=9)
+        seen = [env.reset(seed=1)[0].tobytes()]
+        for step in range(30):
+            if disturbed:
+                other.step(np.int64(step % 5))
+            observation, reward, *_ = env.step(np.int64(step % 4))
+            seen.append(observation.tobytes() + np.float64(reward).tobytes())
+        return seen
+
+    assert episode(False) == episode(True)
+
+
+def test_placing_on_a_replica_that_is_down_is_a_refused_attempt_and_a_step():
+    env = envs.LoadBalancingEnv(scenario=restless("churn"), episode_requests=300)
+    env.reset(seed=0)
+    refused = 0
+    for _ in range(300):
+        index, state = env.sim.current(), env.sim.arrays.state[0]
+        down = np.flatnonzero(state[:, lay.STATUS] == lay.DOWN)
+        before = env.sim.outcomes().attempts[index]
+        truncated = env.step(np.int64(down[0] if len(down) else 0))[3]
+        assert env.sim.outcomes().attempts[index] == before + 1
+        refused += len(down) > 0
+        assert not state[state[:, lay.STATUS] == lay.DOWN, lay.WAITING].any()
+    assert refused > 50
+    assert truncated
+
+
+def test_observations_of_a_fleet_have_the_documented_length():
+    env = envs.LoadBalancingEnv(scenario="churn")
+    assert env.observation_space.shape == (16 + 14 * 5,)
+    short = envs.LoadBalancingEnv(scenario="churn", expected_finish=False)
+    assert short.observation_space.shape == (16 + 12 * 5,)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "reward", "names"),
+    [
+        ("churn", {}, "processing.*queue.*overload.*balance"),
+        ("churn", NOTHING | {"balance": 0.1}, "balance"),
+        ("churn", NOTHING | {"subtract_baseline": True}, "subtract_baseline"),
+        ("nominal", {"energy": -0.01}, "energy"),
+    ],
+)
+def test_reward_terms_that_the_scenario_does_not_know_are_refused_by_name(scenario, reward, names):
+    with pytest.raises(ValidationError, match=f"know no reward terms .*{names}.* set them to 0"):
+        envs.RoutingEnvConfig(scenario=scenario, reward=reward)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("churn", {"reward": {"accept": 1}}, "fleets know no reward terms"),
+        ("nominal", {"reward": {"energy": -1}}, "token-level servers know no reward terms"),
+        ("churn", {"discipline": "parallel_full"}, "'discipline'.* of token-level servers"),
+        ("churn", {"overflow": "drop", "queue_limit": 5}, "'queue_limit', 'overflow'"),
+        ("nominal", {"sessions": {}}, "sessions need a fleet with prefix_block_tokens"),
+        ("churn", {"sessions": {}}, "sessions need a fleet with prefix_block_tokens"),
+    ],
+)
+def test_a_scenario_that_says_what_it_has_not_is_refused(name, change, reason):
+    data = load_scenario(name).model_dump(exclude_unset=True) | change
+    with pytest.raises(ValidationError, match=reason):
+        Scenario.model_validate(data)
+
+
+def test_what_a_step_returned_is_not_changed_by_the_next_one():
+    env = envs.LoadBalancingVectorEnv(2, scenario="nominal", episode_requests=20)
+    observation, _ = env.reset(seed=0)
+    kept = observation.copy()
+    env.step(np.array([0, 1]))
+    np.testing.assert_array_equal(observation, kept)
+
+
+def test_a_four_thousand_token_request_on_an_idle_cluster_earns_the_documented_reward():
+    env = envs.LoadBalancingEnv(
+        scenario=load_scenario("nominal").model_copy(
+            update={"workload": "azure_code", "reward": load_scenario("poisson_085").reward}
+        ),
+        episode_requests=1,
+    )
+    env.reset(seed=0)
+    env.sim.requests[0, 0, 2] = 4000.0  # TRUE_TOTAL
+    env.sim.requests[0, 1, 0] = env.sim.requests[0, 0, 0]  # nothing completes before the next
+    reward = env.step(np.int64(1))[1]
+    assert reward == pytest.approx(0.951, abs=5e-4)
+
+
+def test_minus_response_rewards_add_up_to_the_mean_response_time():
+    only_response = {
+        "processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0, "accept": 0.0,
+        "response": -1.0,
+    }  # fmt: skip
+    env = envs.LoadBalancingEnv(scenario="nominal", reward=only_response, episode_requests=300)
+    env.reset(seed=3)
+    total = sum(env.step(np.int64(i % 3))[1] for i in range(300))
+    env.sim.drain()
+    assert -total == pytest.approx(env.sim.outcomes().response_s[:300].sum())
+
+
+def test_shortest_expected_delay_earns_nothing_once_it_is_the_baseline_itself():
+    reward = WORKING_REWARD | {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
+    scenario = load_scenario("poisson_085")
+    env = envs.LoadBalancingEnv(scenario=scenario, reward=reward, episode_requests=500)
+    env.reset(seed=5)
+    for _ in range(500):
+        finish = [
+            s.wait_s + env.sim.request().predicted_total_tokens / s.tokens_per_s
+            for s in env.sim.snapshots()
+        ]
+        assert env.step(np.int64(np.argmin(finish)))[1] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_an_action_that_names_no_server_is_refused_with_the_choices():
+    env = envs.LoadBalancingEnv(scenario="nominal", episode_requests=5)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=r"action 3 .* choose 0\.\.2"):
+        env.step(np.int64(3))
+
+
+def test_stepping_past_the_end_of_an_episode_is_refused():
+    env = envs.LoadBalancingEnv(scenario="nominal", episode_requests=1)
+    env.reset(seed=0)
+    assert env.step(np.int64(0))[3]
+    with pytest.raises(ValueError, match="call reset first"):
+        env.step(np.int64(0))
+
+
+def test_a_misspelt_option_is_refused():
+    with pytest.raises(ValidationError, match="expected_finnish"):
+        envs.LoadBalancingEnv(scenario="nominal", expected_finnish=True)
+
+
+def test_decision_epochs_hold_every_request_until_the_next_tick():
+    epochs = load_scenario("nominal").model_copy(update={"decision_epoch_s": 0.1})
+    env = envs.LoadBalancingEnv(scenario=epochs, episode_requests=200)
+    env.reset(seed=0)
+    now_s = []
+    for _ in range(200):
+        now_s.append(env.sim.now_s())
+        assert 0 <= now_s[-1] - env.sim.request().arrival_s <= 0.1
+        env.step(np.int64(0))
+    ticks = np.array(now_s) / 0.1
+    np.testing.assert_allclose(ticks, np.round(ticks), atol=1e-6)
+    assert len(np.unique(np.round(ticks))) < 200  # some decisions share a tick: a batch
+
+
+def test_a_hidden_output_length_reaches_neither_request_nor_observation():
+    hidden = load_scenario("conversation").model_copy(update={"output_length": "none"})
+    env = envs.LoadBalancingEnv(scenario=hidden, episode_requests=100)
+    env.reset(seed=0)
+    seen = []
+    for doubled in (False, True):
+        env.reset(seed=0)
+        if doubled:  # every true output grows; nothing that the router sees before may change
+            env.sim.requests[0, :, 2] += 500.0
+        request = env.sim.request()
+        assert request.predicted_total_tokens == request.context_tokens
+        seen.append(env.sim.observe()[0].copy())
+    np.testing.assert_array_equal(*seen)
+
+
+def test_a_request_that_the_baseline_dropped_still_earns_a_number():
+    dropping = load_scenario("bursty_serial").model_copy(update={"queue_limit": 1})
+    env = envs.LoadBalancingEnv(scenario=dropping, reward=WORKING_REWARD, episode_requests=300)
+    env.reset(seed=0)
+    rewards = [env.step(np.int64(i % 3))[1] for i in range(300)]
+    assert np.isfinite(rewards).all()

@@ -1,0 +1,135 @@
+"""From a decision log to a candidate: a poor champion, a world that is not as declared."""
+
+import uuid
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from rich.console import Console
+from unit.serve_builders import linear_artifact, marginal_artifact
+
+from pipelines import finetune
+from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.policy.loading import resolve_policy
+from tokenyard.routing import log_replay as replay
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
+from tokenyard.routing.decision_log import fleet_of, read_log, windows_of
+from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.run import run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import Decision
+
+SCENARIO = "conversation_mixed_gpus"
+FACTORS = np.array([1.0, 1.3, 0.8, 1.1])
+NUM_REQUESTS = 6000
+_DECODING = 3
+"""Weight on the time of decoding."""
+
+
+def a_poor_champion():
+    """One that minds nobody, and hardly minds how slow a replica decodes."""
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS)
+    weights[MARGINAL_OTHERS], weights[_DECODING] = -1.0, -0.8
+    return marginal_artifact(weights, scenario=SCENARIO, slo_response_s=15.0)
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory):
+    """What a gateway would have logged in a simulated world; declared speeds are wrong in it."""
+    folder = tmp_path_factory.mktemp("log")
+    declared = load_scenario(SCENARIO)
+    world = replay.scaled(declared, FACTORS)
+    policy, rng = learned_policy(a_poor_champion()), np.random.default_rng(0)
+    placed = []
+
+    def choose(sim, copy):
+        request, snapshots = sim.request(copy), sim.snapshots(copy)
+        decision, propensity = policy.decide(request, snapshots), 0.9625
+        index = decision.replica
+        if rng.random() < 0.05:
+            index = int(rng.integers(4))
+        if index != decision.replica:
+            propensity = 0.0125
+        placed.append((request, snapshots, Decision(index, decision.scores), propensity))
+        return sim.offered(copy)[index]
+
+    stream = StreamSource(world).sample(NUM_REQUESTS, stream_rng(5, "evaluation"))
+    (run,) = run_each(world, StreamSet([stream], "log"), [choose])
+    writer, out = DecisionLog(folder), run.outcomes
+    for number, (request, snapshots, decision, propensity) in enumerate(placed):
+        # What is declared is what snapshots tell, whatever the truth is.
+        told = tuple(
+            replace(
+                one, engine=replace(
+                    one.engine, iteration_s=one.engine.iteration_s / factor,
+                    prefill_token_s=one.engine.prefill_token_s / factor,
+                    sequence_s=one.engine.sequence_s / factor,
+                    kv_token_s=one.engine.kv_token_s / factor,
+                ),
+            )
+            for one, factor in zip(snapshots, FACTORS, strict=True)
+        )  # fmt: skip
+        writer.write(
+            DecisionRecord(
+                decision_id=uuid.uuid4().hex, request_id=str(number), attempt=0,
+                time_s=request.arrival_s, policy="poor@1", service_class="default",
+                request=request, snapshots=told, pools=("p",) * 4, scores=decision.scores,
+                index=decision.replica, propensity=propensity, explored=propensity < 0.5,
+                fallback_reason=None, decision_us=1.0, outcome="stop",
+                output_tokens=int(out.output_tokens[number]),
+                ttft_s=float(out.first_token_s[number]), response_s=float(out.response_s[number]),
+            )
+        )  # fmt: skip
+    writer.close()
+    return folder
+
+
+def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
+    decisions, digest = read_log(log)
+    assert len(decisions) == NUM_REQUESTS
+    assert len(digest) == 12
+    declared = fleet_of(decisions, load_scenario(SCENARIO), SCENARIO)
+    assert declared.num_servers == 4
+    twin = replay.fit_speeds(declared, windows_of(decisions, 2))
+    by_name = dict(zip(sorted(load_scenario(SCENARIO).server_names), [0, 1, 2, 3], strict=True))
+    order = [by_name[name] for name in load_scenario(SCENARIO).server_names]
+    # Windows begin with empty replicas, which the world did not.
+    assert twin.speed_factors[order] == pytest.approx(FACTORS, rel=0.08)
+    assert twin.error_fraction < 0.1
+
+
+@pytest.mark.slow
+def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    champion, out = tmp_path / "poor.npz", tmp_path / "better.npz"
+    a_poor_champion().save(champion)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    args = finetune.Args(
+        log=log, scenario=SCENARIO, champion=champion, out=out, registry=uri, windows=10,
+        held_out=0.6, generations=6, population=16, spread=0.4, behaviour=0.01,
+    )  # fmt: skip
+    row = finetune.finetune(args, Console(quiet=True))
+    assert row["offered"] is True, row
+    assert row["delta_mean_ci_high"] < 0
+    candidate = PolicyArtifact.load(out)
+    lineage = candidate.metadata.lineage
+    assert lineage["champion_sha256"] == a_poor_champion().sha256
+    assert {"trace_sha256", "calibration_sha256", "sweep_run"} <= lineage.keys()
+    model = f"tokenyard-routing-{SCENARIO}"
+    version = MlflowClient(uri, uri).get_model_version_by_alias(model, "candidate")
+    assert version.tags["sha256"] == candidate.sha256
+    assert resolve_policy("candidate", SCENARIO, uri).card.version == candidate.sha256
+    # There is still no champion: a candidate is not one before it has been on trial.
+    assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
+
+
+def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
+    console = Console(quiet=True)
+    with pytest.raises(ValueError, match="no decisions"):
+        finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)
+    path = tmp_path / "linear.npz"
+    linear_artifact().save(path)
+    with pytest.raises(ValueError, match="of kind 'linear'"):
+        finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, champion=path), console)

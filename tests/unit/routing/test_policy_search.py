@@ -1,0 +1,91 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.scenario import Arrivals, Server, load_scenario
+from tokenyard.routing.search import Objective, PolicySearch, SearchConfig, StreamCosts
+
+SMALL = SearchConfig(
+    population=8, num_elites=3, streams_per_generation=2, requests_per_stream=500,
+    num_generations=5,
+)  # fmt: skip
+
+
+def test_the_search_improves_on_shortest_expected_delay():
+    search = PolicySearch(
+        load_scenario("poisson_085"),
+        SearchConfig(
+            Objective(cvar99=0.0, violation=0.0), population=24, num_elites=6,
+            streams_per_generation=3, requests_per_stream=3000, num_generations=15,
+        ),
+        seed=0,
+    )  # fmt: skip
+    costs = [search.step()["cost_over_baseline"] for _ in range(15)]
+    assert costs[0] == pytest.approx(1.0)  # the search starts at shortest expected delay
+    assert np.mean(costs[-3:]) < 0.95
+
+
+def test_a_restored_search_goes_on_as_if_nothing_had_happened():
+    scenario = load_scenario("poisson_085")
+    straight, stopped = (PolicySearch(scenario, SMALL, seed=4) for _ in range(2))
+    straight.step(), straight.step()
+    stopped.step()
+    resumed = PolicySearch(scenario, SMALL, seed=99)
+    resumed.restore(stopped.state())
+    resumed.step()
+    np.testing.assert_array_equal(resumed.mean, straight.mean)
+    assert resumed.env_steps == straight.env_steps == 2 * 9 * 2 * 500
+
+
+def test_equal_seeds_find_equal_policies_and_others_do_not():
+    scenario = load_scenario("poisson_085")
+    found = []
+    for seed in (1, 1, 2):
+        search = PolicySearch(scenario, SMALL, seed)
+        search.step()
+        found.append(search.artifact().sha256)
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_tail_guard_only_counts_what_is_beyond_the_baseline():
+    guard = Objective(tail_guard=2.0)
+    base = StreamCosts(np.ones(2), np.full(2, 4.0))
+    assert guard.relative_cost(StreamCosts(np.ones(2), np.full(2, 3.0)), base) == 1.0
+    assert guard.relative_cost(StreamCosts(np.ones(2), np.full(2, 5.0)), base) == 1.5
+
+
+def test_the_exported_policy_carries_the_length_predictor_of_its_training_traffic():
+    artifact = PolicySearch(load_scenario("conversation"), SMALL).artifact()
+    predictor = artifact.metadata.predictor
+    assert predictor.generated_tokens(50) != predictor.generated_tokens(5000)
+    assert artifact.metadata.num_replicas == 3
+    learned_policy(artifact)
+
+
+def test_the_search_learns_to_keep_requests_off_a_server_that_is_useless():
+    scenario = load_scenario("poisson_085").model_copy(
+        update={
+            "servers": (
+                Server(name="fast", tokens_per_s=9000, concurrency=5),
+                Server(name="snail", tokens_per_s=50, concurrency=5),
+            ),
+            "arrivals": Arrivals(load=0.5),
+        }
+    )
+    search = PolicySearch(scenario, SMALL, seed=0)
+    for _ in range(5):
+        search.step()
+    search._costs(search.mean)
+    assert (search._sim.outcomes().server == 1).mean() < 0.01
+
+
+def test_a_search_may_start_at_tuned_weights_and_is_compared_with_them():
+    scenario = load_scenario("poisson_085")
+    start = tuple(float(i) / 50 for i in range(NUM_SCORE_WEIGHTS))
+    search = PolicySearch(scenario, replace(SMALL, start=start), seed=0)
+    assert search.mean.tolist() == list(start)
+    # The first candidate is the centre, which here is what costs are relative to.
+    assert search.step()["cost_over_baseline"] == 1.0

@@ -1,0 +1,313 @@
+"""Networks that score every replica alike: what they are of, blind to, and exported as."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.learner.utils import update_target_network
+from ray.rllib.env.single_agent_episode import SingleAgentEpisode
+from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBuffer
+from scipy.special import log_softmax
+
+from tokenyard.rl.routing.equivariant import EquivariantActorCritic
+from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.training import build_config, fleet
+from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences, learned_policy
+from tokenyard.routing.observation import (
+    NUM_MARGINAL_WEIGHTS,
+    NUM_REQUEST_FEATURES,
+    encode,
+    observation_size,
+    snapshot_columns,
+)
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.validation import Validation
+
+ALGORITHMS = ("ppo", "a2c", "dqn")
+MIXED, CHURN, TOKENS = "azure_code_mixed_gpus", "churn", "poisson_085"
+
+
+def spaces(num_replicas, batches=True):
+    size = observation_size(num_replicas, expected_finish=True, batches=batches)
+    return Box(-20, 20, (size,), np.float32), Discrete(num_replicas)
+
+
+def a_module(algorithm, num_replicas=4, batches=True, recipe=None):
+    """The learner's module of an algorithm, built without starting anything."""
+    config = build_config(algorithm, recipe or fleet(), "unused", {})
+    torch.manual_seed(0)
+    spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: spaces(num_replicas, batches)})
+    return spec.build()
+
+
+def disturb(module):
+    """Give every weight and buffer a value that no code path can hide."""
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.3, generator=rng)
+        for one in (module.normaliser.request, module.normaliser.replica):
+            one.mean.normal_(0.0, 0.5, generator=rng)
+            one.variance.uniform_(0.0, 2.0, generator=rng)
+    return module
+
+
+def preferences(module, observations):
+    """Logits or Q-values, shape (num, num_replicas)."""
+    batch = {Columns.OBS: torch.from_numpy(np.atleast_2d(observations))}
+    with torch.no_grad():
+        if isinstance(module, EquivariantActorCritic):
+            return module.forward_inference(batch)[Columns.ACTION_DIST_INPUTS].numpy()
+        return module.compute_q_values(batch)["qf_preds"].numpy()
+
+
+def a_run(scenario, num_requests=300):
+    """A cluster under load; a scenario or the name of one."""
+    source = StreamSource(load_scenario(scenario) if isinstance(scenario, str) else scenario)
+    sim = make_simulator(source.scenario, 1, num_requests)
+    sim.load(0, source.sample(num_requests, stream_rng(5, "validation")))
+    return source, sim
+
+
+def driven_at_random(sim, seed=0):
+    """Observation after observation of a cluster that fills up, the request still to be placed."""
+    rng = np.random.default_rng(seed)
+    observations = sim.observe()
+    while sim.undecided():
+        yield observations[0].copy()
+        action = rng.choice(sim.offered())
+        observations, _ = sim.step_and_observe(np.array([action]))
+
+
+def with_flags(num_replicas, routable, seed=0):
+    """An observation with these flags, and everything else at random."""
+    rng = np.random.default_rng(seed)
+    observation = rng.uniform(0, 2, observation_size(num_replicas, True, True)).astype(np.float32)
+    rows = observation[NUM_REQUEST_FEATURES:].reshape(num_replicas, -1)
+    rows[:, -1] = routable
+    return observation
+
+
+def permuted(observation, order, numbers_per_replica):
+    rows = observation[NUM_REQUEST_FEATURES:].reshape(-1, numbers_per_replica)
+    return np.concatenate([observation[:NUM_REQUEST_FEATURES], rows[order].ravel()])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("scenario", "rule"), [(MIXED, "marginal_delay"), (TOKENS, "sed")])
+def test_a_fresh_network_is_its_baseline(algorithm, scenario, rule):
+    source, sim = a_run(scenario)
+    num = source.scenario.num_servers
+    module = a_module(algorithm, num, source.scenario.fleet is not None)
+    context = PolicyContext(scenario, source.scenario.slo, np.random.default_rng(0), num)
+    policy = make_policy(rule, context)
+    agreed = [
+        preferences(module, observation)[0].argmax() == policy.route(sim.request(), sim.snapshots())
+        for observation in driven_at_random(sim)
+    ]
+    # Not always: the fresh network's small outputs decide between nearly equal replicas.
+    assert np.mean(agreed) > 0.9
+
+
+@pytest.mark.parametrize("scenario", [MIXED, TOKENS])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
+    algorithm, scenario, tmp_path
+):
+    source, sim = a_run(scenario)
+    num = source.scenario.num_servers
+    module = disturb(a_module(algorithm, num, source.scenario.fleet is not None))
+    export_network(module, source, algorithm, True).save(tmp_path / "policy.npz")
+    artifact = PolicyArtifact.load(tmp_path / "policy.npz")
+    policy = learned_policy(artifact)
+    for observation in driven_at_random(sim):
+        trained = preferences(module, observation)[0]
+        decision = policy.decide(sim.request(), sim.snapshots())
+        assert -np.array(decision.scores) == pytest.approx(trained, rel=1e-3, abs=1e-3)
+        assert decision.replica == trained.argmax()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_replicas_that_take_no_requests_change_nothing_for_the_others(algorithm):
+    scenario = load_scenario(CHURN)
+    churn = scenario.fleet.churn.model_copy(update={"mean_up_s": 10.0, "mean_down_s": 5.0})
+    unsteady = scenario.fleet.model_copy(update={"churn": churn})
+    source, sim = a_run(scenario.model_copy(update={"fleet": unsteady}))
+    module = disturb(a_module(algorithm, 5))
+    artifact = export_network(module, source, algorithm, True)
+    partly = 0
+    for observation in driven_at_random(sim):
+        offered, num = sim.offered(), source.scenario.num_servers
+        seen = preferences(module, observation)[0]
+        assert np.isfinite(seen[offered]).all()
+        assert np.isneginf(np.delete(seen, offered)).all()
+        shown = np.empty(observation_size(len(offered), True, True), dtype=np.float32)
+        features = sim.arrays.requests[0, sim.current(), lay.FEATURES :]
+        request = sim.request()
+        encode(
+            features, request.context_tokens, request.predicted_total_tokens,
+            snapshot_columns(sim.snapshots()), True, shown,
+        )  # fmt: skip
+        served = equivariant_preferences(artifact, shown)
+        assert served == pytest.approx(seen[offered], rel=1e-3, abs=1e-3)
+        partly += len(offered) < num
+    assert partly > 50
+
+
+@pytest.mark.parametrize("batches", [True, False])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_permuting_replicas_permutes_preferences_and_leaves_the_value(algorithm, batches):
+    module = disturb(a_module(algorithm, 6, batches))
+    size = spaces(6, batches)[0].shape[0]
+    rng = np.random.default_rng(0)
+    observation = rng.uniform(0, 2, size).astype(np.float32)
+    if batches:
+        observation[NUM_REQUEST_FEATURES:].reshape(6, -1)[:, -1] = [1, 1, 0, 1, 1, 1]
+    order = rng.permutation(6)
+    other = permuted(observation, order, module.layout.numbers_per_replica)
+    one, two = preferences(module, observation)[0], preferences(module, other)[0]
+    np.testing.assert_allclose(two, one[order], rtol=1e-4)
+    if isinstance(module, EquivariantActorCritic):
+        batch = {Columns.OBS: torch.from_numpy(np.stack([observation, other]))}
+        first, second = module.compute_values(batch).tolist()
+        assert first == pytest.approx(second, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 9])
+def test_one_network_decides_between_any_number_of_replicas(num_replicas):
+    source, sim = a_run(MIXED)
+    module = disturb(a_module("ppo", 4))
+    artifact = export_network(module, source, "ppo", True)
+    which = np.arange(num_replicas) % 4
+    for _ in range(100):
+        sim.step(np.zeros(1, dtype=np.int64))
+    seen = sim.observe()[0]
+    rows = seen[NUM_REQUEST_FEATURES:].reshape(4, -1)[which]
+    shown = np.concatenate([seen[:NUM_REQUEST_FEATURES], rows.ravel()])
+    trained = preferences(module, shown)[0]
+    assert equivariant_preferences(artifact, shown) == pytest.approx(trained, rel=1e-3, abs=1e-3)
+    snapshots = sim.snapshots()
+    decided = learned_policy(artifact).decide(sim.request(), [snapshots[i] for i in which])
+    for scores in (trained, np.array(decided.scores)):
+        assert len(scores) == num_replicas
+        # Replicas in the same state are worth the same.
+        assert scores == pytest.approx(scores[which], rel=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_exploration_never_leaves_the_routable_replicas(algorithm):
+    recipe = fleet()
+    curious = replace(recipe.algorithms["dqn"], epsilon=(1.0, 1.0))
+    recipe = replace(recipe, algorithms={**recipe.algorithms, "dqn": curious})
+    module = disturb(a_module(algorithm, 4, recipe=recipe))
+    batch = np.stack([with_flags(4, [0, 1, 0, 1], seed) for seed in range(200)])
+    batch = {Columns.OBS: torch.from_numpy(batch)}
+    if algorithm == "dqn":
+        actions = module.forward_exploration(batch, t=0)[Columns.ACTIONS]
+    else:
+        logits = module.forward_exploration(batch)[Columns.ACTION_DIST_INPUTS]
+        actions = module.get_exploration_action_dist_cls().from_logits(logits).sample()
+    assert set(actions.tolist()) == {1, 3}
+
+
+def test_where_no_replica_is_routable_all_are_chosen_from():
+    module = disturb(a_module("ppo", 3))
+    none, all_of_them = (preferences(module, with_flags(3, flag))[0] for flag in (0.0, 1.0))
+    np.testing.assert_array_equal(none, all_of_them)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_update_with_replicas_that_are_not_routable_is_finite_and_moves_the_scorer(algorithm):
+    config = build_config(algorithm, fleet(), "unused", {})
+    observations, actions = spaces(4)
+    config = config.environment(observation_space=observations, action_space=actions)
+    learner = config.build_learner()
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    update(learner, module, algorithm, observations, actions)
+    after = module.state_dict()
+    assert all(torch.isfinite(value).all() for value in after.values())
+    scorer = "af" if algorithm == "dqn" else "scorer"
+    assert not torch.equal(before[f"{scorer}.0.weight"], after[f"{scorer}.0.weight"])
+    # The same moments for every replica, of those that take requests.
+    assert float(module.normaliser.replica.count) == 2 * float(module.normaliser.request.count)
+
+
+def update(learner, module, algorithm, observation_space, action_space):
+    num = 512
+    rng = np.random.default_rng(0)
+    seen = [with_flags(4, [0, 1, 0, 1], seed) for seed in range(num + 1)]
+    logits = preferences(module, np.stack(seen[:-1]))
+    taken = rng.choice([1, 3], num)
+    episode = SingleAgentEpisode(
+        observations=seen,
+        actions=list(taken),
+        rewards=list(-rng.exponential(size=num)),
+        extra_model_outputs={
+            Columns.ACTION_DIST_INPUTS: list(logits),
+            Columns.ACTION_LOGP: list(log_softmax(logits, axis=1)[np.arange(num), taken]),
+        },
+        observation_space=observation_space,
+        action_space=action_space,
+        len_lookback_buffer=0,
+    )
+    if algorithm == "dqn":
+        replay = EpisodeReplayBuffer(capacity=1000)
+        replay.add([episode])
+        learner.update(episodes=replay.sample(num_items=256, n_step=1, sample_episodes=True))
+    elif algorithm == "a2c":
+        learner.update(episodes=[episode.to_numpy()])
+    else:
+        learner.update(episodes=[episode.to_numpy()], minibatch_size=256, num_epochs=1)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_env_runner_gets_all_it_decides_with_and_no_critic(algorithm):
+    config = build_config(algorithm, fleet(), "unused", {})
+    observations, actions = spaces(4)
+    spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: (observations, actions)})
+    learners = disturb(spec.build())
+    spec.inference_only = True
+    runners = spec.build()
+    runners.set_state(learners.get_state(inference_only=True))
+    assert not any("critic" in name or "target" in name for name in runners.state_dict())
+    observation = with_flags(4, [1, 0, 1, 1])
+    np.testing.assert_array_equal(
+        preferences(runners, observation), preferences(learners, observation)
+    )
+
+
+def test_the_target_network_follows_the_scorer_when_it_is_told_to():
+    module = a_module("dqn")
+    module.make_target_networks()
+    with torch.no_grad():
+        module.af[0].weight.add_(1.0)
+    observation = with_flags(4, 1.0)
+    batch = {Columns.OBS: torch.from_numpy(observation[None])}
+    main, target = (f(batch)["qf_preds"] for f in (module.compute_q_values, module.forward_target))
+    assert not torch.allclose(main, target)
+    for one, other in module.get_target_network_pairs():
+        update_target_network(main_net=one, target_net=other, tau=1.0)
+    torch.testing.assert_close(module.forward_target(batch)["qf_preds"], main)
+
+
+@pytest.mark.parametrize("scenario", [MIXED, CHURN])
+def test_validation_of_a_fresh_network_is_that_of_its_rule(scenario):
+    source = StreamSource(load_scenario(scenario).model_copy(update={"requests_per_stream": 600}))
+    num = source.scenario.num_servers
+    network = export_network(a_module("ppo", num), source, "ppo", True)
+    zeros = np.zeros(NUM_MARGINAL_WEIGHTS)
+    metadata = network.metadata.model_copy(
+        update={"kind": "marginal", "baseline": None, "trainer": "policy_search"}
+    )
+    validate = Validation(source, num_streams=2)
+    ours, rule = validate(network), validate(PolicyArtifact(metadata, {"weights": zeros}))
+    assert ours["mean_response_s"] == pytest.approx(rule["mean_response_s"], rel=0.05)

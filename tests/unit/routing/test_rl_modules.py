@@ -1,0 +1,131 @@
+"""What our networks add to RLlib's: the normaliser, the residual, and the way out."""
+
+import hypothesis.extra.numpy as hnp
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+from hypothesis import given
+from hypothesis import strategies as st
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.columns import Columns
+
+from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
+from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.training import build_config, ours, paper
+from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.observation import observation_size
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.validation import network_preferences
+
+ALGORITHMS = ("ppo", "a2c", "dqn")
+
+
+def a_module(algorithm, recipe, num_servers=3):
+    """The learner's module of an algorithm, built without starting anything."""
+    config = build_config(algorithm, recipe, "unused", {})
+    spec = config.get_rl_module_spec(
+        spaces={
+            DEFAULT_MODULE_ID: (
+                Box(-20, 20, (observation_size(num_servers, recipe.expected_finish),), np.float32),
+                Discrete(num_servers),
+            )
+        }
+    )
+    torch.manual_seed(0)
+    return spec.build()
+
+
+def disturb(module):
+    """Give every weight and buffer a value that no code path can hide."""
+    rng = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0.0, 0.3, generator=rng)
+        if isinstance(module.normaliser, RunningNormaliser):
+            module.normaliser.mean.normal_(0.0, 0.5, generator=rng)
+            module.normaliser.variance.uniform_(0.0, 2.0, generator=rng)
+
+
+def greedy_actions(module, observations):
+    output = module.forward_inference({Columns.OBS: torch.from_numpy(observations)})
+    if Columns.ACTIONS in output:
+        return output[Columns.ACTIONS].numpy()
+    return output[Columns.ACTION_DIST_INPUTS].argmax(dim=1).numpy()
+
+
+def a_run(num_requests=300, expected_finish=True):
+    """A cluster under load that is driven at random, so that queues build up."""
+    scenario = load_scenario("poisson_085")
+    source = StreamSource(scenario)
+    sim = ClusterSim(scenario, 1, num_requests, expected_finish=expected_finish)
+    sim.load(0, source.sample(num_requests, stream_rng(5, "validation")))
+    return source, sim
+
+
+observations_strategy = hnp.arrays(
+    np.float32, st.tuples(st.integers(1, 40), st.just(3)), elements=st.floats(-20, 20, width=32)
+)
+
+
+@given(batches=st.lists(observations_strategy, min_size=1, max_size=5))
+def test_the_normaliser_knows_the_moments_of_all_it_was_shown(batches):
+    normaliser = RunningNormaliser(3)
+    for batch in batches:
+        normaliser.update(torch.from_numpy(batch))
+    seen = np.concatenate(batches).astype(np.float64)
+    np.testing.assert_allclose(normaliser.mean, seen.mean(0), atol=1e-3)
+    np.testing.assert_allclose(normaliser.variance, seen.var(0), atol=1e-2, rtol=1e-3)
+    assert float(normaliser.count) == len(seen)
+
+
+def test_a_number_that_never_varied_does_not_explode_when_it_does():
+    normaliser = RunningNormaliser(1)
+    normaliser.update(torch.zeros(1000, 1))
+    assert float(normaliser(torch.ones(1))) == pytest.approx(1.0 / SMALLEST_STD)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_fresh_residual_network_is_shortest_expected_delay(algorithm):
+    _, sim = a_run()
+    module = a_module(algorithm, ours())
+    rng = np.random.default_rng(0)
+    observations, agreed, num = sim.observe(), 0, 299
+    for _ in range(num):
+        snapshots, request = sim.snapshots(), sim.request()
+        finish_s = [s.wait_s + request.predicted_total_tokens / s.tokens_per_s for s in snapshots]
+        agreed += int(greedy_actions(module, observations)[0]) == int(np.argmin(finish_s))
+        observations, _ = sim.step_and_observe(rng.integers(0, 3, 1))
+    # Not always: the fresh network's small outputs decide between nearly equal servers.
+    assert agreed > 0.9 * num
+
+
+@pytest.mark.parametrize("recipe", [paper(), ours()], ids=["paper", "ours"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorithm, recipe):
+    source, sim = a_run(expected_finish=recipe.expected_finish)
+    module = a_module(algorithm, recipe)
+    disturb(module)
+    artifact = export_network(module, source, algorithm, recipe.expected_finish)
+    policy = learned_policy(artifact)
+    rng = np.random.default_rng(1)
+    observations = sim.observe()
+    for _ in range(299):
+        trained = int(greedy_actions(module, observations)[0])
+        assert policy.route(sim.request(), sim.snapshots()) == trained
+        assert int(network_preferences(artifact, observations).argmax()) == trained
+        observations, _ = sim.step_and_observe(rng.integers(0, 3, 1))
+
+
+def test_the_export_carries_the_normaliser_and_survives_a_file(tmp_path):
+    source, _ = a_run()
+    module = a_module("ppo", ours())
+    module.normaliser.update(torch.from_numpy(np.random.default_rng(0).normal(size=(99, 40))))
+    artifact = export_network(module, source, "ppo", True, metrics={"score": -1.5})
+    artifact.save(tmp_path / "policy.npz")
+    loaded = type(artifact).load(tmp_path / "policy.npz")
+    assert loaded.sha256 == artifact.sha256
+    assert loaded.metadata.metrics == {"score": -1.5}
+    np.testing.assert_allclose(loaded.arrays["mean"], module.normaliser.mean)

@@ -1,0 +1,63 @@
+"""Recipes say what is trained; wrong ones are refused in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from envs.routing import RoutingEnvConfig
+from tokenyard.rl.routing.training import build_config, fleet, ours, paper, recipe, scaled
+from tokenyard.routing.scenario import RewardWeights
+
+
+def test_the_papers_recipe_has_the_papers_numbers():
+    for algorithm in ("ppo", "a2c", "dqn"):
+        config = build_config(algorithm, paper(), "unused", {})
+        assert (config.lr, config.gamma) == (3e-4, 0.99)
+        model = config.rl_module_spec.model_config
+        assert (model["fcnet_hiddens"], model["fcnet_activation"]) == ([128, 128], "relu")
+        assert not config.env_config["expected_finish"]
+        assert config.env_config["reward"] == RewardWeights().model_dump()
+    assert config.replay_buffer_config["capacity"] == 50_000
+
+
+def test_on_policy_batches_hold_every_sampled_step_once():
+    for algorithm in ("ppo", "a2c"):
+        for num_env_runners in (0, 1, 2):
+            config = build_config(algorithm, ours(), "unused", {}, num_env_runners=num_env_runners)
+            config.validate()
+            sampled = config.num_envs_per_env_runner * config.rollout_fragment_length
+            assert config.train_batch_size_per_learner == sampled * max(num_env_runners, 1)
+
+
+def test_scaling_a_reward_leaves_its_thresholds_alone():
+    reward = RewardWeights(response=-1.0, tail=-2.0, tail_after_s=4.0, subtract_baseline=True)
+    tenth = scaled(reward, 0.1)
+    assert (tenth.response, tenth.tail, tenth.queue) == pytest.approx((-0.1, -0.2, -0.01))
+    assert (tenth.tail_after_s, tenth.subtract_baseline) == (4.0, True)
+
+
+def test_wrong_names_are_refused_with_the_right_ones():
+    with pytest.raises(ValueError, match=r"unknown recipe 'theirs'; choose one of \['fleet', "):
+        recipe("theirs")
+    with pytest.raises(ValueError, match=r"unknown algorithm 'sac'; choose one of \['a2c', 'dqn'"):
+        build_config("sac", ours(), "unused", {})
+
+
+def test_a_residual_without_finish_times_is_refused():
+    with pytest.raises(ValueError, match=r"residual_scale 3\.0 needs expected_finish"):
+        build_config("ppo", replace(ours(), expected_finish=False), "unused", {})
+
+
+def test_a_baseline_that_a_network_cannot_correct_is_refused():
+    with pytest.raises(ValueError, match=r"'flat' cannot correct 'marginal_delay'; .*\['sed'\]"):
+        build_config("ppo", replace(ours(), baseline="marginal_delay"), "unused", {})
+    with pytest.raises(ValueError, match=r"choose one of \['marginal_delay', 'sed'\]"):
+        build_config("ppo", replace(fleet(), baseline="round_robin"), "unused", {})
+
+
+def test_the_recipe_for_fleets_trains_on_fleets_that_differ():
+    told = build_config("ppo", fleet(), "unused", {"scenario": "churn"}).env_config
+    config = RoutingEnvConfig.model_validate(told)
+    assert config.randomisation.varies_fleet
+    assert config.num_steps == fleet().episode_requests
+    assert config.weights.credits_response

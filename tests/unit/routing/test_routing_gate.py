@@ -1,0 +1,101 @@
+"""The promotion gate: what loses to a rule at half load or on recorded training data."""
+
+import numpy as np
+import pytest
+
+from tokenyard.routing import gate
+from tokenyard.routing.choice import RULES_LOST_TO, choose
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+
+FLEET = "azure_code_mixed_gpus_085"
+
+
+def row(mean=(0.0, 0.0), p99_high=0.0, slo_high=0.0):
+    estimate, low = mean
+    return {
+        "delta_mean_fraction": estimate, "delta_mean_ci_low": low,
+        "delta_p99_ci_high": p99_high, "delta_slo_ci_high": slo_high,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "lost"),
+    [
+        (row((0.05, 0.04)), True),
+        (row((0.009, 0.008)), False),  # within the margin
+        (row((0.05, -0.001)), False),  # may be chance
+        (row((-0.05, -0.06)), False),
+        (row((0.05, 0.04), p99_high=-0.01), False),  # pays with the mean for the tail
+        (row((0.05, 0.04), slo_high=-0.01), False),  # or for violations
+        (row((np.nan, np.nan)), False),
+    ],
+)
+def test_a_policy_loses_where_a_longer_mean_buys_nothing(found, lost):
+    assert gate.loses(found) == lost
+
+
+def test_what_loses_to_a_rule_is_not_chosen_however_good_it_is():
+    def found(mean_s, lost):
+        return {
+            "mean_response_s": mean_s, "slo_violation_fraction": 0.0, "delta_p99_ci_high": -0.1,
+            RULES_LOST_TO: lost,
+        }  # fmt: skip
+
+    rows = [found(1.0, 0.0), found(0.5, 2.0), found(0.9, 0.0)]
+    assert choose(rows, violation_s=1.0, p99_margin=0.0) == 2
+    assert choose(rows[1:2], violation_s=1.0, p99_margin=0.0) is None
+
+
+def few_streams(scenario, count=3, length=400):
+    source = StreamSource(scenario)
+    drawn = [source.sample(length, stream_rng(5, "validation", i)) for i in range(count)]
+    return source, StreamSet(drawn, "test")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("bursty_serial", "sed_reserve"),
+        ("bursty_serial", "sed_dump"),
+        (FLEET, "marginal_delay"),
+        (FLEET, "tuned_marginal_delay"),
+    ],
+)
+def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
+    scenario = load_scenario(name)
+    _, streams = few_streams(scenario)
+    assert gate.is_compiled(rule, scenario)
+    found = gate.rule_runs(rule, scenario, streams)
+    expected = gate.PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
+
+
+def test_a_slow_rule_loses_to_the_tuned_one_and_the_tuned_one_does_not_lose_to_itself():
+    scenario = load_scenario(FLEET)
+    source, streams = few_streams(scenario, 6)
+    bar = gate.Gate(source, parts={"some": streams})
+    rows = bar(lambda streams: gate.rule_runs("sed", scenario, streams))
+    assert [(found["baseline"], found["loses"]) for found in rows] == [("tuned_marginal_delay", 1)]
+    rows = bar(lambda streams: gate.rule_runs("tuned_marginal_delay", scenario, streams))
+    assert [found["loses"] for found in rows] == [0]
+
+
+def test_half_load_and_recorded_training_requests_are_looked_at_and_no_test_part(monkeypatch):
+    source = StreamSource(load_scenario("conversation"))
+    monkeypatch.setattr(gate, "recorded_training_streams", lambda source: "recorded")
+    parts = gate.gate_streams(source, 2)
+    assert list(parts) == [gate.HALF_LOAD, gate.RECORDED]
+    whole = gate.synthetic_streams(source, 2, 0, "validation").requests
+    for half, full in zip(parts[gate.HALF_LOAD].requests, whole, strict=True):
+        np.testing.assert_allclose(half[:, 0], 2 * full[:, 0])
+
+
+def test_rules_without_parameters_are_left_out():
+    own = load_scenario(FLEET).model_copy(update={"name": "mine"})
+    assert "tuned_marginal_delay" not in gate.known(gate.FLEET_RULES, StreamSource(own))
+    assert gate.best_tuned_rule(own) == "marginal_delay"
+    scores = load_tuned(FLEET).scores
+    assert scores[gate.best_tuned_rule(load_scenario(FLEET))] == max(scores.values())

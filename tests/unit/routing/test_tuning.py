@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
+from tokenyard.routing.tuning import FLEET_GRIDS, coordinate_descent, tune_rules
+
+FLEET = {
+    "name": "small",
+    "description": "Two kinds of GPU that fail, with prefix caches.",
+    "fleet": {
+        "replicas": [
+            {"name": "a10g", "gpu": "a10g", "model": "llama3_8b"},
+            {"name": "a100", "gpu": "a100_80g_sxm", "model": "llama3_8b"},
+        ],
+        "prefix_block_tokens": 128,
+        "churn": {"mean_up_s": 4, "mean_down_s": 4},
+    },
+    "workload": "azure_conv",
+    "arrivals": {"load": 0.8},
+    "sessions": {"mean_turns": 4, "num_system_prompts": 2, "system_prompt_tokens": 512},
+    "requests_per_stream": 60,
+    "slo_response_s": 15.0,
+    "reward": {"processing": 0, "queue": 0, "overload": 0, "balance": 0, "response": -1},
+}
+
+
+def test_descent_finds_the_best_of_values_that_do_not_interact():
+    def score_of(values):
+        return -((values[0] - 3.0) ** 2) - (values[1] + 1.0) ** 2
+
+    grids = [(0.0, 2.0, 3.5, 9.0), (-4.0, -1.0, 5.0)]
+    assert coordinate_descent((0.0, 0.0), grids, score_of) == (-0.25, (3.5, -1.0))
+
+
+def test_descent_keeps_the_start_where_nothing_is_better():
+    assert coordinate_descent((7.0,), [(1.0, 2.0)], lambda values: values[0]) == (7.0, (7.0,))
+
+
+def test_descent_asks_once_for_equal_values_and_never_for_those_that_are_not_allowed():
+    asked = []
+
+    def score_of(values):
+        asked.append(values)
+        return sum(values)
+
+    grid = (0.0, 1.0, 2.0, 3.0)
+    best = coordinate_descent((0.0, 0.0), [grid, grid], score_of, lambda v: v[0] <= v[1])
+    assert best == (6.0, (3.0, 3.0))
+    assert len(asked) == len(set(asked))
+    assert all(first <= second for first, second in asked)
+
+
+@pytest.fixture(scope="module")
+def tuned():
+    scenario = Scenario.model_validate(FLEET)
+    return scenario, tune_rules(scenario, num_streams=2, seed=0)
+
+
+def test_every_score_is_what_the_rule_earns_on_the_same_streams(tuned):
+    scenario, rules = tuned
+    streams = synthetic_streams(StreamSource(scenario), 2, 0, "training")
+    assert set(rules.scores) > set(FLEET_GRIDS)
+    for name, score in rules.scores.items():
+        runs = run_policy(
+            scenario,
+            streams,
+            lambda rng, name=name: make_policy(
+                name, PolicyContext("small", scenario.slo, rng, scenario.num_servers, rules)
+            ),
+            seed=0,
+        )
+        assert mean_summary(scenario, runs)["score"] == score, name
+
+
+def test_parameters_come_from_the_grids_or_from_their_sources(tuned):
+    _, rules = tuned
+    untuned = type(rules.fleet)()
+    for fields in FLEET_GRIDS.values():
+        for field, grid in fields.items():
+            assert getattr(rules.fleet, field) in {*grid, getattr(untuned, field)}
+
+
+def test_every_parameter_of_fleet_rules_is_searched(tuned):
+    _, rules = tuned
+    searched = {field for fields in FLEET_GRIDS.values() for field in fields}
+    assert searched == set(type(rules.fleet).model_fields)
+
+
+def test_parameters_of_prefixes_stay_where_there_is_no_cache():
+    without = {**FLEET, "fleet": {**FLEET["fleet"], "prefix_block_tokens": 0}, "sessions": None}
+    rules = tune_rules(Scenario.model_validate(without), num_streams=1, seed=0)
+    assert rules.fleet.affinity_load_ratio == 1.5
+    assert rules.fleet.sticky_saturated_s == 18.0
+    assert rules.fleet.scorer_prefix_weight == 3.0
+    assert np.isfinite(list(rules.scores.values())).all()

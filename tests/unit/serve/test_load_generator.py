@@ -1,0 +1,146 @@
+"""The load generator: what it sends, when, and what it reads of an answer."""
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from serve_app.load_generator import (
+    Client,
+    EventReader,
+    LoadConfig,
+    ServerError,
+    make_asks,
+    make_rows,
+    read_requests,
+    replay,
+    summarise,
+)
+from tokenyard.workload.trace import Trace
+
+
+def event(**fields):
+    return f"data: {json.dumps(fields)}"
+
+
+def test_the_first_event_is_the_first_token_and_the_last_one_ends_the_answer():
+    reader = EventReader()
+    for now_s, line in enumerate([": ping", event(choices=[]), "", event(usage={"a": 1})]):
+        reader.read(line, float(now_s))
+    assert (reader.first_s, reader.usage, reader.done) == (1.0, {"a": 1}, False)
+    reader.read("data: [DONE]", 9.0)
+    assert reader.done
+
+
+def test_an_answer_that_the_server_breaks_off_says_why():
+    with pytest.raises(ServerError, match="replica died"):
+        EventReader().read(event(error={"message": "replica died"}), 0.0)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = [f"{i},{1000 + i},{50 + i}" for i in range(20)]
+    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows]))
+    return str(path)
+
+
+def test_a_trace_is_read_from_its_first_request_on_and_faster_where_that_is_asked_for(trace):
+    sent = read_requests(LoadConfig(trace=trace, first=4, rate_scale=2.0, duration_s=3.0))
+    assert sent.arrival_s.tolist() == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert sent.context_tokens[0] == 1004
+
+
+def test_a_file_that_is_not_there_and_a_time_without_requests_are_refused():
+    with pytest.raises(ValueError, match=r"trace gone\.csv is not there"):
+        read_requests(LoadConfig(trace="gone.csv"))
+    with pytest.raises(ValueError, match="no request arrives within 1 s"):
+        read_requests(LoadConfig(rate=1e-6, duration_s=1.0))
+
+
+def test_prompts_have_the_wanted_lengths_and_fit_the_model(trace):
+    requests = read_requests(LoadConfig(trace=trace))
+    asks = make_asks(LoadConfig(length_scale=0.1), requests, 0.5, longest=4096)
+    assert [len(one.words) for one in asks[:2]] == [50, 50]
+    assert asks[0].max_tokens == 5
+    short = make_asks(LoadConfig(), requests, 1.0, longest=200)
+    assert all(len(one.words) + one.max_tokens < 200 for one in short)
+
+
+def test_equal_prefix_blocks_become_equal_words():
+    lengths = np.array([64, 64])
+    hashes = (np.array([7, 8]), np.array([7, 9]))
+    trace = Trace(
+        np.array([0.0, 1.0]), lengths, lengths, prefix_hashes=hashes, prefix_block_tokens=32
+    )
+    one, two = make_asks(LoadConfig(), trace, 1.0, longest=4096)
+    assert one.words[:32] == two.words[:32]
+    assert one.words[32:] != two.words[32:]
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers with two events and the token counts; every prompt of one word is refused."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        num_words = len(body["prompt"].split())
+        self.send_response(503 if num_words == 1 else 200)
+        self.end_headers()
+        if num_words == 1:
+            self.wfile.write(b'{"error": {"message": "no replica"}}')
+            return
+        usage = {"prompt_tokens": num_words, "completion_tokens": body["max_tokens"]}
+        for line in (event(choices=[{"text": "a"}]), event(usage=usage), "data: [DONE]"):
+            self.wfile.write(f"{line}\n\n".encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_requests_go_out_when_they_are_due_and_what_fails_counts_as_failed(url, trace):
+    config = LoadConfig(url=url, trace=trace, rate_scale=10.0, length_scale=0.01, duration_s=0.25)
+    requests = read_requests(config)
+    asks = make_asks(config, requests, 1.0, longest=4096)
+    asks[1] = replace(asks[1], words=("one",))
+
+    async def send():
+        client = Client(config)
+        try:
+            return await replay(client, asks)
+        finally:
+            await client.close()
+
+    started_s = time.perf_counter()
+    answers, took_s = asyncio.run(send())
+    assert time.perf_counter() - started_s >= took_s >= asks[-1].arrival_s
+    assert [one.failure for one in answers] == [None, "503: no replica", None]
+    assert [one.prompt_tokens for one in answers] == [10, 0, 10]
+    found = summarise(asks, answers, took_s, slo_s=60.0)
+    assert (found["requests"], found["completed"], found["failed"]) == (3, 2, 1)
+    assert found["mean_response_s"] >= found["mean_ttft_s"] > 0
+
+
+def test_differences_are_paired_by_repeat():
+    def run(mean_s):
+        return {"requests": 2, "mean_response_s": mean_s, "p99_response_s": 1.0,
+                "slo_violation_fraction": 0.0}  # fmt: skip
+
+    found = {"sed": [run(1.0), run(3.0)], "champion": [run(0.5), run(2.5)]}
+    _, row = make_rows(found, "sed", "a trace")
+    assert row["requests"] == 4
+    assert row["delta_mean_fraction"] == row["delta_mean_ci_low"] == pytest.approx(-0.25)

@@ -1,0 +1,72 @@
+"""What a policy is handed: values, and no way from them to the simulator."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import pytest
+
+from tokenyard.routing.scenario import load_scenario, scenario_names
+from tokenyard.routing.simulator.run import choosing, run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+
+VALUES = (str, int, float, type(None))
+DATA = (Request, ReplicaSnapshot, EngineSnapshot)
+
+
+def reachable(thing: object) -> list[object]:
+    """All that can be reached from what a policy holds."""
+    if type(thing) in (list, tuple):
+        return [one for part in thing for one in reachable(part)]
+    if dataclasses.is_dataclass(thing):
+        parts = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
+        return [thing, *reachable(parts)]
+    return [thing]
+
+
+class Spy:
+    """Takes replicas in turn, and looks at everything it is handed."""
+
+    def __init__(self) -> None:
+        self.num_seen = 0
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        assert type(request) is Request
+        assert type(snapshots) is list
+        for thing in reachable([request, snapshots]):
+            # Exactly these types: a subclass, or a number of numpy, may hold on to an array.
+            assert type(thing) in (*VALUES, *DATA), f"a policy reaches {type(thing)}"
+            if type(thing) in DATA:
+                assert not hasattr(thing, "__dict__")
+                with pytest.raises(dataclasses.FrozenInstanceError):
+                    setattr(thing, dataclasses.fields(thing)[0].name, 0)
+        self.num_seen += 1
+        return self.num_seen % len(snapshots)
+
+
+@pytest.mark.parametrize("name", scenario_names())
+def test_a_policy_gets_values_and_can_reach_and_change_nothing_else(name):
+    scenario = load_scenario(name)
+    source = StreamSource(scenario)
+    streams = StreamSet([source.sample(40, stream_rng(0, "evaluation"))], "test")
+    spy = Spy()
+    run_each(scenario, streams, [choosing(spy)])
+    assert spy.num_seen >= 40
+
+
+def test_what_a_policy_saw_does_not_change_when_the_simulator_goes_on():
+    scenario = load_scenario("churn")
+    streams = StreamSet([StreamSource(scenario).sample(40, stream_rng(0, "evaluation"))], "test")
+    kept: list[tuple[ReplicaSnapshot, ...]] = []
+    said: list[str] = []
+
+    class Keeper:
+        def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+            kept.append(tuple(snapshots))
+            said.append(repr(kept[-1]))
+            return 0
+
+    run_each(scenario, streams, [choosing(Keeper())])
+    assert [repr(snapshots) for snapshots in kept] == said

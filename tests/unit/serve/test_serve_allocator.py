@@ -1,0 +1,304 @@
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sizes import scaled
+
+from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
+from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
+from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
+from tokenyard.allocation.scenario import SwitchBudget, load_allocation
+
+SCENARIO = load_allocation("emulated_l4x4")
+TABLE = plan_table(SCENARIO)
+ONE, TWO, FOUR = (find_plan(TABLE, "data", n) for n in (1, 2, 4))
+PAIRS = find_plan(TABLE, "hybrid_tp2", 4)
+
+
+class InstantPool:
+    """Replicas that are there a tick after they were asked for."""
+
+    def __init__(self):
+        self.wanted = {}
+        self.most_gpus = 0
+        self.records = []
+
+    async def observe(self):
+        held = {s: Held(n, n) for s, n in self.wanted.items() if n}
+        self.most_gpus = max(self.most_gpus, gpus_held(held))
+        return held
+
+    async def want(self, shape, count):
+        self.wanted[shape] = count
+
+    def num_waiting(self):
+        return 0
+
+    def record(self, slot):
+        self.records.append(slot)
+
+
+class World:
+    """An allocator, its pool, and a clock that stands still until it is told to go on."""
+
+    def __init__(self, policy, scenario=SCENARIO, **options):
+        self.now_s, self.offered = 0.0, 0
+        self.pool = options.pop("pool", None) or InstantPool()
+        self.pool.num_offered = lambda: self.offered
+        self.allocator = Allocator(
+            scenario, "tested", policy, self.pool, AllocatorSettings(**options),
+            clock_s=lambda: self.now_s,
+        )  # fmt: skip
+
+    def slot(self, requests=0, ticks=12):
+        """Let a slot pass, with looks at the pool all along."""
+        self.offered += requests
+        self.now_s += self.allocator.slot_s
+        for _ in range(ticks):
+            asyncio.run(self.allocator.tick())
+
+
+def policy(name, scenario=SCENARIO):
+    return make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng(0)))
+
+
+def test_it_starts_with_the_plan_of_the_start_and_follows_the_policy():
+    world = World(StaticPlan(FOUR), start=ONE)
+    asyncio.run(world.allocator.tick())
+    assert world.pool.wanted == {shape_of(ONE): 1}
+    world.slot()
+    assert world.pool.wanted == {shape_of(FOUR): 4}
+    change = world.allocator.changes[-1]
+    assert (change.old, change.new, change.by, change.outcome) == (ONE, FOUR, "policy", "done")
+    assert list(change.phases_s) == ["first_ready", "all_ready", "done"]
+    assert "data on 4 GPUs costs" in change.reason
+
+
+def test_demand_is_counted_in_the_scenarios_own_time():
+    world = World(StaticPlan(ONE), start=ONE, time_scale=10.0)
+    assert world.allocator.slot_s == 60.0
+    world.slot(requests=90)
+    assert list(world.allocator.demand_per_s) == [15.0]
+
+
+def test_a_slot_that_nobody_looked_at_is_booked_too():
+    world = World(StaticPlan(ONE), start=ONE)
+    world.now_s += 2 * SCENARIO.slot_s
+    world.slot(requests=180)
+    assert list(world.allocator.demand_per_s) == [10.0] * 3
+
+
+@pytest.mark.parametrize("what", ["raises", "infeasible"])
+def test_where_the_policy_fails_an_autoscaler_decides(what):
+    class Broken:
+        def allocate(self, state):
+            if what == "raises":
+                raise RuntimeError("no")
+            return "two of them"
+
+    world = World(Broken(), start=ONE)
+    world.slot(requests=round(0.9 * TABLE.pool_goodput_capacity_per_s * SCENARIO.slot_s))
+    assert world.allocator.plan.num_gpus == 4
+    assert world.allocator.changes[-1].by == "stand_in"
+    assert world.allocator.fallbacks == {"error": 1}
+
+
+def test_a_policy_that_hangs_is_not_asked_again_until_one_is_set(monkeypatch):
+    monkeypatch.setattr("serve_app.allocation.allocator._DECIDE_S", 0.05)
+    released, asked = threading.Event(), []
+
+    class Hanging:
+        def allocate(self, state):
+            asked.append(state)
+            released.wait(10)
+            return state.plan
+
+    world = World(Hanging(), start=ONE)
+
+    async def two_slots():
+        for _ in range(2):
+            world.now_s += world.allocator.slot_s
+            await world.allocator.tick()
+        released.set()
+
+    asyncio.run(two_slots())
+    assert len(asked) == 1
+    assert world.allocator.fallbacks == {"too_slow": 1, "breaker_open": 1}
+    world.allocator.set_policy("static", StaticPlan(TWO))
+    world.slot()
+    world.slot()
+    assert world.allocator.plan == TWO
+
+
+def test_a_dry_run_says_and_does_nothing():
+    world = World(StaticPlan(FOUR), start=ONE, dry_run=True)
+    world.slot()
+    assert world.allocator.plan == ONE
+    assert world.allocator.proposed == FOUR
+    assert world.allocator.changes[-1].outcome == "dry run"
+    assert world.pool.wanted == {shape_of(ONE): 1}
+
+
+def test_the_switch_budget_and_the_cooldown_hold():
+    class Restless:
+        def allocate(self, state):
+            return TWO if state.plan == ONE else ONE
+
+    budget = SwitchBudget(switches=2, period_slots=10)
+    scenario = SCENARIO.model_copy(update={"switch_budget": budget})
+    world = World(Restless(), scenario, start=ONE, shrink_after_s=0)
+    for _ in range(9):
+        world.slot()
+    done = [one for one in world.allocator.changes if one.by == "policy" and one.outcome == "done"]
+    assert len(done) == 2
+    world = World(Restless(), start=ONE, cooldown_slots=3, shrink_after_s=0)
+    changed = []
+    for slot in range(12):
+        before = world.allocator.plan
+        world.slot()
+        if world.allocator.plan != before:
+            changed.append(slot)
+    assert min(np.diff(changed)) >= 3
+
+
+def test_a_plan_that_could_not_be_left_again_is_replaced_by_what_comes_closest():
+    model = find_plan(TABLE, "model", 4)
+    world = World(StaticPlan(model), start=ONE)
+    world.slot()
+    world.slot()
+    assert world.allocator.proposed == model
+    assert world.allocator.plan == FOUR
+    assert "model on 4 GPUs, which was asked for, could not be" in world.allocator.reason
+    with pytest.raises(ValueError, match="within 4 GPUs while 1 replicas serve"):
+        world.allocator.set_plan(model)
+    world = World(StaticPlan(model), start=FOUR, min_replicas=0)
+    world.slot()
+    assert world.pool.wanted[shape_of(model)] == 1
+
+
+def test_the_start_is_a_plan_that_can_be_left_again():
+    l4 = load_allocation("l4x4_7b")
+    world = World(StaticPlan(ONE), l4)
+    assert cheapest_for(plan_table(l4), 1.4).parallelism == "model"
+    assert world.allocator.plan.parallelism == "hybrid_tp2"
+
+
+def test_a_plan_set_by_hand_is_kept_until_a_policy_is_set():
+    world = World(StaticPlan(ONE), start=ONE, shrink_after_s=0)
+    world.slot()
+    world.allocator.set_plan(PAIRS)
+    with pytest.raises(ValueError, match="a change is on its way"):
+        world.allocator.set_plan(FOUR)
+    world.slot()
+    world.slot()
+    assert world.allocator.plan == PAIRS
+    assert world.allocator.changes[-1].by == "hand"
+    world.allocator.set_policy("static", StaticPlan(ONE))
+    world.slot()
+    assert world.allocator.plan == ONE
+
+
+def test_what_has_just_grown_is_not_taken_back():
+    world = World(StaticPlan(FOUR), start=ONE, shrink_after_s=5 * SCENARIO.slot_s)
+    world.slot()
+    world.allocator.set_policy("static", StaticPlan(TWO))
+    plans = []
+    for _ in range(7):
+        world.slot()
+        plans.append(world.allocator.plan)
+    assert plans == [FOUR] * 4 + [TWO] * 3
+    assert "nothing is taken back so soon" in world.allocator.changes[-2].reason
+
+
+def test_demand_is_averaged_over_slots_that_are_alike():
+    assert steady([0, 30, 32]) == 31
+    assert steady([5000, 100, 105, 95]) == 100
+    assert steady([900, 1100]) == 1100
+    assert steady([10, 10, 90]) == 90
+
+
+def test_a_change_that_takes_too_long_is_given_up():
+    class Stuck(InstantPool):
+        async def observe(self):
+            held = await super().observe()
+            pairs = shape_of(PAIRS)
+            return {s: Held(one.wanted, 0, one.wanted) if s == pairs else one
+                    for s, one in held.items()}  # fmt: skip
+
+    world = World(StaticPlan(FOUR), start=FOUR, pool=Stuck(), change_timeout_s=0.0)
+    world.slot()
+    world.allocator.set_plan(PAIRS)
+    world.slot(ticks=40)
+    given_up = [one for one in world.allocator.changes if one.outcome == "given up"]
+    assert [one.new for one in given_up] == [PAIRS]
+    assert world.allocator.plan == FOUR
+    assert world.pool.wanted.get(shape_of(PAIRS), 0) == 0
+
+
+def test_a_gateway_that_starts_anew_takes_over_what_is_there():
+    held = {shape_of(TWO): Held(2, 2), shape_of(PAIRS): Held(0, 0, 0, 1)}
+    assert plan_of(TABLE, held) == TWO
+    assert plan_of(TABLE, {}) is None
+    assert plan_of(TABLE, {Shape(3, 0.9, 8): Held(1, 1)}) is None
+
+
+def test_plans_are_found_by_what_a_person_gives():
+    assert find_plan(TABLE, "data", 2) == TWO
+    assert find_plan(TABLE, "data", 2, 0.9).memory_fraction == 0.9
+    with pytest.raises(ValueError, match=r"hybrid_tp4 on 3 GPUs .* choose among data on 1"):
+        find_plan(TABLE, "hybrid_tp4", 3)
+    assert cheapest_for(TABLE, 0.0).num_gpus == 1
+    assert cheapest_for(TABLE, math.inf) == FOUR
+
+
+@settings(max_examples=scaled(40))
+@given(st.lists(st.integers(0, 2000), min_size=3, max_size=12), st.integers(0, 2))
+def test_whatever_the_demand_the_gpu_budget_holds(demand, minimum):
+    class RandomPlans:
+        def __init__(self):
+            self.rng = np.random.default_rng(len(demand))
+
+        def allocate(self, state):
+            return TABLE.plans[self.rng.integers(len(TABLE.plans))]
+
+    world = World(RandomPlans(), start=TWO, min_replicas=minimum)
+    for requests in demand:
+        world.slot(requests, ticks=3)
+    assert world.pool.most_gpus <= SCENARIO.num_gpus
+
+
+@pytest.mark.parametrize("share", [0.1, 0.35, 0.6, 0.85])
+def test_under_constant_load_it_settles_on_a_plan_near_the_best_and_stays(share):
+    """Within 5 % of the cheapest of all plans, turning back at most once in ten minutes."""
+    rng = np.random.default_rng(round(100 * share))
+    demand = share * TABLE.pool_goodput_capacity_per_s
+    world = World(policy("myopic_no_switching"), start=FOUR, cooldown_slots=1)
+    plans = []
+    for _ in range(round(1800 / SCENARIO.slot_s)):
+        world.slot(int(rng.poisson(demand * SCENARIO.slot_s)), ticks=8)
+        plans.append(world.allocator.plan)
+
+    def cost(plan):
+        usd, violations = world.allocator.predicted(plan, demand)
+        return usd + SCENARIO.violation_usd * violations
+
+    settled = plans[len(plans) // 2 :]
+    window = round(600 / SCENARIO.slot_s)
+    mean = np.mean([cost(plan) for plan in settled])
+    assert mean <= 1.05 * min(cost(plan) for plan in TABLE.plans)
+    assert max(reversals(settled[i : i + window]) for i in range(len(settled) - window)) <= 1
+
+
+def reversals(plans):
+    """Changes back to the plan before the last."""
+    steps = [plan for i, plan in enumerate(plans) if i == 0 or plan != plans[i - 1]]
+    return sum(steps[i] == steps[i - 2] for i in range(2, len(steps)))

@@ -1,0 +1,54 @@
+"""What a cluster file may say."""
+
+import pytest
+import yaml
+
+from serve_app.allocation.replica_sets import pool_of
+from serve_app.allocation.transition import Held, Shape, gpus_held
+from serve_app.cluster import load_cluster
+from tokenyard.config import shipped_names
+
+
+def a_file(path, changes):
+    """The shipped `reshape`, changed at dotted paths."""
+    fields = load_cluster("reshape").model_dump(mode="json")
+    for where, value in changes.items():
+        *parents, last = where.split(".")
+        inner = fields
+        for parent in parents:
+            inner = inner[parent]
+        inner[last] = value
+    path.write_text(yaml.safe_dump(fields))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped_names("serve_app", "clusters"))
+def test_every_shipped_cluster_can_be_read(name):
+    assert load_cluster(name).name == name
+
+
+def test_a_template_of_several_stages_would_take_more_gpus_than_are_counted(tmp_path):
+    several = {"allocation.template.config.pipeline_parallel": 2}
+    with pytest.raises(ValueError, match="pipeline_parallel 2 would take 2 times the GPUs"):
+        load_cluster(a_file(tmp_path / "two.yaml", several))
+
+
+def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
+    own = {"allocation.template.config.emulates": None}
+    template = load_cluster(a_file(tmp_path / "own.yaml", own)).allocation.template
+    for tensor_parallel in (1, 2, 4):
+        shape = Shape(tensor_parallel, 0.9, 8)
+        ranks = pool_of(template, shape).config.num_ranks
+        assert ranks == gpus_held({shape: Held(wanted=1, ready=1)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"allocation": None}, "give at least one pool"),
+        ({"decide_only": True}, "decide_only serves no pools"),
+    ],
+)
+def test_a_cluster_has_pools_or_only_decides(changes, reason, tmp_path):
+    with pytest.raises(ValueError, match=reason):
+        load_cluster(a_file(tmp_path / "c.yaml", changes))

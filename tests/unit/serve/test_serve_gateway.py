@@ -1,0 +1,429 @@
+"""The gateway and its HTTP over backends that do what they are told."""
+
+import asyncio
+import json
+import math
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from serve_app.cluster import Cluster, EngineProfile
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import GenerationChunk, ReplicaFailed, ReplicaFull
+from serve_app.gateway.replicas import EngineStatus
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.policy.manager import PolicyManager
+
+PROFILE = EngineProfile(
+    iteration_s=0.01, prefill_token_s=1e-4, sequence_s=1e-3, max_batch=4, token_budget=64,
+    kv_capacity_tokens=1000.0,
+)  # fmt: skip
+OWN = {"model": "none"}
+
+
+def a_cluster(pools=("a", "b"), **fields):
+    known = {
+        "name": "t",
+        "description": "t",
+        "served_model": "m",
+        "explore_fraction": 0.0,
+        "classes": [
+            {"name": "default", "response_s": 10.0},
+            {"name": "batch", "response_s": 60.0, "admitted_fraction": 0.5},
+        ],
+        "limits": {"max_in_flight": 4, "max_prompt_tokens": 100, "max_output_tokens": 50},
+        "pools": [{"name": name, "kind": "own", "config": OWN} for name in pools],
+    }
+    return Cluster.model_validate(known | fields)
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    vocab_size = 1000
+
+    def encode(self, text):
+        return [ord(one) for one in text]
+
+    def encode_chat(self, messages):
+        return self.encode("".join(one["content"] for one in messages))
+
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+class FakePool:
+    """One replica that answers "ok" in two pieces, unless `script` says otherwise."""
+
+    max_model_tokens = 200
+
+    def __init__(self, name):
+        self.name = name
+        self.replica_id = f"{name}-0"
+        self.script = []
+        self.requests = []
+        self.num_cancelled = 0
+        self.may_go_on = asyncio.Event()
+        self.may_go_on.set()
+        self.there = True
+
+    def refresh(self, table, now_s):
+        if self.there:
+            replica = table.add(self.replica_id, self.name, PROFILE, 0, now_s)
+            replica.publish(EngineStatus(0, 0, 0.0, now_s))
+        table.keep(self.name, [self.replica_id] if self.there else [])
+
+    def ray_replicas(self):
+        return ()
+
+    def host_loads(self):
+        return {self.replica_id: {"cpu_used_fraction": 0.5}}
+
+    async def stream(self, replica_id, request):
+        assert replica_id == self.replica_id
+        self.requests.append(request)
+        step = self.script.pop(0) if self.script else None
+        if step is not None and step[0] == 0:
+            raise step[1]
+        try:
+            yield GenerationChunk("o", 1, status=EngineStatus(0, 1, 0.1, 0.0))
+            await self.may_go_on.wait()
+            if step is not None:
+                raise step[1]
+            yield GenerationChunk("k", 2, "stop")
+        except (GeneratorExit, asyncio.CancelledError):
+            self.num_cancelled += 1
+            raise
+
+
+def check(test, token=None, log=None, **cluster_fields):
+    """Run a coroutine that gets a client, the pools and the gateway."""
+
+    async def run():
+        cluster = a_cluster(**cluster_fields)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
+        )
+        manager.switch(cluster.policy)
+        pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
+        gateway = Gateway(cluster, manager, pools, log=log)
+        api = create_gateway_api(gateway, Letters(), Access(token))
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+            try:
+                await test(client, pools, gateway)
+            finally:
+                manager.stop()
+
+    asyncio.run(run())
+
+
+def a_body(**fields):
+    return {"model": "m", "prompt": "hello", "max_tokens": 8, **fields}
+
+
+def events_of(text):
+    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert found.pop() == "[DONE]"
+    return [json.loads(one) for one in found]
+
+
+def test_a_completion_is_answered_whole_and_streamed_with_its_usage():
+    async def test(client, pools, gateway):
+        answer = (await client.post("/v1/completions", json=a_body())).json()
+        assert answer["choices"][0] == {"index": 0, "text": "ok", "finish_reason": "stop"}
+        assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+        options = {"include_usage": True}
+        body = a_body(stream=True, stream_options=options)
+        streamed = await client.post("/v1/completions", json=body)
+        *pieces, last = events_of(streamed.text)
+        assert [one["choices"][0]["text"] for one in pieces] == ["o", "k"]
+        assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+        assert last["usage"]["completion_tokens"] == 2
+        assert gateway.in_flight == 0
+        assert gateway.table.replicas["a-0"].in_flight.count == 0
+
+    check(test)
+
+
+def test_a_chat_takes_parts_and_says_who_speaks():
+    async def test(client, pools, gateway):
+        parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+        body = {
+            "model": "m", "messages": [{"role": "user", "content": parts}], "seed": 3,
+            "temperature": 0.5, "top_p": 0.9, "stop": "x", "max_completion_tokens": 7,
+        }  # fmt: skip
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        assert answer["choices"][0]["message"] == {"role": "assistant", "content": "ok"}
+        (request,) = pools["a"].requests + pools["b"].requests
+        sampling = request.sampling
+        assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (
+            7, 0.5, 0.9, 3,
+        )  # fmt: skip
+        assert (request.stop, request.token_ids) == (("x",), tuple(map(ord, "hello")))
+        streamed = await client.post("/v1/chat/completions", json=body | {"stream": True})
+        assert events_of(streamed.text)[0]["choices"][0]["delta"] == {
+            "role": "assistant", "content": "o",
+        }  # fmt: skip
+
+    check(test)
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "reason"),
+    [
+        ({"model": "other"}, 404, "model 'other' is not served here"),
+        ({"max_tokens": 51}, 400, "max_tokens 51 is more than 50"),
+        ({"prompt": "x" * 101}, 400, "the prompt has 101 tokens; at most 100 are taken"),
+        ({"temperature": -1}, 400, "temperature should be greater than or equal to 0, got -1"),
+        ({"temperature": 1e400}, 400, "temperature"),
+        ({"n": 2}, 400, "n is not supported"),
+        ({"bogus": 1}, 400, "bogus is not a known field"),
+        ({"max_tokens": "many"}, 400, "max_tokens should be a valid integer"),
+        ({"service_tier": "gold"}, 400, "service_tier 'gold' is not known"),
+        ({"stop": [""]}, 400, "stop"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [5, 1000]}, 400, "token 1000 is not in the vocabulary of 1000"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence_in_openais_envelope(change, status, reason):
+    async def test(client, pools, gateway):
+        content = json.dumps(a_body(**change)).replace("Infinity", "1e400")
+        headers = {"content-type": "application/json"}
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert reason in error["message"]
+        assert error["type"] == "invalid_request_error"
+        assert "\n" not in error["message"]
+
+    check(test)
+
+
+def test_what_asks_for_nothing_special_is_accepted():
+    async def test(client, pools, gateway):
+        neutral = {"n": 1, "logprobs": None, "presence_penalty": 0, "logit_bias": {}, "user": "u"}
+        assert (await client.post("/v1/completions", json=a_body(**neutral))).status_code == 200
+
+    check(test)
+
+
+def test_a_replica_that_dies_before_the_first_token_is_replaced_unnoticed():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.script.append((0, ReplicaFailed("it died")))
+        pools["b"].script.clear()
+        gateway.manager.switch("round_robin")
+        answers = [await client.post("/v1/completions", json=a_body()) for _ in range(2)]
+        assert [one.status_code for one in answers] == [200, 200]
+        metrics = (await client.get("/metrics")).text
+        assert 'tokenyard_retries_total{pool="b"} 1.0' in metrics
+        assert 'outcome="failed",pool="a"' in metrics
+
+    check(test)
+
+
+def test_a_replica_that_dies_later_ends_the_answer_with_a_reason():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.script += [(1, ReplicaFailed("it died"))] * 2
+        answer = await client.post("/v1/completions", json=a_body())
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "it died, after 1 tokens"
+        streamed = await client.post("/v1/completions", json=a_body(stream=True))
+        assert streamed.status_code == 200
+        last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        assert last["error"]["message"] == "it died, after 1 tokens"
+
+    check(test)
+
+
+def test_full_replicas_are_429_and_dead_ones_503():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.script.append((0, ReplicaFull("the queue is full")))
+        full = await client.post("/v1/completions", json=a_body())
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(full.headers["retry-after"]) >= 1
+        for pool in pools.values():
+            pool.script.append((0, ReplicaFailed("gone")))
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 503
+
+    check(test)
+
+
+def test_admission_is_bounded_and_keeps_room_for_other_classes():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        held = [asyncio.create_task(client.post("/v1/completions", json=a_body())) for _ in "12"]
+        while gateway.in_flight < 2:
+            await asyncio.sleep(0)
+        batch = await client.post("/v1/completions", json=a_body(service_tier="batch"))
+        assert (batch.status_code, batch.headers["retry-after"]) == (429, "1")
+        by_header = {"x-service-tier": "batch"}
+        body = a_body()
+        refused = await client.post("/v1/completions", json=body, headers=by_header)
+        assert refused.status_code == 429
+        held += [asyncio.create_task(client.post("/v1/completions", json=a_body())) for _ in "12"]
+        while gateway.in_flight < 4:
+            await asyncio.sleep(0)
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 429
+        for pool in pools.values():
+            pool.may_go_on.set()
+        assert {one.status_code for one in await asyncio.gather(*held)} == {200}
+
+    check(test)
+
+
+def test_a_client_that_leaves_cancels_its_request_at_the_replica():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        task = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+        while not gateway.in_flight or not any(pool.requests for pool in pools.values()):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert sum(pool.num_cancelled for pool in pools.values()) == 1
+        assert gateway.in_flight == 0
+        assert all(one.in_flight.count == 0 for one in gateway.table.replicas.values())
+
+    check(test)
+
+
+def test_too_long_for_every_answer_is_a_failure_with_a_reason():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        answer = await client.post("/v1/completions", json=a_body())
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "no answer within 0.1 s"
+
+    check(test, limits={"timeout_s": 0.1})
+
+
+def test_a_token_is_asked_for_where_there_is_one():
+    async def test(client, pools, gateway):
+        for path in ("/v1/models", "/v1/policy", "/v1/pools"):
+            assert (await client.get(path)).status_code == 401
+        answer = await client.post("/v1/completions", json=a_body())
+        assert answer.json()["error"]["type"] == "authentication_error"
+        wrong = {"authorization": "Bearer wrong"}
+        assert (await client.get("/v1/models", headers=wrong)).status_code == 401
+        right = {"authorization": "Bearer secret"}
+        models = await client.get("/v1/models", headers=right)
+        assert models.json()["data"][0]["id"] == "m"
+        assert (await client.get("/healthz")).json() == {"status": "ok", "replicas": 2}
+
+    check(test, token="secret")
+
+
+def test_without_a_token_only_this_machine_changes_the_policy():
+    async def test(client, pools, gateway):
+        changed = await client.post("/v1/policy", json={"policy": "sed"})
+        assert (changed.status_code, changed.json()["active"]) == (200, "sed")
+        assert (await client.put("/v1/policy", json={"policy": "champion"})).status_code == 200
+        bad = await client.post("/v1/policy", json={"policy": "seed"})
+        assert bad.status_code == 422
+        assert bad.json()["detail"].startswith("unknown policy 'seed'")
+        app = client._transport.app
+        transport = httpx.ASGITransport(app, client=("10.0.0.7", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://t") as other:
+            refused = await other.post("/v1/policy", json={"policy": "sed"})
+            assert (refused.status_code, gateway.manager.policy.name) == (403, "champion")
+            assert (await other.get("/v1/policy")).status_code == 200
+
+    check(test)
+
+
+def test_the_log_has_every_attempt_with_what_became_of_it(tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.script.append((0, ReplicaFailed("it died")))
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 503
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+
+    check(test, log=log)
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert [row["outcome"] for row in rows] == ["failed", "failed", "stop"]
+    assert [row["attempt"] for row in rows] == [0, 1, 0]
+    assert rows[2]["response_s"] > rows[2]["ttft_s"] > 0
+    assert rows[0]["response_s"] is None
+    assert len(rows[2]["candidates"]) == 2
+    assert rows[2]["candidates"][0]["kv_capacity_tokens"] == 1000.0
+    assert (rows[2]["context_tokens"], rows[2]["propensity"]) == (5, 1.0)
+    assert log.num_lost == 0
+
+
+def test_everything_that_is_counted_is_shown_by_pool():
+    async def test(client, pools, gateway):
+        await client.post("/v1/completions", json=a_body())
+        text = (await client.get("/metrics")).text
+        for name in ("ttft_seconds_bucket", "tpot_seconds_bucket", "response_seconds_bucket",
+                     "in_flight", "waiting", "running", "kv_used_fraction", "replicas",
+                     "signal_age_seconds"):  # fmt: skip
+            assert f"tokenyard_{name}{{" in text, name
+        assert "tokenyard_decision_seconds_count 1.0" in text
+        assert 'quantity="cpu_used_fraction"' in text
+
+    check(test)
+
+
+def test_the_pools_tell_their_speed_and_the_age_of_what_is_known():
+    async def test(client, pools, gateway):
+        first, _ = (await client.get("/v1/pools")).json()["replicas"]
+        assert first["profile"]["source"] == "declared"
+        assert first["age_s"] >= 0
+        assert math.isclose(first["profile"]["iteration_s"], 0.01)
+
+    check(test)
+
+
+def test_the_documentation_needs_nothing_from_elsewhere():
+    async def test(client, pools, gateway):
+        page = (await client.get("/docs")).text
+        assert "POST /v1/chat/completions" in page
+        assert "<script" not in page
+        assert "http://" not in page.replace("http://t", "")
+
+    check(test)
+
+
+def test_routing_without_sending_follows_the_active_policy():
+    async def test(client, pools, gateway):
+        snapshot = {
+            "replica_id": "a", "tokens_per_s": 100.0, "num_slots": 1, "max_concurrency": 2,
+            "num_waiting": 0, "num_running": 0, "tokens_in_flight": 0.0,
+        }  # fmt: skip
+        body = {"request": {"context_tokens": 5}, "snapshots": [snapshot]}
+        incompatible = await client.post("/v1/route", json=body)
+        assert incompatible.status_code == 422
+        await client.post("/v1/policy", json={"policy": "sed"})
+        answer = (await client.post("/v1/route", json=body)).json()
+        assert (answer["policy"]["name"], answer["replica_id"]) == ("sed", "a")
+
+    check(test)
+
+
+def test_a_request_waits_a_while_for_the_first_replica():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.there = False
+        gateway.refresh()
+        task = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+        await asyncio.sleep(0.12)
+        assert not task.done()
+        pools["a"].there = True
+        assert (await task).status_code == 200
+
+    check(test)

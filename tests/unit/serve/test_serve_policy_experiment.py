@@ -1,0 +1,264 @@
+"""A second policy beside the champion: shadow, canary, promotion and rollback, over HTTP."""
+
+import asyncio
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+from mlflow import MlflowClient
+from unit.serve.test_serve_gateway import a_body, check
+from unit.serve_builders import a_faulty_policy, marginal_artifact
+
+from serve_app.gateway.generation import ReplicaFailed
+from serve_app.policy import lifecycle
+from serve_app.policy import manager as manager_module
+from serve_app.policy.experiment import Experiment, Verdict, Verdicts
+from serve_app.policy.loading import from_artifact
+from tokenyard.routing.observation import MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.scenario import load_scenario
+
+PATH = "/v1/policies"
+HANG_S = 30.0
+SCENARIO = load_scenario("poisson_085")
+
+
+def act(client, action, **fields):
+    return client.post(PATH, json={"action": action, **fields})
+
+
+async def ask(client, times):
+    answers = [await client.post("/v1/completions", json=a_body()) for _ in range(times)]
+    return [one.status_code for one in answers]
+
+
+def resolving(monkeypatch, **policies):
+    """Let names stand for policies of the test's own."""
+    known = manager_module.resolve_policy
+    monkeypatch.setattr(
+        manager_module,
+        "resolve_policy",
+        lambda name, *rest: policies.get(name) or known(name, *rest),
+    )
+    monkeypatch.setattr(manager_module, "warm_up", lambda _: None)
+
+
+def crash():
+    raise RuntimeError("broken")
+
+
+async def settled(condition, timeout_s=10.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+def test_a_shadow_is_asked_about_everything_and_decides_nothing():
+    async def test(client, pools, gateway):
+        gateway.manager.switch("round_robin")
+        started = (await act(client, "shadow", policy="sed")).json()
+        assert started["experiment"]["mode"] == "shadow"
+        assert await ask(client, 120) == [200] * 120
+        await settled(lambda: gateway.manager.experiment.shadow.num_asked == 120)
+        await settled(lambda: gateway.manager.experiment.shadow.gains)
+        seen = (await client.get(PATH)).json()["experiment"]
+        assert 0 < seen["agreement_fraction"] < 1  # The pools are equal: half by round robin.
+        assert len(pools["a"].requests) == len(pools["b"].requests) == 60
+        assert set(seen["estimated_gains"]) == {
+            "attained_ips", "attained_snips", "response_s_doubly_robust",
+        }  # fmt: skip
+        gain = seen["estimated_gains"]["attained_snips"]
+        assert gain["low"] <= 0 <= gain["high"]  # All requests were good under both.
+
+    check(test, circuit_breaker={"budget_s": 1.0})
+
+
+def test_a_shadow_that_hangs_or_crashes_costs_nobody_anything(monkeypatch):
+    async def test(client, pools, gateway):
+        gateway.manager.switch("round_robin")
+        for name in ("hangs", "crashes"):
+            await act(client, "shadow", policy=name)
+            started_s = time.monotonic()
+            assert await ask(client, 50) == [200] * 50
+            assert time.monotonic() - started_s < HANG_S / 2
+            await settled(lambda: gateway.manager.experiment.shadow.num_failed > 0)
+        assert (await client.get(PATH)).json()["champion"]["fallbacks_by_reason"] == {}
+
+    hanging = a_faulty_policy(partial(time.sleep, HANG_S))
+    resolving(monkeypatch, hangs=hanging, crashes=a_faulty_policy(crash))
+    check(test)
+
+
+def test_a_canary_decides_for_its_share_and_its_rows_say_so(monkeypatch, tmp_path):
+    async def test(client, pools, gateway):
+        gateway.manager.switch("round_robin")
+        answer = (await act(client, "canary", policy="only_a", share=0.3)).json()
+        assert answer["experiment"]["share"] == 0.3
+        assert await ask(client, 200) == [200] * 200
+        experiment = (await client.get(PATH)).json()["experiment"]
+        assert 30 <= experiment["canary_requests"] <= 90
+        assert experiment["canary_requests"] + experiment["champion_requests"] == 200
+        assert experiment["canary_attained_fraction"] == 1.0
+        assert experiment["why_ended"] is None
+        # The canary sends all it gets to the first replica, the champion takes turns.
+        assert len(pools["a"].requests) > len(pools["b"].requests) + 20
+
+    resolving(monkeypatch, only_a=a_faulty_policy(lambda: 0))
+    check(test)
+
+
+def test_a_canary_whose_requests_fail_is_stopped_within_fifty():
+    async def test(client, pools, gateway):
+        await act(client, "canary", policy="sed", share=0.2)
+        experiment = gateway.manager.experiment
+        statuses = []
+        while experiment.running and len(statuses) < 500:
+            bad = experiment.arm_of_next  # Set by the wrapper below.
+            for pool in pools.values():
+                pool.script = [(0, ReplicaFailed("broken"))] if bad else []
+            statuses += await ask(client, 1)
+        assert experiment.test.num_canary <= 50
+        assert (
+            "worse than the champion" in (await client.get(PATH)).json()["experiment"]["why_ended"]
+        )
+        for pool in pools.values():
+            pool.script = []
+        assert await ask(client, 5) == [200] * 5
+        assert experiment.test.num_canary <= 50
+
+    class Foreseen(Experiment):
+        """A trial whose hash can be foreseen, so that the pools know whom to fail."""
+
+        rng = np.random.default_rng(0)
+
+        @property
+        def arm_of_next(self):
+            self.next = self.rng.random() < self.share
+            return self.next
+
+        def arm_of(self, request_id):
+            return "canary" if self.running and self.next else "champion"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager_module, "Experiment", Foreseen)
+        check(test)
+
+
+def test_a_canary_that_raises_is_stopped_by_its_own_breaker_and_nobody_notices(monkeypatch):
+    async def test(client, pools, gateway):
+        await act(client, "canary", policy="crashes", share=0.5)
+        assert await ask(client, 60) == [200] * 60
+        state = (await client.get(PATH)).json()
+        assert "it failed" in state["experiment"]["why_ended"]
+        assert state["experiment"]["policy"]["times_opened"] == 1
+        assert state["champion"]["times_opened"] == 0
+        assert state["champion"]["breaker_open"] is False
+
+    resolving(monkeypatch, crashes=a_faulty_policy(crash))
+    check(test)
+
+
+def test_promotion_moves_the_alias_with_lineage_and_rollback_takes_no_time(monkeypatch, tmp_path):
+    lineage = {"trace_sha256": "t1", "calibration_sha256": "c1", "sweep_run": "s1"}
+    artifacts = [
+        marginal_artifact(np.eye(NUM_MARGINAL_WEIGHTS)[MARGINAL_WAIT] * factor, lineage=lineage)
+        for factor in (0.1, 0.2)
+    ]
+    loaded = [
+        from_artifact(name, one, "t", SCENARIO) for name, one in zip("xy", artifacts, strict=True)
+    ]
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.chdir(tmp_path)
+    # A new store first makes its tables, which takes long where others compute too.
+    monkeypatch.setattr(lifecycle, "_REGISTRY_S", 300.0)
+
+    async def test(client, pools, gateway):
+        gateway.manager.registry = uri
+        model = f"tokenyard-routing-{gateway.cluster.scenario}"
+        for name in "xy":
+            await act(client, "canary", policy=name)
+            await ask(client, 20)
+            promoted = await act(client, "promote")
+            assert promoted.status_code == 200, promoted.text
+            assert promoted.json()["champion"]["name"] == name
+        store = MlflowClient(uri, uri)
+        champion = store.get_model_version_by_alias(model, "champion")
+        previous = store.get_model_version_by_alias(model, "previous")
+        assert champion.tags["sha256"] == artifacts[1].sha256
+        assert previous.tags["sha256"] == artifacts[0].sha256
+        wanted = {f"lineage.{key}": value for key, value in lineage.items()}
+        wanted["lineage.artifact_sha256"] = artifacts[1].sha256
+        assert wanted.items() <= champion.tags.items()
+        started_s = time.process_time()
+        back = (await act(client, "rollback")).json()
+        assert time.process_time() - started_s < 1.0
+        assert back["champion"]["name"] == "x"
+        assert await ask(client, 1) == [200]
+        again = lambda: store.get_model_version_by_alias(model, "champion")  # noqa: E731
+        await settled(lambda: again().tags["sha256"] == artifacts[0].sha256)
+
+    resolving(monkeypatch, x=loaded[0], y=loaded[1])
+    check(test)
+
+
+def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_goes_on(
+    monkeypatch,
+):
+    async def test(client, pools, gateway):
+        gateway.manager.registry = "sqlite:////proc/no/such/place.db"
+        before = gateway.manager.policy.name
+        await act(client, "canary", policy="x")
+        refused = await act(client, "promote")
+        assert refused.status_code == 409
+        assert "not promoted" in refused.json()["detail"]
+        assert gateway.manager.experiment.running
+        assert gateway.manager.policy.name == before
+        assert await ask(client, 3) == [200] * 3
+
+    resolving(monkeypatch, x=from_artifact("x", marginal_artifact(), "t", SCENARIO))
+    check(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "reason"),
+    [
+        ({"action": "promote"}, 409, "no policy is on trial"),
+        ({"action": "stop"}, 409, "no policy is on trial"),
+        ({"action": "canary"}, 422, "policy is missing"),
+        ({"action": "canary", "policy": "bogus"}, 422, "unknown policy"),
+        ({"action": "canary", "policy": "sed", "share": 0.9}, 422, "share"),
+        ({"action": "canary", "policy": "ray_default"}, 422, "ray_default"),
+        ({"action": "explode"}, 422, "action"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_one_sentence(body, status, reason):
+    async def test(client, pools, gateway):
+        answer = await client.post(PATH, json=body)
+        assert answer.status_code == status
+        assert reason in answer.json()["detail"]
+
+    check(test)
+
+
+def test_changes_need_the_token():
+    async def test(client, pools, gateway):
+        assert (await act(client, "rollback")).status_code == 401
+        client.headers["authorization"] = "Bearer secret"
+        assert (await act(client, "shadow", policy="sed")).status_code == 200
+
+    check(test, token="secret")
+
+
+def test_a_late_request_is_waited_for_until_it_is_given_up():
+    verdicts = Verdicts()
+    verdicts.open("never", canary=True, prompt_tokens=7, abandon_s=10.0)
+    verdicts.open("left", canary=True, prompt_tokens=7, abandon_s=30.0)
+    verdicts.open("late", canary=False, prompt_tokens=9, abandon_s=20.0)
+    assert verdicts.close("late", good=False, output_tokens=5, now_s=11.0) == [
+        Verdict(canary=True, good=False, prompt_tokens=7, output_tokens=None),
+        Verdict(canary=False, good=False, prompt_tokens=9, output_tokens=5),
+    ]
+    assert verdicts.close("never", good=True, output_tokens=5, now_s=12.0) == []
+    assert verdicts.close("left", good=None, output_tokens=None, now_s=13.0) == []
+    assert verdicts.overdue(99.0) == []

@@ -1,0 +1,240 @@
+import json
+import zipfile
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from tokenyard.allocation import artifact as of_allocation
+from tokenyard.artifact import ArtifactError, NoChampionError, find_champion
+from tokenyard.regions import artifact as of_regions
+from tokenyard.routing import artifact as of_routing
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
+from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.search_any_cluster import any_cluster_artifact
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+
+
+def a_linear_policy(weights=None, **changes):
+    metadata = ArtifactMetadata(
+        **{
+            "kind": "linear", "scenario": "poisson_085", "trainer": "policy_search",
+            "num_replicas": 3, "slo_response_s": 2.0, "mean_total_tokens": 2000.0,
+            "output_length": "by_context",
+        } | changes
+    )  # fmt: skip
+    weights = np.zeros(NUM_SCORE_WEIGHTS) if weights is None else weights
+    return PolicyArtifact(metadata, {"weights": weights})
+
+
+def a_network(arrays=None, **changes):
+    ones = tuple([1.0] * NUM_REQUEST_FEATURES)
+    metadata = a_linear_policy(kind="linear").metadata.model_copy(
+        update={"kind": "mlp", "scaling": FeatureScaling(medians=ones, scales=ones)} | changes
+    )
+    rng = np.random.default_rng(0)
+    layers = {"w0": rng.normal(size=(8, 40)), "b0": np.zeros(8)}
+    layers |= {"w1": rng.normal(size=(3, 8)), "b1": np.zeros(3)}
+    return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
+
+
+def an_equivariant_network(arrays=None, **changes):
+    ones = tuple([1.0] * NUM_REQUEST_FEATURES)
+    metadata = a_linear_policy().metadata.model_copy(
+        update={
+            "kind": "equivariant", "num_replicas": None, "baseline": "sed", "residual_scale": 1.0,
+            "scaling": FeatureScaling(medians=ones, scales=ones),
+        } | changes
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    given = {"request_mean": np.zeros(16), "request_std": np.ones(16)}
+    given |= {"replica_mean": np.zeros(8), "replica_std": np.ones(8)}
+    given |= {"w0": rng.normal(size=(5, 32)), "b0": np.zeros(5)}
+    given |= {"w1": rng.normal(size=(1, 5)), "b1": np.zeros(1)}
+    return PolicyArtifact(metadata, given | (arrays or {}))
+
+
+def a_policy_for_any_cluster(arrays=None):
+    rng = np.random.default_rng(0)
+    given = any_cluster_artifact(
+        rng.normal(size=NUM_SERVER_WEIGHTS), rng.normal(size=NUM_ENGINE_WEIGHTS)
+    )
+    return PolicyArtifact(given.metadata, {**given.arrays, **(arrays or {})})
+
+
+def snapshots(*waits):
+    return [
+        ReplicaSnapshot(f"r{i}", 1000.0 * (i + 1), 1, 5, int(w > 0), 1, 1000.0, w)
+        for i, w in enumerate(waits)
+    ]
+
+
+A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
+
+
+@pytest.mark.parametrize(
+    "make", [a_linear_policy, a_network, an_equivariant_network, a_policy_for_any_cluster]
+)
+def test_a_saved_policy_comes_back_equal(make, tmp_path):
+    make().save(tmp_path / "p.npz")
+    loaded = PolicyArtifact.load(tmp_path / "p.npz")
+    assert loaded.metadata == make().metadata
+    assert loaded.sha256 == make().sha256
+    before = learned_policy(make()).decide(A_REQUEST, snapshots(0.5, 1.0, 0.0))
+    assert learned_policy(loaded).decide(A_REQUEST, snapshots(0.5, 1.0, 0.0)) == before
+
+
+def test_equal_policies_give_equal_bytes(tmp_path):
+    for name in "ab":
+        a_network().save(tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_another_weight_gives_another_hash():
+    assert a_linear_policy().sha256 != a_linear_policy(np.ones(NUM_SCORE_WEIGHTS)).sha256
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ArtifactError, match=r"gone\.npz does not exist"):
+        PolicyArtifact.load(tmp_path / "gone.npz")
+
+
+def test_a_broken_file_is_named_with_the_reason(tmp_path):
+    (tmp_path / "p.npz").write_bytes(b"not a zip file at all")
+    with pytest.raises(ArtifactError, match=r"p\.npz is broken"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    a_network().save(tmp_path / "p.npz")
+    whole = (tmp_path / "p.npz").read_bytes()
+    (tmp_path / "p.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ArtifactError):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_file_of_another_format_version_says_which_one_is_read(tmp_path):
+    text = json.loads(a_linear_policy().metadata.model_dump_json()) | {"format_version": 9}
+    np.savez(tmp_path / "p.npz", metadata=np.array(json.dumps(text)))
+    with pytest.raises(ArtifactError, match="format version 9; this release reads 1"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_a_zip_without_metadata_is_no_policy(tmp_path):
+    with zipfile.ZipFile(tmp_path / "p.npz", "w"):
+        pass
+    with pytest.raises(ArtifactError, match="no metadata"):
+        PolicyArtifact.load(tmp_path / "p.npz")
+
+
+def test_weights_that_are_not_finite_are_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        a_linear_policy(np.full(NUM_SCORE_WEIGHTS, np.nan))
+
+
+def test_layers_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"'w0' has shape \(8, 39\)"):
+        a_network({"w0": np.zeros((8, 39)), "b0": np.zeros(8)})
+    with pytest.raises(ValueError, match="8 outputs where there must be 3"):
+        a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
+
+
+def test_a_policy_for_any_cluster_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="'server_weights' has shape"):
+        a_policy_for_any_cluster({"server_weights": np.zeros(3)})
+    with pytest.raises(ValueError, match="'engine_weights' has shape"):
+        a_policy_for_any_cluster({"engine_weights": np.zeros(3)})
+
+
+def test_an_equivariant_network_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"'w0' has shape \(5, 33\); it must be \(5, 32\)"):
+        an_equivariant_network({"w0": np.zeros((5, 33))})
+    with pytest.raises(ValueError, match="2 outputs where there must be 1"):
+        an_equivariant_network({"w1": np.zeros((2, 5)), "b1": np.zeros(2)})
+    with pytest.raises(ValueError, match="'replica_mean' is missing, or has a strange length: 7"):
+        an_equivariant_network({"replica_mean": np.zeros(7)})
+    with pytest.raises(ValueError, match=r"unknown baseline 'x'; choose one of \['marginal_delay"):
+        an_equivariant_network(baseline="x")
+
+
+def test_an_equivariant_network_of_slots_refuses_replicas_that_batch():
+    batching = replace(snapshots(0.0)[0], engine=EngineSnapshot(*[0.1] * 4, 512, 1e4, 0, 0, 0, 0))
+    for make in (an_equivariant_network, a_network):
+        with pytest.raises(ValueError, match="snapshots without `engine`"):
+            learned_policy(make()).route(A_REQUEST, [*snapshots(0.0, 0.0), batching])
+
+
+def test_a_kind_without_a_baseline_has_the_text_and_the_hash_that_it_always_had():
+    assert "baseline" not in a_linear_policy().text()
+    assert json.loads(an_equivariant_network().text())["baseline"] == "sed"
+
+
+def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():
+    with pytest.raises(ValueError, match="2 replicas offered to a policy that was trained on 3"):
+        learned_policy(a_network()).route(A_REQUEST, snapshots(0.0, 0.0))
+
+
+def test_a_residual_with_a_silent_network_is_shortest_expected_delay():
+    silent = {"w0": np.zeros((3, 40)), "b0": np.zeros(3)}
+    policy = learned_policy(a_network(silent, residual_scale=3.0))
+    decision = policy.decide(A_REQUEST, snapshots(0.0, 0.6, 0.9))
+    assert decision.replica == 0 or decision.scores[0] > min(decision.scores)
+    assert decision.scores == pytest.approx((3.0, 3 * 1.1, 3 * (0.9 + 1 / 3)))
+
+
+def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
+    named, registered = tmp_path / "named.npz", tmp_path / "registered.npz"
+    a_linear_policy(trainer="ppo").save(named)
+    a_linear_policy(trainer="dqn").save(registered)
+    by_path = resolve_champion("routing", "poisson_085", named, lambda name: registered)
+    assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
+    asked = []
+    lookup = lambda name: asked.append(name) or registered  # noqa: E731
+    found, source = resolve_champion("routing", "poisson_085", registry=lookup)
+    assert found.metadata.trainer == "dqn"
+    assert asked == ["tokenyard-routing-poisson_085"]
+    assert source == "registry tokenyard-routing-poisson_085@champion"
+    _, source = resolve_champion("routing", "poisson_085", registry=lambda name: None)
+    assert source == "shipped routing/poisson_085"
+
+
+def test_champion_of_nothing_says_what_to_do():
+    with pytest.raises(ArtifactError, match=r"no champion for allocation/x.*sweep\.py"):
+        resolve_champion("allocation", "x")
+
+
+def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
+    def find(scenario):
+        return find_champion(
+            "nothing", scenario, PolicyArtifact.load, "x", best_rule=of_routing.best_tuned_rule
+        )
+
+    with pytest.raises(NoChampionError) as tuned:
+        find("poisson_085")
+    assert tuned.value.rule == "sed_dump"
+    with pytest.raises(NoChampionError) as untuned:
+        find("nowhere")
+    assert untuned.value.rule is None
+    assert of_allocation.best_tuned_rule("a100x8_13b") == "autoscaler_forecast"
+    assert of_allocation.best_tuned_rule("nowhere") is None
+
+
+def test_a_policy_of_another_problem_is_refused_by_name(tmp_path):
+    a_linear_policy().save(tmp_path / "p.npz")
+    with pytest.raises(ArtifactError, match="a policy for routing, not for allocation"):
+        of_allocation.AllocationArtifact.load(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize(
+    ("problem", "metadata"),
+    [
+        (of_routing, ArtifactMetadata),
+        (of_allocation, of_allocation.AllocationMetadata),
+        (of_regions, of_regions.RegionMetadata),
+    ],
+)
+def test_the_table_of_kinds_has_every_kind_that_a_file_may_be_of(problem, metadata):
+    assert set(problem.KINDS) == set(get_args(metadata.model_fields["kind"].annotation))

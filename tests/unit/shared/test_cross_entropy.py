@@ -1,0 +1,74 @@
+import json
+
+import numpy as np
+import pytest
+
+from tokenyard.cross_entropy import CrossEntropy, minimise
+
+TARGET = np.array([0.3, -0.2])
+
+
+def a_search(**changes):
+    known = {"population": 20, "num_elites": 5, "seed": 3}
+    return CrossEntropy(np.zeros(2), np.full(2, 0.5), **(known | changes))
+
+
+def distance(parameters):
+    return float(((parameters - TARGET) ** 2).sum())
+
+
+def advance(search):
+    candidates = search.draw(search.rng())
+    search.update(candidates, np.array([distance(one) for one in candidates]))
+
+
+def test_the_centre_moves_to_where_costs_are_low():
+    search = a_search()
+    for _ in range(12):
+        advance(search)
+    assert search.mean == pytest.approx(TARGET, abs=0.01)
+
+
+def test_a_search_that_went_through_json_goes_on_as_if_nothing_had_happened():
+    one, other = a_search(), a_search(seed=9)
+    advance(one)
+    other.restore(json.loads(json.dumps(one.state())))
+    advance(one), advance(other)
+    assert other.state() == one.state()
+
+
+def test_the_centre_and_what_is_known_are_tried_first():
+    candidates = a_search().draw(np.random.default_rng(0), known=(TARGET,))
+    assert candidates.shape == (20, 2)
+    assert candidates[:2].tolist() == [[0.0, 0.0], TARGET.tolist()]
+
+
+def test_noise_fades_over_the_generations_or_stays():
+    same = np.ones((20, 2))
+    fading, staying = a_search(noise=0.4, num_generations=2), a_search(noise=0.4)
+    unit = np.array([1.0, 0.5])
+    per_weight = a_search(noise=0.4, noise_unit=unit)
+    for search in (fading, staying, per_weight):
+        search.update(same, np.zeros(20))
+    assert fading.std == pytest.approx([0.2, 0.2])
+    assert staying.std == pytest.approx([0.4, 0.4])
+    assert per_weight.std == pytest.approx(0.4 * unit)
+    fading.update(same, np.zeros(20))
+    assert fading.std == pytest.approx([0.0, 0.0])
+
+
+def test_inertia_keeps_a_share_of_the_old_centre():
+    search = a_search(inertia=0.2)
+    search.update(np.ones((20, 2)), np.zeros(20))
+    assert search.mean == pytest.approx([0.8, 0.8])
+
+
+@pytest.mark.parametrize(("tolerance", "is_centre"), [(0.0, False), (100.0, True)])
+def test_minimising_returns_the_best_draw_only_where_the_centre_is_worse_by_more(
+    tolerance, is_centre
+):
+    search, rng = a_search(population=6, num_elites=2), np.random.default_rng(0)
+    found, curve = minimise(search, distance, rng, 1, tolerance=tolerance)
+    assert np.array_equal(found, search.mean) == is_centre
+    assert len(curve) == 1
+    assert is_centre or distance(found) == curve[0] < distance(search.mean)

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tokenyard.evaluation import compare
+from tokenyard.figures import learning_curves, save_figures
+from tokenyard.routing import figures
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+
+SCENARIO = load_scenario("poisson_085")
+NAMES = ("round_robin", "least_loaded", "sed", "sed_dump")
+
+
+@pytest.fixture(scope="module")
+def evaluated():
+    source = StreamSource(SCENARIO)
+    requests = [source.sample(400, stream_rng(3, "evaluation", i)) for i in range(2)]
+    streams = StreamSet(requests, "test")
+    runs = {name: PROBLEM.candidate(SCENARIO, name).run(SCENARIO, streams, 0) for name in NAMES}
+    return runs, compare(PROBLEM, SCENARIO, streams, runs, "sed")
+
+
+def draw(evaluated):
+    return figures.draw_evaluation(SCENARIO, *evaluated, "Traffic: a test")
+
+
+def labels(figure) -> str:
+    return " ".join(axes.get_xlabel() + " " + axes.get_ylabel() for axes in figure.axes)
+
+
+def test_every_figure_of_the_paper_is_drawn_with_units_and_its_source(evaluated):
+    all_figures = draw(evaluated)
+    assert set(all_figures) == {
+        "reward_per_policy", "response_boxes", "load_trajectories", "response_per_request",
+        "violation_heatmap", "violations_per_policy", "token_histograms", "request_counts",
+    }  # fmt: skip
+    for figure in all_figures.values():
+        assert labels(figure).strip()
+        assert figure.get_supxlabel() == "Traffic: a test"
+    assert "response time, s" in labels(all_figures["response_boxes"])
+    assert "thousand tokens" in labels(all_figures["load_trajectories"])
+
+
+def test_a_fleet_has_figures_of_tokens_memory_energy_and_slos():
+    scenario = load_scenario("two_classes_slo")
+    requests = [StreamSource(scenario).sample(150, stream_rng(3, "evaluation"))]
+    runs = {
+        name: PROBLEM.candidate(scenario, name).run(scenario, StreamSet(requests, "test"), 0)
+        for name in ("round_robin", "sed")
+    }
+    rows = compare(PROBLEM, scenario, StreamSet(requests, "test"), runs, "sed")
+    drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
+    assert {"token_latencies", "memory_and_energy", "attainment"} < set(drawn)
+    tokens = drawn["token_latencies"]
+    for word in ("first token, s", "output token, s", "between tokens, s"):
+        assert word in labels(tokens)
+    # Two policies, and the SLOs of two classes on the first token and of one after it.
+    assert [len(axes.lines) for axes in tokens.axes] == [4, 3, 2]
+    for axes in tokens.axes:
+        for line in axes.lines[:2]:
+            time_s, share = line.get_data()
+            assert (np.diff(time_s) >= 0).all()
+            assert (np.diff(share) <= 0).all()
+            assert share[0] == 1.0
+    titles = " ".join(axes.get_title() for axes in drawn["attainment"].axes)
+    for word in ("interactive", "batch", "large", "small", "service gap"):
+        assert word in titles
+
+
+def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
+    folders = [tmp_path / "first", tmp_path / "again"]
+    first, again = (
+        save_figures(
+            {f"poisson_085/{name}": figure for name, figure in draw(evaluated).items()}, folder
+        )
+        for folder in folders
+    )
+    assert first[0] == folders[0] / "poisson_085" / "reward_per_policy.png"
+    for left, right in zip(first, again, strict=True):
+        assert left.read_bytes() == right.read_bytes()
+
+
+def test_every_server_begins_and_ends_without_load(evaluated):
+    runs, _ = evaluated
+    for server in range(SCENARIO.num_servers):
+        time_s, tokens = figures._load_over_time(runs["sed"][0], server)
+        assert (np.diff(time_s) >= 0).all()
+        assert tokens.min() >= -1e-6
+        assert tokens[0] == 0
+        assert tokens[-1] == pytest.approx(0, abs=1e-6)
+
+
+def test_learning_curves_show_every_repetition_their_median_and_the_references():
+    curves = {
+        "ppo": [[(0, -3.0), (10, -2.0), (20, -1.0)], [(0, -3.0), (10, -1.0)]],
+        "dqn": [[(0, -2.0)]],
+    }
+    figure = learning_curves(curves, "score, s", {"sed": -1.5})
+    (axes,) = figure.axes
+    drawn_lines = [line.get_xydata().tolist() for line in axes.lines]
+    assert [[0.0, -3.0], [10.0, -1.5]] in drawn_lines  # the median, where both have been
+    assert len(drawn_lines) == 2 + 1 + 1 + 1 + 1
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "dqn", "sed"]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from tokenyard.statistics.intervals import (
+    BlockBootstrap,
+    Interval,
+    block_length,
+    percentile_interval,
+    t_interval,
+)
+
+
+def means(values):
+    return values.mean(axis=1)
+
+
+def autoregressive(coefficient: float, n: int, rng: np.random.Generator):
+    values, noise = np.zeros(n), rng.normal(size=n)
+    for i in range(1, n):
+        values[i] = coefficient * values[i - 1] + noise[i]
+    return values
+
+
+def test_the_student_interval_is_that_of_the_textbook():
+    # Student's quantile for 3 degrees of freedom is 3.182.
+    interval = t_interval([1.0, 2.0, 3.0, 4.0])
+    half = 3.182446 * math.sqrt(5 / 3) / 2
+    assert interval == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-6)
+
+
+def test_one_stream_gives_no_interval():
+    interval = t_interval([7.0])
+    assert interval.estimate == 7.0
+    assert math.isnan(interval.low)
+    assert math.isnan(interval.high)
+
+
+def test_nothing_is_relative_to_zero():
+    assert all(math.isnan(x) for x in Interval(1.0, 0.5, 1.5).over(0.0))
+
+
+def test_without_dependence_the_bootstrap_agrees_with_student():
+    values = np.random.default_rng(1).exponential(size=3000)
+    bootstrap = BlockBootstrap(3000, block_length(values), np.random.default_rng(2))
+    found = percentile_interval(float(values.mean()), bootstrap.resample(values, means))
+    expected = t_interval(values)
+    assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
+
+
+def test_dependence_widens_the_interval_towards_its_true_width():
+    rng = np.random.default_rng(3)
+    values = autoregressive(0.9, 4000, rng)
+    bootstrap = BlockBootstrap(4000, block_length(values), rng)
+    interval = percentile_interval(float(values.mean()), bootstrap.resample(values, means))
+    true_half = 1.96 / (1 - 0.9) / math.sqrt(4000)
+    assert (interval.high - interval.low) / 2 == pytest.approx(true_half, rel=0.3)
+
+
+def test_blocks_grow_with_dependence_and_stay_below_a_tenth():
+    rng = np.random.default_rng(4)
+    lengths = [block_length(autoregressive(c, 4000, rng)) for c in (0.0, 0.9, 0.99)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[1] <= 400
+    assert block_length(np.cumsum(rng.normal(size=4000))) == 400
+
+
+@pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [3.0] * 50, [math.nan, 1.0, 2.0]])
+def test_short_and_constant_series_have_a_block_length(values):
+    assert 1 <= block_length(np.array(values)) <= max(1, len(values) // 10)
+
+
+def test_all_policies_are_resampled_with_the_same_blocks():
+    values = np.random.default_rng(5).normal(size=500)
+    bootstrap = BlockBootstrap(500, 20, np.random.default_rng(6))
+    ours = bootstrap.resample(values + 1.0, means)
+    assert ours - bootstrap.resample(values, means) == pytest.approx(np.ones(2000))

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from integration.toy_sweeps import toy_trial
+from mlflow import MlflowClient
+from mlflow.entities import Metric
+
+from tokenyard import registry
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tune_configs import mlflow_log
+
+MODEL = "tokenyard-routing-poisson_085"
+LOAD = PolicyArtifact.load
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    return MlflowClient(f"sqlite:///{folder}/mlflow.db")
+
+
+@pytest.fixture
+def experiment_id(client, tmp_path):
+    return mlflow_log.open_experiment(client, tmp_path.name, tmp_path)
+
+
+class FakeTrial:
+    """The few attributes of a Tune trial that the log reads."""
+
+    def __init__(self, trial_id, checkpoint_steps=None):
+        self.trial_id = trial_id
+        self.config = toy_trial("fast")
+        self.latest_checkpoint_result = None
+        if checkpoint_steps is not None:
+            result = type("Result", (), {"metrics": {"timesteps_total": checkpoint_steps}})
+            self.latest_checkpoint_result = result()
+
+    def __str__(self):
+        return "fast-none-s0"
+
+
+def a_policy(weight, trainer="policy_search"):
+    metadata = ArtifactMetadata(
+        kind="linear",
+        scenario="poisson_085",
+        trainer=trainer,
+        num_replicas=3,
+        slo_response_s=2.0,
+        mean_total_tokens=2_000.0,
+        output_length="by_context",
+    )
+    return PolicyArtifact(metadata, {"weights": np.full(NUM_SCORE_WEIGHTS, weight)})
+
+
+def test_only_what_a_trial_reported_becomes_a_metric():
+    result = {
+        "score": -1.5,
+        "entropy_nats": np.float32(0.5),
+        "no_data": math.nan,
+        "timesteps_total": 4000,
+        "time_total_s": 12.0,
+        "pid": 17,
+        "done": False,
+        "trial_id": "29326_00003",
+        "config": {"seed": 3},
+    }
+    kept = mlflow_log.metrics_of(result)
+    assert kept == {"score": -1.5, "entropy_nats": 0.5, "wall_s": 12.0}
+
+
+def test_a_sweep_has_one_parent_run_however_often_it_is_opened(client, experiment_id):
+    opened = {
+        mlflow_log.open_sweep_run(client, experiment_id, "/store/one", "one", {"seed": "0"})
+        for _ in range(3)
+    }
+    other = mlflow_log.open_sweep_run(client, experiment_id, "/store/two", "two", {})
+    assert len(opened) == 1
+    assert other not in opened
+
+
+def report(log, trial, steps):
+    log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": float(steps)})
+
+
+def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_checkpoint(
+    client, experiment_id
+):
+    parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/restart", "restart", {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    before = FakeTrial("abc_00001")
+    log.on_trial_start(0, [], before)
+    for steps in (1000, 2000, 3000):
+        report(log, before, steps)
+    resumed = pickle.loads(pickle.dumps(log))
+    after = FakeTrial("abc_00001", checkpoint_steps=1000)
+    resumed.on_trial_start(0, [], after)
+    report(resumed, after, 2500)
+    resumed.on_trial_complete(0, [], after)
+    runs = client.search_runs([experiment_id], "tags.`tokenyard.trial_id` = 'abc_00001'")
+    assert len(runs) == 1
+    assert runs[0].info.status == "FINISHED"
+    curve = mlflow_log.learning_curve(client, runs[0].info.run_id, "score")
+    assert curve == [(1000, 1000.0), (2500, 2500.0)]
+    assert runs[0].data.params["algorithm"] == "fast"
+    assert list(mlflow_log.trial_runs(client, parent)) == ["abc_00001"]
+
+
+def test_nothing_is_replaced_where_nothing_has_to_go(client, experiment_id):
+    run = client.create_run(experiment_id)
+    client.log_batch(run.info.run_id, metrics=[Metric("score", 1.0, 0, 1000)])
+    run = client.get_run(run.info.run_id)
+    assert mlflow_log.truncate(client, run, 1000).info.run_id == run.info.run_id
+
+
+def test_a_failed_trial_ends_as_failed(client, experiment_id):
+    parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/failed", "failed", {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    trial = FakeTrial("abc_00002")
+    log.on_trial_start(0, [], trial)
+    log.on_trial_error(0, [], trial)
+    assert mlflow_log.trial_runs(client, parent)["abc_00002"].info.status == "FAILED"
+
+
+def log_policy(client, experiment_id, policy):
+    run_id = client.create_run(experiment_id).info.run_id
+    registry.log_artifact(client, run_id, policy)
+    return run_id
+
+
+def test_the_champion_alias_moves_only_to_a_policy_that_beats_the_champion(client, experiment_id):
+    def enter(policy, wins):
+        run_id = log_policy(client, experiment_id, policy)
+        return registry.register(client, MODEL, run_id, policy, lambda champion: wins, LOAD)
+
+    first = enter(a_policy(0.0, "ppo"), wins=False)
+    assert (first.alias, first.champion_trainer) == ("champion", "ppo")
+    second = enter(a_policy(0.1, "dqn"), wins=False)
+    assert (second.alias, second.champion_trainer) == ("candidate", "ppo")
+    third = enter(a_policy(0.2, "a2c"), wins=True)
+    assert (third.alias, third.champion_trainer) == ("champion", "a2c")
+    champion = registry.version_of(client, MODEL)
+    assert str(champion.version) == third.version
+    assert registry.load_version(client, champion, LOAD).sha256 == a_policy(0.2, "a2c").sha256
+
+
+def test_registering_the_same_policy_again_makes_no_second_version(client, experiment_id):
+    policy = a_policy(0.3)
+    run_id = log_policy(client, experiment_id, policy)
+    versions = {
+        registry.register(client, "tokenyard-routing-again", run_id, policy, lambda _: False, LOAD)
+        for _ in range(2)
+    }
+    assert len(versions) == 1
+
+
+def test_without_a_model_there_is_no_champion(client):
+    assert registry.version_of(client, "tokenyard-routing-nothing") is None

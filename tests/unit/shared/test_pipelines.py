@@ -1,0 +1,100 @@
+"""What every command in pipelines keeps to, and `tokenyard VERB`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from dataclasses import fields
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import UnionType
+from typing import get_args, get_origin, get_type_hints
+
+import pytest
+import tyro
+
+from pipelines import cli
+from tokenyard.provenance import command_line
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted(cli.verbs().values())
+COMMON = {
+    "baseline", "compare", "duration_s", "entry", "fleet", "full", "json", "live", "load",
+    "minutes", "name", "num_samples", "out", "policies", "quick", "rate_scale", "resume",
+    "scenario", "seed", "source", "storage", "streams", "suite", "token", "trace", "url",
+}  # fmt: skip
+"""Options that mean the same in every command, which docs/metrics.md and the README name."""
+MOST_OWN_OPTIONS = 8
+HIDDEN = get_args(tyro.conf.Suppress[int])[1]
+
+
+def commands(module: str) -> list[type]:
+    """The dataclasses of a command's options: one, or one for each subcommand."""
+    args = importlib.import_module(f"pipelines.{module}").Args
+    if not isinstance(args, UnionType) and get_origin(args) is None:
+        return [args]
+    return [get_args(one)[0] for one in get_args(args)]
+
+
+def options(command: type) -> set[str]:
+    """Names of the fields that can be given on the command line."""
+    hints = get_type_hints(command, include_extras=True)
+    return {one.name for one in fields(command) if HIDDEN not in get_args(hints[one.name])}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_command_has_a_main_few_options_of_its_own_and_writes_its_rows(module):
+    assert callable(importlib.import_module(f"pipelines.{module}").main)
+    for command in commands(module):
+        assert "json" in options(command)
+        assert len(options(command) - COMMON) <= MOST_OWN_OPTIONS, command
+
+
+def test_a_hidden_option_is_not_counted():
+    (finetune,) = commands("finetune")
+    assert "population" in {one.name for one in fields(finetune)} - options(finetune)
+
+
+def test_no_command_hides_a_module_of_somebody_else():
+    """The folder is first on the path of what runs there by its path."""
+    others = set(packages_distributions()) - {"pipelines"}
+    assert not {path.stem for path in (ROOT / "pipelines").glob("*.py")} & (
+        sys.stdlib_module_names | others
+    )
+
+
+def test_help_lists_every_verb_with_a_line_and_imports_none(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["tokenyard", "--help"])
+    monkeypatch.setattr(importlib, "import_module", None)
+    cli.main()
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[2:-2])
+    assert {"serve", "sweep", "evaluate", "search", "paper"} <= set(listed) == set(cli.verbs())
+    assert len(listed) == len(MODULES)
+    assert all(line.endswith((".", "`.")) for line in listed.values())
+
+
+def test_an_unknown_verb_is_refused_with_the_closest_one(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tokenyard", "evalute"])
+    with pytest.raises(SystemExit, match=r"unknown verb 'evalute'; did you mean 'evaluate'\?"):
+        cli.main()
+
+
+def test_a_verb_calls_the_main_of_its_script(monkeypatch):
+    fetch_traces = importlib.import_module("pipelines.fetch_traces")
+    seen = []
+    monkeypatch.setattr(fetch_traces, "main", seen.append)
+    monkeypatch.setattr(sys, "argv", ["tokenyard", "fetch_traces", "azure_code", "--folder", "x"])
+    cli.main()
+    assert seen == [fetch_traces.Args(("azure_code",), Path("x"))]
+    assert command_line() == "tokenyard fetch_traces azure_code --folder x"
+
+
+def test_the_console_script_is_the_function_that_is_tested_here():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"tokenyard": f"{cli.__name__}:{cli.main.__name__}"}
+
+
+def test_a_command_line_keeps_the_token_to_itself(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pipelines/replay.py", "--token", "abc", "--trace", "a b"])
+    assert command_line("abc") == "python pipelines/replay.py --token TOKEN --trace 'a b'"

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipelines import evaluate, tune_baselines
+from tokenyard.routing import ranking
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import load_scenario, scenario_names
+from tokenyard.routing.suites import SUITES
+from tokenyard.workload.readers import find_trace
+
+ROOT = Path(__file__).parents[3]
+FROZEN_KEYS = {
+    "policy", "scenario", "stream_count", "reward", "mean_response_s", "p50_response_s",
+    "p95_response_s", "p99_response_s", "mean_queue_length", "slo_violation_fraction",
+    "goodput_per_s", "dropped_fraction", "delta_mean_fraction", "delta_mean_ci_low",
+    "delta_mean_ci_high", "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
+    "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_registry(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def own_trace(folder: Path, num_requests: int, last_row: str = "") -> Path:
+    rows = [f"{0.2 * i},{100 + 37 * i % 3000},{10 + i % 50}" for i in range(num_requests)]
+    path = folder / "own.csv"
+    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows, last_row]))
+    return path
+
+
+def test_the_command_prints_tables_and_writes_rows_with_the_frozen_keys(tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    evaluate.main(
+        evaluate.Args(scenario="poisson_085", policies="round_robin,sed_dump", streams=2, json=out)
+    )
+    printed = capsys.readouterr().out
+    assert "synthetic" in printed
+    assert "output length known to the router: by_context" in printed
+    result = json.loads(out.read_text())
+    assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
+    assert [row["policy"] for row in result["rows"]] == ["round_robin", "sed_dump", "sed"]
+    for row in result["rows"]:
+        assert set(row) >= FROZEN_KEYS
+        assert row["stream_count"] == 2
+
+
+def test_a_fleet_is_printed_with_what_matters_of_it_in_the_width_of_a_page(tmp_path, capsys):
+    short = load_scenario("two_classes_slo").model_copy(update={"requests_per_stream": 200})
+    path, out = tmp_path / "short.yaml", tmp_path / "rows.json"
+    path.write_text(yaml.safe_dump(short.model_dump(mode="json", exclude_unset=True)))
+    evaluate.main(
+        evaluate.Args(scenario=str(path), policies="round_robin,sed", streams=2, json=out)
+    )
+    printed = capsys.readouterr().out
+    assert max(len(line) for line in printed.splitlines()) <= 170
+    for title in (
+        "p99 ttft",
+        "goodput/s",
+        "violation %",
+        "hit %",
+        "J/token",
+        "interactive %",
+        "small %",
+    ):
+        assert title in printed
+    token_level = tmp_path / "token.json"
+    evaluate.main(
+        evaluate.Args(scenario="poisson_085", policies="sed", streams=1, json=token_level)
+    )
+    rows = json.loads(out.read_text())["rows"]
+    of_servers = set(json.loads(token_level.read_text())["rows"][0])
+    # Rows of token-level servers have nothing that only fleets have, and fleets all that they have.
+    assert of_servers - set(rows[0]) == set()
+    assert not any("ttft" in key or "attained" in key for key in of_servers)
+    assert {"mean_ttft_s", "attained_batch_fraction", "service_gap_tokens_per_s"} < set(rows[0])
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    named = {
+        key for key in set(rows[0]) - of_servers if not key.startswith(("attained_", "share_"))
+    }
+    assert all(f"`{key}`" in page for key in named)
+
+
+def test_the_fleet_suite_names_every_fleet_that_ships():
+    fleets = {name for name in scenario_names() if load_scenario(name).fleet is not None}
+    # An emulated fleet is no regime of its own: it is there to be compared with what is measured
+    # live.
+    assert set(SUITES["fleet"]) == fleets - {"emulated"}
+
+
+def test_every_regime_ships_with_the_rules_tuned_for_it():
+    regimes = SUITES["regimes"]
+    assert len(set(regimes)) >= 12
+    for name in regimes:
+        assert load_tuned(name).scenario == load_scenario(name).name == name
+
+
+def test_best_is_the_named_rule_with_the_best_score(tmp_path):
+    out = tmp_path / "rows.json"
+    args = dict(scenario="poisson_085", streams=2, baseline="best", source="synthetic")
+    evaluate.main(evaluate.Args(**args, policies="round_robin,sed,generic", json=out))
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["baseline"] for row in rows} == {"sed"}
+    assert [row["policy"] for row in rows] == ["round_robin", "sed", "generic"]
+
+
+def test_best_of_no_rules_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(scenario="poisson_085", policies="generic", baseline="best"))
+    assert "needs a rule among --policies" in capsys.readouterr().err
+
+
+def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsys):
+    path = own_trace(tmp_path, 600)
+    args = dict(scenario="poisson_085", policies="sed", streams=3, trace=path)
+    evaluate.main(evaluate.Args(**args))
+    scaled = capsys.readouterr().out
+    evaluate.main(evaluate.Args(**args, native_time=True))
+    native = capsys.readouterr().out
+    assert "3 x 200 requests, recorded trace, 3 windows" in scaled
+    assert scaled != native
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "exactly one of --scenario and --suite"),
+        ({"scenario": "nominal", "suite": "paper"}, "exactly one of --scenario and --suite"),
+        ({"scenario": "nominl"}, "did you mean 'nominal'"),
+        ({"scenario": "nominal", "policies": "sed,lru"}, "unknown policy 'lru'"),
+        ({"scenario": "nominal", "streams": 0}, "--streams 0 must be at least 1"),
+        ({"scenario": "poisson_085", "source": "held-out"}, "no recorded test part"),
+        (
+            {"scenario": "churn", "policies": "sed,mc_rollout"},
+            "has a fleet: mc_rollout and clairvoyant are for serial",
+        ),
+        (
+            {"scenario": "churn", "policies": "clairvoyant"},
+            "has a fleet: mc_rollout and clairvoyant are for serial",
+        ),
+    ],
+)
+def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, reason, capsys):
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(evaluate.Args(**arguments))
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert reason in message
+    assert message.count("\n") == 1
+
+
+def test_a_malformed_row_is_named_or_skipped_and_counted(tmp_path, capsys):
+    path = own_trace(tmp_path, 100, "25.0,-3,10")
+    args = dict(scenario="poisson_085", policies="sed", streams=1, trace=path)
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(evaluate.Args(**args))
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "own.csv" in message
+    assert "102" in message
+    evaluate.main(evaluate.Args(**args, on_bad_row="skip"))
+    assert "1 malformed rows skipped" in capsys.readouterr().out
+
+
+def test_too_few_requests_for_the_windows_are_an_error(tmp_path, capsys):
+    path = own_trace(tmp_path, 10)
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(scenario="poisson_085", policies="sed", trace=path))
+    assert "10 requests cannot be cut into 30 streams" in capsys.readouterr().err
+
+
+def test_the_recorded_test_part_is_used_where_its_file_is_found(tmp_path, capsys):
+    if find_trace("azure_code") is None:
+        pytest.skip("AzureLLMInferenceTrace_code.csv not found; set TOKENYARD_DATA")
+    out = tmp_path / "rows.json"
+    evaluate.main(evaluate.Args(scenario="bursty_serial", policies="least_loaded", json=out))
+    assert "1 x 3819 requests, AzureLLMInferenceTrace_code.csv" in capsys.readouterr().out
+    loaded, sed = json.loads(out.read_text())["rows"]
+    assert sed["stream_count"] == 1
+    assert loaded["delta_mean_ci_low"] < loaded["delta_mean_ci_high"]
+
+
+def test_without_the_file_synthetic_streams_stand_in_with_a_note(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TOKENYARD_DATA", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    evaluate.main(evaluate.Args(scenario="bursty_serial", policies="sed", streams=1))
+    assert "synthetic: no recorded test part" in capsys.readouterr().out
+
+
+@pytest.mark.integration
+def test_policies_come_out_the_same_from_several_processes(tmp_path):
+    args = dict(scenario="poisson_085", policies="random,sed", streams=1)
+    evaluate.main(evaluate.Args(**args, json=tmp_path / "one.json"))
+    evaluate.main(evaluate.Args(**args, jobs=2, json=tmp_path / "two.json"))
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text())["rows"] for n in ("one", "two"))
+    assert one == two
+
+
+@pytest.mark.integration
+def test_rows_and_figures_reach_mlflow(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    evaluate.main(
+        evaluate.Args(scenario="poisson_085", policies="sed,least_loaded", streams=1, mlflow=True)
+    )
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("tokenyard-evaluation")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert "evaluation.json" in {a.path for a in client.list_artifacts(run.info.run_id)}
+    images = client.list_artifacts(run.info.run_id, "figures/poisson_085")
+    assert len(images) == 8
+
+
+def test_tuning_writes_rules_that_fit_the_scenario(tmp_path, capsys):
+    scenario = tmp_path / "two.yaml"
+    scenario.write_text(
+        "name: two\ndescription: two servers\nrequests_per_stream: 300\n"
+        "servers:\n- {name: a, tokens_per_s: 3000, concurrency: 3}\n"
+        "- {name: b, tokens_per_s: 7000, concurrency: 7}\narrivals: {load: 0.8}\n"
+    )
+    tune_baselines.main(tune_baselines.Args(scenario=str(scenario), streams=2, out=tmp_path))
+    rules = json.loads((tmp_path / "two.json").read_text())
+    assert sorted(rules["sita_replicas"]) == [0, 1]
+    assert rules["scores"]["sed_reserve"] >= rules["scores"]["sed"]
+    assert "sed_dump" in capsys.readouterr().out
+
+
+def test_agreement_is_one_for_the_same_order_and_minus_one_for_the_opposite():
+    assert ranking.taus([[1.0, 2.0, 3.0]], [[10.0, 20.0, 31.0], [3.0, 2.0, 1.0]]) == [1.0, -1.0]
+
+
+def test_docs_define_every_key_of_a_row(tmp_path):
+    out = tmp_path / "rows.json"
+    evaluate.main(evaluate.Args(scenario="poisson_085", policies="sed", streams=1, json=out))
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    keys = {key for key in json.loads(out.read_text())["rows"][0] if not key.startswith("share_")}
+    intervals = {key for key in keys if key.endswith(("_ci_low", "_ci_high"))}
+    assert all(f"`{key}`" in page for key in keys - intervals)
+    for key in intervals:
+        stem = key.removesuffix("_ci_low").removesuffix("_ci_high")
+        assert f"`{stem}_ci_low/high`" in page or f"`{stem}`" in page

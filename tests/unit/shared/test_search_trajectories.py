@@ -1,0 +1,113 @@
+"""Where every search went on a small instance, recorded before the six had one loop.
+
+Run this file to record again, and say in the commit why a search has changed.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from unit.region_builders import a_scenario
+
+from tokenyard.allocation import finetune as of_demand_log
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
+from tokenyard.allocation.simulator.run import StreamRunner
+from tokenyard.cross_entropy import FinetuneConfig
+from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig
+from tokenyard.routing import finetune as of_routing_log
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search_any_cluster import AnyClusterConfig, AnyClusterSearch
+
+FILE = Path(__file__).with_name("search_trajectories.json")
+POOL = load_allocation("l4x4_7b")
+POOL = POOL.model_copy(update={"demand": POOL.demand.model_copy(update={"source": "generator"})})
+
+
+def trajectory(search, generations=3):
+    """What every generation says, and the distribution that the next one draws from."""
+    told = []
+    for _ in range(generations):
+        found = search.step()
+        told.append([*found.values(), *search.mean.tolist(), *search.std.tolist()])
+    return told
+
+
+def of_routing():
+    config = SearchConfig(
+        population=6, num_elites=3, streams_per_generation=2, requests_per_stream=200,
+        num_generations=5,
+    )  # fmt: skip
+    return trajectory(PolicySearch(load_scenario("poisson_085"), config, seed=4))
+
+
+def of_any_cluster(kind):
+    config = AnyClusterConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
+    return trajectory(AnyClusterSearch(kind, config, seed=3))
+
+
+def of_allocation():
+    config = AllocationSearchConfig(population=6, num_elites=2, days_per_generation=1)
+    return trajectory(AllocationSearch(POOL, config, seed=2))
+
+
+def of_regions():
+    config = RegionSearchConfig(
+        population=4, num_elites=2, slots=10, spread=0.7, noise=0.3, num_generations=4
+    )
+    start = np.linspace(-0.2, 0.2, NUM_MIX)
+    return trajectory(RegionSearch([a_scenario(num_slots=12)], config, 3, start))
+
+
+class Valley:
+    """A log in which every number of the weights had better be a quarter."""
+
+    def run(self, weights):
+        far = (weights - 0.25) ** 2
+        return np.stack([1.0 + far, 2.0 + far * 1.5, 0.1 * far], axis=1)
+
+    def choices(self, weights):
+        return (weights > 0.2).astype(np.int64)
+
+
+def of_routing_finetuning():
+    config = FinetuneConfig(generations=5, population=8, spread=0.3, seed=1)
+    found, curve = of_routing_log.search(np.zeros(4), Valley(), Valley(), config)
+    return [found.tolist(), curve]
+
+
+def of_allocation_finetuning():
+    runner = StreamRunner(POOL, demand_source(POOL).episode(200, np.random.default_rng(0)))
+    config = FinetuneConfig(generations=4, population=6, seed=1)
+    start = np.linspace(-0.05, 0.05, NUM_PARAMETERS)
+    found = of_demand_log.search(start, make_planner(POOL), runner, runner, config)
+    return [found.tolist()]
+
+
+SEARCHES = {
+    "routing": of_routing,
+    "any_cluster_servers": lambda: of_any_cluster("servers"),
+    "any_cluster_slots": lambda: of_any_cluster("slots"),
+    "any_cluster_engines": lambda: of_any_cluster("engines"),
+    "allocation": of_allocation,
+    "regions": of_regions,
+    "routing_finetuning": of_routing_finetuning,
+    "allocation_finetuning": of_allocation_finetuning,
+}
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+def test_a_search_goes_where_it_went_before(name):
+    recorded = json.loads(FILE.read_text(encoding="utf-8"))[name]
+    for now, before in zip(SEARCHES[name](), recorded, strict=True):
+        assert now == pytest.approx(before, rel=1e-9, abs=1e-12)
+
+
+if __name__ == "__main__":
+    found = {name: search() for name, search in SEARCHES.items()}
+    FILE.write_text(json.dumps(found) + "\n", encoding="utf-8")

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from integration.toy_sweeps import tiny, toy_trial
+from ray import tune
+from ray.exceptions import ActorDiedError
+
+from tokenyard.rl.routing.trial import RoutingTrialConfig
+from tokenyard.routing.scenario import RewardWeights, load_scenario
+from tune_configs import routing
+from tune_configs.experiment import load_experiment, stop_at_budget
+from tune_configs.routing import ABLATIONS, reward_names, reward_weights
+from tune_configs.tuner import check_resources, fit, trial_label
+
+
+@given(seed=st.integers(0, 1000), num_samples=st.integers(1, 4))
+def test_repeated_trials_never_share_a_seed_with_their_twins(seed, num_samples):
+    experiment = replace(tiny(), num_samples=num_samples)
+    trials = experiment.designed_trials(seed)
+    assert len(trials) == num_samples * len(experiment.trials)
+    assert len({trial_label(trial) for trial in trials}) == len(trials)
+    assert min(trial["seed"] for trial in trials) == seed
+
+
+def test_a_space_is_searched_for_as_many_trials_as_were_asked_for():
+    space = {**toy_trial("fast"), "seed": tune.randint(0, 10)}
+    experiment = replace(tiny(), trials=(), space=space, num_samples=7)
+    assert experiment.num_trials() == 7
+
+
+def test_trials_of_different_keys_are_refused():
+    with pytest.raises(ValueError, match="same keys"):
+        replace(tiny(), trials=(toy_trial("fast"), {"algorithm": "slow"}))
+
+
+def test_an_experiment_without_trials_is_refused():
+    with pytest.raises(ValueError, match="needs trials"):
+        replace(tiny(), trials=())
+
+
+@pytest.mark.parametrize("reference", ["routing", "routing:", ":default", ""])
+def test_a_reference_that_is_not_module_and_function_is_refused(reference):
+    with pytest.raises(ValueError, match="MODULE:FUNCTION"):
+        load_experiment(reference)
+
+
+@pytest.mark.parametrize(
+    ("reference", "reason"),
+    [
+        ("no_such_module:default", "no module"),
+        ("routing:no_such_function", "no experiment function"),
+        ("routing:reward_names", "returns tuple"),
+    ],
+)
+def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
+    with pytest.raises(ValueError, match=reason):
+        load_experiment(reference)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "asha", "optuna",
+        "fleet", "fleet_smoke",
+    ],
+)  # fmt: skip
+def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
+    experiment = load_experiment(f"routing:{name}")
+    for trial in experiment.designed_trials(3):
+        config = RoutingTrialConfig.model_validate(routing.trainer_config(trial))
+        assert config.seed == trial["seed"]
+
+
+def test_a_share_of_the_budget_is_at_least_one_generation_or_round():
+    for trial in routing.fleet().fitted({}, 2, 0, 0.01).designed_trials(3):
+        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
+
+
+def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():
+    trials = routing.default().designed_trials(0)
+    learners = [t for t in trials if t["algorithm"] != "policy_search"]
+    assert len(trials) == len(learners) + 1
+    for algorithm in ("ppo", "dqn", "a2c"):
+        theirs = [t for t in learners if t["algorithm"] == algorithm]
+        assert len({t["reward_weights"] for t in theirs}) >= 3
+        assert all(t["env_steps"] >= 20_000 for t in theirs)
+
+
+def test_a_trial_stops_at_its_own_budget():
+    config = {"env_steps": 100}
+    assert not stop_at_budget("t", {"timesteps_total": 99, "config": config})
+    assert stop_at_budget("t", {"timesteps_total": 100, "config": config})
+
+
+def test_a_sweep_whose_trials_do_not_fit_the_cluster_is_refused_before_it_starts():
+    experiment = replace(tiny(), trials=({**toy_trial("fast"), "num_cpus": 64},))
+    with pytest.raises(ValueError, match="needs 64 CPU, the cluster has 2"):
+        check_resources(experiment, 0, [{"CPU": 2.0}])
+    check_resources(experiment, 0, [{"CPU": 64.0}])
+
+
+def test_an_ablation_removes_its_term_and_nothing_else():
+    scenario = load_scenario("high_load")
+    whole = scenario.reward.model_dump()
+    for name in ABLATIONS:
+        changed = {
+            key
+            for key, value in reward_weights(name, scenario).model_dump().items()
+            if value != whole[key]
+        }
+        assert changed, name
+        assert all(getattr(reward_weights(name, scenario), key) == 0 for key in changed)
+
+
+def test_weights_credited_at_the_decision_pay_no_term_of_the_paper():
+    scenario = load_scenario("poisson_085")
+    paper = RewardWeights()
+    for name in reward_names():
+        weights = reward_weights(name, scenario)
+        if weights.credits_response:
+            terms = ("processing", "queue", "overload", "balance", "accept")
+            assert all(getattr(weights, term) == 0 for term in terms)
+            assert weights.drop == paper.drop
+
+
+def test_unknown_reward_weights_are_refused_with_the_list():
+    with pytest.raises(ValueError, match="response_slo_tail"):
+        reward_weights("mystery", load_scenario("poisson_085"))
+
+
+def test_a_trial_is_refused_that_no_node_or_too_few_nodes_can_hold():
+    spread = {"num_env_runners": 2, "cpus_per_actor": 1, "placement": "STRICT_SPREAD"}
+    experiment = load_experiment("routing:smoke").fitted(spread)
+    check_resources(experiment, 0, [{"CPU": 1.0}] * 3)
+    with pytest.raises(ValueError, match="on each of 3 nodes, the cluster has 2 such nodes"):
+        check_resources(experiment, 0, [{"CPU": 2.0}] * 2)
+    packed = experiment.fitted({"placement": "STRICT_PACK"})
+    check_resources(packed, 0, [{"CPU": 4.0}, {}])
+    with pytest.raises(ValueError, match="the cluster has 0 such nodes"):
+        check_resources(packed, 0, [{"CPU": 2.0}] * 2)
+    large = experiment.fitted({"cpus_per_actor": 4, "placement": "SPREAD"})
+    with pytest.raises(ValueError, match="reserve less per actor"):
+        check_resources(large, 0, [{"CPU": 2.0}] * 8)
+
+
+def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else():
+    whole = load_experiment("allocation:two_stages")
+    tenth = whole.fitted({}, budget=0.1)
+    for less, full in zip(tenth.trials, whole.trials, strict=True):
+        assert less == {**full, "env_steps": full["env_steps"] // 10}
+    assert whole.fitted({}) == whole
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="must be above 0 and at most 1"):
+            whole.fitted({}, budget=wrong)
+
+
+def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
+    reserved = {"num_env_runners": 3, "cpus_per_actor": 2.0}
+    designed = load_experiment("routing:default").fitted(reserved, 8, -1)
+    assert designed.max_concurrent_trials == 8
+    assert designed.max_failures == -1
+    for trial in designed.designed_trials(0):
+        request = designed.trainable.default_resource_request(trial)
+        assert request.bundles == [{"CPU": 2.0}] * 4
+    drawn = load_experiment("routing:optuna").fitted({"placement": "SPREAD"})
+    assert drawn.param_space(0)["placement"] == "SPREAD"
+    assert drawn.max_failures == load_experiment("routing:optuna").max_failures
+
+
+def test_where_a_trial_runs_does_not_change_what_it_is():
+    trial = dict(load_experiment("routing:smoke").trials[-1])
+    here, there = (
+        RoutingTrialConfig.model_validate(routing.trainer_config({**trial, **reserved}))
+        for reserved in ({}, {"cpus_per_actor": 2.0, "placement": "SPREAD"})
+    )
+    assert there.cpus_per_actor == 2.0
+    assert there.placement == "SPREAD"
+    assert here.sha256 == there.sha256
+
+
+class Fitted:
+    """Stands in for a tuner, and for its results."""
+
+    def __init__(self, *errors):
+        self.errors = list(errors)
+
+    def fit(self):
+        return self
+
+
+def test_trials_that_went_with_their_node_are_started_again_and_others_are_not():
+    last = Fitted()
+    rounds = iter([Fitted(ActorDiedError(), ValueError()), last])
+    assert fit(Fitted(ActorDiedError()), lambda: next(rounds)) is last
+    own_fault = Fitted(ValueError())
+    assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
+    hopeless = Fitted(ActorDiedError())
+    assert fit(hopeless, lambda: hopeless) is hopeless

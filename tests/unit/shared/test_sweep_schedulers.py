@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from ray.tune.schedulers import TrialScheduler
+
+from tokenyard.rl.routing.trial import RoutingTrialConfig
+from tune_configs import routing
+from tune_configs.schedulers import AshaPerAlgorithm
+
+
+def a_trial(algorithm, number):
+    return SimpleNamespace(trial_id=f"{algorithm}-{number}", config={"algorithm": algorithm})
+
+
+def first_decision(scheduler, trial, score):
+    scheduler.on_trial_add(None, trial)
+    return scheduler.on_trial_result(None, trial, {"timesteps_total": 1_000, "score": score})
+
+
+def halving():
+    return AshaPerAlgorithm(max_env_steps=9_000, grace_env_steps=1_000)
+
+
+def test_a_slow_algorithm_is_not_stopped_by_a_fast_one():
+    scheduler = halving()
+    for number, score in enumerate((5.0, 4.0, 3.0)):
+        first_decision(scheduler, a_trial("fast", number), score)
+    alone = first_decision(scheduler, a_trial("slow", 0), -100.0)
+    assert alone == TrialScheduler.CONTINUE
+
+
+def test_the_worst_of_its_own_algorithm_is_stopped():
+    scheduler = halving()
+    for number, score in enumerate((5.0, 4.0, 3.0)):
+        first_decision(scheduler, a_trial("fast", number), score)
+    assert first_decision(scheduler, a_trial("fast", 3), -1.0) == TrialScheduler.STOP
+
+
+def test_a_restored_scheduler_still_knows_who_was_good(tmp_path):
+    scheduler = halving()
+    for number, score in enumerate((5.0, 4.0, 3.0)):
+        first_decision(scheduler, a_trial("fast", number), score)
+    scheduler.save(str(tmp_path / "state"))
+    restored = halving()
+    restored.restore(str(tmp_path / "state"))
+    assert first_decision(restored, a_trial("fast", 3), -1.0) == TrialScheduler.STOP
+
+
+def test_what_optuna_suggests_is_a_trial_that_can_be_trained():
+    pytest.importorskip("optuna", reason="the extra optuna is not installed")
+    experiment = routing.optuna()
+    searcher = experiment.searcher(0)
+    searcher.set_search_properties("score", "max", experiment.param_space(0))
+    for number in range(3):
+        suggested = searcher.suggest(f"trial-{number}")
+        trial = {**experiment.param_space(0), **suggested}
+        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial)).recipe == "ours"

@@ -1,0 +1,101 @@
+"""What is measured of an allocation run, and by what its policies are paired.
+
+All policies live through the same test part under several draws of its noise. One trace is one
+trace: draws are averaged, and intervals are Student's over its days, paired by day.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tokenyard.allocation.dynamics import (
+    DROPPED,
+    ENERGY_J,
+    OFFERED,
+    REWARD,
+    SERVED,
+    SWITCHED,
+    USD,
+    VIOLATIONS,
+)
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator import AllocationOutcomes
+from tokenyard.problem import Measure
+from tokenyard.types import FloatArray
+
+MEASURES = (
+    Measure("cost_with_penalty", "$/h with violations", delta="delta_cost_fraction"),
+    Measure("cost_per_hour", "$/h"),
+    Measure("slo_attainment", "attainment %", factor=100),
+    Measure("worst_day_attainment", "worst day %", ".1f", 100),
+    Measure("energy_j_per_token", "J/token"),
+    Measure("cost_per_million_tokens", "$/M tokens"),
+    Measure("switches", "changes", ".0f"),
+    *(
+        Measure(f"share_{kind}_fraction", f"{kind} %", ".0f", 100)
+        for kind in ("data", "model", "hybrid")
+    ),
+)
+
+
+def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> dict[str, float]:
+    """Measure all runs of one policy together; docs/metrics.md defines every key."""
+    outs = np.concatenate([one.outs for one in runs])
+    offered, violations = outs[:, OFFERED].sum(), outs[:, VIOLATIONS].sum()
+    hours = len(outs) * scenario.slot_s / 3600
+    tokens = outs[:, SERVED].sum() * scenario.generated_tokens
+    usd = outs[:, USD].sum()
+    table = plan_table(scenario)
+    kinds = [table.plans[i].parallelism for one in runs for i in one.plans.tolist() if i >= 0]
+    shares = {
+        f"share_{kind}_fraction": float(np.mean([k.startswith(kind) for k in kinds]))
+        if kinds
+        else np.nan
+        for kind in ("data", "model", "hybrid")
+    }
+    return {
+        "reward": float(outs[:, REWARD].mean()),
+        "cost_per_hour": float(usd / hours),
+        "cost_with_penalty": float(daily_cost(scenario, runs).mean())
+        if scenario.objective is None
+        else float((usd + scenario.violation_usd * violations) / hours),
+        "cost_per_million_tokens": float(1e6 * usd / tokens),
+        "goodput_fraction": float(1 - violations / offered),
+        "slo_attainment": float(1 - violations / offered),
+        "worst_day_attainment": _worst_day(scenario, runs),
+        "dropped_fraction": float(outs[:, DROPPED].sum() / offered),
+        "energy_j_per_token": float(outs[:, ENERGY_J].sum() / tokens),
+        "switches": float(outs[:, SWITCHED].sum() / len(runs)),
+        "refused": float(sum(one.num_refused for one in runs)),
+        **shares,
+    }
+
+
+def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> FloatArray:
+    """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,).
+
+    Where the objective is another than dollars, minus the reward of a slot.
+    """
+    per_slot = np.mean([_cost(scenario, one) for one in runs], axis=0)
+    days = max(1, len(per_slot) // scenario.slots_per_day)
+    each = len(per_slot) // days
+    return np.asarray(per_slot[: days * each].reshape(days, each).mean(axis=1))
+
+
+def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatArray:
+    if scenario.objective is None:
+        return -outcomes.column(REWARD) * 3600 / scenario.slot_s
+    return -outcomes.column(REWARD)
+
+
+def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> float:
+    each = scenario.slots_per_day
+    days = []
+    for one in runs:
+        for start in range(0, len(one.outs) - each + 1, each):
+            day = one.outs[start : start + each]
+            days.append(1 - day[:, VIOLATIONS].sum() / day[:, OFFERED].sum())
+    return float(min(days)) if days else np.nan

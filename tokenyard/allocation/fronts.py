@@ -1,0 +1,174 @@
+"""Where each kind of parallelism is cheapest, and what reward weights buy.
+
+The cheapest kind of plan by load; the Pareto front of goodput and dollars over random weights of
+the paper's terms beside that of plans that never change, and hypervolumes; and planners that attain
+an SLO as a constraint (dual ascent) at least dollars or least energy. Fronts are of the training
+part, constraints are also run on tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.dual_ascent import attainment, dual_ascent, run_planner
+from tokenyard.allocation.dynamics import (
+    ENERGY_J,
+    NUM_OUT,
+    OFFERED,
+    SERVED,
+    USD,
+    VIOLATIONS,
+    make_model,
+    run_slot,
+)
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.problem import PROBLEM
+from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
+from tokenyard.allocation.simulator import AllocationOutcomes
+from tokenyard.allocation.simulator.run import StreamRunner
+from tokenyard.problem import Row
+from tokenyard.statistics.pareto import front, hypervolume
+from tokenyard.types import FloatArray
+
+POOLS = (
+    "a100x8_7b", "a100x8_13b", "a100x8_13b_tight", "a100x8_70b", "h100x8_13b", "h100x8_70b",
+    "l4x4_7b", "mixed_13b",
+)  # fmt: skip
+KINDS = {"data": "#3B7BA8", "model": "#E1812C", "hybrid": "#5B9F5B"}
+LOADS: FloatArray = np.linspace(0.01, 1.0, 100)
+"""Demand over the pool's goodput capacity."""
+Rows = list[Row]
+
+
+def cheapest_kinds(scenario: AllocationScenario) -> list[str]:
+    """Kind of the plan of least cost at each of `LOADS`, SLO violations included."""
+    table, model = plan_table(scenario), make_model(scenario)
+    out = np.zeros(NUM_OUT)
+    kinds = []
+    for load in LOADS:
+        demand = load * table.pool_goodput_capacity_per_s
+        rewards = [run_slot(model, p, p, demand, 0.0, out) for p in range(table.num_plans)]
+        kinds.append(table.plans[int(np.argmax(rewards))].parallelism.split("_")[0])
+    return kinds
+
+
+def region_rows() -> Rows:
+    """Share of the range of load in which each kind is cheapest, by pool."""
+    rows: Rows = []
+    for name in POOLS:
+        kinds = np.array(cheapest_kinds(load_allocation(name)))
+        shares = {f"{kind}_fraction": float((kinds == kind).mean()) for kind in KINDS}
+        rows.append({"table": "regions", "scenario": name, **shares})
+    return rows
+
+
+def measured(outcomes: AllocationOutcomes, scenario: AllocationScenario) -> dict[str, float]:
+    """Goodput, dollars and joules of a run."""
+    offered = outcomes.column(OFFERED).sum()
+    tokens = outcomes.column(SERVED).sum() * scenario.generated_tokens
+    return {
+        "goodput_fraction": float(1 - outcomes.column(VIOLATIONS).sum() / offered),
+        "cost_per_hour": float(outcomes.column(USD).mean() * 3600 / scenario.slot_s),
+        "cost_per_million_tokens": float(1e6 * outcomes.column(USD).sum() / tokens),
+        "energy_j_per_token": float(outcomes.column(ENERGY_J).sum() / tokens),
+    }
+
+
+def front_rows(scenario: AllocationScenario, num_weightings: int, seed: int) -> tuple[Rows, Rows]:
+    """Points of plans that never change and of planners, and the hypervolumes of their fronts."""
+    [stream] = PROBLEM.streams(scenario, "validation", 1, seed=0).streams
+    runner = StreamRunner(scenario, stream)
+    points: Rows = []
+    for number, plan in enumerate(runner.sim.table.plans):
+        outcomes = runner.run_plans(np.full(stream.num_slots, number))
+        label = f"{plan.parallelism} {plan.num_gpus} at {plan.memory_fraction}"
+        points.append({"family": "static", "weights": label, **measured(outcomes, scenario)})
+    rng = np.random.default_rng(seed)
+    names = ("goodput", "power", "latency", "memory", "load")
+    for weights in rng.dirichlet(np.ones(len(names)), num_weightings):
+        objective = Objective(**dict(zip(names, weights.tolist(), strict=True)))
+        label = " ".join(f"{weight:.2f}" for weight in weights)
+        outcomes = run_planner(scenario, stream, objective)
+        points.append({"family": "adaptive", "weights": label, **measured(outcomes, scenario)})
+    most = float(runner.sim.table.usd_per_hour.max())
+    volumes: Rows = []
+    for families in (("static",), ("adaptive",), ("static", "adaptive")):
+        found = goods(points, families)
+        volume = hypervolume(found, np.array([0.0, -most])) / most
+        volumes.append(
+            {"table": "hypervolume", "family": " and ".join(families), "hypervolume": volume,
+             "front_points": len(front(found))}
+        )  # fmt: skip
+    return [{"table": "points", **point} for point in points], volumes
+
+
+def goods(points: Sequence[Mapping[str, Any]], families: tuple[str, ...]) -> FloatArray:
+    """Goodput and minus dollars per hour: both are better higher; shape (n, 2)."""
+    return np.array(
+        [
+            (point["goodput_fraction"], -point["cost_per_hour"])
+            for point in points
+            if point["family"] in families
+        ]
+    )
+
+
+def constraint_rows(scenario: AllocationScenario, attained: float, seed: int) -> Rows:
+    """Planners that attain the SLO at least cost, on the training part and on tests."""
+    rows: Rows = []
+    test = demand_source(scenario).test(seed)
+    for goal, cost in (("dollars", Objective(usd=1.0)), ("energy", Objective(energy=1.0))):
+        found = dual_ascent(scenario, cost, attained)
+        outcomes = run_planner(scenario, test, found.objective)
+        rows.append(
+            {
+                "table": "constraint",
+                "least": goal,
+                "multiplier": found.objective.violations,
+                "train_attainment": found.attainment,
+                "test_attainment": attainment(outcomes),
+                **measured(outcomes, scenario),
+            }
+        )
+    return rows
+
+
+def draw_regions() -> Figure:
+    """Draw one bar per pool, coloured by the cheapest kind at each load."""
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    width = LOADS[1] - LOADS[0]
+    for row, name in enumerate(POOLS):
+        colours = [KINDS[kind] for kind in cheapest_kinds(load_allocation(name))]
+        axes.barh(np.full(len(LOADS), row), width, left=LOADS - width, color=colours, height=0.75)
+    axes.set_yticks(range(len(POOLS)), POOLS)
+    axes.invert_yaxis()
+    axes.set(xlabel="demand over the pool's goodput capacity", xlim=(0, 1))
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=colour, label=kind) for kind, colour in KINDS.items()]
+    figure.legend(handles=handles, loc="outside upper right", ncols=3, frameon=False, fontsize=8)
+    return figure
+
+
+def draw_front(points: Rows, scenario: AllocationScenario) -> Figure:
+    """Draw goodput over dollars of both families, each with its front."""
+    figure = Figure(figsize=(5.4, 3.6), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for family, colour in (("static", "0.55"), ("adaptive", "#3B7BA8")):
+        found = goods(points, (family,))
+        best = front(found)
+        axes.plot(-found[:, 1], found[:, 0], "o", color=colour, markersize=3, alpha=0.6)
+        axes.step(
+            -best[:, 1], best[:, 0], where="pre", color=colour, label=f"{family}: front"
+        )  # fmt: skip
+    axes.set(xlabel="dollars per hour", ylabel="share of requests that attain the SLO")
+    axes.set_title(scenario.name, fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    return figure

@@ -1,0 +1,1 @@
+"""The allocation paper's own environment (Dadizadeh Dargiry 2026), as printed."""

@@ -1,0 +1,96 @@
+"""The paper's three algorithms under three readings of its environment, beside the optimum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+from tokenyard.allocation.paper.decision_quality import decision_quality, one_vs_rest_roc
+from tokenyard.allocation.paper.simulator import (
+    NUM_ACTIONS,
+    NUM_STATES,
+    LearningConfig,
+    LiteralTable,
+    LiteralWeights,
+    Reading,
+    Update,
+    exact_values,
+    fixed_policy,
+    learn,
+    literal_table,
+    mean_reward,
+)
+from tokenyard.problem import Row
+from tokenyard.types import FloatArray, IntArray
+
+LEARNERS: tuple[Update, ...] = get_args(Update)
+MEASURES = (
+    "mean_reward", "accuracy", "state_accuracy", "tie_accuracy", "precision", "recall", "f1",
+    "regret", "roc_auc",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PaperStudy:
+    """Run the paper's three algorithms under three readings of its environment."""
+
+    seeds: int = 10
+    """Data sets and trainings."""
+    passes: int = 5
+    """Passes over the 30 days."""
+    bins: Literal["uniform", "quantile"] = "uniform"
+    of_maxima: bool = False
+    """The reward of section 2.3 in place of that of section 3."""
+
+
+Found = tuple[IntArray, FloatArray]
+"""Action per state, and action scores."""
+
+
+def policies(table: LiteralTable, passes: int, seed: int) -> dict[str, Found]:
+    """Every policy of one data set."""
+    config = LearningConfig(passes=passes)
+    found: dict[str, Found] = {}
+    for update in LEARNERS:
+        q, _ = learn(table, update, config, seed)
+        found[update] = (q.argmax(axis=1), q)
+    rng = np.random.default_rng(seed)
+    fixed = fixed_policy()
+    static = np.full(NUM_STATES, int(table.rewards.mean(axis=0).argmax()))
+    optimal = exact_values(table, config.gamma)
+    drawn = rng.integers(0, NUM_ACTIONS, NUM_STATES)
+    for name, policy in (("fixed", fixed), ("random_table", drawn), ("best_static", static)):
+        found[name] = (policy, np.eye(NUM_ACTIONS)[policy])
+    found["oracle"] = (optimal.argmax(axis=1), optimal)
+    return found
+
+
+def measure(table: LiteralTable, found: Found, optimal: FloatArray) -> dict[str, float]:
+    """All measures of one policy on one data set."""
+    policy, scores = found
+    quality = decision_quality(policy, optimal, table.states)
+    _, _, area = one_vs_rest_roc(scores, optimal.argmax(axis=1), table.states)
+    values = {name: getattr(quality, name) for name in MEASURES[1:-1]}
+    return {"mean_reward": mean_reward(table, policy), **values, "roc_auc": area}
+
+
+def run_study(study: PaperStudy) -> list[Row]:
+    """Mean and standard deviation over seeds of every measure, by reading and policy."""
+    rows = []
+    weights = LiteralWeights(of_maxima=study.of_maxima)
+    for reading in get_args(Reading):
+        values: dict[str, list[dict[str, float]]] = {}
+        for seed in range(study.seeds):
+            table = literal_table(reading, weights, study.bins, seed)
+            optimal = exact_values(table)
+            for name, found in policies(table, study.passes, seed).items():
+                values.setdefault(name, []).append(measure(table, found, optimal))
+        for name, each in values.items():
+            row: Row = {"reading": reading, "policy": name, "seeds": study.seeds}
+            for key in MEASURES:
+                row[key] = float(np.mean([one[key] for one in each]))
+                row[f"{key}_std"] = float(np.std([one[key] for one in each]))
+            rows.append(row)
+    return rows

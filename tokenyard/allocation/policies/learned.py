@@ -1,0 +1,196 @@
+"""What learning makes of allocation: the planner with parameters, a table, and networks.
+
+They see states, the plans of the scenario and the forecaster; `tokenyard.allocation.artifact` makes
+them of artifacts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.allocation.dynamics import (
+    BACKLOG,
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    PAUSED_S,
+    VIOLATIONS,
+    make_model,
+)
+from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
+from tokenyard.allocation.observation import (
+    NUM_RECENT_SHOWN,
+    known_features,
+    observation_size,
+    shape_of,
+    write_observation,
+)
+from tokenyard.allocation.planner import (
+    HORIZON,
+    NUM_PARAMETERS,
+    best_next,
+    make_planner,
+)
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies.rules import candidate_index
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.types import AllocationState, Plan
+from tokenyard.network import Network
+from tokenyard.types import FloatArray, IntArray
+
+
+class ForecastPlanner:
+    """Plans over forecasts by dynamic programming (`tokenyard.allocation.planner`).
+
+    With parameters all zero it is the receding-horizon planner; the learned policy is the same
+    class with parameters found by policy search.
+    """
+
+    def __init__(
+        self,
+        scenario: AllocationScenario,
+        theta: FloatArray | None = None,
+        forecaster: Forecaster | None = None,
+    ) -> None:
+        """Work out the costs.
+
+        Args:
+            scenario: Whose plans and prices.
+            theta: Parameters, shape (NUM_PARAMETERS,); None: all zero.
+            forecaster: Of demand; None: fitted to the scenario's training part.
+        """
+        self._table, self._planner = plan_table(scenario), make_planner(scenario)
+        self._forecaster = forecaster or scenario_forecaster(scenario)
+        self._theta = np.zeros(NUM_PARAMETERS) if theta is None else theta
+        self._slot_s, self._slots_per_day = scenario.slot_s, scenario.slots_per_day
+        self._scratch = np.zeros((2, len(self._planner.candidates)))
+
+    def allocate(self, state: AllocationState) -> Plan:
+        """Forecast, plan, and return the first step."""
+        if not state.may_switch:
+            return state.plan
+        slot = round(state.time_s / self._slot_s)
+        forecast, spread, weight = self._forecaster.outlook(np.array(state.demand_per_s), slot)
+        last = max(state.demand_per_s[-1], 1e-9)
+        surprise = float(np.log(last / max(forecast[0], 1e-9)))
+        angle = 2 * np.pi * slot / self._slots_per_day
+        now = candidate_index(self._table, self._planner, state.plan)
+        chosen = best_next(
+            self._planner, forecast[:HORIZON], spread, surprise, np.cos(angle), np.sin(angle),
+            float(weight), self._theta, now, self._scratch,
+        )  # fmt: skip
+        return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
+
+
+class ValueTable:
+    """Looks up the best plan by backlog, part of the day, bin of the last demand, plan in force."""
+
+    def __init__(
+        self, scenario: AllocationScenario, edges_per_s: FloatArray, best: IntArray
+    ) -> None:
+        """Keep the table.
+
+        Args:
+            scenario: Whose plans.
+            edges_per_s: Upper ends of all bins but the last, shape (B - 1,).
+            best: Candidate to take, shape (W, D, B, S): W is 2 where it matters whether requests
+                wait, else 1; D equal parts of the day; S candidates of `make_planner`.
+        """
+        self._table, self._planner = plan_table(scenario), make_planner(scenario)
+        self._edges, self._best, self._slot_s = edges_per_s, best, scenario.slot_s
+
+    def allocate(self, state: AllocationState) -> Plan:
+        """Look the plan up."""
+        waits, parts, _, _ = self._best.shape
+        wait = min(int(state.backlog_requests > 1.0), waits - 1)
+        # The last demand's part of the day is what the table was learned with.
+        part = int(max(state.time_s - self._slot_s, 0.0) % 86_400 / 86_400 * parts)
+        level = int(np.searchsorted(self._edges, state.demand_per_s[-1], side="right"))
+        now = candidate_index(self._table, self._planner, state.plan)
+        chosen = int(self._best[wait, part, level, now])
+        return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
+
+
+MEMORY_OUTPUTS = 2
+"""Outputs of a hybrid network for the memory fraction: its mean and the logarithm of its spread,
+from -1 for 0 to 1 for 1. Before them come preferences for the limits of the batch, where the
+scenario has several, and after them those for shapes."""
+
+
+class NetworkPlan:
+    """The plan that a trained network prefers."""
+
+    def __init__(
+        self,
+        scenario: AllocationScenario,
+        forecaster: Forecaster,
+        network: Network,
+        chooses_memory: bool,
+        stay_bonus: float = 0.0,
+    ) -> None:
+        """Prepare the observation.
+
+        Args:
+            scenario: Whose plans.
+            forecaster: Of demand.
+            network: From observations to preferences for shapes.
+            chooses_memory: Whether other outputs come before them (`MEMORY_OUTPUTS`); else every
+                shape has the memory of `PlanTable.best_memory`.
+            stay_bonus: Added to the preference for what is in force.
+        """
+        self._scenario, self._forecaster = scenario, forecaster
+        self._network, self._chooses_memory = network, chooses_memory
+        self._stay_bonus = stay_bonus
+        self._table, self._model = plan_table(scenario), make_model(scenario)
+        self._shapes = shape_of(self._table)
+        self._row = np.zeros(observation_size(self._table), np.float32)
+        self._memories = np.array(scenario.memory_fractions)
+
+    def observe(self, state: AllocationState) -> npt.NDArray[np.float32]:
+        """What the network was shown in training; the array is reused."""
+        scenario, measured, table = self._scenario, state.measured, self._table
+        plan, scale = table.find(state.plan), table.pool_goodput_capacity_per_s
+        demand = np.array(state.demand_per_s)
+        slot = round(state.time_s / scenario.slot_s)
+        before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
+        known = known_features(
+            np.array([slot]),
+            demand[before][None],
+            self._forecaster.forecast(demand, slot)[None],
+            scale,
+            scenario.slots_per_day,
+        )[0]
+        out = np.zeros(NUM_OUT)
+        out[LOAD], out[BATCH], out[NETWORK] = (
+            measured.load, measured.batch_share, measured.network_share,
+        )  # fmt: skip
+        out[MEAN_LATENCY_S], out[PAUSED_S] = measured.latency_s, measured.paused_s
+        out[BACKLOG], out[OFFERED], out[VIOLATIONS] = (
+            state.backlog_requests, 1.0, measured.violation_fraction,
+        )  # fmt: skip
+        write_observation(
+            self._model, plan, state.slots_since_switch, state.budget_left, state.may_switch, out,
+            known, self._shapes[plan], scale, self._row,
+        )  # fmt: skip
+        return self._row
+
+    def allocate(self, state: AllocationState) -> Plan:
+        """Take the best output; memory is the mean, in the scenario's steps."""
+        if not state.may_switch:
+            return state.plan
+        table = self._table
+        outputs = self._network(self.observe(state)[None])[0]
+        preferences = outputs[-int(table.shape_mask.sum()) :]
+        preferences[self._shapes[table.find(state.plan)]] += self._stay_bonus
+        if not self._chooses_memory:
+            return table.plans[table.best_memory[int(preferences.argmax())]]
+        kind, gpus = np.argwhere(table.shape_mask)[int(preferences.argmax())]
+        *limits, mean, _ = outputs[: -len(preferences)]
+        memory = float(np.clip((mean + 1.0) / 2.0, 0.0, 1.0))
+        step = max(int(np.searchsorted(self._memories, memory + 1e-6, side="right")) - 1, 0)
+        limit = int(np.argmax(limits)) if limits else 0
+        return table.plans[int(table.index[kind, gpus, step, limit])]

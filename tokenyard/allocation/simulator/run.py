@@ -1,0 +1,253 @@
+"""Whole streams: any policy by its public method, and two families of rules compiled.
+
+The compiled forms decide exactly as the classes of `tokenyard.allocation.policies` do; searches
+run them over millions of slots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tokenyard.allocation.demand import DemandStream
+from tokenyard.allocation.dynamics import (
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    PAUSED_S,
+    VIOLATIONS,
+)
+from tokenyard.allocation.forecast import Forecaster, Outlook, scenario_forecaster
+from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
+from tokenyard.allocation.scenario import AllocationScenario, Objective
+from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
+from tokenyard.allocation.simulator.kernel import LEFT, PLAN, REFUSED, SINCE, may_switch, step_one
+from tokenyard.allocation.types import AllocationPolicy, AllocationState, SlotMeasurements
+from tokenyard.compiled import compiled
+from tokenyard.types import FloatArray, IntArray
+
+
+def run_allocation(
+    scenario: AllocationScenario,
+    stream: DemandStream,
+    policy: AllocationPolicy,
+    objective: Objective | None = None,
+) -> AllocationOutcomes:
+    """Let a policy decide every slot of a stream, shown states and nothing else."""
+    sim = _loaded(scenario, stream, objective)
+    table = sim.table
+    demand = [float(value) for value in stream.per_s]
+    budget = scenario.switch_budget.switches if scenario.switch_budget else 0
+    plans = np.zeros(stream.num_slots, np.int64)
+    outs = np.zeros((stream.num_slots, NUM_OUT))
+    for t in range(stream.num_slots):
+        counts = sim.counts[0]
+        slot = stream.first + t
+        state = AllocationState(
+            time_s=(stream.start_slot + slot) * scenario.slot_s,
+            plan=table.plans[int(counts[PLAN])],
+            demand_per_s=tuple(demand[max(0, slot - _HISTORY) : slot]) or (demand[0],),
+            backlog_requests=float(sim.numbers[0, 0]),
+            slots_since_switch=int(counts[SINCE]),
+            switches_left=int(counts[LEFT]) if scenario.switch_budget else None,
+            may_switch=sim.may_switch(0),
+            budget_left=int(counts[LEFT]) / budget if budget else 1.0,
+            measured=_measurements(sim.outs[0]),
+        )
+        sim.step(np.array([table.find(policy.allocate(state))]))
+        plans[t], outs[t] = sim.plan(0), sim.outs[0]
+    return AllocationOutcomes(plans, outs, sim.num_refused)
+
+
+_HISTORY = 600
+"""Slots of history that a state holds at most: two days of five minutes, and some."""
+
+
+def _measurements(out: FloatArray) -> SlotMeasurements:
+    offered = float(out[OFFERED])
+    return SlotMeasurements(
+        load=float(out[LOAD]),
+        batch_share=float(out[BATCH]),
+        latency_s=float(out[MEAN_LATENCY_S]),
+        network_share=float(out[NETWORK]),
+        paused_s=float(out[PAUSED_S]),
+        violation_fraction=float(out[VIOLATIONS]) / offered if offered > 0 else 0.0,
+    )
+
+
+def _loaded(
+    scenario: AllocationScenario, stream: DemandStream, objective: Objective | None = None
+) -> AllocationSim:
+    sim = AllocationSim(scenario, 1, stream.num_slots, scenario_forecaster(scenario), objective)
+    sim.load(0, stream)
+    return sim
+
+
+class StreamRunner:
+    """One stream, made ready to be run again and again by compiled rules."""
+
+    def __init__(
+        self,
+        scenario: AllocationScenario,
+        stream: DemandStream,
+        forecaster: Forecaster | None = None,
+        objective: Objective | None = None,
+    ) -> None:
+        """Work out forecasts and signals once."""
+        self.scenario, self.stream = scenario, stream
+        self._forecaster = forecaster or scenario_forecaster(scenario)
+        self._sim = AllocationSim(scenario, 1, stream.num_slots, self._forecaster, objective)
+        self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
+        outlook = self._forecaster.outlook_all(stream)
+        self.outlook = Outlook(*(one[stream.first :] for one in outlook))
+        self.before = self.highest(1)
+        self._sim.load(0, stream)
+        self._start = self._sim.plan(0)
+        self._outs = np.zeros((stream.num_slots, NUM_OUT))
+        self._plans = np.zeros(stream.num_slots, np.int64)
+
+    @property
+    def sim(self) -> AllocationSim:
+        """The simulator it runs in."""
+        return self._sim
+
+    def highest(self, window: int) -> FloatArray:
+        """Highest demand of the last `window` slots before each, shape (slots,)."""
+        demand, first = self.stream.per_s, self.stream.first
+        lags = [
+            demand[np.maximum(np.arange(first, len(demand)) - k, 0)] for k in range(1, 1 + window)
+        ]
+        return np.asarray(np.max(lags, axis=0))
+
+    def run_planner(self, planner: PlannerModel, theta: FloatArray) -> AllocationOutcomes:
+        """Run the receding-horizon planner with parameters `theta`."""
+        sim = self._restart()
+        to_candidate = candidate_of(planner, sim.shapes)
+        slots_per_day = self.scenario.slots_per_day
+        slots = self.stream.start_slot + self.stream.first + np.arange(self.stream.num_slots)
+        angle = 2 * np.pi * slots / slots_per_day
+        medians, spreads, weights = self.outlook
+        surprise = np.log(np.maximum(self.before, 1e-9) / np.maximum(medians[:, 0], 1e-9))
+        signals = np.column_stack([surprise, np.cos(angle), np.sin(angle), weights])
+        forecasts = np.ascontiguousarray(medians[:, :HORIZON])
+        run_planner(
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], planner,
+            forecasts, spreads, signals, theta, to_candidate,
+            np.zeros((2, len(planner.candidates))), self._outs, self._plans,
+        )  # fmt: skip
+        return self._outcomes()
+
+    def run_autoscaler(
+        self, family: IntArray, out_signal: FloatArray, in_signal: FloatArray, cooldown: int
+    ) -> AllocationOutcomes:
+        """Run an autoscaler over plans of rising capacity.
+
+        Args:
+            family: Its plans.
+            out_signal: Capacity wanted at least before every slot, requests/s, shape (slots,).
+            in_signal: Capacity that must be left after giving GPUs back, shape (slots,).
+            cooldown: Slots between a change and the next return of GPUs.
+        """
+        sim = self._restart()
+        run_autoscaler(
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], family,
+            sim.table.goodput_capacity_per_s, out_signal, in_signal, cooldown, self._outs,
+            self._plans,
+        )  # fmt: skip
+        return self._outcomes()
+
+    def run_plans(self, plans: IntArray) -> AllocationOutcomes:
+        """Run a given plan in every slot."""
+        sim = self._restart()
+        run_plans(
+            sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], plans, self._outs,
+            self._plans,
+        )  # fmt: skip
+        return self._outcomes()
+
+    def _restart(self) -> AllocationSim:
+        self._sim.counts[0, REFUSED] = 0
+        self._sim.restart(0, self._start)
+        return self._sim
+
+    def _outcomes(self) -> AllocationOutcomes:
+        return AllocationOutcomes(self._plans.copy(), self._outs.copy(), self._sim.num_refused)
+
+
+def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
+    """Return the planner's candidate of the same shape for every plan, shape (P,)."""
+    by_shape = {int(shapes[plan]): i for i, plan in enumerate(planner.candidates.tolist())}
+    return np.array([by_shape[int(shape)] for shape in shapes], np.int64)
+
+
+@compiled
+def run_planner(
+    model, stream, rules, counts, numbers, planner, forecasts, spreads, signals, theta,
+    to_candidate, scratch, outs, plans,
+):  # fmt: skip
+    """Plan and live through every slot."""
+    for t in range(len(outs)):
+        now = counts[PLAN]
+        action = now
+        if may_switch(counts, rules):
+            current = to_candidate[now]
+            chosen = best_next(
+                planner, forecasts[t], spreads[t], signals[t, 0], signals[t, 1], signals[t, 2],
+                signals[t, 3], theta, current, scratch,
+            )  # fmt: skip
+            if chosen != current:
+                action = planner.candidates[chosen]
+        step_one(model, stream, rules, counts, numbers, action, outs[t])
+        plans[t] = counts[PLAN]
+
+
+@compiled
+def autoscale(family, capacity, now, wanted_out, wanted_in, may_return):
+    """Return the next plan of an autoscaler.
+
+    The smallest plan with `wanted_out` when the present one has less; else the smallest with
+    `wanted_in`, if that is smaller than the present one and GPUs may be given back.
+    """
+    size = len(family)
+    at = -1
+    for k in range(size):
+        if family[k] == now:
+            at = k
+    out = size - 1
+    for k in range(size - 1, -1, -1):
+        if capacity[family[k]] >= wanted_out:
+            out = k
+    if at < 0 or out > at:
+        return family[out]
+    smaller = size - 1
+    for k in range(size - 1, -1, -1):
+        if capacity[family[k]] >= max(wanted_in, wanted_out):
+            smaller = k
+    if smaller < at and may_return:
+        return family[smaller]
+    return now
+
+
+@compiled
+def run_autoscaler(
+    model, stream, rules, counts, numbers, family, capacity, out_signal, in_signal, cooldown, outs,
+    plans,
+):  # fmt: skip
+    """Scale and live through every slot."""
+    for t in range(len(outs)):
+        action = counts[PLAN]
+        if may_switch(counts, rules):
+            may_return = counts[SINCE] >= cooldown
+            action = autoscale(family, capacity, action, out_signal[t], in_signal[t], may_return)
+        step_one(model, stream, rules, counts, numbers, action, outs[t])
+        plans[t] = counts[PLAN]
+
+
+@compiled
+def run_plans(model, stream, rules, counts, numbers, actions, outs, plans):
+    """Live through every slot with given plans."""
+    for t in range(len(outs)):
+        step_one(model, stream, rules, counts, numbers, actions[t], outs[t])
+        plans[t] = counts[PLAN]

@@ -1,0 +1,125 @@
+"""Data that is read from files: the model of all of it, and files that ship with a package."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
+
+import yaml
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from tokenyard import former_names
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+C = TypeVar("C", bound="DataclassInstance")
+"""A dataclass of settings."""
+
+
+class FrozenModel(BaseModel):
+    """A value: it never changes, and a field that is not known is a mistake."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @classmethod
+    def model_validate(cls, *args: Any, **kwargs: Any) -> Self:
+        """Validate as pydantic does.
+
+        Raises:
+            ValidationError: As pydantic's; a key of an earlier release is refused with its new
+                name.
+        """
+        try:
+            return super().model_validate(*args, **kwargs)
+        except ValidationError as error:
+            raise _with_new_names(error) from None
+
+    @classmethod
+    def model_validate_json(cls, *args: Any, **kwargs: Any) -> Self:
+        """Validate as pydantic does, with the errors of `model_validate`."""
+        try:
+            return super().model_validate_json(*args, **kwargs)
+        except ValidationError as error:
+            raise _with_new_names(error) from None
+
+
+def _with_new_names(error: ValidationError) -> ValidationError:
+    """Only the keys that are called otherwise now; the same error where there is none."""
+    renamed = [
+        InitErrorDetails(
+            type=PydanticCustomError(
+                "renamed_key",
+                "unknown key{hint}",
+                {"hint": former_names.hint(str(one["loc"][-1]), former_names.KEYS)},
+            ),
+            loc=one["loc"],
+            input=one["input"],
+        )
+        for one in error.errors()
+        if one["type"] == "extra_forbidden" and one["loc"][-1] in former_names.KEYS
+    ]
+    return ValidationError.from_exception_data(error.title, renamed) if renamed else error
+
+
+def shipped_names(package: str, folder: str) -> list[str]:
+    """Names of the YAML files in a package's folder, sorted."""
+    files = (resources.files(package) / folder).iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def read_named(name: str, kind: str, package: str, folder: str) -> str:
+    """Return the text of a shipped file by name, or of any YAML file by path.
+
+    Args:
+        name: A shipped name, or a path that ends in .yaml or .yml.
+        kind: What it is, in words for the error.
+        package: Whose files ship.
+        folder: Of the package.
+
+    Raises:
+        ValueError: Unknown name, with the closest one, or with what it is called now.
+        OSError: There is no such file.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return Path(name).read_text(encoding="utf-8")
+    known = shipped_names(package, folder)
+    if name not in known:
+        hint = former_names.hint(name, former_names.FILES) or did_you_mean(name, known)
+        raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
+    return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What an error says of the closest name: "" where none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def with_settings(config: C, settings: Sequence[str]) -> C:
+    """Return a dataclass with some fields set to other values.
+
+    Args:
+        config: The dataclass.
+        settings: One `NAME=VALUE` per field, with the value as YAML has it.
+
+    Raises:
+        ValueError: There is no such field, with the closest one, or the value is of another type.
+    """
+    types = get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in types:
+            hint = did_you_mean(name, types)
+            raise ValueError(f"unknown setting {name!r}; choose one of {sorted(types)}{hint}")
+        try:
+            changes[name] = TypeAdapter(types[name]).validate_python(yaml.safe_load(text))
+        except (ValidationError, yaml.YAMLError) as error:
+            raise ValueError(f"setting {setting!r}: not of type {types[name]}") from error
+    return dataclasses.replace(config, **changes)

@@ -1,1 +1,0 @@
-"""Judging a policy by what another one did: sequential tests, off-policy estimates, replays."""

@@ -1,0 +1,197 @@
+"""Hand-written regional rules.
+
+All turn servers on by the same rule (Eq 6) from what their own plan sends where, and all live with
+the same allocator inside regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenyard.regions import transport
+from tokenyard.regions.activation import ActivationRule, targets
+from tokenyard.regions.mixing import (
+    START_CAP,
+)
+from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
+from tokenyard.types import FloatArray
+
+PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
+"""w1 and w2 of the paper's cost, whose values it does not give; w1 is to be much the greater."""
+SMOOTHING = 0.4
+"""lambda1: steps are 2.5 times smaller, the paper's target, where plans are independent."""
+CAP, LIVE_CAP = 0.55, 0.65
+"""Share of a region's capacity that plans fill, where tasks go by the shares alone and where they
+also go by what is free. Tuned on training streams of two clusters (docs/results/torta.md): servers
+that change models serve less than their capacity, and a plan learns nothing of queues."""
+
+
+def paper_cost(state: RegionState) -> FloatArray:
+    """Cost of the paper's transport, price and latency each over its greatest, shape (R, R)."""
+    price = state.usd_per_kwh / max(float(state.usd_per_kwh.max()), 1e-12)
+    latency = state.latency_s / max(float(state.latency_s.max()), 1e-12)
+    return np.asarray(PRICE_WEIGHT * price + LATENCY_WEIGHT * latency)
+
+
+def demand_now(state: RegionState) -> FloatArray:
+    """What a plan without a forecast goes by: the last slot's arrivals."""
+    return np.asarray(state.arrivals[-1], dtype=np.float64)
+
+
+def demand_ahead(state: RegionState) -> FloatArray:
+    """What is forecast for the slot that begins."""
+    return np.asarray(state.forecast[0], dtype=np.float64)
+
+
+Demand = Callable[[RegionState], FloatArray]
+Planner = Callable[[RegionState, FloatArray], FloatArray]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Shares that some function plans, smoothed over time or not."""
+
+    plan: Planner
+    """From a state and demand to shares."""
+    rule: ActivationRule
+    demand: Demand = demand_now
+    smoothing: float = 0.0
+    """Weight of the last slot's shares (`transport.prox`)."""
+    dispatch: Dispatch = "shares"
+    live: LiveCost = field(default_factory=LiveCost)
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Plan, smooth, and turn servers on for it."""
+        shares = self.plan(state, self.demand(state))
+        if self.smoothing:
+            shares = transport.prox(shares, state.previous, self.smoothing)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, self.live)
+
+
+def stay_local(state: RegionState, _: FloatArray) -> FloatArray:
+    """Everything where it comes from, but for regions that are down: those go by capacity."""
+    there = state.capacity > 0
+    return np.where(there[:, None], np.eye(state.num_regions), by_capacity(state, _))
+
+
+def by_servers(state: RegionState, _: FloatArray) -> FloatArray:
+    """Round robin over regions, each as often as it has servers."""
+    servers = (state.server_tasks > 0).sum(axis=1).astype(np.float64)
+    return _same_rows(servers)
+
+
+def by_capacity(state: RegionState, _: FloatArray) -> FloatArray:
+    """Every region's share of all capacity."""
+    return _same_rows(state.capacity)
+
+
+def _same_rows(weights: FloatArray) -> FloatArray:
+    num = len(weights)
+    total = weights.sum()
+    row = weights / total if total > 0 else np.full(num, 1 / num)
+    return np.tile(row, (num, 1))
+
+
+def spilled(state: RegionState, demand: FloatArray) -> FloatArray:
+    """What spilling comes to: local up to capacity, the rest to the nearest that has room.
+
+    A rule that forwards request by request has no plan; this one says which servers it will need.
+    """
+    room = CAP * state.capacity
+    served = np.minimum(demand, room)
+    plan = np.diag(served)
+    room = room - served
+    for i in np.argsort(-(demand - served), kind="stable"):
+        left = demand[i] - served[i]
+        for j in np.argsort(state.latency_s[i], kind="stable"):
+            if left <= 0:
+                break
+            taken = min(left, room[j])
+            plan[i, j] += taken
+            room[j] -= taken
+            left -= taken
+        plan[i] += max(left, 0.0) * by_capacity(state, demand)[i]
+    return transport.as_shares(plan)
+
+
+def ot_balanced(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The paper's Eq 2."""
+    return transport.as_shares(transport.balanced(demand, state.capacity, paper_cost(state)))
+
+
+def ot_slack(state: RegionState, demand: FloatArray, cap: float = CAP) -> FloatArray:
+    """The same cost with capacities as upper bounds."""
+    return transport.as_shares(transport.within(demand, cap * state.capacity, paper_cost(state)))
+
+
+def ot_slack_live(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The same, filled as tightly as is good where tasks also go by what is free."""
+    return ot_slack(state, demand, LIVE_CAP)
+
+
+def ot_slack_live_cost(state: RegionState, demand: FloatArray) -> FloatArray:
+    """The same, for tasks that go by what they cost where at the moment."""
+    return ot_slack(state, demand, START_CAP)
+
+
+def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
+    """`ot_slack` with an entropy term."""
+    plan = transport.sinkhorn(demand, CAP * state.capacity, paper_cost(state))
+    return transport.as_shares(plan)
+
+
+class RecedingHorizon:
+    """Plan several slots of forecasts at once, pay for changes of loads, and plan again after them.
+
+    The linear program takes a hundred times as long as a transport, so all its slots are used.
+    """
+
+    def __init__(
+        self,
+        rule: ActivationRule,
+        cap: float = CAP,
+        dispatch: Dispatch = "shares",
+        live: LiveCost | None = None,
+        num_slots: int = 4,
+        switching_cost: float = 0.05,
+    ) -> None:
+        """Start without a plan.
+
+        Args:
+            rule: For activation.
+            cap: Share of a region's capacity that plans fill.
+            dispatch: How tasks are sent.
+            live: What they cost where, for dispatch by cost.
+            num_slots: Slots of a plan.
+            switching_cost: Of a task that another region served in the slot before, in units of
+                the paper's cost.
+        """
+        self._rule, self._cap, self._num_slots, self._cost = rule, cap, num_slots, switching_cost
+        self._dispatch, self._live = dispatch, live or LiveCost()
+        self._plans: list[FloatArray] = []
+        self._capacity: FloatArray | None = None
+
+    def decide(self, state: RegionState) -> RegionDecision:
+        """Take the next slot of the plan; make a new one where it is over or capacity changed."""
+        capacity = state.capacity
+        changed = self._capacity is None or not np.array_equal(self._capacity, capacity)
+        if capacity.sum() <= 0:
+            shares = stay_local(state, demand_ahead(state))
+            return self._decision(state, shares)
+        if not self._plans or changed:
+            ahead = state.forecast[: self._num_slots]
+            cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
+            before = demand_now(state) @ state.previous
+            plans = transport.receding_horizon(
+                ahead, self._cap * capacity, cost, before, self._cost
+            )
+            self._plans = [transport.as_shares(plan) for plan in plans]
+            self._capacity = capacity
+        return self._decision(state, self._plans.pop(0))
+
+    def _decision(self, state: RegionState, shares: FloatArray) -> RegionDecision:
+        active = targets(state, shares, self._rule)
+        return RegionDecision(shares, active, self._dispatch, self._live)

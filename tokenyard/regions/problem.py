@@ -1,0 +1,164 @@
+"""Regions as a `Problem`: what share of each region's demand goes where, which servers are on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from tokenyard.artifact import RegistryLookup
+from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
+from tokenyard.regions.activation import ActivationRule
+from tokenyard.regions.artifact import RegionArtifact, learned_regions, resolve_region_champion
+from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
+from tokenyard.regions.evaluation import MEASURES, measure
+from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
+from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
+from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
+from tokenyard.regions.simulator.run import run_regions
+from tokenyard.regions.types import RegionPolicy
+from tokenyard.statistics.intervals import Samples
+
+LEARNED = "torta"
+SUITES = {"regions": ("abilene", "polska", "gabriel", "cost266")}
+Measured = dict[str, float]
+"""What `measure` says of one episode: all that is kept of a run, whose tasks are many."""
+_PARTS = {"validation": "validation", "evaluation": "test"}
+"""Words of `stream_rng` for the purposes of streams."""
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Independent episodes, and the forecaster whose predictions every policy is shown."""
+
+    streams: Sequence[RegionStream]
+    forecaster: DemandForecaster
+    origin: str
+    """Of what scenario, in words."""
+
+    def __len__(self) -> int:
+        """How many episodes."""
+        return len(self.streams)
+
+    @property
+    def described(self) -> str:
+        """How many episodes, and of what."""
+        return f"{len(self)} streams of {self.origin}"
+
+
+class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
+    """Streams are episodes of a day's part, paired by episode."""
+
+    name = "regions"
+    suites = SUITES
+    default_policies = (*REGION_BASELINES, LEARNED)
+    default_baseline = "skylb"
+    score = Score("total_cost", -1, "$ an episode")
+    headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
+    scenario_names = staticmethod(region_names)
+    load_scenario = staticmethod(load_regions)
+    load_artifact = staticmethod(RegionArtifact.load)
+    learned = LEARNED
+    rivals = (
+        "skylb", "sdib", "round_robin", "prox_ot_forecast", "prox_ot_forecast_live",
+        "prox_ot_forecast_live_cost", "receding_horizon", "receding_horizon_live",
+        "receding_horizon_live_cost",
+    )  # fmt: skip
+
+    def candidate(
+        self, scenario: RegionScenario, name: str, registry: RegistryLookup | None = None
+    ) -> Candidate[RegionScenario, Episodes, Measured]:
+        """A rule, `torta` or the path of a policy file (.npz).
+
+        Raises:
+            ValueError: The name is unknown, or the policy is missing or broken.
+        """
+        make, source = policy_maker(scenario, name, registry)
+        return Candidate(name, source, partial(_run, make))
+
+    def trained(self, artifact: RegionArtifact) -> Runner[RegionScenario, Episodes, Measured]:
+        """What runs a trained policy."""
+        return partial(_run, partial(_learned, artifact))
+
+    def streams(
+        self, scenario: RegionScenario, purpose: Purpose, count: int, seed: int
+    ) -> Episodes:
+        """Episodes of the scenario's length, with the seasonal forecaster fitted in training."""
+        return episodes(scenario, purpose, count, seed, fit_seasonal(scenario))
+
+    def measures(self, scenario: RegionScenario) -> Sequence[Measure]:
+        """Cost and its parts, response and its parts, violations."""
+        return MEASURES
+
+    def summary(self, scenario: RegionScenario, runs: Sequence[Measured]) -> dict[str, float]:
+        """Means over episodes."""
+        return {key: float(np.mean([one[key] for one in runs])) for key in runs[0]}
+
+    def samples(
+        self,
+        scenario: RegionScenario,
+        streams: Episodes,
+        runs: Mapping[str, Sequence[Measured]],
+        baseline: str,
+    ) -> dict[str, Samples]:
+        """Measures by episode."""
+        return {
+            name: Samples({key: np.array([one[key] for one in some]) for key in some[0]})
+            for name, some in runs.items()
+        }
+
+
+PROBLEM = Regions()
+
+
+def episodes(
+    scenario: RegionScenario,
+    purpose: Purpose,
+    count: int,
+    seed: int,
+    forecaster: DemandForecaster,
+) -> Episodes:
+    """Draw episodes that every policy lives through with a forecaster of one's own."""
+    drawn = [sample_stream(scenario, stream_rng(seed, _PARTS[purpose], i)) for i in range(count)]
+    origin = (
+        f"{scenario.num_slots} slots, load {scenario.demand.load:g}, {scenario.num_servers} servers"
+    )
+    return Episodes(drawn, forecaster, origin)
+
+
+Maker = Callable[[RegionScenario], RegionPolicy]
+"""Makes a policy anew for every stream: some remember."""
+
+
+def policy_maker(
+    scenario: RegionScenario, name: str, registry: RegistryLookup | None = None
+) -> tuple[Maker, str]:
+    """What makes the policies of a candidate, and where it comes from.
+
+    Raises:
+        ValueError: The name is unknown, or the policy is missing or broken.
+    """
+    if name in REGION_BASELINES:
+        return partial(make_region_policy, name), RULE
+    if name != LEARNED and not name.endswith(".npz"):
+        raise ValueError(
+            f"unknown regional policy {name!r}; give a policy file (.npz) or one of "
+            f"{[*REGION_BASELINES, LEARNED]}"
+        )
+    path = None if name == LEARNED else name
+    artifact, source = resolve_region_champion(scenario.name, path, registry)
+    words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
+    return partial(_learned, artifact), words
+
+
+def _learned(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
+    return learned_regions(artifact, ActivationRule.from_scenario(scenario))
+
+
+def _run(make: Maker, scenario: RegionScenario, among: Episodes, seed: int) -> list[Measured]:
+    return [
+        measure(run_regions(scenario, stream, make(scenario), among.forecaster))
+        for stream in among.streams
+    ]

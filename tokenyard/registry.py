@@ -1,0 +1,269 @@
+"""The MLflow registry of policies: find, register, offer, promote, go back.
+
+A registered model `tokenyard-<problem>-<scenario>` has one version per policy, a plain folder with
+one npz file, told apart by its hash. Aliases say what a version is: `champion` only moves to one
+that beat the present champion, `previous` was champion before, `candidate` was offered last.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tokenyard.artifact import ArtifactError, RegistryLookup
+from tokenyard.problem import Artifact
+
+# MLflow takes seconds to import, and most servers run without a registry: functions import it.
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities.model_registry import ModelVersion
+
+A = TypeVar("A", bound=Artifact)
+
+CHAMPION = "champion"
+CANDIDATE = "candidate"
+PREVIOUS = "previous"
+ARTIFACT_FOLDER = "policy"
+"""Folder of a run's artifacts that is registered."""
+ARTIFACT_FILE = "artifact.npz"
+"""The policy in it, and in every checkpoint of a trial."""
+_HASH_TAG = "sha256"
+_OFFERS, _PROMOTIONS = "tokenyard-finetune", "tokenyard-promotions"
+"""MLflow experiments of policies that no sweep has logged."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """Where an artifact ended up in the registry."""
+
+    model: str
+    version: str
+    alias: str
+    """`champion`, or `candidate` where the present champion was not beaten."""
+    champion_trainer: str
+    """Algorithm that made the champion, as it is now."""
+
+
+def model_name(problem: str, scenario: str) -> str:
+    """Name of the registered model."""
+    return f"tokenyard-{problem}-{scenario}"
+
+
+def connect(tracking_uri: str) -> MlflowClient:
+    """Client of a store and its registry, by any URI that MLflow takes."""
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
+    """Return the lookup for `tokenyard.artifact.find_champion` over a registry.
+
+    Args:
+        tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db.
+        alias: Of the version that is looked up.
+    """
+    client = connect(tracking_uri)
+
+    def lookup(model: str) -> Path | None:
+        with _named(tracking_uri):
+            version = version_of(client, model, alias)
+        if version is None:
+            return None
+        what = f"{model} version {version.version}"
+        with _named(f"{tracking_uri}: files of {what} cannot be read"):
+            folder = _download(client, version)
+        return _policy_file(folder, what)
+
+    return lookup
+
+
+def version_of(client: MlflowClient, model: str, alias: str = CHAMPION) -> ModelVersion | None:
+    """The version behind an alias; None where there is no model or no alias."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_model_version_by_alias(model, alias)
+    except MlflowException as error:
+        # SQLite stores say INVALID_PARAMETER_VALUE for a missing alias, servers may say the other.
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            return None
+        raise
+
+
+def load_version(client: MlflowClient, version: ModelVersion, load: Callable[[Path], A]) -> A:
+    """Fetch and read the artifact of a version."""
+    what = f"{version.name} version {version.version}"
+    return load(_policy_file(_download(client, version), what))
+
+
+def register(
+    client: MlflowClient,
+    model: str,
+    run_id: str,
+    artifact: A,
+    is_better: Callable[[A], bool],
+    load: Callable[[Path], A],
+) -> Registration:
+    """Register the artifact that lies in the run's folder `policy`, and settle who is champion.
+
+    Args:
+        client: Client of the store.
+        model: Registered model, created where it is missing.
+        run_id: Run that logged the artifact.
+        artifact: The same artifact, read.
+        is_better: Whether the artifact beats the one given; asked only if there is a champion.
+        load: Reads a policy file.
+    """
+    version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
+    present, champion = version_of(client, model), artifact
+    if present is not None and str(present.version) != version:
+        best_so_far = load_version(client, present, load)
+        champion = artifact if is_better(best_so_far) else best_so_far
+    alias = CHAMPION if champion is artifact else CANDIDATE
+    client.set_registered_model_alias(model, alias, version)
+    return Registration(model, version, alias, champion.metadata.trainer)
+
+
+def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
+    """Register an artifact as `candidate`, whoever is champion; return its version.
+
+    Args:
+        client: Client of the store.
+        model: Registered model, created where it is missing.
+        artifact: Logged into a run of its own, with its metrics and lineage.
+    """
+    run_id = _log(client, _OFFERS, model, artifact)
+    version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
+    client.set_registered_model_alias(model, CANDIDATE, version)
+    return version
+
+
+def promote(tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str, str]) -> str:
+    """Make an artifact the registered champion; the one before keeps the alias `previous`.
+
+    Args:
+        tracking_uri: Any URI that MLflow takes.
+        model: Registered model, made where it is missing.
+        artifact: Registered too, unless one of its hash is.
+        tags: Lineage and verdict, written onto the version.
+
+    Returns:
+        The version that is champion now.
+
+    Raises:
+        ArtifactError: The registry cannot be written; the alias has not moved.
+    """
+    with _named(tracking_uri):
+        client = _impatient(tracking_uri)
+        version = _find(client, model, artifact)
+        if version is None:
+            version = _add(client, model, _log(client, _PROMOTIONS, model, artifact), artifact)
+        # A policy from a sweep is registered with the run that made it.
+        run = client.get_model_version(model, version).run_id or "unknown"
+        known = {key: value for key, value in tags.items() if value != "unknown"}
+        made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
+        for key, value in made_of.items():
+            client.set_model_version_tag(model, version, key, value)
+        before = client.get_registered_model(model).aliases.get(CHAMPION)
+        if before is not None and str(before) != version:
+            client.set_registered_model_alias(model, PREVIOUS, str(before))
+        client.set_registered_model_alias(model, CHAMPION, version)
+    return version
+
+
+def restore(tracking_uri: str, model: str) -> str:
+    """Swap the aliases `champion` and `previous`; return the version that is champion now.
+
+    Raises:
+        ArtifactError: There is no previous one, or the registry cannot be written.
+    """
+    with _named(tracking_uri):
+        client = _impatient(tracking_uri)
+        aliases = client.get_registered_model(model).aliases
+        if PREVIOUS not in aliases:
+            raise ArtifactError(f"registry {tracking_uri}: {model} has no previous champion")
+        now, before = str(aliases[PREVIOUS]), aliases.get(CHAMPION)
+        client.set_registered_model_alias(model, CHAMPION, now)
+        if before is not None:
+            client.set_registered_model_alias(model, PREVIOUS, str(before))
+    return now
+
+
+def _impatient(tracking_uri: str) -> MlflowClient:
+    # MLflow tries for minutes by itself; by then the caller has been told that it did not work.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    return connect(tracking_uri)
+
+
+def _find(client: MlflowClient, model: str, artifact: Artifact) -> str | None:
+    """The version that holds the same policy already: a resumed sweep registers it again."""
+    found = client.search_model_versions(f"name = '{model}'")
+    versions = {one.tags.get(_HASH_TAG): str(one.version) for one in found}
+    return versions.get(artifact.sha256)
+
+
+def _add(client: MlflowClient, model: str, run_id: str, artifact: Artifact) -> str:
+    if not client.search_registered_models(f"name = '{model}'"):
+        client.create_registered_model(model)
+    version = client.create_model_version(
+        model,
+        source=f"{client.get_run(run_id).info.artifact_uri}/{ARTIFACT_FOLDER}",
+        run_id=run_id,
+        tags={_HASH_TAG: artifact.sha256, "trainer": artifact.metadata.trainer},
+    )
+    return str(version.version)
+
+
+def log_artifact(client: MlflowClient, run_id: str, artifact: Artifact) -> None:
+    """Put an artifact into the folder of a run from which it is registered."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / ARTIFACT_FILE
+        artifact.save(path)
+        client.log_artifact(run_id, str(path), ARTIFACT_FOLDER)
+
+
+def _log(client: MlflowClient, experiment: str, model: str, artifact: Artifact) -> str:
+    """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
+    found = client.get_experiment_by_name(experiment)
+    number = client.create_experiment(experiment) if found is None else found.experiment_id
+    run_id = str(client.create_run(number, run_name=f"{model}-{artifact.sha256}").info.run_id)
+    log_artifact(client, run_id, artifact)
+    for key, value in artifact.metadata.metrics.items():
+        client.log_metric(run_id, key, value)
+    for key, text in artifact.metadata.lineage.items():
+        client.set_tag(run_id, f"lineage.{key}", text)
+    client.set_terminated(run_id)
+    return run_id
+
+
+def _download(client: MlflowClient, version: ModelVersion) -> Path:
+    from mlflow.artifacts import download_artifacts
+
+    return Path(download_artifacts(artifact_uri=version.source, tracking_uri=client.tracking_uri))
+
+
+def _policy_file(folder: Path, what: str) -> Path:
+    files = [folder] if folder.is_file() else sorted(folder.glob("**/*.npz"))
+    if len(files) != 1:
+        raise ArtifactError(f"{what} holds {len(files)} npz files; it must hold one")
+    return files[0]
+
+
+@contextmanager
+def _named(registry: str) -> Iterator[None]:
+    """Turn what MLflow says into one sentence that names the registry."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, OSError) as error:
+        lines = str(error).strip().splitlines()
+        sentence = lines[0] if lines else type(error).__name__
+        raise ArtifactError(f"registry {registry}: {sentence}") from None

@@ -1,0 +1,1 @@
+"""Allocators in training: what needs torch or Ray."""

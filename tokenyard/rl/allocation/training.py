@@ -1,0 +1,313 @@
+"""Learners of allocation behind one interface: RLlib algorithms, tables, and policy search.
+
+Gradient methods act on shape (a pair of parallelism and GPUs) and memory, the hybrid action of the
+allocation paper without its infeasible pairs; DQN on shapes. Their rewards are told relative to the
+best of the slot were changes free, which depends on demand alone. Training has two stages where a
+trial asks for it: the network first learns what the tuned autoscaler does (behaviour cloning), then
+from rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.ppo import PPOConfig
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from torch.nn import functional
+
+from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
+from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.forecast import scenario_forecaster
+from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies.autoscaler import AutoscalerRule, family
+from tokenyard.allocation.scenario import AllocationScenario
+from tokenyard.allocation.simulator.kernel import SINCE
+from tokenyard.allocation.simulator.run import StreamRunner, autoscale
+from tokenyard.allocation.tabular import TabularLearner
+from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
+from tokenyard.rl.columnar.a2c import A2CConfig
+from tokenyard.rl.columnar.rounds import RoundsDQNConfig
+from tokenyard.rl.columnar.sampling import REPLAY_CAPACITY, Implementation, with_sampling
+from tokenyard.rl.training import RllibLearner
+from tokenyard.types import FloatArray, IntArray
+
+RllibAlgorithm = Literal["ppo", "a2c", "dqn"]
+NUM_ENVS = 32
+"""Copies of the environment that one env runner steps at once."""
+HIDDEN = (128, 128)
+_FRAGMENT_STEPS: dict[RllibAlgorithm, int] = {"ppo": 64, "a2c": 16, "dqn": 2}
+_STAY_BONUS: dict[RllibAlgorithm, float] = {"ppo": 5.0, "a2c": 5.0, "dqn": 0.1}
+"""In logits: exploration keeps the plan nine times of ten. In values: a tenth of the pool's price
+for a slot."""
+_GAMMA = 0.98
+_CLONING_EPOCHS, _CLONING_BATCH, _CLONING_LR = 10, 256, 1e-3
+_NUM_DEMONSTRATIONS = 4
+"""Draws of the training part that a demonstrator lives through."""
+_WANDER = 0.1
+"""Share of the demonstrator's slots in which another plan is taken than it wanted."""
+
+
+class TabularTraining:
+    """Q-learning or SARSA on a table."""
+
+    def __init__(self, learner: TabularLearner, slots_per_step: int) -> None:
+        """Advance `learner` by so many slots at a time."""
+        self._learner, self._slots_per_step = learner, slots_per_step
+
+    @property
+    def env_steps(self) -> int:
+        """Slots lived through so far."""
+        return self._learner.env_steps
+
+    def step(self) -> dict[str, float]:
+        """Learn, and return the running mean of the reward."""
+        return self._learner.step(self._slots_per_step)
+
+    def artifact(
+        self, metrics: Mapping[str, float], lineage: Mapping[str, str]
+    ) -> AllocationArtifact:
+        """The greedy policy of the present table."""
+        return self._learner.artifact(metrics, lineage)
+
+    def save(self, folder: Path) -> None:
+        """Write the table and what the loop goes on with."""
+        np.savez(folder / "table.npz", **self._learner.state())
+
+    def restore(self, folder: Path) -> None:
+        """Read what `save` wrote into a folder, and go on from there."""
+        with np.load(folder / "table.npz") as state:
+            self._learner.restore(dict(state))
+
+    def stop(self) -> None:
+        """Nothing is held."""
+
+
+class AllocationRllib(RllibLearner):
+    """PPO, A2C or DQN over the allocation environment."""
+
+    def __init__(
+        self, config: AlgorithmConfig, scenario: AllocationScenario, trainer: RllibAlgorithm
+    ) -> None:
+        """Build the algorithm and its env runners.
+
+        Args:
+            config: What `allocation_config` returns.
+            scenario: What it is trained for.
+            trainer: Algorithm, for the record.
+        """
+        super().__init__(config, float(config.env_config["reward_scale"]))
+        self._scenario, self._trainer = scenario, trainer
+        self._cloned = False
+
+    def clone(self, rule: AutoscalerRule, seed: int) -> float:
+        """Teach the actor what an autoscaler does; return how often it then agrees, in [0, 1].
+
+        Raises:
+            ValueError: A Q-network, whose outputs are no preferences.
+        """
+        module = self.module
+        if not isinstance(module, AllocationActorCritic):
+            raise ValueError("only an actor can be cloned: take ppo or a2c")
+        observations, shapes = demonstrations(self._scenario, rule, seed)
+        agreement = _fit_actor(module, observations, shapes, seed)
+        self._algorithm.env_runner_group.sync_weights(
+            from_worker_or_learner_group=self._algorithm.learner_group, inference_only=True
+        )
+        self._cloned = True
+        return agreement
+
+    def artifact(
+        self, metrics: Mapping[str, float], lineage: Mapping[str, str]
+    ) -> AllocationArtifact:
+        """The greedy policy of the present weights."""
+        module = self.module
+        arrays = {
+            "mean": _float64(module.normaliser.mean),
+            "std": _float64(module.normaliser.std),
+        }
+        for index, (weight, bias) in enumerate(module.exported_layers()):
+            arrays[f"w{index}"], arrays[f"b{index}"] = _float64(weight), _float64(bias)
+        metadata = AllocationMetadata(
+            kind="grid_network" if self._trainer == "dqn" else "hybrid_network",
+            scenario=self._scenario,
+            trainer=f"{self._trainer}_cloned" if self._cloned else self._trainer,
+            forecaster=scenario_forecaster(self._scenario),
+            stay_bonus=module.stay_bonus,
+            metrics=metrics,
+            lineage=lineage,
+        )
+        return AllocationArtifact(metadata, arrays)
+
+
+def _float64(tensor: torch.Tensor) -> FloatArray:
+    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
+    return array
+
+
+def demonstrations(
+    scenario: AllocationScenario, rule: AutoscalerRule, seed: int
+) -> tuple[FloatArray, IntArray]:
+    """Observations, and the shape that an autoscaler would choose in each.
+
+    Now and then a random plan is taken instead, so that it shows how it recovers.
+
+    Returns:
+        Shapes (n, observation_size) and (n,).
+    """
+    source, table = demand_source(scenario), plan_table(scenario)
+    rng = np.random.default_rng([seed, 3])
+    plans = family(table, rule.tensor_parallel)
+    rows, labels = [], []
+    for draw in range(_NUM_DEMONSTRATIONS):
+        runner = StreamRunner(scenario, source.train(20_000 + 100 * seed + draw))
+        sim, shapes = runner.sim, runner.sim.shapes
+        wanted_out = runner.highest(rule.out_window) / rule.out_utilisation
+        wanted_in = runner.highest(rule.in_window) / rule.in_utilisation
+        for slot in range(runner.stream.num_slots):
+            may_return = sim.counts[0, SINCE] >= rule.cooldown_slots
+            wanted = autoscale(
+                plans, table.goodput_capacity_per_s, sim.plan(0), wanted_out[slot], wanted_in[slot],
+                may_return,
+            )  # fmt: skip
+            rows.append(sim.observe()[0].copy())
+            labels.append(shapes[wanted if sim.may_switch(0) else sim.plan(0)])
+            taken = rng.integers(table.num_plans) if rng.random() < _WANDER else wanted
+            sim.step(np.array([taken]))
+    return np.stack(rows), np.array(labels, np.int64)
+
+
+def _fit_actor(
+    module: AllocationActorCritic, observations: FloatArray, shapes: IntArray, seed: int
+) -> float:
+    """Minimise the cross-entropy of the demonstrated shapes; return the final agreement."""
+    generator = torch.Generator().manual_seed(seed)
+    x, y = torch.from_numpy(observations).float(), torch.from_numpy(shapes)
+    module.normaliser.update(x)
+    actor = [*module.encoder.actor_encoder.parameters(), *module.pi.parameters()]
+    optimiser = torch.optim.Adam(actor, lr=_CLONING_LR)
+    for _ in range(_CLONING_EPOCHS):
+        for batch in torch.randperm(len(x), generator=generator).split(_CLONING_BATCH):
+            loss = functional.cross_entropy(_preferences(module, x[batch]), y[batch])
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+    with torch.no_grad():
+        return float((_preferences(module, x).argmax(-1) == y).float().mean())
+
+
+def _preferences(module: AllocationActorCritic, observations: torch.Tensor) -> torch.Tensor:
+    output = module._forward_train({"obs": observations})
+    preferences: torch.Tensor = output["action_dist_inputs"].split(module.output_sizes, -1)[-1]
+    return preferences
+
+
+def allocation_config(
+    algorithm: RllibAlgorithm,
+    env: str,
+    scenario: AllocationScenario,
+    *,
+    training: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    num_env_runners: int = 1,
+    cpus_per_env_runner: float = 0.5,
+    train_steps: int = 200_000,
+    steps_per_iteration: int = 4096,
+    implementation: Implementation = "tokenyard",
+) -> AlgorithmConfig:
+    """Configure one algorithm.
+
+    Args:
+        algorithm: Which.
+        env: Name under which `envs.make_parallelism` is registered with RLlib.
+        scenario: What is learned for, its objective included.
+        training: Settings for `AlgorithmConfig.training` in place of ours.
+        seed: Seeds networks, exploration, replay and demand.
+        num_env_runners: Env-runner actors; 0 samples in the calling process.
+        cpus_per_env_runner: What each reserves.
+        train_steps: Slots the training is planned for: schedules end with it.
+        steps_per_iteration: Fewest slots between two results.
+        implementation: Who samples and learns (`sampling.with_sampling`).
+    """
+    usd = float(plan_table(scenario).usd_per_hour.max()) * scenario.slot_s / 3600
+    fragment_steps = _FRAGMENT_STEPS[algorithm]
+    batch_size = NUM_ENVS * fragment_steps * max(num_env_runners, 1)
+    config = _base(algorithm, batch_size, train_steps)
+    config = config.training(**{"gamma": _GAMMA, **(training or {})})
+    hidden = DefaultModelConfig(
+        fcnet_hiddens=list(HIDDEN), fcnet_activation="relu", vf_share_layers=False
+    )
+    module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
+    model_config = {**asdict(hidden), STAY_BONUS: _STAY_BONUS[algorithm]}
+    config = config.rl_module(
+        rl_module_spec=RLModuleSpec(module_class=module, model_config=model_config)
+    ).environment(
+        env,
+        env_config={
+            "scenario": scenario.model_dump(),
+            "action": "grid" if algorithm == "dqn" else "shape",
+            # In units of the whole pool's price for a slot, where dollars count.
+            "reward_scale": 1.0 / (usd * scenario.reward.usd) if scenario.reward.usd else 1.0,
+            "subtract_bound": True,
+        },
+    )
+    return with_sampling(
+        config,
+        algorithm,
+        implementation,
+        num_envs=NUM_ENVS,
+        fragment_steps=fragment_steps,
+        normalise=True,
+        seed=seed,
+        num_env_runners=num_env_runners,
+        cpus_per_env_runner=cpus_per_env_runner,
+        steps_per_iteration=steps_per_iteration,
+    )
+
+
+def _base(algorithm: RllibAlgorithm, batch_size: int, train_steps: int) -> AlgorithmConfig:
+    falling = [[0, 3e-4], [train_steps, 3e-5]]
+    clipped: dict[str, Any] = {"grad_clip": 0.5, "grad_clip_by": "global_norm"}
+    if algorithm == "ppo":
+        return PPOConfig().training(
+            lr=falling,
+            lambda_=0.95,
+            train_batch_size_per_learner=batch_size,
+            minibatch_size=512,
+            num_epochs=6,
+            clip_param=0.2,
+            use_kl_loss=False,
+            entropy_coeff=0.0,
+            vf_loss_coeff=0.5,
+            # RLlib clips the squared error of the value, which stops the critic at large returns.
+            vf_clip_param=float("inf"),
+            **clipped,
+        )
+    if algorithm == "a2c":
+        return A2CConfig().training(
+            lr=falling,
+            lambda_=0.95,
+            entropy_coeff=0.0,
+            train_batch_size_per_learner=batch_size,
+            **clipped,
+        )
+    return RoundsDQNConfig().training(
+        lr=1e-4,
+        train_batch_size_per_learner=256,
+        target_network_update_freq=2_000,
+        num_steps_sampled_before_learning_starts=1_000,
+        replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": REPLAY_CAPACITY},
+        # Every random action is a restart.
+        epsilon=[[0, 0.1], [max(train_steps // 2, 1), 0.01]],
+        double_q=True,
+        dueling=False,
+        num_atoms=1,
+        grad_clip=10.0,
+        grad_clip_by="global_norm",
+    )

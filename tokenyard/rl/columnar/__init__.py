@@ -1,0 +1,1 @@
+"""RLlib's sampling and learning over columns instead of episodes."""

@@ -1,0 +1,1 @@
+"""Regional policies in training: what needs torch or Ray."""

@@ -1,0 +1,263 @@
+"""Learners of regions behind one interface: PPO and A2C on the environment, and policy search.
+
+`torta_faithful` is the TORTA paper's recipe (Du et al. 2025, arXiv 2507.10259v2, section V-B and
+appendix B): networks of 256-512-256, free shares, PPO with the loss of Eq 5, whose weights grow
+while its constraints are broken. Ours, as the paper gives no values: gamma0 1, delta0 0.1, growth
+rates 1, eps0 and s0 the targets themselves, both weights at most 100; and the constraints are taken
+on the mean of the policy's distribution, since sampled actions have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.algorithms.ppo.ppo import PPOConfig
+from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
+from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+
+from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
+from tokenyard.regions.demand import sample_stream, stream_rng
+from tokenyard.regions.evaluation import measure
+from tokenyard.regions.forecast import fit_seasonal
+from tokenyard.regions.observation import LOGIT_SCALE, Action, action_size
+from tokenyard.regions.policies import make_region_policy
+from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.servers import make_cluster
+from tokenyard.regions.simulator.run import run_regions
+from tokenyard.regions.types import Dispatch
+from tokenyard.rl.columnar.a2c import A2CConfig
+from tokenyard.rl.columnar.sampling import with_sampling
+from tokenyard.rl.modules import NORMALISE, RouterActorCritic
+from tokenyard.rl.training import RllibLearner
+from tokenyard.types import FloatArray
+
+RllibAlgorithm = Literal["ppo", "a2c", "torta_faithful"]
+NUM_ENVS = 10
+"""Copies of the environment that one env runner steps at once."""
+_EPISODES_PER_BATCH = 10
+_PAPER_HIDDEN, _HIDDEN = (256, 512, 256), (128, 128)
+_FIRST_LOG_STD = -2.0
+"""Of a fresh policy; in logits a spread of 0.7."""
+_EPS_TARGET, _S_TARGET = 0.15, 2.5
+_GAMMA0, _DELTA0, _MOST = 1.0, 0.1, 100.0
+
+
+class RegionActorCritic(RouterActorCritic):
+    """Actor and critic whose first actions are near their mean."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, then narrow the first distribution."""
+        super().setup()
+        bias = self.policy_layers[-1].bias
+        with torch.no_grad():
+            bias[len(bias) // 2 :] = _FIRST_LOG_STD
+
+
+class ConstrainedPPOLearner(PPOTorchLearner):
+    """PPO with the two constraints of the paper's Eq 5; see the module."""
+
+    def compute_loss_for_module(
+        self, *, module_id: Any, config: Any, batch: dict[str, Any], fwd_out: dict[str, Any]
+    ) -> torch.Tensor:
+        """Add what distance from transport and lack of smoothness cost to the loss of PPO."""
+        loss = super().compute_loss_for_module(
+            module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
+        )
+        inputs = fwd_out[Columns.ACTION_DIST_INPUTS]
+        distance, smoothness = constraint_values(
+            inputs[..., : inputs.shape[-1] // 2],
+            batch[Columns.OBS],
+            float(config.learner_config_dict["reactive_step"]),
+        )
+        off, rough = torch.relu(distance - _EPS_TARGET), torch.relu(_S_TARGET - smoothness)
+        gamma = (_GAMMA0 * off.detach().exp()).clamp_max(_MOST)
+        delta = (_DELTA0 * rough.detach().exp()).clamp_max(_MOST)
+        self.metrics.log_dict(
+            {"transport_distance": distance.item(), "smoothness": smoothness.item()},
+            key=module_id,
+            window=1,
+        )
+        total: torch.Tensor = loss + gamma * off / _EPS_TARGET + delta * rough / _S_TARGET
+        return total
+
+
+def constraint_values(
+    means: torch.Tensor, observations: torch.Tensor, reactive_step: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distance from transport and smoothness s of mean actions, means over a batch.
+
+    Args:
+        means: Of the actions, shape (num, R * R).
+        observations: With the last shares and those of transport at their end.
+        reactive_step: K0, mean squared step of what reacts without smoothing.
+    """
+    size = means.shape[-1]
+    regions = int(size**0.5)
+    logits = LOGIT_SCALE * means.clamp(-1.0, 1.0).reshape(-1, regions, regions)
+    shares = logits.softmax(-1).reshape(-1, size)
+    distance = (shares - observations[..., -size:]).norm(dim=-1).mean()
+    step = (shares - observations[..., -2 * size : -size]).square().sum(-1).mean()
+    return distance, reactive_step / step.clamp_min(1e-9)
+
+
+class RegionRllib(RllibLearner):
+    """PPO or A2C over the regional environment of one scenario."""
+
+    def __init__(
+        self, config: AlgorithmConfig, scenario: RegionScenario, trainer: RllibAlgorithm
+    ) -> None:
+        """Build the algorithm and its env runners.
+
+        Args:
+            config: What `regions_config` returns.
+            scenario: What it is trained for.
+            trainer: Algorithm, for the record.
+        """
+        super().__init__(config, 1.0)
+        self._scenario, self._trainer = scenario, trainer
+
+    def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> RegionArtifact:
+        """The mean of the present policy."""
+        module, env_config = self.module, self._config.env_config
+        arrays = {
+            "mean": _float64(module.normaliser.mean),
+            "std": _float64(module.normaliser.std),
+        }
+        for index, layer in enumerate(module.policy_layers):
+            arrays[f"w{index}"] = _float64(layer.weight)
+            arrays[f"b{index}"] = _float64(layer.bias)
+        # The second half of the outputs is the logarithm of the spread.
+        size = action_size(make_cluster(self._scenario).num_regions, env_config["action"])
+        for name in (f"w{index}", f"b{index}"):
+            arrays[name] = arrays[name][:size]
+        metadata = RegionMetadata(
+            kind="network",
+            action=env_config["action"],
+            dispatch=env_config["dispatch"],
+            scenarios=(self._scenario.name,),
+            trainer=self._trainer,
+            metrics=metrics,
+            lineage=lineage,
+        )
+        return RegionArtifact(metadata, arrays)
+
+
+def _float64(tensor: torch.Tensor) -> FloatArray:
+    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
+    return array
+
+
+def reactive_step(scenario: RegionScenario, seed: int) -> float:
+    """K0: mean squared step of the shares of transport that goes by the last slot's arrivals."""
+    stream = sample_stream(scenario, stream_rng(seed, "training", 0))
+    policy = make_region_policy("ot_slack", scenario)
+    outcomes = run_regions(scenario, stream, policy, fit_seasonal(scenario))
+    return measure(outcomes)["shares_step"]
+
+
+def regions_config(
+    algorithm: RllibAlgorithm,
+    env: str,
+    scenario: RegionScenario,
+    *,
+    reward: Mapping[str, float],
+    action: Action,
+    dispatch: Dispatch,
+    seed: int = 0,
+    num_env_runners: int = 1,
+    cpus_per_env_runner: float = 0.5,
+    train_steps: int = 200_000,
+    steps_per_iteration: int = 4800,
+) -> AlgorithmConfig:
+    """Configure one algorithm.
+
+    Args:
+        algorithm: Which; `torta_faithful` is PPO as the paper has it.
+        env: Name under which `envs.make_regions` is registered with RLlib.
+        scenario: What is learned for.
+        reward: Fields of `envs.regions.RegionReward`.
+        action: What the network's outputs mean.
+        dispatch: How tasks are sent in training, and later.
+        seed: Seeds networks, exploration and demand.
+        num_env_runners: Env-runner actors; 0 samples in the calling process.
+        cpus_per_env_runner: What each reserves.
+        train_steps: Slots the training is planned for: schedules end with it.
+        steps_per_iteration: Fewest slots between two results.
+    """
+    batch_size = _EPISODES_PER_BATCH * scenario.num_slots
+    config = _base(algorithm, scenario, batch_size, train_steps, seed)
+    hidden = DefaultModelConfig(
+        fcnet_hiddens=list(_PAPER_HIDDEN if algorithm == "torta_faithful" else _HIDDEN),
+        fcnet_activation="relu",
+        vf_share_layers=False,
+    )
+    config = config.rl_module(
+        rl_module_spec=RLModuleSpec(
+            module_class=RegionActorCritic, model_config={**asdict(hidden), NORMALISE: True}
+        )
+    ).environment(
+        env,
+        env_config={
+            "scenario": scenario.model_dump(),
+            "action": action,
+            "dispatch": dispatch,
+            "reward": dict(reward),
+        },
+    )
+    return with_sampling(
+        config,
+        algorithm,
+        "rllib_stock",
+        num_envs=NUM_ENVS,
+        fragment_steps=max(1, batch_size // NUM_ENVS // max(num_env_runners, 1)),
+        normalise=True,
+        seed=seed,
+        num_env_runners=num_env_runners,
+        cpus_per_env_runner=cpus_per_env_runner,
+        steps_per_iteration=steps_per_iteration,
+    )
+
+
+def _base(
+    algorithm: RllibAlgorithm,
+    scenario: RegionScenario,
+    batch_size: int,
+    train_steps: int,
+    seed: int,
+) -> AlgorithmConfig:
+    common: dict[str, Any] = {
+        "gamma": 0.99,
+        "lambda_": 0.95,
+        "entropy_coeff": 0.0,
+        "grad_clip": 0.5,
+        "grad_clip_by": "global_norm",
+        "train_batch_size_per_learner": batch_size,
+    }
+    if algorithm == "a2c":
+        return A2CConfig().training(lr=3e-4, **common)
+    # The learning rate of appendix B: 0.995 of it is left after every hundred episodes.
+    left = 0.995 ** (train_steps / (100 * scenario.num_slots))
+    config = PPOConfig().training(
+        lr=[[0, 3e-4], [train_steps, 3e-4 * left]],
+        minibatch_size=480,
+        num_epochs=10,
+        clip_param=0.2,
+        use_kl_loss=False,
+        vf_loss_coeff=0.5,
+        # RLlib clips the squared error of the value, which stops the critic at large returns.
+        vf_clip_param=float("inf"),
+        **common,
+    )
+    if algorithm == "torta_faithful":
+        config = config.training(
+            learner_class=ConstrainedPPOLearner,
+            learner_config_dict={"reactive_step": reactive_step(scenario, seed)},
+        )
+    return config

@@ -1,0 +1,70 @@
+"""What a regional trial is made from, and which learner that builds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.regions.observation import Action
+from tokenyard.regions.problem import PROBLEM
+from tokenyard.regions.scenario import RegionScenario
+from tokenyard.regions.search import RegionSearch, RegionSearchConfig
+from tokenyard.regions.types import Dispatch
+from tokenyard.rl.regions.training import RegionRllib, regions_config
+from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
+from tokenyard.rl.training import SearchTraining, Training
+
+
+class RegionTrialConfig(IteratedConfig):
+    """What a regional trial is made from; its steps are intervals."""
+
+    algorithm: Literal["ppo", "a2c", "torta_faithful", "policy_search"]
+    env: str = "RegionEnv"
+    """Name that `register_env` registers."""
+    reward: Mapping[str, float] = {}
+    """Fields of `envs.regions.RegionReward`; a search has its own objective."""
+    action: Action = "mix"
+    dispatch: Dispatch = "live_cost"
+
+    def make_training(self, scenario: RegionScenario) -> Training[RegionArtifact]:
+        """Build the learner that the fields name.
+
+        Raises:
+            ValueError: An RLlib trial without `register_env`.
+        """
+        if self.algorithm == "policy_search":
+            generations, per_iteration = self.generations(search_env_steps(1))
+            settings = RegionSearchConfig(num_generations=generations)
+            return SearchTraining(RegionSearch([scenario], settings, self.seed), per_iteration)
+        self.make_env_known()
+        algorithm = regions_config(
+            self.algorithm,
+            self.env,
+            scenario,
+            reward=self.reward,
+            action=self.action,
+            dispatch=self.dispatch,
+            seed=self.seed,
+            num_env_runners=self.num_env_runners,
+            cpus_per_env_runner=self.cpus_per_actor,
+            train_steps=self.train_steps,
+            steps_per_iteration=self.steps_per_iteration,
+        )
+        return RegionRllib(algorithm, scenario, self.algorithm)
+
+
+def search_env_steps(num_generations: int, config: RegionSearchConfig | None = None) -> int:
+    """Slots that so many generations of policy search over one scenario live through."""
+    config = config or RegionSearchConfig()
+    return num_generations * (config.population + 2) * config.slots
+
+
+class RegionTrainable(PolicyTrainable):
+    """Trains one regional policy from the fields of `RegionTrialConfig`.
+
+    It is scored on validation streams by minus dollars of an episode, whatever the reward.
+    """
+
+    problem = PROBLEM
+    trial_type = RegionTrialConfig

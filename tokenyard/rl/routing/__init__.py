@@ -1,0 +1,1 @@
+"""Routers in training: what needs torch or Ray."""

@@ -1,0 +1,111 @@
+"""What a routing trial is made from, and which learner that builds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tokenyard.rl.columnar.sampling import Implementation
+from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
+from tokenyard.rl.routing.training import Recipe, build_config, recipe
+from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
+from tokenyard.rl.training import RllibTraining, SearchTraining, Training
+from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.simulator.streams import StreamSource
+
+
+class RoutingTrialConfig(TrialConfig):
+    """What a routing trial is made from."""
+
+    algorithm: Literal["ppo", "a2c", "dqn", "policy_search", "rollouts"]
+    env: str = "LoadBalancingEnv"
+    """Name that `register_env` registers."""
+    implementation: Implementation = "tokenyard"
+    """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
+    recipe: str = "ours"
+    """Name of a recipe of `tokenyard.rl.routing.training`."""
+    reward: RewardWeights | None = None
+    """Weights in place of the recipe's."""
+    residual_scale: Annotated[float, Field(ge=0)] | None = None
+    """In place of the recipe's; 0 trains without a baseline under the network."""
+    steps_per_iteration: Annotated[int, Field(ge=1)] = 4096
+    """Fewest environment steps between two results of an RLlib trial."""
+    num_envs: Annotated[int, Field(ge=1)] | None = None
+    """Copies of the environment per env runner, in place of the recipe's."""
+    generations_per_iteration: Annotated[int, Field(ge=1)] = 8
+    """Generations of policy search, or rounds of rollouts, between two results."""
+
+    def adapted_recipe(self) -> Recipe:
+        """The recipe with what this trial changes.
+
+        Raises:
+            ValueError: Unknown recipe.
+        """
+        base = recipe(self.recipe)
+        own = base.algorithms[self.algorithm]
+        scale = own.residual_scale if self.residual_scale is None else self.residual_scale
+        changed = replace(
+            own,
+            training={**own.training, **self.training},
+            reward=self.reward or own.reward,
+            residual_scale=scale,
+        )
+        return replace(
+            base,
+            num_envs=self.num_envs or base.num_envs,
+            algorithms={**base.algorithms, self.algorithm: changed},
+        )
+
+    def lineage(self, scenario: Scenario) -> dict[str, str]:
+        """The recipe and the data as well."""
+        return {**super().lineage(scenario), "recipe": self.recipe, **lineage_of(scenario)}
+
+    def make_training(self, scenario: Scenario) -> Training[PolicyArtifact]:
+        """Build the learner that the fields name.
+
+        Raises:
+            ValueError: An RLlib trial without `register_env`, a flat network for a fleet, or
+                rollouts without one.
+        """
+        if self.algorithm == "policy_search":
+            like_the_others = SearchConfig(randomisation=recipe(self.recipe).randomisation)
+            search = PolicySearch(scenario, like_the_others, self.seed)
+            return SearchTraining(search, self.generations_per_iteration)
+        if self.algorithm == "rollouts":
+            improvement = RolloutImprovement(
+                scenario,
+                RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor),
+                self.seed,
+            )
+            return SearchTraining(improvement, self.generations_per_iteration)
+        adapted = self.adapted_recipe()
+        if scenario.fleet is not None and adapted.network == "flat":
+            raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
+        self.make_env_known()
+        algorithm = build_config(
+            self.algorithm,
+            adapted,
+            self.env,
+            {"scenario": self.scenario},
+            seed=self.seed,
+            num_env_runners=self.num_env_runners,
+            cpus_per_env_runner=self.cpus_per_actor,
+            train_steps=self.train_steps,
+            steps_per_iteration=self.steps_per_iteration,
+            implementation=self.implementation,
+        )
+        return RllibTraining(
+            algorithm, StreamSource(scenario), self.algorithm, adapted.reward_scale
+        )
+
+
+class RouterTrainable(PolicyTrainable):
+    """Trains one router from the fields of `RoutingTrialConfig`."""
+
+    problem = PROBLEM
+    trial_type = RoutingTrialConfig

@@ -1,0 +1,265 @@
+"""The exported routing policy: its kinds, which one is the champion, and what it is made from.
+
+`KINDS` is the one table of what there is to know of a kind. To add one, write its class in
+`tokenyard.routing.policies.learned` and its line here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.network import Arrays, check_layers, check_network, check_shape
+from tokenyard.routing.equivariant import BASELINES, Layout
+from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
+from tokenyard.routing.observation import (
+    NUM_MARGINAL_SLO_WEIGHTS,
+    NUM_MARGINAL_WEIGHTS,
+    NUM_REQUEST_FEATURES,
+    NUM_SCORE_WEIGHTS,
+    observation_size,
+)
+from tokenyard.routing.policies.learned import (
+    AnyClusterPolicy,
+    EquivariantPolicy,
+    LinearPolicy,
+    MarginalPolicy,
+    NetworkPolicy,
+    ReplicaScorer,
+    ResidualPolicy,
+)
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scores import residual as corrected
+from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.types import ScoringPolicy
+from tokenyard.types import FloatArray, Slo
+from tokenyard.workload.features import RobustScaler
+from tokenyard.workload.model import WorkloadModel, load_model
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyArtifact(Artifact[ArtifactMetadata]):
+    """A trained routing policy.
+
+    Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
+    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of a `generic` one:
+    `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
+    (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`: those of a `tokenyard.network.Network`, from an
+    observation to one preference per replica, higher is better.
+    An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
+    and layers from `Layout.num_inputs` numbers to the preference for one replica. A `corrected`
+    policy has the `weights` of a `marginal` one and the arrays of such a network, of three layers.
+
+    Raises:
+        ValueError: The arrays do not fit the metadata.
+    """
+
+    METADATA = ArtifactMetadata
+
+    def check(self) -> None:
+        """Check what the kind needs."""
+        KINDS[self.metadata.kind].check(self)
+
+    def text(self) -> str:
+        """The metadata as they are stored; kinds without a baseline keep their hash."""
+        exclude = {"baseline"} if self.metadata.baseline is None else None
+        return self.metadata.model_dump_json(exclude=exclude)
+
+    @property
+    def needs_engine(self) -> bool | None:
+        """Whether it decides between replicas that batch continuously; None: between any."""
+        return KINDS[self.metadata.kind].needs_engine(self)
+
+    @property
+    def layout(self) -> Layout:
+        """What an `equivariant` network is shown of every replica."""
+        return self.scorer.layout
+
+    @cached_property
+    def scorer(self) -> ReplicaScorer:
+        """The network of an `equivariant` policy."""
+        return ReplicaScorer(self.metadata, self.arrays)
+
+
+@dataclass(frozen=True)
+class RoutingKind(Kind[PolicyArtifact]):
+    """What there is to know of one kind of routing policies."""
+
+    policy: Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
+    """Makes it for one stream of requests: calendar time of second 0, and the SLO to keep to."""
+    needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
+    """Whether it decides between replicas that batch continuously; None: between any."""
+    knows_traffic: bool = True
+    """Whether it was trained on one traffic, whose SLO and output lengths it brings."""
+
+
+def _check_linear(artifact: PolicyArtifact) -> None:
+    check_shape(artifact.arrays, "weights", (NUM_SCORE_WEIGHTS,))
+
+
+def _check_marginal(artifact: PolicyArtifact) -> None:
+    has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
+    size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
+    check_shape(artifact.arrays, "weights", (size,))
+
+
+def _check_generic(artifact: PolicyArtifact) -> None:
+    check_shape(artifact.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
+    check_shape(artifact.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
+
+
+def _check_mlp(artifact: PolicyArtifact) -> None:
+    _check_inputs(artifact)
+    metadata = artifact.metadata
+    if metadata.num_replicas is None:
+        raise ValueError("a network needs num_replicas in its metadata")
+    size = observation_size(metadata.num_replicas, metadata.expected_finish)
+    check_network(artifact.arrays, size, metadata.num_replicas)
+
+
+def _check_equivariant(artifact: PolicyArtifact) -> None:
+    _check_inputs(artifact)
+    baseline = artifact.metadata.baseline
+    if baseline not in BASELINES:
+        raise ValueError(f"unknown baseline {baseline!r}; choose one of {sorted(BASELINES)}")
+    _check_scorer(artifact)
+
+
+def _check_residual(artifact: PolicyArtifact) -> None:
+    _check_inputs(artifact)
+    _check_marginal(artifact)
+    if artifact.layout != corrected.LAYOUT:
+        raise ValueError(f"a corrected policy observes {corrected.LAYOUT}, not {artifact.layout}")
+    _check_scorer(artifact)
+    if len(artifact.layers) != corrected.NUM_LAYERS or artifact.metadata.activation != "tanh":
+        raise ValueError(f"a corrected policy has {corrected.NUM_LAYERS} layers with tanh")
+
+
+def _check_inputs(artifact: PolicyArtifact) -> None:
+    metadata = artifact.metadata
+    if metadata.scaling is None:
+        raise ValueError("a network needs scaling in its metadata")
+    if metadata.residual_scale and not metadata.expected_finish:
+        raise ValueError("residual_scale needs expected_finish in the observation")
+
+
+def _check_scorer(artifact: PolicyArtifact) -> None:
+    layout = artifact.layout
+    for of, size in (("request", NUM_REQUEST_FEATURES), ("replica", layout.num_features)):
+        check_shape(artifact.arrays, f"{of}_mean", (size,))
+        check_shape(artifact.arrays, f"{of}_std", (size,))
+    check_layers(artifact.arrays, layout.num_inputs, 1)
+
+
+KINDS: dict[str, RoutingKind] = {
+    "linear": RoutingKind(_check_linear, LinearPolicy),
+    "marginal": RoutingKind(
+        _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True
+    ),
+    "generic": RoutingKind(_check_generic, AnyClusterPolicy, knows_traffic=False),
+    "mlp": RoutingKind(_check_mlp, NetworkPolicy, needs_engine=lambda it: False),
+    "equivariant": RoutingKind(
+        _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches
+    ),
+    "corrected": RoutingKind(_check_residual, ResidualPolicy, needs_engine=lambda it: True),
+}
+"""Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""
+
+
+def learned_policy(
+    artifact: PolicyArtifact, started_at: datetime | None = None, slo: Slo | None = None
+) -> ScoringPolicy:
+    """Make the policy of an artifact's kind, ready for one stream of requests.
+
+    Args:
+        artifact: The trained policy.
+        started_at: Calendar time of second 0, where training traffic had a calendar.
+        slo: What requests have as their SLO, for the policy for any cluster; others keep to the SLO
+            that they were trained on.
+    """
+    metadata, arrays = artifact.metadata, artifact.arrays
+    return KINDS[metadata.kind].policy(metadata, arrays, started_at, slo)
+
+
+def equivariant_preferences(
+    artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
+) -> FloatArray:
+    """Preferences of an `equivariant` network, as `ReplicaScorer.preferences` has them."""
+    return artifact.scorer.preferences(observations)
+
+
+def resolve_champion(
+    problem: str,
+    scenario: str,
+    path: str | Path | None = None,
+    registry: RegistryLookup | None = None,
+) -> tuple[PolicyArtifact, str]:
+    """Find the policy that `champion` means, and say where it was found.
+
+    The order is that of `tokenyard.artifact.find_champion`.
+
+    Raises:
+        NoChampionError: There is none; it names the best tuned rule.
+        ArtifactError: The first that is there cannot be used.
+    """
+    return find_champion(
+        problem, scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
+        best_tuned_rule,
+    )  # fmt: skip
+
+
+def best_tuned_rule(scenario: str) -> str | None:
+    """Rule with the best score on the scenario's training streams; None: none was tuned."""
+    try:
+        scores = load_tuned(scenario).scores
+    except ValueError:
+        return None
+    return max(scores, key=scores.__getitem__, default=None)
+
+
+def lineage_of(scenario: Scenario) -> dict[str, str]:
+    """Hashes of the traffic model, which is fitted to a trace, and of the replicas as calibrated.
+
+    Returns:
+        `trace_sha256` and `calibration_sha256`, 12 hex digits each.
+    """
+    speeds = []
+    if scenario.fleet is None:
+        speeds = [one.model_dump_json() for one in scenario.servers]
+    else:
+        # What the performance model makes of names changes with its calibration.
+        for one in scenario.fleet.replicas:
+            speeds += [one.model_dump_json(), repr(one.iteration.tolist())]
+    return {
+        "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
+        "calibration_sha256": _short("\n".join(speeds)),
+    }
+
+
+def length_predictor(model: WorkloadModel) -> LengthPredictor:
+    """Mean output by context length in the traffic of training."""
+    lengths = model.lengths
+    return LengthPredictor(
+        bin_edges_tokens=lengths.bin_edges_tokens,
+        mean_generated_tokens=lengths.mean_generated_tokens,
+    )
+
+
+def feature_scaling(scaler: RobustScaler) -> FeatureScaling:
+    """Units of the request features in the traffic of training."""
+    return FeatureScaling(
+        medians=tuple(scaler.center.tolist()), scales=tuple(scaler.scale.tolist())
+    )
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,169 @@
+"""The gateway's decision log, read back: what was known, chosen, and what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenyard.routing.fleet import MeasuredReplica
+from tokenyard.routing.log_replay import Window
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.types import IntArray
+from tokenyard.workload.trace import Trace
+
+_ENGINE = EngineSnapshot.__dataclass_fields__.keys()
+_SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine"}
+_DONE = ("stop", "length")
+
+
+@dataclass(frozen=True)
+class LoggedDecision:
+    """One row of the log: the first time that a request was placed."""
+
+    request: Request
+    snapshots: tuple[ReplicaSnapshot, ...]
+    index: int
+    propensity: float | None
+    outcome: str
+    output_tokens: int
+    ttft_s: float
+    response_s: float
+    policy: str
+
+    @property
+    def replica_id(self) -> str:
+        """Where it went."""
+        return self.snapshots[self.index].replica_id
+
+
+def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
+    """Read all files of a gateway's decision log.
+
+    Returns:
+        Decisions in order of arrival, without those that repeat a request, and a hash of the files.
+
+    Raises:
+        ValueError: There is none, or a file is not one of a decision log.
+    """
+    # Training and serving do without it.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = sorted(folder.glob("decisions-*.parquet"))
+    if not files:
+        raise ValueError(f"no decisions-*.parquet in {folder}: deploy with --decision-log")
+    digest, found = hashlib.sha256(), []
+    for file in files:
+        digest.update(file.read_bytes())
+        try:
+            rows = pq.read_table(file).to_pylist()
+            found += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
+        except (pa.ArrowException, KeyError, TypeError) as error:
+            raise ValueError(f"{file} is no decision log: {error!r}") from None
+    found.sort(key=lambda one: one.request.arrival_s)
+    return found, digest.hexdigest()[:12]
+
+
+def fleet_of(decisions: Sequence[LoggedDecision], base: Scenario, name: str) -> Scenario:
+    """The replicas that were logged, with the traffic model and the SLOs of `base`.
+
+    Raises:
+        ValueError: `base` has no fleet, or what was logged does not batch.
+    """
+    if base.fleet is None:
+        raise ValueError(f"scenario {base.name!r} has no fleet; name one whose replicas batch")
+    newest: dict[str, ReplicaSnapshot] = {}
+    for decision in decisions:
+        for snapshot in decision.snapshots:
+            newest[snapshot.replica_id] = snapshot
+    replicas = []
+    for number, replica_id in enumerate(sorted(newest)):
+        engine = newest[replica_id].engine
+        if engine is None:
+            raise ValueError(f"replica {replica_id!r} was logged without an engine")
+        replicas.append(
+            MeasuredReplica(
+                name=f"r{number}", max_batch=newest[replica_id].num_slots,
+                token_budget=max(engine.token_budget, newest[replica_id].num_slots + 1),
+                iteration_s=engine.iteration_s, prefill_token_s=engine.prefill_token_s,
+                sequence_s=engine.sequence_s, kv_token_s=engine.kv_token_s,
+                kv_capacity_tokens=engine.kv_capacity_tokens,
+            )
+        )  # fmt: skip
+    span_s = decisions[-1].request.arrival_s - decisions[0].request.arrival_s
+    rate = {"load": None, "rate_per_s": len(decisions) / max(span_s, 1.0)}
+    fleet = base.fleet.model_copy(update={"replicas": tuple(replicas), "churn": None})
+    return base.model_copy(
+        update={
+            "name": name, "fleet": fleet, "held_out_trace": None, "sessions": None,
+            "arrivals": base.arrivals.model_copy(update=rate | {"diurnal": None}),
+        }
+    )  # fmt: skip
+
+
+def windows_of(decisions: Sequence[LoggedDecision], count: int) -> list[Window]:
+    """Cut a log into `count` windows of equally many requests, in order of time.
+
+    Raises:
+        ValueError: There are fewer than 20 requests for each.
+    """
+    size = len(decisions) // count
+    if size < 20:
+        raise ValueError(f"{len(decisions)} logged requests are too few for {count} windows")
+    servers = server_indices(decisions)
+    return [
+        _window(decisions[start : start + size], servers[start : start + size])
+        for start in range(0, count * size, size)
+    ]
+
+
+def server_indices(decisions: Sequence[LoggedDecision]) -> IntArray:
+    """Where every request went, as `fleet_of` numbers replicas, shape (num_decisions,)."""
+    known = {one.replica_id for decision in decisions for one in decision.snapshots}
+    number = {replica_id: index for index, replica_id in enumerate(sorted(known))}
+    return np.array([number[decision.replica_id] for decision in decisions], dtype=np.int64)
+
+
+def _window(decisions: Sequence[LoggedDecision], server: IntArray) -> Window:
+    arrival_s = np.array([one.request.arrival_s for one in decisions])
+    done = np.array([one.outcome in _DONE for one in decisions])
+    trace = Trace(
+        arrival_s - arrival_s[0],
+        np.array([one.request.context_tokens for one in decisions], dtype=np.int64),
+        np.array([max(one.output_tokens, 1) for one in decisions], dtype=np.int64),
+    )
+    response_s = np.array([one.response_s for one in decisions])
+    return Window(
+        trace, server, np.where(done, response_s, np.nan), np.array([d.ttft_s for d in decisions])
+    )
+
+
+def _decision(row: dict[str, Any]) -> LoggedDecision:
+    return LoggedDecision(
+        request=Request(row["arrival_s"], row["context_tokens"], row["predicted_total_tokens"]),
+        snapshots=tuple(_snapshot(one) for one in row["candidates"]),
+        index=row["index"],
+        propensity=row["propensity"],
+        outcome=row["outcome"],
+        output_tokens=row["output_tokens"],
+        ttft_s=_or_nan(row["ttft_s"]),
+        response_s=_or_nan(row["response_s"]),
+        policy=row["policy"],
+    )
+
+
+def _snapshot(fields: dict[str, Any]) -> ReplicaSnapshot:
+    engine = {key: fields.get(key) for key in _ENGINE}
+    known = {key: _or_nan(fields[key]) for key in _SNAPSHOT}
+    has_engine = engine["iteration_s"] is not None
+    return ReplicaSnapshot(**known, engine=EngineSnapshot(**engine) if has_engine else None)  # type: ignore[arg-type]
+
+
+def _or_nan(value: Any) -> Any:
+    return float("nan") if value is None else value

@@ -1,0 +1,294 @@
+"""Go on from a routing champion on what a live cluster logged, and judge what came of it.
+
+The first part of the log is learned from, the last part judges. A twin of the replicas is fitted
+to the log; the champion's weights are searched from where they are, at a price for every logged
+decision that a candidate would change. A candidate is worth offering only if it beats the champion
+on the last part, replayed in the twin, and the importance-weighted estimate does not speak of a
+disaster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.artifact import ArtifactError
+from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
+from tokenyard.routing import log_replay as replay
+from tokenyard.routing.artifact import KINDS, PolicyArtifact
+from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
+from tokenyard.routing.observation import marginal_scores, snapshot_columns
+from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.streams import StreamSet
+from tokenyard.statistics import off_policy as estimate
+from tokenyard.statistics.intervals import Interval
+from tokenyard.types import FloatArray, IntArray
+
+_MAX_COMPARED = 2_000
+_SPREAD = 0.1
+"""Of the first generation around the champion, in units of the SLO per feature."""
+_NOISE = 0.01
+"""Spread that stays, in units of the SLO per feature."""
+_CLOSE = 0.005
+"""Difference of costs, relative to the champion's, that is not worth a lucky draw."""
+_DISASTER = 0.5
+"""Of the mean response. A policy that minds others looks slower decision by decision, since what it
+spares them is not in that estimate; so only a disaster counts against it."""
+
+
+class TwinRunner:
+    """The logged requests in the twin, to run weights over."""
+
+    def __init__(self, twin: replay.Twin, windows: Sequence[replay.Window], tokens: float) -> None:
+        """Lay the requests out."""
+        self._scenario, self._tokens = twin.scenario, tokens
+        self._streams: StreamSet = replay.streams_of(twin.scenario, windows)
+        length = len(self._streams.requests[0])
+        self._sim: Simulator = make_simulator(twin.scenario, len(windows), length)
+
+    def run(self, weights: FloatArray) -> FloatArray:
+        """Mean, p99 and share of violations in every window, shape (num_windows, 3)."""
+        for copy, stream in enumerate(self._streams.requests):
+            self._sim.load(copy, stream)
+        self._sim.run_linear(weights, self._tokens)
+        slo_s = self._scenario.slo_response_s
+        outcomes = [self._sim.outcomes(copy) for copy in range(len(self._streams.requests))]
+        return np.array(
+            [
+                [
+                    metrics.mean_response_s(one.response_s),
+                    metrics.percentile_response_s(one.response_s, 99.0),
+                    metrics.slo_violation_fraction(one.violations(slo_s)),
+                ]
+                for one in outcomes
+            ]
+        )
+
+
+class Behaviour:
+    """What was decided, and what weights would decide in its place."""
+
+    def __init__(self, decisions: Sequence[LoggedDecision], artifact: PolicyArtifact) -> None:
+        """Keep the decisions that can be compared."""
+        self.decisions = decisions
+        self._metadata = artifact.metadata
+        self._columns = [snapshot_columns(one.snapshots) for one in decisions]
+
+    def choices(self, weights: FloatArray) -> IntArray:
+        """Index of the replica that weights choose, shape (num_decisions,)."""
+        found = np.empty(len(self.decisions), dtype=np.int64)
+        for number, (one, columns) in enumerate(zip(self.decisions, self._columns, strict=True)):
+            request = one.request
+            found[number] = marginal_scores(
+                weights, request.context_tokens,
+                request.predicted_total_tokens - request.context_tokens,
+                self._metadata.mean_total_tokens, self._metadata.slo_response_s, columns,
+                np.empty(len(columns)),
+            )  # fmt: skip
+        return found
+
+
+def search(
+    start: FloatArray, twin: TwinRunner, behaviour: Behaviour, config: FinetuneConfig
+) -> tuple[FloatArray, list[float]]:
+    """Search from the champion's weights; the price keeps candidates near what is known."""
+    champion, as_champion = twin.run(start), behaviour.choices(start)
+
+    def cost(weights: FloatArray) -> float:
+        ours = twin.run(weights)
+        response, tail = (ours[:, i].mean() / champion[:, i].mean() for i in (0, 1))
+        violations = metrics.VIOLATION_WEIGHT_S * (ours[:, 2] - champion[:, 2]).mean()
+        changed = float((behaviour.choices(weights) != as_champion).mean())
+        return float(
+            response + violations / champion[:, 0].mean() + 2.0 * max(0.0, tail - 1.0)
+            + config.behaviour * changed
+        )  # fmt: skip
+
+    spread = _SPREAD if config.spread is None else config.spread
+    loop = CrossEntropy(
+        start, np.full(len(start), spread), population=config.population,
+        num_elites=max(2, config.population // 5), noise=_NOISE,
+    )  # fmt: skip
+    rng = np.random.default_rng(config.seed)
+    return minimise(loop, cost, rng, config.generations, known=(start,), tolerance=_CLOSE)
+
+
+def estimated(behaviour: Behaviour, weights: FloatArray) -> Interval:
+    """Change of the mean response by the decisions alone, doubly robust, seconds; NaN: unknown.
+
+    What a decision does to other requests is not in it.
+    """
+    known = [
+        number for number, one in enumerate(behaviour.decisions)
+        if one.propensity and np.isfinite(one.response_s)
+    ]  # fmt: skip
+    if len(known) < estimate.NUM_BLOCKS:
+        return Interval(np.nan, np.nan, np.nan)
+    some = [behaviour.decisions[number] for number in known]
+    choices = behaviour.choices(weights)[known]
+    logged = np.array([finish_s(one.request, one.snapshots[one.index]) for one in some])
+    ours = np.array([
+        finish_s(one.request, one.snapshots[i]) for one, i in zip(some, choices, strict=True)
+    ])  # fmt: skip
+    response_s = np.array([one.response_s for one in some])
+    propensity = np.array([one.propensity for one in some], dtype=np.float64)
+    same = choices == np.array([one.index for one in some])
+    intercept, slope = estimate.calibrated(logged, response_s)
+    return estimate.doubly_robust_gain(
+        response_s, propensity, same, intercept + slope * logged, intercept + slope * ours
+    )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The candidate against the champion, on what neither was tuned on."""
+
+    replayed: Interval
+    """Relative change of the mean response of the whole cluster, in the twin."""
+    p99_change: float
+    by_decisions_s: Interval
+    mean_response_s: float
+    """Of the held-out part, as logged."""
+    changed: float
+    """Share of held-out decisions that it would change."""
+
+    @property
+    def objection(self) -> str | None:
+        """Why it is not offered; None: it is."""
+        if not self.replayed.high < 0.0:
+            return "its interval in the twin does not lie below the champion"
+        if self.p99_change > 0.02:
+            return f"its p99 is {self.p99_change:.1%} higher"
+        if self.by_decisions_s.low > _DISASTER * self.mean_response_s:
+            return "its own decisions are estimated to be far slower than those that were made"
+        return None
+
+
+def judge(
+    twin: replay.Twin, held_out: TwinRunner, behaviour: Behaviour, start: FloatArray,
+    weights: FloatArray,
+) -> Judgement:  # fmt: skip
+    """Compare on the held-out windows."""
+    ours, theirs = held_out.run(weights), held_out.run(start)
+    return Judgement(
+        replay.difference(twin, ours[:, 0], theirs[:, 0]),
+        float(ours[:, 1].mean() / theirs[:, 1].mean() - 1.0),
+        estimated(behaviour, weights),
+        float(np.nanmean([one.response_s for one in behaviour.decisions])),
+        float((behaviour.choices(weights) != behaviour.choices(start)).mean()),
+    )
+
+
+@dataclass(frozen=True)
+class Finetuned:
+    """What fine-tuning came to."""
+
+    candidate: PolicyArtifact
+    """The champion with other weights, and where they come from."""
+    judgement: Judgement
+    twin: replay.Twin
+    curve: Sequence[float]
+    """Least cost of every generation, relative to the champion's."""
+
+    @property
+    def objection(self) -> str | None:
+        """Why the candidate is not worth offering; None: it is."""
+        return self.judgement.objection
+
+    @property
+    def remark(self) -> str:
+        """What was found out on the way."""
+        factors, error = self.twin.speed_factors.round(2).tolist(), self.twin.error_fraction
+        return (
+            f"twin: iterations take {factors} times as long as declared; "
+            f"off by {error:.1%} on what it was fitted to"
+        )
+
+    def row(self) -> dict[str, str | float | int | bool]:
+        """The judgement as a row."""
+        replayed, decided = self.judgement.replayed, self.judgement.by_decisions_s
+        return {
+            "twin_error_fraction": self.twin.error_fraction,
+            "delta_mean_fraction": replayed.estimate, "delta_mean_ci_low": replayed.low,
+            "delta_mean_ci_high": replayed.high, "delta_p99_fraction": self.judgement.p99_change,
+            "by_decisions_s": decided.estimate, "by_decisions_ci_low_s": decided.low,
+            "by_decisions_ci_high_s": decided.high, "changed_fraction": self.judgement.changed,
+            "training_cost_over_champion": self.curve[-1] if self.curve else 1.0,
+        }  # fmt: skip
+
+
+def finetune(
+    champion: PolicyArtifact,
+    decisions: Sequence[LoggedDecision],
+    scenario: Scenario,
+    config: FinetuneConfig,
+    lineage: Mapping[str, str],
+) -> Finetuned:
+    """Learn from the first part of a log, and judge on the last.
+
+    Args:
+        champion: Where the search begins.
+        decisions: The log, in order of arrival.
+        scenario: Whose traffic model and SLOs apply; its replicas are those of the log.
+        config: How the log is cut and searched.
+        lineage: Where the log comes from, for the record.
+
+    Raises:
+        ArtifactError: The champion is of a kind that is not fine-tuned.
+        ValueError: The log cannot be used.
+    """
+    if not KINDS[champion.metadata.kind].is_finetuned:
+        raise ArtifactError(
+            f"the champion is of kind {champion.metadata.kind!r}; only `marginal` champions are "
+            "fine-tuned: train networks with pipelines/sweep.py on a scenario from calibrate.py"
+        )
+    declared = fleet_of(decisions, scenario, scenario.name)
+    learned, held_out = _split(windows_of(decisions, config.windows), config)
+    first_held_out = len(learned) * len(learned[0].server)
+    twin = replay.fit_speeds(declared, learned)
+    start = np.ascontiguousarray(champion.arrays["weights"], dtype=np.float64)
+    tokens = champion.metadata.mean_total_tokens
+    before, after = decisions[:first_held_out], decisions[first_held_out:]
+    some = before[:: max(1, len(before) // _MAX_COMPARED)]
+    weights, curve = search(
+        start, TwinRunner(twin, learned, tokens), Behaviour(some, champion), config
+    )
+    judgement = judge(
+        twin, TwinRunner(twin, held_out, tokens), Behaviour(after, champion), start, weights
+    )
+    candidate = continued(champion, weights, judgement, twin, lineage)
+    return Finetuned(candidate, judgement, twin, curve)
+
+
+def _split(
+    windows: Sequence[replay.Window], config: FinetuneConfig
+) -> tuple[Sequence[replay.Window], Sequence[replay.Window]]:
+    first_held_out = config.windows - max(2, round(config.held_out * config.windows))
+    if first_held_out < 2:
+        raise ValueError(f"{config.windows} windows leave too few to learn from")
+    return windows[:first_held_out], windows[first_held_out:]
+
+
+def continued(
+    champion: PolicyArtifact, weights: FloatArray, judgement: Judgement, twin: replay.Twin,
+    lineage: Mapping[str, str],
+) -> PolicyArtifact:  # fmt: skip
+    """The champion with other weights, and where they come from."""
+    made_of = dict(lineage) | {
+        "champion_sha256": champion.sha256,
+        "calibration_sha256": replay.fingerprint(twin),
+        "speed_factors": ",".join(f"{one:.4f}" for one in twin.speed_factors),
+        "sweep_run": champion.metadata.lineage.get("sweep_run", "none"),
+    }
+    found = {
+        "delta_mean_fraction": judgement.replayed.estimate,
+        "delta_p99_fraction": judgement.p99_change,
+        "changed_fraction": judgement.changed,
+    }
+    metadata = champion.metadata.model_copy(update={"lineage": made_of, "metrics": found})
+    return replace(champion, metadata=metadata, arrays={"weights": weights})

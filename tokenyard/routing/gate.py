@@ -1,0 +1,185 @@
+"""The promotion gate: no champion ships that loses to the rule that would ship in its place.
+
+That is the scenario's best tuned rule. Two parts are looked at, and neither is a test part:
+validation streams at half of the scenario's load, where a policy must not cost more than a rule
+that is there anyway, and the recorded requests before the test part, where the scenario has some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import numpy as np
+
+from tokenyard.evaluation import compare
+from tokenyard.problem import Row
+from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.policies.tuned import FleetRules, load_tuned
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    recorded_training_streams,
+    synthetic_streams,
+)
+from tokenyard.routing.validation import Decide, outcome_runs
+
+MARGIN = 0.01
+"""By how much a mean response time exceeds a rule's before it counts as worse, as a fraction."""
+NUM_STREAMS = 30
+HALF_LOAD, RECORDED = "half_load", "recorded"
+
+SERVER_RULES = ("sed", "sed_reserve", "sed_dump", "sita", "weighted_least_connections")
+FLEET_RULES = (
+    "sed",
+    "sed_dump",
+    "marginal_delay",
+    "tuned_marginal_delay",
+    "weighted_least_connections",
+    "sticky_until_saturated",
+    "kv_cost",
+    "weighted_scorers",
+)
+"""Rules that a champion has to stand beside; those that are never best are left out."""
+SERVER_COMPILED = ("sed", "sed_reserve", "sed_dump")
+FLEET_COMPILED = ("marginal_delay", "tuned_marginal_delay")
+"""Those of them that compiled code decides for."""
+
+Runner = Callable[[StreamSet], list[Run]]
+"""Runs one policy over streams."""
+
+
+def loses(row: Row) -> bool:
+    """Whether a policy loses to the rule that it was compared with, by its row of `compare`.
+
+    It does where its mean response time is longer by more than `MARGIN`, with an interval above
+    zero, and neither its 99th percentile nor its share of SLO violations is lower with an interval
+    below zero: what it costs in the mean buys nothing.
+    """
+    worse = float(row["delta_mean_fraction"]) > MARGIN and float(row["delta_mean_ci_low"]) > 0.0
+    buys = float(row["delta_p99_ci_high"]) < 0.0 or float(row["delta_slo_ci_high"]) < 0.0
+    return worse and not buys
+
+
+class Gate:
+    """Compares policies with the hand rules of one scenario on both parts."""
+
+    def __init__(
+        self,
+        source: StreamSource,
+        rules: Sequence[str] | None = None,
+        parts: Mapping[str, StreamSet] | None = None,
+    ) -> None:
+        """Run the rules.
+
+        Args:
+            source: Traffic of the scenario.
+            rules: Names; those that the scenario has no parameters for are left out. None: the
+                best tuned rule alone, which decides.
+            parts: Streams by name; None: those of `gate_streams`.
+        """
+        self._scenario = source.scenario
+        self.parts = gate_streams(source) if parts is None else parts
+        if rules is None:
+            rules = [best_tuned_rule(source.scenario)]
+        self._runs = {
+            part: {name: rule_runs(name, self._scenario, streams) for name in known(rules, source)}
+            for part, streams in self.parts.items()
+        }
+
+    def __call__(self, run: Runner) -> list[Row]:
+        """Compare a policy with every rule on every part.
+
+        Returns:
+            Rows of `tokenyard.evaluation.compare` with `part`, `baseline` and `loses` (0 or 1).
+        """
+        return [row for part in self.parts for row in self._rows(part, run(self.parts[part]))]
+
+    def _rows(self, part: str, runs: list[Run]) -> list[Row]:
+        rows = []
+        for rule, theirs in self._runs[part].items():
+            both = {rule: theirs, "candidate": runs}
+            row = compare(PROBLEM, self._scenario, self.parts[part], both, rule)[1]
+            rows.append({**row, "part": part, "baseline": rule, "loses": int(loses(row))})
+        return rows
+
+
+def best_tuned_rule(scenario: Scenario) -> str:
+    """The rule with the best score on the training streams that rules were tuned on.
+
+    Where none were tuned for the scenario, the plain one of its kind of servers.
+    """
+    try:
+        scores = load_tuned(scenario.name).scores
+    except ValueError:
+        return "sed" if scenario.fleet is None else "marginal_delay"
+    return max(scores, key=scores.__getitem__)
+
+
+def gate_streams(
+    source: StreamSource, num_streams: int = NUM_STREAMS, seed: int = 0
+) -> dict[str, StreamSet]:
+    """The parts by name; `RECORDED` only where the scenario has one and its file is found."""
+    half = synthetic_streams(source, num_streams, seed, "validation", load_factor=0.5)
+    recorded = recorded_training_streams(source)
+    return {HALF_LOAD: half} if recorded is None else {HALF_LOAD: half, RECORDED: recorded}
+
+
+def known(rules: Sequence[str], source: StreamSource) -> list[str]:
+    """Those rules that the scenario has parameters for."""
+    found = []
+    for name in rules:
+        try:
+            PROBLEM.candidate(source.scenario, name)
+        except ValueError:
+            continue
+        found.append(name)
+    return found
+
+
+def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
+    """Run a rule; what is compiled for the scenario's servers earns no rewards."""
+    decide = _compiled(name, scenario)
+    if decide is None:
+        return list(PROBLEM.candidate(scenario, name).run(scenario, streams, 0))
+    return outcome_runs(scenario, streams, decide)
+
+
+def is_compiled(name: str, scenario: Scenario) -> bool:
+    """Whether compiled code decides for a rule on such servers."""
+    return name in (SERVER_COMPILED if scenario.fleet is None else FLEET_COMPILED)
+
+
+def _compiled(name: str, scenario: Scenario) -> Decide | None:
+    if not is_compiled(name, scenario):
+        return None
+    if scenario.fleet is None:
+        return _delay_rule(name, scenario)
+    rules = load_tuned(scenario.name).fleet if name == "tuned_marginal_delay" else FleetRules()
+    weights, size = np.array(rules.marginal_weights), sum(scenario.mean_lengths_tokens)
+    return lambda sim: sim.run_linear(weights, size)
+
+
+def _delay_rule(name: str, scenario: Scenario) -> Decide:
+    above_tokens, dump_server = np.inf, -1
+    if name == "sed_reserve":
+        above_tokens = load_tuned(scenario.name).reserve_above_tokens
+    if name == "sed_dump":
+        dump_server = load_tuned(scenario.name).dump_replica
+    return lambda sim: cast(ClusterSim, sim).run_delay_rule(above_tokens, dump_server)
+
+
+def strongest(
+    rules: Sequence[str], source: StreamSource, streams: StreamSet, most: int
+) -> list[str]:
+    """Those rules that have the lowest mean response time on streams, the best first."""
+    scenario = source.scenario
+    mean_s = {
+        name: mean_summary(scenario, rule_runs(name, scenario, streams))["mean_response_s"]
+        for name in known(rules, source)
+    }
+    return sorted(mean_s, key=mean_s.__getitem__)[:most]

@@ -1,0 +1,167 @@
+"""What a policy would do to the whole cluster: the logged requests again, through a fitted twin.
+
+A decision changes how long others wait, so decisions cannot be judged one by one: the outcome of
+one depends on those before it (interference). What a log does tell is what arrived, how long the
+answers were, and how fast the replicas worked under the decisions that were made. `fit_speeds`
+lets the simulator repeat exactly those decisions and corrects the speed of every replica until
+answers take as long as they did; `difference` then runs two policies over the logged requests in
+that twin, paired window by window. What the twin still gets wrong about what was logged widens the
+interval.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.routing.fleet import MeasuredReplica
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.batching import BatchingOutcomes
+from tokenyard.routing.simulator.run import Run, repeating, run_each
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource
+from tokenyard.statistics.intervals import Interval, t_interval
+from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.trace import Trace
+
+_ROUNDS = 10
+_DAMPING = 0.4
+"""A slower replica also holds larger batches, so that full corrections would swing."""
+_LEAST_FACTOR, _MOST_FACTOR = 0.2, 5.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of a log, from a quiet moment on."""
+
+    trace: Trace
+    """What arrived, with the true output lengths, which are known by then."""
+    server: IntArray
+    """Where every request went: index into the scenario's replicas, shape (num_requests,)."""
+    response_s: FloatArray
+    """NaN where it was not completed."""
+    first_token_s: FloatArray
+    """Arrival to first token; NaN where there was none."""
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean time per output token after the first, seconds; NaN for fewer than two tokens."""
+        return metrics.tpot_s(self.response_s, self.first_token_s, self.trace.generated_tokens)
+
+
+@dataclass(frozen=True)
+class Twin:
+    """The simulator of the replicas that were logged."""
+
+    scenario: Scenario
+    speed_factors: FloatArray
+    """How many times as long as declared every replica's iterations take, shape (replicas,)."""
+    error_fraction: float
+    """Of the mean response, simulated under the logged decisions, to the one logged."""
+
+
+def scaled(scenario: Scenario, factors: FloatArray) -> Scenario:
+    """The same fleet with iterations that take `factors` times as long.
+
+    Raises:
+        ValueError: The scenario has no fleet.
+    """
+    if scenario.fleet is None:
+        raise ValueError(f"scenario {scenario.name!r} has no fleet of engines")
+    replicas = []
+    for one, factor in zip(scenario.fleet.replicas, factors.tolist(), strict=True):
+        base, prefill, sequence, kv = (one.iteration * factor).tolist()
+        replicas.append(
+            MeasuredReplica(
+                name=one.name, max_batch=one.max_batch, token_budget=one.token_budget,
+                iteration_s=base, prefill_token_s=prefill, sequence_s=sequence, kv_token_s=kv,
+                kv_capacity_tokens=one.kv_capacity_tokens,
+            )
+        )  # fmt: skip
+    # The load must stay what it was, not follow the capacity.
+    rate = scenario.rate_per_s(sum(scenario.mean_lengths_tokens))
+    arrivals = scenario.arrivals.model_copy(update={"load": None, "rate_per_s": rate})
+    fleet = scenario.fleet.model_copy(update={"replicas": tuple(replicas)})
+    return scenario.model_copy(update={"fleet": fleet, "arrivals": arrivals})
+
+
+def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
+    """Correct the declared speeds until the logged decisions take as long as they did.
+
+    Args:
+        scenario: Replicas as declared, in the order that `Window.server` counts.
+        windows: Of the log.
+    """
+    factors = np.ones(scenario.num_servers)
+    for _ in range(_ROUNDS):
+        simulated = _repeat(scaled(scenario, factors), windows)
+        factors = np.clip(
+            factors * _slowness(windows, simulated) ** _DAMPING, _LEAST_FACTOR, _MOST_FACTOR
+        )
+    twin = scaled(scenario, factors)
+    simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(twin, windows)])
+    logged_s = np.concatenate([one.response_s for one in windows])
+    both = np.isfinite(simulated_s) & np.isfinite(logged_s)
+    error = abs(float(simulated_s[both].mean() / logged_s[both].mean()) - 1.0)
+    return Twin(twin, factors, error)
+
+
+def fingerprint(twin: Twin) -> str:
+    """Short hash of the replicas as they were fitted."""
+    return hashlib.sha256(twin.scenario.model_dump_json().encode()).hexdigest()[:12]
+
+
+PolicyRuns = Callable[[Scenario, StreamSet], Sequence[Run]]
+"""Runs a policy over streams."""
+
+
+def values(twin: Twin, windows: Sequence[Window], run: PolicyRuns) -> FloatArray:
+    """Mean response of a policy in every window, seconds, shape (num_windows,)."""
+    runs = run(twin.scenario, streams_of(twin.scenario, windows))
+    return np.array([float(np.nanmean(one.outcomes.response_s)) for one in runs])
+
+
+def difference(twin: Twin, ours_s: FloatArray, theirs_s: FloatArray) -> Interval:
+    """Relative difference of two policies' mean responses, with its 95 % interval.
+
+    Args:
+        twin: Where they were run; its error on what was logged widens the interval.
+        ours_s: `values` of one policy, shape (num_windows,).
+        theirs_s: Of the other, on the same windows.
+    """
+    paired = t_interval(ours_s - theirs_s).over(float(theirs_s.mean()))
+    margin = abs(paired.estimate) * twin.error_fraction
+    return Interval(paired.estimate, paired.low - margin, paired.high + margin)
+
+
+def streams_of(scenario: Scenario, windows: Sequence[Window]) -> StreamSet:
+    """The windows' requests, for the scenario's simulator."""
+    source = StreamSource(scenario)
+    return StreamSet([source.encode(one.trace) for one in windows], "the decision log")
+
+
+def _repeat(scenario: Scenario, windows: Sequence[Window]) -> list[Run]:
+    choosers = [repeating(window.server) for window in windows]
+    return run_each(scenario, streams_of(scenario, windows), choosers)
+
+
+def _slowness(windows: Sequence[Window], simulated: Sequence[Run]) -> FloatArray:
+    """How many times as long as simulated a token took at every replica, shape (replicas,)."""
+    server = np.concatenate([one.server for one in windows])
+    logged = np.concatenate([one.tpot_s for one in windows])
+    again = np.concatenate([_simulated_tpot_s(one.outcomes) for one in simulated])
+    factors = np.ones(int(server.max()) + 1)
+    both = np.isfinite(logged) & np.isfinite(again)
+    for replica in range(len(factors)):
+        here = both & (server == replica)
+        if here.sum() >= 10:
+            factors[replica] = logged[here].mean() / again[here].mean()
+    return factors
+
+
+def _simulated_tpot_s(outcomes: object) -> FloatArray:
+    assert isinstance(outcomes, BatchingOutcomes)
+    return metrics.tpot_s(outcomes.response_s, outcomes.first_token_s, outcomes.output_tokens)

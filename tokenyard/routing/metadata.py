@@ -1,0 +1,84 @@
+"""What a trained routing policy is, where it comes from, and how its inputs are made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from tokenyard.config import FrozenModel
+from tokenyard.network import Activation
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES
+from tokenyard.routing.scenario import Visibility
+from tokenyard.types import Slo
+
+
+class LengthPredictor(FrozenModel):
+    """Mean output length by context length, learned from the training traffic."""
+
+    bin_edges_tokens: tuple[float, ...]
+    """Upper ends, inclusive, of all context bins but the last."""
+    mean_generated_tokens: Annotated[tuple[float, ...], Field(min_length=1)]
+    """One per bin."""
+
+    def generated_tokens(self, context_tokens: float) -> float:
+        """Predicted output of a request, tokens."""
+        return self.mean_generated_tokens[
+            int(np.searchsorted(self.bin_edges_tokens, context_tokens))
+        ]
+
+
+class FeatureScaling(FrozenModel):
+    """Medians and interquartile ranges of the request features, from training traffic."""
+
+    medians: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
+    scales: Annotated[tuple[float, ...], Field(min_length=NUM_REQUEST_FEATURES)]
+
+
+class ArtifactMetadata(FrozenModel):
+    """What a policy is, where it comes from, and how its inputs are made."""
+
+    format_version: Literal[1] = 1
+    kind: Literal["linear", "marginal", "generic", "mlp", "equivariant", "corrected"]
+    """`linear`: a learned correction of the expected response time
+    (`tokenyard.routing.observation.linear_scores`); `marginal`: one of the delay that a request
+    adds, for replicas that batch continuously (`marginal_scores`); `generic`: one of either for any
+    cluster (`tokenyard.routing.scores.any_cluster`); `mlp`: a network over the flat observation;
+    `equivariant`: one that scores every replica alike (`tokenyard.routing.equivariant`);
+    `corrected`: a `marginal` policy and a network of that kind that corrects it
+    (`tokenyard.routing.scores.residual`)."""
+    problem: Literal["routing"] = "routing"
+    scenario: str
+    trainer: str
+    """Algorithm that made it: policy_search, rollouts, ppo, a2c or dqn."""
+    num_replicas: int | None
+    """Replicas it decides between, in the order it was trained on; None: any."""
+    expected_finish: bool = True
+    """Whether its observation holds the expected finish times."""
+    slo_response_s: Annotated[float, Field(gt=0)]
+    mean_total_tokens: Annotated[float, Field(gt=0)]
+    """Typical size of a request in training, tokens."""
+    output_length: Visibility
+    """What it was told of the output length in training."""
+    predictor: LengthPredictor | None = None
+    """Fills in `predicted_total_tokens` where the caller has no prediction."""
+    scaling: FeatureScaling | None = None
+    """Needed by networks."""
+    activation: Activation = "relu"
+    residual_scale: Annotated[float, Field(ge=0)] = 0.0
+    """How much a second of expected response time, or of its baseline's cost, lowers a network's
+    preference."""
+    baseline: str | None = None
+    """Rule that an `equivariant` network corrects, a key of
+    `tokenyard.routing.equivariant.BASELINES`; an `mlp` corrects shortest expected delay."""
+    metrics: Mapping[str, float] = {}
+    """What it scored when it was exported."""
+    lineage: Mapping[str, str] = {}
+    """Hashes and names of what it was made from."""
+
+    @property
+    def slo(self) -> Slo:
+        """The SLO it was trained on."""
+        return Slo(self.slo_response_s)

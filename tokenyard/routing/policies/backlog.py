@@ -1,0 +1,59 @@
+"""Rules that join the replica with the least work, each with its own measure of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tokenyard.routing.policies.cost import LeastCost
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+
+class LeastConnections(LeastCost):
+    """Joins the replica with the fewest outstanding requests."""
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the outstanding requests of every replica."""
+        return [float(s.num_outstanding) for s in snapshots]
+
+
+class WeightedLeastConnections(LeastCost):
+    """Joins the replica with the fewest outstanding requests for its full speed.
+
+    The request itself is counted in, so that of idle replicas the fastest is taken.
+    """
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return outstanding requests, this one included, per token per second."""
+        return [(s.num_outstanding + 1) / s.full_tokens_per_s for s in snapshots]
+
+
+class LeastLoaded(LeastCost):
+    """Joins the replica with the fewest tokens in flight (Abbaraju, section V)."""
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the tokens in flight of every replica."""
+        return [s.tokens_in_flight for s in snapshots]
+
+
+class PowerOfTwoChoices:
+    """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2).
+
+    Ray Serve's default router is this rule: of two random replicas the one with fewer ongoing
+    requests, waiting or running.
+    """
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        """Draw candidates from `rng`."""
+        self._rng = rng
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the shorter queue of two distinct replicas drawn uniformly."""
+        num = len(snapshots)
+        if num == 1:
+            return 0
+        first = int(self._rng.integers(num))
+        second = int(self._rng.integers(num - 1))
+        second += second >= first
+        return min(sorted((first, second)), key=lambda i: snapshots[i].num_outstanding)

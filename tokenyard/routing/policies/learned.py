@@ -1,0 +1,324 @@
+"""A trained policy as a routing policy, run with numpy.
+
+Every class is made of an artifact's metadata and arrays, the calendar time of second 0, where
+training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.artifact.KINDS`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.network import Arrays, Layer, Network, forward, layers_of
+from tokenyard.routing.equivariant import BASELINES, Layout, scorer_inputs
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import (
+    ITERATION_S,
+    TOKENS_PER_S,
+    WAIT_S,
+    encode,
+    fill_ages,
+    linear_scores,
+    marginal_scores,
+    observation_size,
+    snapshot_columns,
+    squash,
+    unranked_columns,
+)
+from tokenyard.routing.scores.any_cluster import engine_scores, server_scores
+from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
+from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
+from tokenyard.types import FloatArray, Slo
+from tokenyard.workload.features import FeatureTracker
+
+
+class LinearPolicy:
+    """Least expected response time plus a learned correction (`observation.linear_scores`)."""
+
+    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
+        """Take units and weights."""
+        self._metadata = metadata
+        self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the SLO."""
+        _check_count(self._metadata.num_replicas, snapshots)
+        costs = np.empty(len(snapshots))
+        best = linear_scores(
+            self._weights,
+            request.predicted_total_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            snapshot_columns(snapshots),
+            costs,
+        )
+        return Decision(best, tuple(costs.tolist()))
+
+
+class MarginalPolicy(LinearPolicy):
+    """Least added delay plus a learned correction (`observation.marginal_scores`)."""
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the SLO.
+
+        Raises:
+            ValueError: A snapshot is not of a replica that batches continuously.
+        """
+        _check_count(self._metadata.num_replicas, snapshots)
+        _check_engines(True, snapshots)
+        costs = np.empty(len(snapshots))
+        best = marginal_scores(
+            self._weights,
+            request.context_tokens,
+            request.predicted_total_tokens - request.context_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            snapshot_columns(snapshots),
+            costs,
+        )
+        return Decision(best, tuple(costs.tolist()))
+
+
+class AnyClusterPolicy:
+    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
+    ) -> None:
+        """Take units and weights; the SLO of training, where `slo` is None."""
+        self._mean_total_tokens = metadata.mean_total_tokens
+        self._slo_s = (slo or metadata.slo).response_s
+        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
+        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self._decide(request, snapshots)[0]
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the cluster."""
+        best, costs = self._decide(request, snapshots)
+        return Decision(best, tuple(costs.tolist()))
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray]:
+        _check_count(None, snapshots)
+        columns = unranked_columns(snapshots)
+        costs = np.empty(len(columns))
+        total = request.predicted_total_tokens
+        # Where only some tell of their engine, all are taken for servers, which all can be.
+        if columns[:, ITERATION_S].all():
+            context, mean = request.context_tokens, self._mean_total_tokens
+            fill_ages(columns, snapshots, request.arrival_s)
+            best = engine_scores(
+                self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
+            )
+        else:
+            best = server_scores(
+                self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
+            )
+        return best, costs
+
+
+class NetworkPolicy:
+    """A trained network; it remembers the sizes of the last requests, as in training."""
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+    ) -> None:
+        """Take the network, from an observation to one preference per replica."""
+        assert metadata.num_replicas is not None
+        self._metadata = metadata
+        self._features = _RequestFeatures(metadata, started_at)
+        self._network = Network.from_arrays(arrays, metadata.activation)
+        size = observation_size(metadata.num_replicas, metadata.expected_finish)
+        self._observation = np.empty(size, dtype=np.float32)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the preferred replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the preferred replica, and minus each one's preference as its cost.
+
+        Raises:
+            ValueError: Other replicas than in training: more, fewer, or such as batch.
+        """
+        _check_count(self._metadata.num_replicas, snapshots)
+        _check_engines(False, snapshots)
+        columns = snapshot_columns(snapshots)
+        features = self._features.push(request)
+        size_tokens = request.predicted_total_tokens
+        encode(
+            features, request.context_tokens, size_tokens, columns,
+            self._metadata.expected_finish, self._observation,
+        )  # fmt: skip
+        preference = self._network(self._observation)
+        finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
+        costs = self._metadata.residual_scale * finish_s - preference
+        return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaScorer:
+    """A network that scores every replica alike (`tokenyard.routing.equivariant`)."""
+
+    metadata: ArtifactMetadata
+    arrays: Arrays
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What it is shown of every replica.
+
+        Raises:
+            ValueError: The arrays are of no such network.
+        """
+        given = len(self.arrays.get("replica_mean", ()))
+        for batches in (False, True):
+            layout = Layout(self.metadata.expected_finish, batches)
+            if layout.num_features == given:
+                return layout
+        raise ValueError(f"array 'replica_mean' is missing, or has a strange length: {given}")
+
+    @cached_property
+    def _layers(self) -> list[Layer]:
+        return layers_of(self.arrays)
+
+    def preferences(self, observations: npt.NDArray[np.float32]) -> FloatArray:
+        """Preferences for one observation or many.
+
+        Args:
+            observations: Shape (..., size), of any number of replicas.
+
+        Returns:
+            Shape (..., num_replicas), higher is better; minus infinity where not routable.
+        """
+        metadata, units = self.metadata, self.arrays
+        observed = self.layout.split_observation(observations, np)
+        normalised = observed._replace(
+            request=(observed.request - units["request_mean"]) / units["request_std"],
+            replicas=(observed.replicas - units["replica_mean"]) / units["replica_std"],
+        )
+        preferences = forward(self._layers, scorer_inputs(normalised, np), metadata.activation)
+        preferences = preferences[..., 0]
+        if metadata.residual_scale:
+            assert metadata.baseline is not None
+            costs_s = BASELINES[metadata.baseline](observed.replicas, np)
+            preferences = preferences - metadata.residual_scale * costs_s
+        result: FloatArray = np.where(observed.routable, preferences, -np.inf)
+        return result
+
+
+class EquivariantPolicy:
+    """A trained network that scores every replica alike; it remembers the last requests' sizes."""
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+    ) -> None:
+        """Take the network."""
+        self._scorer = ReplicaScorer(metadata, arrays)
+        self._features = _RequestFeatures(metadata, started_at)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the preferred replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the preferred replica, and minus each one's preference as its cost.
+
+        Raises:
+            ValueError: No replica, or such as batch continuously where those in training did not,
+                or the other way round.
+        """
+        layout = self._scorer.layout
+        _check_count(None, snapshots)
+        _check_engines(layout.batches, snapshots)
+        size = observation_size(len(snapshots), layout.expected_finish, layout.batches)
+        observation = np.empty(size, dtype=np.float32)
+        encode(
+            self._features.push(request), request.context_tokens, request.predicted_total_tokens,
+            snapshot_columns(snapshots), layout.expected_finish, observation,
+        )  # fmt: skip
+        costs = -self._scorer.preferences(observation)
+        return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
+
+
+class ResidualPolicy:
+    """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+    ) -> None:
+        """Take weights, network and units."""
+        self._metadata = metadata
+        self._features = _RequestFeatures(metadata, started_at)
+        self._correction = fold(arrays, layers_of(arrays))
+        self._scratch = make_scratch(self._correction, 0)
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        return self.decide(request, snapshots).replica
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the SLO.
+
+        Raises:
+            ValueError: No replica, or a snapshot of one that does not batch continuously.
+        """
+        _check_count(None, snapshots)
+        _check_engines(True, snapshots)
+        num = len(snapshots)
+        if len(self._scratch.observation) != observation_size(num, True, True):
+            self._scratch = make_scratch(self._correction, num)
+        costs = np.empty(num)
+        best = residual_scores(
+            self._correction,
+            self._features.push(request),
+            request.context_tokens,
+            request.predicted_total_tokens - request.context_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            snapshot_columns(snapshots),
+            self._scratch,
+            costs,
+        )
+        return Decision(best, tuple(costs.tolist()))
+
+
+class _RequestFeatures:
+    """Scaled features of one request after the other, as training saw them."""
+
+    def __init__(self, metadata: ArtifactMetadata, started_at: datetime | None) -> None:
+        assert metadata.scaling is not None
+        self._medians = np.array(metadata.scaling.medians)
+        self._scales = np.array(metadata.scaling.scales)
+        self._tracker = FeatureTracker(started_at)
+
+    def push(self, request: Request) -> FloatArray:
+        """Return the features of `request`, shape (NUM_REQUEST_FEATURES,)."""
+        return squash((self._tracker.push(request) - self._medians) / self._scales)
+
+
+def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    if not snapshots:
+        raise ValueError("no replica to choose from: snapshots is empty")
+    if trained_on is not None and len(snapshots) != trained_on:
+        raise ValueError(
+            f"{len(snapshots)} replicas offered to a policy that was trained on {trained_on}"
+        )
+
+
+def _check_engines(batches: bool, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    if any((snapshot.engine is not None) != batches for snapshot in snapshots):
+        needed = "with" if batches else "without"
+        raise ValueError(f"this policy needs snapshots {needed} `engine`: it was trained on such")

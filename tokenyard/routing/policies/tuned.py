@@ -1,0 +1,96 @@
+"""Parameters of hand rules that are searched for, not derived: one small file per scenario."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from tokenyard.config import FrozenModel
+from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+
+
+class FleetRules(FrozenModel):
+    """Parameters of the rules for replicas that batch; the defaults are those of their sources.
+
+    Without batching, none of them has an effect.
+    """
+
+    affinity_load_ratio: Annotated[float, Field(ge=1)] = 1.5
+    """Prefix affinity: how many times the least load is accepted for the longest prefix."""
+    sticky_saturated_s: Annotated[float, Field(gt=0)] = 18.0
+    """Sticky until saturated: most prefill in flight at a replica that is stuck to, seconds."""
+    kv_overlap_weight: Annotated[float, Field(ge=0)] = 1.0
+    """KV cost: weight of a prompt token to compute, relative to one in KV memory."""
+    scorer_queue_weight: Annotated[float, Field(ge=0)] = 2.0
+    """Weighted scorers: weight of a short queue."""
+    scorer_kv_weight: Annotated[float, Field(ge=0)] = 2.0
+    """Weighted scorers: weight of free KV memory."""
+    scorer_prefix_weight: Annotated[float, Field(ge=0)] = 3.0
+    """Weighted scorers: weight of a cached prefix."""
+    wait_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Tuned marginal delay: weight of the request's own wait."""
+    others_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Tuned marginal delay: weight of what the others are delayed by."""
+
+    @property
+    def marginal_weights(self) -> tuple[float, ...]:
+        """Tuned marginal delay as weights of `observation.marginal_scores`."""
+        weights = [0.0] * NUM_MARGINAL_WEIGHTS
+        weights[MARGINAL_WAIT] = self.wait_weight - 1.0
+        weights[MARGINAL_OTHERS] = self.others_weight - 1.0
+        return tuple(weights)
+
+
+class TunedRules(FrozenModel):
+    """What the tuned rules of one scenario were found to do best with."""
+
+    scenario: str
+    reserve_above_tokens: Annotated[float, Field(gt=0)]
+    """SED-reserve: requests above this size are barred from the slowest replica."""
+    dump_replica: Annotated[int, Field(ge=0)]
+    """SED-dump: index of the replica that takes certain SLO violations."""
+    sita_cuts_tokens: tuple[float, ...]
+    """SITA: upper ends of all size intervals but the last, increasing."""
+    sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]
+    """SITA: index of the replica of each interval; each replica once."""
+    fleet: FleetRules = FleetRules()
+    scores: dict[str, float] = Field(default_factory=dict)
+    """Score of each rule on the training streams it was tuned on, with SED's beside them."""
+    tuned_on: str = ""
+    """The training streams, in words."""
+
+    @model_validator(mode="after")
+    def _one_replica_per_interval(self) -> Self:
+        if len(self.sita_cuts_tokens) != self.num_replicas - 1:
+            raise ValueError("sita_cuts_tokens must be one fewer than sita_replicas")
+        if list(self.sita_cuts_tokens) != sorted(self.sita_cuts_tokens):
+            raise ValueError(f"sita_cuts_tokens {self.sita_cuts_tokens} must not decrease")
+        if sorted(self.sita_replicas) != list(range(self.num_replicas)):
+            raise ValueError(f"sita_replicas {self.sita_replicas} must name each replica once")
+        if self.dump_replica >= self.num_replicas:
+            raise ValueError(f"dump_replica {self.dump_replica} is not 0..{self.num_replicas - 1}")
+        return self
+
+    @property
+    def num_replicas(self) -> int:
+        """How many replicas the rules were tuned for."""
+        return len(self.sita_replicas)
+
+
+def load_tuned(scenario_name: str) -> TunedRules:
+    """Read the tuned rules that ship for a scenario.
+
+    Raises:
+        ValueError: There are none; the text names the command that makes them.
+    """
+    file = (
+        resources.files("tokenyard") / "scenarios" / "tuned" / "routing" / f"{scenario_name}.json"
+    )
+    if not file.is_file():
+        raise ValueError(
+            f"no tuned rules for scenario {scenario_name!r}; make them with "
+            f"`python pipelines/tune_baselines.py --scenario {scenario_name}`"
+        )
+    return TunedRules.model_validate_json(file.read_text(encoding="utf-8"))

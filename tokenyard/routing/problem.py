@@ -1,0 +1,208 @@
+"""Routing as a `Problem`: which replica serves this request.
+
+Bounds see the simulator or the future and are no policies; here they only stand beside them in
+a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenyard.artifact import RegistryLookup
+from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
+from tokenyard.routing import evaluation
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.bounds import BOUNDS
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
+from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    held_out_streams,
+    synthetic_streams,
+    trace_streams,
+)
+from tokenyard.routing.suites import SUITES
+from tokenyard.routing.types import RoutingPolicy
+from tokenyard.routing.validation import Validation
+from tokenyard.workload.readers import read_trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TRAINED = ("champion", "generic")
+"""Names that stand for a trained policy: the scenario's best, and the one for any cluster."""
+
+
+class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
+    """Streams are requests, paired by stream, or by blocks of one recorded stream's requests."""
+
+    name = "routing"
+    suites = SUITES
+    default_policies = (*BASELINES, "champion")
+    default_baseline = "sed"
+    default_streams = 30
+    score = Score("score", 1, "s")
+    headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
+    num_validation_streams = 8
+    scenario_names = staticmethod(scenario_names)
+    load_scenario = staticmethod(load_scenario)
+    load_artifact = staticmethod(PolicyArtifact.load)
+    measures = staticmethod(evaluation.measures)
+    summary = staticmethod(evaluation.mean_summary)
+    samples = staticmethod(evaluation.samples)
+
+    def candidate(
+        self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
+    ) -> Candidate[Scenario, StreamSet, Run]:
+        """A rule, a bound, `champion`, `generic`, or the path of a policy file (.npz).
+
+        Raises:
+            ValueError: The name is unknown, or it cannot be run on this scenario; a policy file
+                that is missing or broken gives an ArtifactError.
+        """
+        if name in BASELINES:
+            # Parameters that are missing must show before a long run.
+            make_policy(name, _context(scenario, np.random.default_rng(0)))
+            return Candidate(name, RULE, partial(_run_rule, name))
+        if name in BOUNDS:
+            # One request is enough to be refused, where the bound does not exist for the servers.
+            BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
+            return Candidate(name, "bound, no policy", partial(_run_bound, name))
+        if name in TRAINED or name.endswith(".npz"):
+            return _learned(name, scenario, registry)
+        known = [*BASELINES, *TRAINED, *BOUNDS]
+        raise ValueError(f"unknown policy {name!r}; give a policy file (.npz) or one of {known}")
+
+    def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
+        """What runs a trained policy."""
+        return partial(_run_trained, artifact)
+
+    def streams(self, scenario: Scenario, purpose: Purpose, count: int, seed: int) -> StreamSet:
+        """Synthetic streams of the scenario's own length."""
+        return synthetic_streams(StreamSource(scenario), count, seed, purpose)
+
+    def evaluation_streams(
+        self, scenario: Scenario, options: StreamOptions
+    ) -> tuple[StreamSet, list[str]]:
+        """Windows of a trace, the recorded test part, or synthetic streams.
+
+        Raises:
+            ValueError: There is no recorded test part, or the trace is too short.
+        """
+        streams, notes = _find_streams(StreamSource(scenario), options)
+        return streams, [*notes, f"output length known to the router: {scenario.output_length}"]
+
+    def validation(
+        self, scenario: Scenario, num_streams: int, seed: int = 0
+    ) -> Callable[[PolicyArtifact], dict[str, float]]:
+        """What decides all streams together, cheap enough for every iteration of training."""
+        return Validation(StreamSource(scenario), num_streams, seed)
+
+    def figures(
+        self,
+        scenario: Scenario,
+        streams: StreamSet,
+        runs: Mapping[str, Sequence[Run]],
+        rows: Sequence[Row],
+    ) -> dict[str, Figure]:
+        """The figures of the paper, and those of replicas that batch."""
+        # matplotlib takes a second to import, and most runs draw nothing.
+        from tokenyard.routing.figures import draw_evaluation
+
+        credit = f"Traffic: {streams.origin}"
+        if streams.is_synthetic:
+            credit += f"\nWorkload model fitted to {StreamSource(scenario).model.provenance}"
+        return draw_evaluation(scenario, runs, rows, credit)
+
+
+PROBLEM = Routing()
+
+
+def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamSet, list[str]]:
+    if options.trace is not None:
+        trace, skipped = read_trace(options.trace, options.on_bad_row)
+        streams = trace_streams(source, trace, options.count, options.native_time)
+        return streams, [f"trace {options.trace}: {skipped} malformed rows skipped"]
+    held_out = None if options.source == "synthetic" else held_out_streams(source)
+    if held_out is not None:
+        return held_out, ["intervals: block bootstrap over the requests of one recorded stream"]
+    missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
+    if options.source == "held-out":
+        raise ValueError(f"--source held-out: {missing}")
+    known = source.scenario.held_out_trace is None or options.source
+    notes = [] if known else [f"synthetic: {missing}"]
+    return synthetic_streams(source, options.count, options.seed), notes
+
+
+def _learned(
+    name: str, scenario: Scenario, registry: RegistryLookup | None
+) -> Candidate[Scenario, StreamSet, Run]:
+    path = name if name.endswith(".npz") else None
+    whose = "generic" if name == "generic" else scenario.name
+    artifact, source = resolve_champion("routing", whose, path, registry)
+    metadata = artifact.metadata
+    if metadata.num_replicas not in (None, scenario.num_servers):
+        raise ValueError(
+            f"{source} decides between {metadata.num_replicas} replicas; "
+            f"scenario {scenario.name!r} has {scenario.num_servers}"
+        )
+    rule = metadata.lineage.get("rule")
+    made = f"trained by {metadata.trainer}" if rule is None else f"the rule {rule}"
+    words = f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
+    return Candidate(Path(name).stem if path else name, words, partial(_run_trained, artifact))
+
+
+def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
+    return PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
+
+
+def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
+    if name in ("sed", "sed_reserve", "sed_dump"):
+        # What the simulator of servers has compiled decides alike, a hundred times as fast.
+        reserve_above_tokens, dump_server = np.inf, -1
+        if name == "sed_reserve":
+            reserve_above_tokens = load_tuned(scenario.name).reserve_above_tokens
+        if name == "sed_dump":
+            dump_server = load_tuned(scenario.name).dump_replica
+        known = run_compiled(
+            scenario, streams, lambda sim: sim.run_delay_rule(reserve_above_tokens, dump_server)
+        )
+        if known is not None:
+            return known
+
+    def factory(rng: np.random.Generator) -> RoutingPolicy:
+        return make_policy(name, _context(scenario, rng))
+
+    return run_policy(scenario, streams, factory, seed)
+
+
+def _run_trained(
+    artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
+) -> list[Run]:
+    diurnal = scenario.arrivals.diurnal
+    started_at = diurnal.started_at if diurnal else None
+    slo = scenario.slo
+    if artifact.metadata.kind == "generic":
+        weights, mean_total_tokens = artifact.arrays, artifact.metadata.mean_total_tokens
+        known = run_compiled(
+            scenario,
+            streams,
+            lambda sim: sim.run_any_cluster(weights["server_weights"], mean_total_tokens),
+        )
+        if known is not None:
+            return known
+    return run_policy(
+        scenario, streams, lambda rng: learned_policy(artifact, started_at, slo), seed
+    )
+
+
+def _run_bound(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
+    return run_each(scenario, streams, [BOUNDS[name](scenario, s, seed) for s in streams.requests])

@@ -1,0 +1,249 @@
+"""What is fixed in a routing experiment, as data: servers, traffic, visibility, SLO, reward.
+
+Scenarios are YAML files in `tokenyard/scenarios`, read only through these models. A name is
+resolved by `load_scenario`; a path to a YAML file of your own works in its place.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Literal, Self
+
+import yaml
+from pydantic import Field, model_validator
+
+from tokenyard.config import FrozenModel, read_named, shipped_names
+from tokenyard.routing.fleet import Fleet, requests_per_s
+from tokenyard.types import Slo
+from tokenyard.workload.diurnal import Diurnal
+from tokenyard.workload.model import load_model
+from tokenyard.workload.sessions import Sessions, mean_session_lengths
+
+Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
+Visibility = Literal["oracle", "by_context", "none"]
+
+
+class Server(FrozenModel):
+    """One replica of the token-level cluster."""
+
+    name: str
+    tokens_per_s: Annotated[float, Field(gt=0)]
+    """Nominal processing rate, tokens per second."""
+    concurrency: Annotated[int, Field(ge=1)]
+    """Waiting plus running requests from which on the server counts as at capacity."""
+
+
+class Arrivals(FrozenModel):
+    """When requests come. Exactly one of `rate_per_s` and `load` is given."""
+
+    process: Literal["poisson", "mmpp"] = "poisson"
+    """`mmpp` uses the bursts of the workload model; `poisson` only its lengths."""
+    rate_per_s: Annotated[float, Field(gt=0)] | None = None
+    load: Annotated[float, Field(gt=0, lt=2)] | None = None
+    """Offered tokens per second as a share of what the servers can process."""
+    diurnal: Diurnal | None = None
+    """Day and week in the arrival rate; None: none, as in the one-hour public traces."""
+
+    @model_validator(mode="after")
+    def _one_of_rate_and_load(self) -> Self:
+        if (self.rate_per_s is None) == (self.load is None):
+            raise ValueError("give exactly one of rate_per_s and load")
+        return self
+
+
+class HeldOutTrace(FrozenModel):
+    """The recorded requests that judge a policy, where the file is there."""
+
+    name: Literal["azure_code", "azure_conv"]
+    first: Annotated[int, Field(ge=1)]
+    """Index of the first request used; those before it are training data, and all from it on are
+    the test part. The time of the file is scaled to the load."""
+
+
+class RewardWeights(FrozenModel):
+    """Weights of every reward term; a term is `weight x quantity`, so penalties are negative.
+
+    The first seven are the five terms and the SLO term of the paper (Abbaraju, section IV), at
+    its printed values. The others credit the response time at the decision. A fleet knows no
+    `processing`, `queue`, `overload` and `balance`, which must be 0 there.
+    """
+
+    processing: float = -0.01
+    """Per second of the request's processing time at the chosen server (servers only)."""
+    queue: float = -0.1
+    """Per request waiting at the chosen server before the decision (servers only)."""
+    overload: float = -10.0
+    """When the chosen server is at capacity (servers only)."""
+    balance: float = 0.1
+    """Per unit of the balance metric 1 - std(loads) / (mean(loads) + 1e-8), after placement
+    (servers only)."""
+    accept: float = 1.0
+    """When the request is accepted."""
+    complete: float = 0.0
+    """When a request completes; 1.0 is the reading that pays the base reward twice."""
+    slo_at_completion: float = 0.0
+    """When a request completes later than the SLO (the paper's high-load value is -5)."""
+    drop: float = -10.0
+    """When the request is dropped."""
+    response: float = 0.0
+    """Per second of response time, credited at the decision."""
+    slo: float = 0.0
+    """When the response will violate the SLO, credited at the decision."""
+    tail: float = 0.0
+    """Per second of response time beyond `tail_after_s`, credited at the decision."""
+    tail_after_s: Annotated[float, Field(ge=0)] = 6.0
+    """Where the tail begins, seconds."""
+    energy: float = 0.0
+    """Per joule that the placement adds to what the chosen replica's work takes (fleets only)."""
+    subtract_baseline: bool = False
+    """Subtract what shortest expected delay would have earned on the same request of the same
+    stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264); servers only."""
+
+    @property
+    def credits_response(self) -> bool:
+        """Whether any term needs the response time at the moment of the decision."""
+        return self.response != 0 or self.slo != 0 or self.tail != 0
+
+    def refuse_unknown_to(self, is_fleet: bool) -> None:
+        """Refuse terms that a fleet, or a cluster of servers, does not have.
+
+        Raises:
+            ValueError: Such a term has a weight; names all of them.
+        """
+        names = _SERVER_TERMS if is_fleet else _FLEET_TERMS
+        wrong = [name for name in names if getattr(self, name)]
+        if wrong:
+            where = "fleets" if is_fleet else "token-level servers"
+            raise ValueError(f"{where} know no reward terms {wrong}: set them to 0")
+
+
+_SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
+_FLEET_TERMS = ("energy",)
+_OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "overflow": "queue"}
+"""Fields of a scenario that say how servers work, and their defaults."""
+
+
+class Scenario(FrozenModel):
+    """A routing problem: who serves, what arrives, what the router knows, what is paid."""
+
+    name: str
+    description: str
+    problem: Literal["routing"] = "routing"
+    servers: tuple[Server, ...] = ()
+    """The token-level cluster; empty where there is a `fleet`."""
+    fleet: Fleet | None = None
+    """Replicas that batch continuously (docs/engine.md), in place of `servers`."""
+    discipline: Discipline = "serial"
+    """How a server works: `serial`, one request at a time at full speed; `parallel_full`,
+    `concurrency` slots each at full speed; `parallel_split`, as many slots that divide the speed
+    in fixed parts; `processor_sharing`, the speed is shared by those that run."""
+    queue_limit: Annotated[int, Field(ge=1)] = 1000
+    """Requests that may wait at one server; more are dropped."""
+    overflow: Literal["queue", "drop"] = "queue"
+    """What happens to a request sent to a server at capacity."""
+    workload: str = "azure_code"
+    """Fitted workload model that training and synthetic test streams come from: the name of a
+    shipped one, or the path of your own (.json)."""
+    arrivals: Arrivals
+    sessions: Sessions | None = None
+    """Conversations with common prefixes in place of independent requests; arrivals are then
+    Poisson in conversations, and only output lengths come from the workload model."""
+    held_out_trace: HeldOutTrace | None = None
+    requests_per_stream: Annotated[int, Field(ge=1)] = 5000
+    decision_epoch_s: Annotated[float, Field(gt=0)] | None = None
+    """Decide at multiples of this many seconds, in batches; None: at every arrival."""
+    output_length: Visibility = "by_context"
+    """What the router is told of the output length: the truth, a prediction, or nothing."""
+    slo_response_s: Annotated[float, Field(gt=0)] = 2.0
+    reward: RewardWeights = RewardWeights()
+
+    @model_validator(mode="after")
+    def _one_of_servers_and_fleet(self) -> Self:
+        if bool(self.servers) == (self.fleet is not None):
+            raise ValueError("give exactly one of servers and fleet")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_unknown_terms(self) -> Self:
+        self.reward.refuse_unknown_to(is_fleet=self.fleet is not None)
+        wrong = [name for name, default in _OF_SERVERS.items() if getattr(self, name) != default]
+        if self.fleet and wrong:
+            raise ValueError(f"{wrong} are of token-level servers; a fleet has its own queue_limit")
+        if self.sessions and not (self.fleet and self.fleet.prefix_block_tokens):
+            raise ValueError("sessions need a fleet with prefix_block_tokens above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _sharing_knows_no_response_at_decision(self) -> Self:
+        if self.discipline == "processor_sharing" and self.reward.credits_response:
+            raise ValueError(
+                "under processor_sharing the response time depends on later arrivals: reward "
+                "weights response, slo and tail must be 0; use slo_at_completion"
+            )
+        return self
+
+    @property
+    def num_servers(self) -> int:
+        """Number of servers."""
+        return len(self.server_names)
+
+    @property
+    def server_names(self) -> tuple[str, ...]:
+        """Name of every server."""
+        replicas = self.fleet.replicas if self.fleet else self.servers
+        return tuple(one.name for one in replicas)
+
+    @property
+    def slo(self) -> Slo:
+        """The response-time SLO."""
+        return Slo(response_s=self.slo_response_s)
+
+    @property
+    def server_capacities_tokens_per_s(self) -> tuple[float, ...]:
+        """Tokens that each server can process in a second with all its slots at work."""
+        if self.fleet:
+            lengths = self.mean_lengths_tokens
+            return tuple(
+                requests_per_s(
+                    one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
+                ) * sum(lengths)
+                for one in self.fleet.replicas
+            )  # fmt: skip
+        if self.discipline == "parallel_full":
+            return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
+        return tuple(s.tokens_per_s for s in self.servers)
+
+    @cached_property
+    def mean_lengths_tokens(self) -> tuple[float, float]:
+        """Mean context and output of a request in training traffic, tokens."""
+        if self.sessions:
+            return mean_session_lengths(self.sessions, self.workload)
+        model = load_model(self.workload)
+        return model.mean_context_tokens, model.mean_generated_tokens_overall
+
+    @property
+    def capacity_tokens_per_s(self) -> float:
+        """Tokens that all servers together can process in a second."""
+        return sum(self.server_capacities_tokens_per_s)
+
+    def rate_per_s(self, mean_total_tokens: float) -> float:
+        """Arrival rate in requests per second, for requests of that mean size in tokens."""
+        if self.arrivals.rate_per_s is not None:
+            return self.arrivals.rate_per_s
+        assert self.arrivals.load is not None
+        return self.arrivals.load * self.capacity_tokens_per_s / mean_total_tokens
+
+
+def scenario_names() -> list[str]:
+    """Names of the scenarios that ship with the package, sorted."""
+    return shipped_names("tokenyard", "scenarios/routing")
+
+
+def load_scenario(name: str) -> Scenario:
+    """Read a shipped scenario by name, or a YAML file by path.
+
+    Raises:
+        ValueError: Unknown name (with the closest ones), or a file that does not fit the model.
+    """
+    text = read_named(name, "scenario", "tokenyard", "scenarios/routing")
+    return Scenario.model_validate(yaml.safe_load(text))

@@ -1,0 +1,1 @@
+"""Costs of sending a request to each replica; lower is better."""

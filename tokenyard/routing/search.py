@@ -1,0 +1,195 @@
+"""Direct policy search over the linear policy's weights (`tokenyard.cross_entropy`).
+
+Every candidate of a generation is run through the same fresh streams (common random numbers),
+so candidates differ by what they decide and not by their luck. The simulator's kernel scores
+millions of decisions a second, and a few hundred thousand requests per generation are enough to
+tell candidates apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.cross_entropy import CrossEntropy
+from tokenyard.routing.artifact import PolicyArtifact, length_predictor
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.types import BoolArray, FloatArray
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the search makes small, relative to zero weights on the same streams.
+
+    Those are the rule that the policy corrects: shortest expected delay, or least marginal delay
+    on a fleet.
+    """
+
+    mean: float = 1.0
+    """Per second of mean response."""
+    cvar99: float = 0.1
+    """Per second of mean response of the slowest hundredth."""
+    violation: float = 2.0
+    """Seconds that a share of 1 of violations, drops included, costs."""
+    tail_guard: float = 0.0
+    """Cost of each unit by which the mean p99 over streams exceeds that of the rule, as a fraction
+    of it; 0 leaves the tail to `cvar99`."""
+
+    def stream_cost(self, response_s: FloatArray, violations: BoolArray) -> float:
+        """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
+        return (
+            self.mean * metrics.mean_response_s(response_s)
+            + self.cvar99 * metrics.cvar99_response_s(response_s)
+            + self.violation * metrics.slo_violation_fraction(violations)
+        )
+
+    def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
+        """Mean over streams of the candidate's cost over the baseline's, plus the guard.
+
+        The ratio per stream keeps one stream with a long backlog from outweighing the others.
+        """
+        ratio = float((candidate.cost_s / baseline.cost_s).mean())
+        tail = float((candidate.p99_s / baseline.p99_s).mean())
+        return ratio + self.tail_guard * max(0.0, tail - 1.0)
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """What one candidate cost on every stream of a generation, arrays of shape (streams,)."""
+
+    cost_s: FloatArray
+    p99_s: FloatArray
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """How wide and how long the search looks."""
+
+    objective: Objective = Objective()
+    population: int = 40
+    num_elites: int = 8
+    streams_per_generation: int = 6
+    requests_per_stream: int = 5000
+    start: tuple[float, ...] | None = None
+    """Weights to start from and to compare costs with, such as a tuned rule's; None: all zero,
+    which is shortest expected delay, or least marginal delay on a fleet."""
+    initial_std: float = 0.3
+    """Spread of the first generation, in units of the SLO per feature."""
+    noise: float = 0.05
+    """Spread added to the elites' in the first generation; fades to nothing over the search."""
+    num_generations: int = 50
+    """Generations over which the noise fades."""
+    randomisation: Randomisation = field(default_factory=Randomisation)
+    """How streams differ: a policy that has seen more and less traffic, and other replicas, than
+    the scenario's suits more of what comes."""
+
+
+class PolicySearch(CrossEntropy):
+    """A search over the weights of one scenario's policy."""
+
+    def __init__(
+        self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
+    ) -> None:
+        """Start at the rule that the policy corrects, or at `config.start`."""
+        self.scenario = scenario
+        self.config = config = config or SearchConfig()
+        self._source = StreamSource(scenario)
+        # Nobody reads the rewards here, and the balance metric is costly to compute.
+        self._sim = make_simulator(
+            scenario,
+            config.streams_per_generation,
+            config.requests_per_stream,
+            RewardWeights(balance=0.0),
+        )
+        self._start: FloatArray = np.array(config.start or np.zeros(self._sim.num_weights))
+        super().__init__(
+            self._start, np.full(len(self._start), config.initial_std), seed=seed,
+            population=config.population, num_elites=config.num_elites, noise=config.noise,
+            num_generations=config.num_generations,
+        )  # fmt: skip
+
+    @property
+    def env_steps(self) -> int:
+        """Requests routed so far, over all candidates."""
+        config = self.config
+        per_candidate = config.streams_per_generation * config.requests_per_stream
+        # One more candidate a generation: the baseline that costs are compared to.
+        return self.generation * (config.population + 1) * per_candidate
+
+    def step(self) -> dict[str, float]:
+        """Run one generation and return its cost relative to the rule."""
+        self._load_fresh_streams()
+        candidates = self.draw(self.rng())
+        baseline = self._costs(self._start)
+        objective = self.config.objective
+        costs = np.array(
+            [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
+        )
+        self.update(candidates, costs)
+        return {
+            "cost_over_baseline": float(costs[0]),
+            "best_cost_over_baseline": float(costs.min()),
+            "mean_std": float(self.std.mean()),
+        }
+
+    def _load_fresh_streams(self) -> None:
+        config = self.config
+        for copy in range(config.streams_per_generation):
+            index = self.generation * config.streams_per_generation + copy
+            rng = stream_rng(self.seed, "training", index)
+            load_factor = rng.uniform(*config.randomisation.load_factor)
+            stream = self._source.sample(config.requests_per_stream, rng, load_factor)
+            self._sim.load(copy, stream)
+            if config.randomisation.varies_fleet:
+                self._sim.vary(copy, config.randomisation, rng)
+
+    def _costs(self, weights: FloatArray) -> StreamCosts:
+        self._sim.run_linear(weights, self._source.mean_total_tokens)
+        outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
+        slo_s = self.scenario.slo_response_s
+        objective = self.config.objective
+        return StreamCosts(
+            cost_s=np.array(
+                [objective.stream_cost(one.response_s, one.violations(slo_s)) for one in outcomes]
+            ),
+            p99_s=np.array(
+                [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
+            ),
+        )
+
+    def artifact(
+        self,
+        metrics_found: Mapping[str, float] | None = None,
+        lineage: Mapping[str, str] | None = None,
+        any_cluster: bool = False,
+    ) -> PolicyArtifact:
+        """Export the centre of the search as a policy.
+
+        Args:
+            metrics_found: What it scored, for the record.
+            lineage: What it was made from, for the record.
+            any_cluster: Let it decide between any number of replicas; only for weights that
+                were searched over many clusters.
+        """
+        scenario = self.scenario
+        metadata = ArtifactMetadata(
+            kind="linear" if scenario.fleet is None else "marginal",
+            scenario=scenario.name,
+            trainer="policy_search",
+            # Of a fleet, replicas that are down are not offered.
+            num_replicas=None if any_cluster or scenario.fleet else scenario.num_servers,
+            slo_response_s=scenario.slo_response_s,
+            mean_total_tokens=self._source.mean_total_tokens,
+            output_length=scenario.output_length,
+            predictor=length_predictor(self._source.model),
+            metrics=metrics_found or {},
+            lineage=lineage or {},
+        )
+        return PolicyArtifact(metadata, {"weights": self.mean.copy()})

@@ -1,0 +1,452 @@
+"""Policy search for the one policy for any cluster: every generation sees other clusters.
+
+Cross-entropy search (`tokenyard.cross_entropy`) over the weights of
+`tokenyard.routing.scores.any_cluster`. What makes them generic is what they are searched on:
+servers, or replicas that batch, in clusters of many sizes and mixtures, from idle to nearly
+overloaded, under Poisson traffic and recorded kinds of bursts. No scenario that ships is among
+them.
+
+A candidate is judged against the best hand rule *of each cluster*, found among several parameters
+on the same streams. Its cost is what it gains on average, plus guards: on average over clusters of
+a kind, neither mean, nor p99, nor violations may be above that rule's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.cross_entropy import CrossEntropy
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
+from tokenyard.routing.scores.any_cluster import (
+    HOPELESS_FEATURES,
+    NUM_ENGINE_WEIGHTS,
+    NUM_SERVER_FEATURES,
+    NUM_SERVER_WEIGHTS,
+    SLOT_MODULATORS,
+    VIOLATION_FEATURES,
+)
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.types import FloatArray, IntArray
+
+Kind = Literal["servers", "slots", "engines"]
+"""Servers of one slot, of several, or replicas that batch continuously."""
+
+MEAN_TOTAL_TOKENS = 2000.0
+"""What sizes are relative to, whatever the traffic."""
+SLO_S = 2.0
+"""SLO of most training clusters, and of the artifact where it is told no other."""
+
+_NOTHING_PAID = RewardWeights(
+    processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
+)
+_INERTIA = 0.2
+"""Clusters differ from generation to generation, so that the centre goes most of the way only."""
+_GPUS = ("l4", "a10g", "a100_80g_sxm", "h100_sxm")
+
+
+def draw_cluster(rng: np.random.Generator, kind: Kind = "servers") -> Scenario:
+    """Draw a cluster and its traffic."""
+    return _draw_fleet(rng) if kind == "engines" else _draw_servers(rng, kind == "slots")
+
+
+def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
+    """2 to 32 servers, fewer more often, of one, two, three or as many speeds as servers."""
+    num = round(np.exp(rng.uniform(np.log(2), np.log(32))) ** 0.9 * 2**0.1)
+    kinds = min(int(rng.choice([1, 2, 3, num], p=[0.15, 0.25, 0.3, 0.3])), num)
+    slowest = rng.uniform(np.log(2000), np.log(5000))
+    spread = rng.uniform(np.log(1.3), np.log(5.0))
+    speeds = np.exp(slowest + rng.uniform(0, spread, kinds))
+    # Each kind at least once.
+    which = np.concatenate([np.arange(kinds), rng.integers(0, kinds, num)])[:num]
+    discipline: Discipline = "serial"
+    if slotted:
+        discipline = "parallel_split" if rng.random() < 0.6 else "parallel_full"
+    workload, arrivals = _draw_traffic(rng)
+    return Scenario(
+        name="drawn",
+        description="A cluster drawn at random.",
+        servers=tuple(
+            Server(
+                name=f"server-{i}",
+                tokens_per_s=round(float(speeds[one])),
+                concurrency=max(round(float(speeds[one]) / 1000), 1),
+            )
+            for i, one in enumerate(which)
+        ),
+        discipline=discipline,
+        workload=workload,
+        arrivals=arrivals,
+        output_length="by_context" if rng.random() < 0.8 else "none",
+        # A slot has a share of the speed, so that no single SLO would fit.
+        slo_response_s=3 * SLO_S if discipline == "parallel_split" else SLO_S,
+        reward=_NOTHING_PAID,
+    )
+
+
+def _draw_fleet(rng: np.random.Generator) -> Scenario:
+    """2 to 8 GPUs of up to four kinds; scrapes 0 to 2 s old, up to two routers, some with churn.
+
+    Half of the conversations are of two classes, of which one goes first and has a tighter SLO.
+    """
+    num = int(rng.integers(2, 9))
+    kinds = rng.choice(_GPUS, int(rng.integers(1, 5)), replace=False)
+    which = rng.choice(kinds, num)
+    workload, arrivals = _draw_traffic(rng)
+    conversation = workload == "azure_conv"
+    slo_s = float(np.exp(rng.uniform(np.log(10), np.log(20)))) if conversation else 3.0
+    classes = [TrafficClass(name="all", ttft_s=2.0 if conversation else 1.0, tpot_s=0.1)]
+    if conversation and rng.random() < 0.5:
+        classes = [
+            TrafficClass(
+                name="first",
+                share=float(rng.uniform(0.4, 0.9)),
+                ttft_s=float(rng.uniform(0.5, 2.0)),
+                tpot_s=float(rng.uniform(0.05, 0.1)),
+            ),
+            TrafficClass(
+                name="last",
+                share=float(rng.uniform(0.1, 0.6)),
+                priority=1,
+                response_s=float(rng.uniform(3.0, 6.0)) * slo_s,
+                ttft_s=float(rng.uniform(1.0, 3.0)) * slo_s,
+            ),
+        ]
+    churn = Churn(
+        mean_up_s=float(rng.uniform(150, 400)),
+        mean_down_s=float(rng.uniform(30, 90)),
+        drained_share=float(rng.random()),
+    )
+    return Scenario(
+        name="drawn",
+        description="A fleet drawn at random.",
+        fleet=Fleet(
+            replicas=tuple(
+                ReplicaConfig(name=f"gpu-{i}", gpu=str(gpu), model="llama3_8b")
+                for i, gpu in enumerate(which)
+            ),
+            scrape_interval_s=float(rng.choice([0.05, rng.uniform(0.0, 2.0)])),
+            num_routers=int(rng.integers(1, 3)),
+            classes=tuple(classes),
+            churn=churn if rng.random() < 0.3 else None,
+        ),
+        workload=workload,
+        arrivals=arrivals,
+        output_length="by_context" if rng.random() < 0.8 else "none",
+        slo_response_s=slo_s,
+        reward=_NOTHING_PAID,
+    )
+
+
+def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
+    """High loads more often than low ones: where servers are idle, all sensible rules do the same.
+
+    The bursts of code overload any cluster for minutes at a fraction of the load of others.
+    """
+    bursty = rng.random() < 0.4
+    workload = "azure_code" if rng.random() < 0.6 else "azure_conv"
+    low, high = (0.12, 0.45) if bursty and workload == "azure_code" else (0.4, 0.98)
+    load = float(low + (high - low) * np.cbrt(rng.random()))
+    return workload, Arrivals(process="mmpp" if bursty else "poisson", load=load)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a policy did on every stream; arrays of shape (streams,)."""
+
+    mean_s: FloatArray
+    p99_s: FloatArray
+    violations: FloatArray
+    score: FloatArray
+    """`metrics.score`, higher is better."""
+
+    @classmethod
+    def of(cls, sim: Simulator, num_streams: int, slo_s: float) -> Found:
+        """Measure streams that have been run to their end."""
+        outcomes = [sim.outcomes(copy) for copy in range(num_streams)]
+        violations = [one.violations(slo_s) for one in outcomes]
+        p99_s = [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
+        scores = [
+            metrics.score(one.response_s, violated)
+            for one, violated in zip(outcomes, violations, strict=True)
+        ]
+        return cls(
+            np.array([metrics.mean_response_s(one.response_s) for one in outcomes]),
+            np.array(p99_s),
+            np.array([metrics.slo_violation_fraction(violated) for violated in violations]),
+            np.array(scores),
+        )
+
+    @classmethod
+    def together(cls, some: Sequence[Found]) -> Found:
+        """Put the streams of several clusters into one."""
+        fields = ("mean_s", "p99_s", "violations", "score")
+        return cls(*(np.concatenate([getattr(one, name) for one in some]) for name in fields))
+
+
+class TrainingCluster:
+    """A cluster with loaded streams, on which policies are tried."""
+
+    def __init__(
+        self, scenario: Scenario, num_streams: int, num_requests: int, rng: np.random.Generator
+    ) -> None:
+        """Draw the streams from `rng`."""
+        self.scenario = scenario
+        self._num_streams = num_streams
+        source = StreamSource(scenario)
+        self._sim = make_simulator(scenario, num_streams, num_requests, _NOTHING_PAID)
+        self._streams = [source.sample(num_requests, rng) for _ in range(num_streams)]
+        for copy, stream in enumerate(self._streams):
+            self._sim.load(copy, stream)
+
+    def try_weights(self, weights: FloatArray) -> Found:
+        """Run all streams under weights of `tokenyard.routing.scores.any_cluster`."""
+        self._sim.run_any_cluster(weights, MEAN_TOTAL_TOKENS)
+        return self._found()
+
+    def best_rule(self) -> Found:
+        """Run the hand rules with several parameters each; return what the best of them did."""
+        found = self._delay_rules() if self.scenario.fleet is None else self._marginal_rules()
+        return max(found, key=lambda one: float(one.score.mean()))
+
+    def _found(self) -> Found:
+        return Found.of(self._sim, self._num_streams, self.scenario.slo_response_s)
+
+    def _delay_rules(self) -> list[Found]:
+        """Shortest expected delay, then its variants, each of four parameters."""
+        sim = self._sim
+        assert isinstance(sim, ClusterSim)
+        by_speed = np.argsort([server.tokens_per_s for server in self.scenario.servers])
+        places = {0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1}
+        sizes = np.quantile(sim.sizes_seen(), (0.6, 0.75, 0.85, 0.95))
+        parameters = [(np.inf, -1)]
+        parameters += [(np.inf, int(by_speed[place])) for place in sorted(places)]
+        parameters += [(float(size), -1) for size in sizes]
+        found = []
+        for reserve_above_tokens, dump_server in parameters:
+            sim.run_delay_rule(reserve_above_tokens, dump_server)
+            found.append(self._found())
+        return found
+
+    def _marginal_rules(self) -> list[Found]:
+        """Least marginal delay, with weights of the wait and of others' delays."""
+        sim = self._sim
+        assert isinstance(sim, BatchingSim)
+        found = []
+        for wait, others in (
+            (1.0, 1.0),
+            (0.25, 1.0),
+            (3.0, 1.0),
+            (0.0, 3.0),
+            (0.5, 2.0),
+            (0.5, 3.0),
+            (2.0, 2.0),
+        ):
+            weights = np.zeros(NUM_MARGINAL_WEIGHTS)
+            weights[MARGINAL_WAIT] = wait - 1.0
+            weights[MARGINAL_OTHERS] = others - 1.0
+            sim.run_linear(weights, MEAN_TOTAL_TOKENS)
+            found.append(self._found())
+        return found
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """What kind of cluster it is: guards hold on average over clusters of a kind."""
+        scenario = self.scenario
+        arrivals, fleet = scenario.arrivals, scenario.fleet
+        if fleet is not None:
+            kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
+            seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
+            return (scenario.workload, kind, seen)
+        assert arrivals.load is not None
+        bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
+        names = ("low", "middle", "high", "extreme")
+        edges = (0.2, 0.28, 0.38) if bursts else (0.7, 0.85, 0.92)
+        equal = len(set(scenario.server_capacities_tokens_per_s)) == 1
+        return (
+            "bursts" if bursts else "steady",
+            names[int(np.searchsorted(edges, arrivals.load))],
+            "equal" if equal else "unequal",
+            "many" if scenario.num_servers > 6 else "few",
+            scenario.discipline,
+        )
+
+
+@dataclass(frozen=True)
+class AnyClusterConfig:
+    """How wide and how long the search looks, and what it minds."""
+
+    population: int = 32
+    num_elites: int = 6
+    clusters: int = 36
+    """Clusters of a generation."""
+    requests_per_cluster: int = 2000
+    num_generations: int = 120
+    """Generations over which the extra noise fades."""
+    initial_std: float = 0.1
+    noise: float = 0.3
+    """Share of the first spread that is added to the elites' in the first generation."""
+    loss_guard: float = 4.0
+    """Cost of each unit by which the mean of a kind of cluster exceeds the rule's, relative to it;
+    half of it for a single cluster, above 2 %."""
+    tail_guard: float = 3.0
+    """The same for p99; a quarter of it for a single cluster, above 5 %."""
+    violation_guard: float = 4.0
+    """Cost of each unit of the share of violations above the rule's."""
+
+
+class AnyClusterSearch(CrossEntropy):
+    """A search over the weights of the policy for any cluster."""
+
+    def __init__(
+        self,
+        kind: Kind = "servers",
+        config: AnyClusterConfig | None = None,
+        seed: int = 0,
+        start: FloatArray | None = None,
+    ) -> None:
+        """Start at `start`, or at the rule that is corrected.
+
+        Args:
+            kind: What the clusters are made of.
+            config: How the search goes.
+            seed: Of clusters, traffic and candidates.
+            start: Weights to begin with.
+        """
+        assert kind in get_args(Kind)
+        self.kind: Kind = kind
+        self.config = config = config or AnyClusterConfig()
+        std = _initial_std(kind, config.initial_std)
+        super().__init__(
+            np.zeros(len(std)) if start is None else start, std, seed=seed,
+            population=config.population, num_elites=config.num_elites, noise=config.noise,
+            noise_unit=std, num_generations=config.num_generations, inertia=_INERTIA,
+        )  # fmt: skip
+
+    @property
+    def env_steps(self) -> int:
+        """Requests that candidates have routed so far."""
+        config = self.config
+        each = config.population * config.clusters * config.requests_per_cluster
+        return self.generation * each
+
+    def step(self) -> dict[str, float]:
+        """Run one generation and return how its centre does beside the best rules."""
+        config = self.config
+        clusters = self._fresh_clusters()
+        rules = Found.together([cluster.best_rule() for cluster in clusters])
+        names = [cluster.group for cluster in clusters]
+        groups = np.array([sorted(set(names)).index(name) for name in names])
+        candidates = self.draw(self.rng())
+        found = [
+            Found.together([cluster.try_weights(weights) for cluster in clusters])
+            for weights in candidates
+        ]
+        costs = np.array([search_cost(config, one, rules, groups) for one in found])
+        self.update(candidates, costs)
+        return {
+            "cost": float(costs[0]),
+            "delta_mean_fraction": float(np.mean(found[0].mean_s / rules.mean_s)) - 1.0,
+            "delta_p99_fraction": float(np.mean(found[0].p99_s / rules.p99_s)) - 1.0,
+            "delta_slo_violation": float(np.mean(found[0].violations - rules.violations)),
+            "mean_std": float(self.std.mean()),
+        }
+
+    def _fresh_clusters(self) -> list[TrainingCluster]:
+        config = self.config
+        clusters = []
+        for number in range(config.clusters):
+            rng = stream_rng(self.seed, "training", self.generation * config.clusters + number)
+            scenario = draw_cluster(rng, self.kind)
+            clusters.append(TrainingCluster(scenario, 1, config.requests_per_cluster, rng))
+        return clusters
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs, with the kind of clusters."""
+        return super().state() | {"kind": self.kind}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go back to a `state`."""
+        super().restore(state)
+        self.kind = state["kind"]
+
+
+def _initial_std(kind: Kind, std: float) -> FloatArray:
+    """Spread of the first generation, one number per weight."""
+    if kind == "engines":
+        return np.full(NUM_ENGINE_WEIGHTS, std)
+    of_weights: FloatArray = np.full(NUM_SERVER_WEIGHTS, std)
+    of_features = of_weights.reshape(-1, NUM_SERVER_FEATURES)
+    # SLO violations have to be moved further than the rest before it goes elsewhere at all.
+    of_features[:, VIOLATION_FEATURES] *= 2.0
+    of_features[:, HOPELESS_FEATURES] *= 3.0
+    # Slots have modulators of their own: what is found for one slot stays as it is.
+    slots = np.zeros(len(of_features), dtype=np.bool_)
+    slots[SLOT_MODULATORS] = True
+    of_features[slots != (kind == "slots")] = 0.0
+    return of_weights
+
+
+def search_cost(config: AnyClusterConfig, found: Found, rules: Found, groups: IntArray) -> float:
+    """What a candidate costs beside the best rules: its gain on average, and its guards.
+
+    Args:
+        config: Weights of the guards.
+        found: What the candidate did.
+        rules: What the best rule of every cluster did.
+        groups: Number of the kind of every cluster, shape (clusters,).
+    """
+    mean = np.log(found.mean_s / rules.mean_s)
+    tail = np.log(found.p99_s / rules.p99_s)
+    violations = found.violations - rules.violations
+    sizes = np.bincount(groups)
+
+    def guard(excess: FloatArray) -> float:
+        """Mean over clusters of the excess of their kind, where there is one."""
+        of_groups = np.bincount(groups, excess) / sizes
+        return float((np.maximum(of_groups, 0.0) * sizes).sum() / sizes.sum())
+
+    cost = float(np.log(found.score / rules.score).mean() + mean.mean())
+    losses, tails = (
+        float(np.maximum(excess - allowed, 0.0).mean())
+        for excess, allowed in ((mean, 0.02), (tail, 0.05))
+    )
+    cost += config.loss_guard * (guard(mean) + 0.5 * losses)
+    cost += config.tail_guard * (guard(tail) + 0.25 * tails)
+    return cost + config.violation_guard * guard(violations)
+
+
+def any_cluster_artifact(
+    server_weights: FloatArray,
+    engine_weights: FloatArray,
+    metrics_found: Mapping[str, float] | None = None,
+    lineage: Mapping[str, str] | None = None,
+) -> PolicyArtifact:
+    """Export weights as the policy for any cluster.
+
+    It brings no length predictor: whoever runs it knows the traffic better.
+    """
+    metadata = ArtifactMetadata(
+        kind="generic",
+        scenario="generic",
+        trainer="policy_search",
+        num_replicas=None,
+        slo_response_s=SLO_S,
+        mean_total_tokens=MEAN_TOTAL_TOKENS,
+        output_length="none",
+        metrics=metrics_found or {},
+        lineage=lineage or {},
+    )
+    arrays = {"server_weights": server_weights.copy(), "engine_weights": engine_weights.copy()}
+    return PolicyArtifact(metadata, arrays)

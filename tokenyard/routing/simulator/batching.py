@@ -1,0 +1,410 @@
+"""A fleet of replicas that batch continuously: names and shapes for the arrays of its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.routing import observation
+from tokenyard.routing.fleet import Fleet, Randomisation
+from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel import step as kernel
+from tokenyard.routing.simulator.batching_kernel.fleet import clear
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
+from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
+from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True)
+class BatchingOutcomes(Outcomes):
+    """What became of the requests of one stream; every array has shape (num_requests,)."""
+
+    first_token_s: FloatArray
+    """Time from arrival to the first token, seconds; NaN where there was none."""
+    output_tokens: FloatArray
+    met: IntArray
+    """1 where every SLO of the request's class was attained."""
+    traffic_class: IntArray
+    tenant: IntArray
+    attempts: FloatArray
+    """Times that the request was placed."""
+    preemptions: FloatArray
+    hit_tokens: FloatArray
+    """Tokens that the prefix cache had at admission, over all admissions."""
+    prefilled_tokens: FloatArray
+    """Tokens that were lacking in KV memory at admission, over all admissions."""
+    wasted_tokens: FloatArray
+    """Generated tokens that reached nobody: the client hung up, or the replica failed."""
+    kv_seen: FloatArray
+    """Mean over replicas of the share of KV memory that requests held when this one was placed."""
+    gave_up: IntArray
+    """1 where the client hung up."""
+    latency_counts: FloatArray
+    """Gaps between the tokens of a request, counted by bin over the whole stream, shape
+    (lay.LATENCY_BINS,)."""
+    energy_j: float
+    """Of all replicas that are up, from the first arrival to the last completion."""
+
+    def violations(self, slo_response_s: float) -> BoolArray:
+        """Which requests violated an SLO of their class, shape (num_requests,)."""
+        violations: BoolArray = self.met == 0
+        return violations
+
+
+def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
+    params = np.zeros((len(fleet.replicas), lay.NUM_PARAMS))
+    for row, config, tokens_per_s in zip(params, fleet.replicas, capacities, strict=True):
+        row[lay.ITERATION_S : lay.KV_TOKEN_S + 1] = config.iteration
+        row[lay.MAX_BATCH] = config.max_batch
+        row[lay.TOKEN_BUDGET] = config.token_budget
+        row[lay.NUM_PAGES] = config.kv_capacity_tokens // fleet.page_tokens
+        row[lay.WARM_UP_FACTOR] = 1.0
+        if fleet.churn is not None:
+            row[lay.WARM_UP_S] = fleet.churn.warm_up_s
+            row[lay.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
+        # Of one place in the batch, as of one slot of a server: the full speed is all of them.
+        row[lay.TOKENS_PER_S] = tokens_per_s / config.max_batch
+        row[lay.IDLE_W] = config.idle_w
+        row[lay.ITERATION_J : lay.KV_TOKEN_J + 1] = config.energy
+        row[lay.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
+    params[:, lay.RANK] = _ranks(params)
+    return params
+
+
+def _ranks(params: FloatArray) -> FloatArray:
+    """Rank of every replica by its full speed, shape (num_replicas,)."""
+    full = params[:, lay.TOKENS_PER_S] * params[:, lay.MAX_BATCH]
+    return observation.speed_ranks(full)
+
+
+def _rules(
+    fleet: Fleet, reward: RewardWeights, stream_length: int, expected_finish: bool
+) -> FloatArray:
+    most = max(config.max_batch for config in fleet.replicas)
+    rules = np.zeros(lay.NUM_RULES)
+    rules[:NUM_REWARDS] = reward_rules(reward)
+    rules[lay.PAGE_TOKENS] = fleet.page_tokens
+    rules[lay.BLOCK_TOKENS] = fleet.prefix_block_tokens
+    rules[lay.QUEUE_LIMIT] = fleet.queue_limit
+    rules[lay.NUM_PRIORITIES] = fleet.num_priorities
+    rules[lay.PREFILL_AT] = lay.NUM_SCALARS + fleet.page_tokens
+    rules[lay.DECODE_AT] = rules[lay.PREFILL_AT] + lay.PREFILL_FIELDS * most
+    rules[lay.RINGS_AT] = rules[lay.DECODE_AT] + lay.DECODE_FIELDS * most
+    # Preempted sequences join those that wait.
+    rules[lay.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
+    rules[lay.RETRY_DELAY_S] = fleet.retry_delay_s
+    rules[lay.MAX_RETRIES] = fleet.max_retries
+    rules[lay.EXPECTED_FINISH] = expected_finish
+    rules[lay.ENERGY] = reward.energy
+    rules[lay.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
+    return rules
+
+
+class BatchingSim:
+    """Independent copies of one fleet, each with its own stream of requests.
+
+    The counterpart of `ClusterSim` for scenarios with a `fleet`; docs/engine.md says what a
+    replica does.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        num_copies: int,
+        stream_length: int,
+        reward: RewardWeights | None = None,
+        expected_finish: bool = True,
+    ) -> None:
+        """Make empty replicas; `load` a stream into every copy before the first `step`.
+
+        Args:
+            scenario: Fleet, SLO and, unless `reward` is given, reward weights.
+            num_copies: Copies stepped by one call.
+            stream_length: Requests in every stream.
+            reward: Weights that take the place of the scenario's.
+            expected_finish: Whether observations hold each replica's expected delays.
+        """
+        assert scenario.fleet is not None
+        self.scenario = scenario
+        fleet = scenario.fleet
+        num = scenario.num_servers
+        self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
+        rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
+        rings = fleet.num_priorities * (2 + 2 * int(rules[lay.RING_SIZE]))
+        width = int(rules[lay.RINGS_AT]) + rings
+        routers = fleet.num_routers
+        self.arrays = lay.FleetArrays(
+            replica_params=np.tile(self._params, (num_copies, 1, 1)),
+            rules=rules,
+            events=np.zeros((num_copies, 0, lay.NUM_EVENT)),
+            requests=np.zeros((num_copies, stream_length, lay.NUM_REQUEST)),
+            chains=np.zeros((num_copies, 0), dtype=np.int64),
+            state=np.zeros((num_copies, num, width)),
+            links=np.zeros((num_copies, num, lay.NUM_LINKS, 1), dtype=np.int32),
+            block_s=np.zeros((num_copies, num, lay.SENT_S + routers, 1)),
+            routers=np.zeros((num_copies, routers, num, lay.NUM_OWN)),
+            clock=np.zeros((num_copies, lay.NUM_CLOCK)),
+            retries=np.zeros((num_copies, stream_length), dtype=np.int64),
+            outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
+            latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
+            tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
+            scratch=np.zeros(width),
+        )
+        self.rewards = np.zeros(num_copies)
+        size = observation.observation_size(num, expected_finish, batches=True)
+        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self.num_weights = observation.NUM_MARGINAL_WEIGHTS
+        """Weights of the linear policy."""
+        self.num_saturated = 0
+        """Observed numbers that hit the documented bound since the simulator was made."""
+
+    @property
+    def num_copies(self) -> int:
+        """Copies stepped by one call."""
+        return len(self.rewards)
+
+    def load(self, copy: int, stream: Stream) -> None:
+        """Empty one copy and give it a stream of `stream_length` requests."""
+        assert isinstance(stream, BatchingStream)
+        self._make_room(stream)
+        arrays = self.arrays
+        arrays.requests[copy] = stream.requests
+        arrays.chains[copy, : len(stream.chains)] = stream.chains
+        arrays.events[copy, :, lay.EVENT_S] = np.inf
+        arrays.events[copy, : len(stream.events)] = stream.events
+        self.clear(copy)
+
+    def _make_room(self, stream: BatchingStream) -> None:
+        """Lengthen the arrays whose length depends on the stream."""
+        for name, axis, needed in (
+            ("chains", 1, len(stream.chains)),
+            ("events", 1, len(stream.events)),
+            ("links", 3, stream.num_blocks + 1),
+            ("block_s", 3, stream.num_blocks + 1),
+        ):
+            old = getattr(self.arrays, name)
+            missing = needed - old.shape[axis]
+            if missing <= 0:
+                continue
+            # A little more than is needed: the next streams are about as long.
+            pad = [(0, 0)] * old.ndim
+            pad[axis] = (0, missing + needed // 8)
+            fill = {"events": np.inf, "links": lay.ABSENT, "block_s": -np.inf}.get(name, 0)
+            longer = np.pad(old, pad, constant_values=fill)
+            self.arrays = self.arrays._replace(**{name: longer})
+
+    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
+        """Draw other hardware and staleness for one copy, which is emptied; until the next draw."""
+        params = self.arrays.replica_params[copy]
+        params[:] = self._params
+        low, high = np.log(randomisation.speed_factor)
+        factors = np.exp(rng.uniform(low, high, len(params)))
+        params[:, lay.ITERATION_S : lay.KV_TOKEN_S + 1] /= factors[:, None]
+        params[:, lay.TOKENS_PER_S] *= factors
+        params[:, lay.RANK] = _ranks(params)
+        if randomisation.scrape_interval_s is not None:
+            params[:, lay.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
+        self.clear(copy)
+
+    def clear(self, copy: int) -> None:
+        """Empty one copy and go back to the start of its stream."""
+        clear(self.arrays, copy)
+        fill_table(self.arrays, copy)
+
+    def skip_next(self, copy: int) -> None:
+        """Ignore the next action of a copy that has just been loaded; it earns 0."""
+        self.arrays.clock[copy, lay.SKIP] = 1.0
+
+    def step(self, actions: Actions) -> FloatArray:
+        """Place every copy's waiting request and run to its next decision.
+
+        The action of a copy that has no request left is ignored.
+
+        Args:
+            actions: Replica of each copy's request, shape (num_copies,).
+
+        Returns:
+            Rewards, shape (num_copies,); a view that the next step overwrites.
+
+        Raises:
+            ValueError: An action names no replica; nothing has changed.
+        """
+        self._check(kernel.step(self.arrays, actions, self.rewards), actions)
+        return self.rewards
+
+    def observe(self) -> Observations:
+        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
+        self.num_saturated += kernel.observe(self.arrays, self.observations)
+        return self.observations
+
+    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
+        """`step` and `observe` in one compiled call; returns views of both results."""
+        wrong, saturated = kernel.step_and_observe(
+            self.arrays, actions, self.rewards, self.observations
+        )
+        self._check(wrong, actions)
+        self.num_saturated += saturated
+        return self.observations, self.rewards
+
+    def _check(self, wrong: int, actions: Actions) -> None:
+        if wrong >= 0:
+            raise ValueError(
+                f"action {actions[wrong]} of copy {wrong} names no replica; "
+                f"choose 0..{self.scenario.num_servers - 1}"
+            )
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds, so that all response times are known.
+
+        Returns:
+            What completions have earned, shape (num_copies,); a view, overwritten later.
+        """
+        kernel.drain(self.arrays, self.rewards)
+        return self.rewards
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
+        self._run(kernel.run_marginal, weights, mean_total_tokens)
+
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the policy for any cluster (`generic`)."""
+        self._run(kernel.run_any_cluster, weights, mean_total_tokens)
+
+    def _run(self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float) -> None:
+        scores = np.empty(self.scenario.num_servers)
+        slo_s = self.scenario.slo_response_s
+        run(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
+
+    def best_ahead(self, copy: int, others_weight: float) -> int:
+        """Replica where the waiting request does best, seen from what no router knows.
+
+        The cost is the request's own finish plus `others_weight` times the delay of all others,
+        as if nothing more came.
+        """
+        return int(kernel.best_ahead(self.arrays, copy, others_weight))
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
+        return bool((self.arrays.clock[:, lay.CURRENT] >= 0).any())
+
+    def num_placed(self) -> IntArray:
+        """Placements so far in every copy, shape (num_copies,)."""
+        return self.arrays.clock[:, lay.PLACED].astype(np.int64)
+
+    def current(self, copy: int = 0) -> int:
+        """Index of the request that waits to be placed; -1: none is left."""
+        return int(self.arrays.clock[copy, lay.CURRENT])
+
+    def now_s(self, copy: int = 0) -> float:
+        """Clock of one copy, seconds."""
+        return float(self.arrays.clock[copy, lay.NOW_S])
+
+    def request(self, copy: int = 0) -> Request:
+        """The request that waits to be placed, as a policy may see it."""
+        row = self.arrays.requests[copy, self.current(copy)]
+        context = float(row[lay.CONTEXT])
+        return Request(
+            arrival_s=float(row[lay.ARRIVAL_S]),
+            context_tokens=int(context),
+            predicted_total_tokens=context + float(row[lay.PREDICTED_OUTPUT]),
+        )
+
+    def offered(self, copy: int = 0) -> list[int]:
+        """Replicas that the router believes to take requests; all, where it knows of none."""
+        routable = np.flatnonzero(self.arrays.tables[copy, :, observation.ROUTABLE])
+        num = self.scenario.num_servers
+        return routable.tolist() if len(routable) else list(range(num))
+
+    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+        """What a policy may know now of the replicas that are `offered`."""
+        rows = self.arrays.tables[copy].tolist()
+        names = self.scenario.server_names
+        now = self.now_s(copy)
+        return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
+
+    def outcomes(self, copy: int = 0) -> BatchingOutcomes:
+        """What became of one copy's requests."""
+        requests, outcome = self.arrays.requests[copy], self.arrays.outcomes[copy]
+        finish_s = outcome[:, lay.FINISH_S]
+        arrival_s = requests[:, lay.ARRIVAL_S].copy()
+        response_s = finish_s - arrival_s
+        first_s = outcome[:, lay.FIRST_TOKEN_S] - arrival_s
+        output = requests[:, lay.OUTPUT].copy()
+        done = ~np.isnan(response_s)
+        return BatchingOutcomes(
+            arrival_s=arrival_s,
+            total_tokens=requests[:, lay.CONTEXT] + output,
+            server=outcome[:, lay.SERVER].astype(np.int64),
+            response_s=response_s,
+            waiting_seen=outcome[:, lay.WAITING_SEEN].copy(),
+            first_token_s=first_s,
+            output_tokens=output,
+            context_tokens=requests[:, lay.CONTEXT].copy(),
+            met=outcome[:, lay.MET].astype(np.int64),
+            traffic_class=requests[:, lay.CLASS].astype(np.int64),
+            tenant=requests[:, lay.TENANT].astype(np.int64),
+            attempts=outcome[:, lay.ATTEMPTS].copy(),
+            preemptions=outcome[:, lay.PREEMPTIONS].copy(),
+            hit_tokens=outcome[:, lay.HIT_TOKENS].copy(),
+            prefilled_tokens=outcome[:, lay.PREFILLED_TOKENS].copy(),
+            wasted_tokens=outcome[:, lay.GENERATED] - np.where(done, output, 0.0),
+            kv_seen=outcome[:, lay.KV_SEEN].copy(),
+            gave_up=outcome[:, lay.GAVE_UP].astype(np.int64),
+            latency_counts=self.arrays.latencies[copy].copy(),
+            energy_j=self._energy_j(copy, finish_s),
+        )
+
+    def _energy_j(self, copy: int, finish_s: FloatArray) -> float:
+        arrays = self.arrays
+        first_s = float(arrays.requests[copy, 0, lay.ARRIVAL_S])
+        end_s = float(np.nanmax(finish_s, initial=first_s))
+        up_s = _up_s(arrays.events[copy], self.scenario.num_servers, first_s, end_s)
+        idle_j = up_s @ arrays.replica_params[copy, :, lay.IDLE_W]
+        return float(idle_j + arrays.state[copy, :, lay.BUSY_J].sum())
+
+
+def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -> FloatArray:
+    """Time that each replica was up or draining between two instants, shape (num_replicas,)."""
+    up_s = np.full(num_replicas, end_s - first_s)
+    is_up = np.ones(num_replicas, dtype=np.bool_)
+    # Streams of fewer events than others are filled up with ones that never happen.
+    for at_s, replica, status in events[events[:, lay.EVENT_S] < np.inf]:
+        which, now_up = int(replica), status != lay.DOWN
+        if now_up != is_up[which]:
+            left_s = end_s - min(max(at_s, first_s), end_s)
+            up_s[which] += left_s if now_up else -left_s
+            is_up[which] = now_up
+    return up_s
+
+
+def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
+    return ReplicaSnapshot(
+        replica_id=name,
+        tokens_per_s=row[observation.TOKENS_PER_S],
+        num_slots=int(row[observation.NUM_SLOTS]),
+        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+        num_waiting=int(row[observation.NUM_WAITING]),
+        num_running=int(row[observation.NUM_RUNNING]),
+        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+        predicted_wait_s=row[observation.WAIT_S],
+        mean_response_s=row[observation.MEAN_RESPONSE_S],
+        observed_at_s=now - row[observation.AGE_S],
+        engine=EngineSnapshot(
+            iteration_s=row[observation.ITERATION_S],
+            prefill_token_s=row[observation.PREFILL_TOKEN_S],
+            sequence_s=row[observation.SEQUENCE_S],
+            kv_token_s=row[observation.KV_TOKEN_S],
+            token_budget=int(row[observation.TOKEN_BUDGET]),
+            kv_capacity_tokens=row[observation.KV_CAPACITY_TOKENS],
+            kv_used_fraction=row[observation.KV_USED_FRACTION],
+            prefill_in_flight_tokens=row[observation.PREFILL_IN_FLIGHT],
+            output_in_flight_tokens=row[observation.OUTPUT_IN_FLIGHT],
+            match_tokens=int(row[observation.MATCH_TOKENS]),
+        ),
+    )

@@ -1,0 +1,310 @@
+"""The token-level cluster: names and shapes for the arrays that the kernel moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard import metrics
+from tokenyard.routing import observation
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching_streams import Stream, token_rows
+from tokenyard.routing.simulator.rewards import (
+    COMPLETE,
+    NUM_REWARDS,
+    SLO_AT_COMPLETION,
+    reward_rules,
+)
+from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import BoolArray, FloatArray, IntArray
+
+Actions = npt.NDArray[np.int64]
+Observations = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of the requests of one stream; every array has shape (num_requests,)."""
+
+    arrival_s: FloatArray
+    context_tokens: FloatArray
+    total_tokens: FloatArray
+    server: IntArray
+    """Server that took the request; -1 where it was dropped."""
+    response_s: FloatArray
+    """End-to-end response time, seconds; NaN where the request was dropped or is not done."""
+    waiting_seen: FloatArray
+    """Requests waiting at all servers when this one was placed."""
+
+    def violations(self, slo_response_s: float) -> BoolArray:
+        """Which requests violated the SLO, shape (num_requests,)."""
+        return metrics.violations(self.response_s, slo_response_s)
+
+
+def _server_params(scenario: Scenario) -> FloatArray:
+    params = np.empty((scenario.num_servers, kernel.NUM_PARAMS))
+    for row, server in zip(params, scenario.servers, strict=True):
+        parallel = scenario.discipline != "serial"
+        split = scenario.discipline == "parallel_split"
+        row[kernel.SLOT_TOKENS_PER_S] = server.tokens_per_s / (server.concurrency if split else 1)
+        row[kernel.SLOTS] = server.concurrency if parallel else 1
+        row[kernel.CONCURRENCY] = server.concurrency
+        row[kernel.NOMINAL_TOKENS_PER_S] = server.tokens_per_s
+    params[:, kernel.RANK] = observation.speed_ranks(params[:, kernel.SLOT_TOKENS_PER_S])
+    return params
+
+
+def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
+    rules = np.empty(kernel.NUM_RULES)
+    rules[:NUM_REWARDS] = reward_rules(reward)
+    rules[kernel.QUEUE_LIMIT] = scenario.queue_limit
+    rules[kernel.DROP_AT_CAPACITY] = scenario.overflow == "drop"
+    rules[kernel.SHARING] = scenario.discipline == "processor_sharing"
+    rules[kernel.MAX_RUNNING] = _max_running(scenario)
+    rules[kernel.SLO_S] = scenario.slo_response_s
+    rules[kernel.PROCESSING] = reward.processing
+    rules[kernel.QUEUE] = reward.queue
+    rules[kernel.OVERLOAD] = reward.overload
+    rules[kernel.BALANCE] = reward.balance
+    rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
+    rules[kernel.EXPECTED_FINISH] = expected_finish
+    return rules
+
+
+def _max_running(scenario: Scenario) -> int:
+    return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
+
+
+class ClusterSim:
+    """Independent copies of one cluster, each with its own stream of requests.
+
+    Two simulators share nothing, and equal streams and actions give equal bytes.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        num_copies: int,
+        stream_length: int,
+        reward: RewardWeights | None = None,
+        expected_finish: bool = True,
+    ) -> None:
+        """Make empty servers; `load` a stream into every copy before the first `step`.
+
+        Args:
+            scenario: Servers, queue rule, SLO and, unless `reward` is given, reward weights.
+            num_copies: Copies stepped by one call.
+            stream_length: Requests in every stream.
+            reward: Weights that take the place of the scenario's.
+            expected_finish: Whether observations hold each server's wait and finish time.
+        """
+        self.scenario = scenario
+        self.params = _server_params(scenario)
+        self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
+        width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
+        num_servers = scenario.num_servers
+        self.state = np.zeros((num_copies, num_servers, width))
+        self.clock = np.zeros((num_copies, kernel.NUM_CLOCK))
+        self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
+        self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
+        self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
+        self.rewards = np.zeros(num_copies)
+        size = observation.observation_size(num_servers, expected_finish)
+        self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self.num_weights = observation.NUM_SCORE_WEIGHTS
+        """Weights of the linear policy."""
+        self.num_saturated = 0
+        """Observed numbers that hit the documented bound since the simulator was made."""
+
+    def load(self, copy: int, stream: Stream) -> None:
+        """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
+
+        The next action of this copy is ignored when `skip_next` is called for it.
+        """
+        self.requests[copy] = token_rows(stream)
+        self.clear(copy)
+
+    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
+        """Refuse: only fleets know other hardware.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("speeds and staleness are randomised for fleets, not for servers")
+
+    def clear(self, copy: int) -> None:
+        """Empty one copy and go back to the start of its stream."""
+        kernel.clear(self.rules, self.state, self.clock, self.requests, self.outcome_table, copy)
+        kernel.fill_table(
+            self.state[copy],
+            self.rules,
+            self.params,
+            self.requests[copy],
+            self.clock[copy, kernel.NOW_S],
+            self.tables[copy],
+        )
+
+    def skip_next(self, copy: int) -> None:
+        """Ignore the next action of a copy that has just been loaded; it earns 0."""
+        self.clock[copy, kernel.SKIP] = 1.0
+
+    def step(self, actions: Actions) -> FloatArray:
+        """Place every copy's waiting request and run to its next decision.
+
+        Args:
+            actions: Server of each copy's request, shape (num_copies,).
+
+        Returns:
+            Rewards, shape (num_copies,); a view that the next step overwrites.
+
+        Raises:
+            ValueError: An action names no server, or a stream is over; nothing has changed.
+        """
+        wrong = kernel.step(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, actions, self.rewards,
+        )  # fmt: skip
+        self._check(wrong, actions)
+        return self.rewards
+
+    def observe(self) -> Observations:
+        """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
+        self.num_saturated += kernel.observe(
+            self.rules, self.clock, self.requests, self.tables, self.observations
+        )
+        return self.observations
+
+    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
+        """`step` and `observe` in one compiled call; returns views of both results."""
+        wrong, saturated = kernel.step_and_observe(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, actions, self.rewards, self.observations,
+        )  # fmt: skip
+        self._check(wrong, actions)
+        self.num_saturated += saturated
+        return self.observations, self.rewards
+
+    def _check(self, wrong: int, actions: Actions) -> None:
+        if wrong < 0:
+            return
+        if self.clock[wrong, kernel.INDEX] >= self.requests.shape[1]:
+            raise ValueError(f"the stream of copy {wrong} is over: load another one")
+        raise ValueError(
+            f"action {actions[wrong]} of copy {wrong} names no server; "
+            f"choose 0..{self.scenario.num_servers - 1}"
+        )
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds, so that all response times are known.
+
+        Returns:
+            What these completions earn, shape (num_copies,).
+        """
+        responses = self.outcome_table[:, :, kernel.RESPONSE_S]
+        unfinished = np.isnan(responses)
+        kernel.drain(self.params, self.rules, self.state, self.requests, self.outcome_table)
+        completed = unfinished & ~np.isnan(responses)
+        violated = completed & (responses > self.rules[kernel.SLO_S])
+        earned: FloatArray = self.rules[COMPLETE] * completed.sum(axis=1)
+        earned += self.rules[SLO_AT_COMPLETION] * violated.sum(axis=1)
+        return earned
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
+        kernel.run_linear(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
+
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the policy for any cluster (`generic`)."""
+        kernel.run_any_cluster(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, weights, mean_total_tokens,
+            np.empty(self.scenario.num_servers),
+        )  # fmt: skip
+
+    def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
+        """Run all streams to the end under shortest expected delay or one of its variants.
+
+        Args:
+            reserve_above_tokens: Larger requests are barred from the slowest server.
+            dump_server: Takes all that no server could do within the SLO; -1: none does.
+        """
+        kernel.run_delay_rule(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
+        )  # fmt: skip
+
+    def sizes_seen(self) -> FloatArray:
+        """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
+        return self.requests[:, :, kernel.PREDICTED_TOTAL]
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""
+        return bool((self.clock[:, kernel.INDEX] < self.requests.shape[1]).any())
+
+    def num_placed(self) -> IntArray:
+        """Placements so far in every copy, shape (num_copies,)."""
+        return self.clock[:, kernel.INDEX].astype(np.int64)
+
+    def current(self, copy: int = 0) -> int:
+        """Index of the request that waits to be placed; -1: none is left."""
+        index = int(self.clock[copy, kernel.INDEX])
+        return index if index < self.requests.shape[1] else -1
+
+    def offered(self, copy: int = 0) -> Sequence[int]:
+        """Servers that `snapshots` shows: all."""
+        return range(self.scenario.num_servers)
+
+    def now_s(self, copy: int = 0) -> float:
+        """Clock of one copy, seconds."""
+        return float(self.clock[copy, kernel.NOW_S])
+
+    def request(self, copy: int = 0) -> Request:
+        """The request that waits to be placed, as a policy may see it."""
+        row = self.requests[copy, int(self.clock[copy, kernel.INDEX])]
+        return Request(
+            arrival_s=float(row[kernel.ARRIVAL_S]),
+            context_tokens=int(row[kernel.CONTEXT]),
+            predicted_total_tokens=float(row[kernel.PREDICTED_TOTAL]),
+        )
+
+    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+        """What a policy may know of one copy's servers now."""
+        now = self.now_s(copy)
+        # One conversion to Python numbers for the whole table: this runs at every decision.
+        rows = self.tables[copy].tolist()
+        return [
+            ReplicaSnapshot(
+                replica_id=server.name,
+                tokens_per_s=row[observation.TOKENS_PER_S],
+                num_slots=int(row[observation.NUM_SLOTS]),
+                max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+                num_waiting=int(row[observation.NUM_WAITING]),
+                num_running=int(row[observation.NUM_RUNNING]),
+                tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+                predicted_wait_s=row[observation.WAIT_S],
+                mean_response_s=row[observation.MEAN_RESPONSE_S],
+                observed_at_s=now,
+            )
+            for server, row in zip(self.scenario.servers, rows, strict=True)
+        ]
+
+    def outcomes(self, copy: int = 0) -> Outcomes:
+        """What became of one copy's requests."""
+        requests, outcome = self.requests[copy], self.outcome_table[copy]
+        return Outcomes(
+            arrival_s=requests[:, kernel.ARRIVAL_S].copy(),
+            context_tokens=requests[:, kernel.CONTEXT].copy(),
+            total_tokens=requests[:, kernel.TRUE_TOTAL].copy(),
+            server=outcome[:, kernel.SERVER].astype(np.int64),
+            response_s=outcome[:, kernel.RESPONSE_S].copy(),
+            waiting_seen=outcome[:, kernel.WAITING_SEEN].copy(),
+        )

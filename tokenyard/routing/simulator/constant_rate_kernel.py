@@ -1,0 +1,479 @@
+"""The token-level cluster as compiled functions that step many independent copies at once.
+
+Everything that moves lives in a few float64 arrays, so that one call costs little and a copy is
+a slice. `tokenyard.routing.simulator.constant_rate.ClusterSim` owns the arrays and gives them
+names.
+
+Shapes: C copies, S servers, R requests per stream.
+
+    params    (S, NUM_PARAMS)      what a server is; never changes
+    rules     (NUM_RULES,)         what happens at a full queue, and what is paid
+    state     (C, S, STATE + 5 M + Q)  what a server holds; M = most requests that run at once,
+                                   Q = queue limit. After the scalars come five blocks of M
+                                   (request, start and finish of each running request; when
+                                   each slot gets free; scratch), then the waiting ring.
+    clock     (C, 3)               now, index of the request to place, whether to skip one action
+    requests  (C, R, NUM_REQUEST)  the streams
+    outcomes  (C, R, NUM_OUTCOME)  what became of each request
+    tables    (C, S, NUM_COLUMNS)  what the router may know (`tokenyard.routing.observation`)
+
+Order at one instant: completions, then starts of waiting requests, then the decision.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
+from tokenyard.routing.observation import encode, linear_scores
+from tokenyard.routing.scores.any_cluster import server_scores
+from tokenyard.routing.simulator.rewards import (
+    ACCEPT,
+    COMPLETE,
+    DROP,
+    NUM_REWARDS,
+    RESPONSE,
+    SLO,
+    SLO_AT_COMPLETION,
+    TAIL,
+    TAIL_AFTER_S,
+)
+
+# params
+SLOT_TOKENS_PER_S = 0
+SLOTS = 1
+CONCURRENCY = 2
+NOMINAL_TOKENS_PER_S = 3
+RANK = 4
+NUM_PARAMS = 5
+
+# rules: rewards (`rewards`), then dynamics and what else is paid
+(
+    QUEUE_LIMIT, DROP_AT_CAPACITY, SHARING, MAX_RUNNING, SLO_S, PROCESSING, QUEUE, OVERLOAD,
+    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 12)  # fmt: skip
+
+# state
+RUNNING = 0
+WAITING = 1
+HEAD = 2
+TOKENS = 3
+PREDICTED = 4
+PREDICTED_WAITING = 5
+RECENT_RESPONSE_S = 6
+SHARED_UNTIL_S = 7
+STATE = 8
+
+# clock
+NOW_S = 0
+INDEX = 1
+SKIP = 2
+NUM_CLOCK = 3
+
+# requests; the scaled features follow
+DISPATCH_S = 0
+ARRIVAL_S = 1
+TRUE_TOTAL = 2
+PREDICTED_TOTAL = 3
+CONTEXT = 4
+BASELINE_RESPONSE_S = 5
+FEATURES = 6
+NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
+
+# outcomes
+SERVER = 0
+RESPONSE_S = 1
+WAITING_SEEN = 2
+NUM_OUTCOME = 3
+
+RECENT_WEIGHT = 0.1
+"""Weight of the newest completion in the exponential mean of response times."""
+BALANCE_EPSILON = 1e-8
+
+
+@compiled
+def clear(rules, state, clock, requests, outcomes, copy):
+    """Empty one copy and put its clock at its first request."""
+    state[copy] = 0.0
+    state[copy, :, RECENT_RESPONSE_S] = math.nan
+    state[copy, :, SHARED_UNTIL_S] = requests[copy, 0, DISPATCH_S]
+    clock[copy, NOW_S] = requests[copy, 0, DISPATCH_S]
+    clock[copy, INDEX] = 0.0
+    outcomes[copy, :, SERVER] = -1.0
+    outcomes[copy, :, RESPONSE_S] = math.nan
+    outcomes[copy, :, WAITING_SEEN] = 0.0
+
+
+@compiled
+def _argmin(values):
+    """Index of the smallest value, the first of equals."""
+    best = 0
+    for other in range(1, values.shape[0]):
+        if values[other] < values[best]:
+            best = other
+    return best
+
+
+@compiled
+def _start(row, rules, params, requests, slot, index, now):
+    """Let request `index` run in place `slot` from now on."""
+    most = int(rules[MAX_RUNNING])
+    row[STATE + slot] = index
+    row[STATE + most + slot] = now
+    total = requests[index, TRUE_TOTAL]
+    # Under sharing the finish is not known: the tokens that are left stand in its place.
+    finish = total if rules[SHARING] else now + total / params[SLOT_TOKENS_PER_S]
+    row[STATE + 2 * most + slot] = finish
+
+
+@compiled
+def _advance_server(row, rules, params, requests, outcomes, until):
+    """Run one server up to and including `until`; return completions and SLO violations."""
+    most = int(rules[MAX_RUNNING])
+    finish = row[STATE + 2 * most : STATE + 3 * most]
+    ring = row[STATE + 5 * most :]
+    sharing = rules[SHARING] != 0.0
+    completed = 0
+    violated = 0
+    while row[RUNNING] > 0.0:
+        running = int(row[RUNNING])
+        slot = 0
+        for other in range(1, running):
+            earlier = finish[other] < finish[slot]
+            # Of requests that finish at one instant the one that came first completes first.
+            tie = finish[other] == finish[slot] and row[STATE + other] < row[STATE + slot]
+            if earlier or tie:
+                slot = other
+        now = finish[slot]
+        if sharing:
+            now = row[SHARED_UNTIL_S] + finish[slot] * running / params[SLOT_TOKENS_PER_S]
+        if now > until:
+            break
+        if sharing:
+            served = finish[slot]
+            for other in range(running):
+                finish[other] -= served
+            row[SHARED_UNTIL_S] = now
+        index = int(row[STATE + slot])
+        response = now - requests[index, ARRIVAL_S]
+        outcomes[index, RESPONSE_S] = response
+        completed += 1
+        if response > rules[SLO_S]:
+            violated += 1
+        recent = row[RECENT_RESPONSE_S]
+        row[RECENT_RESPONSE_S] = (
+            response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
+        )
+        row[TOKENS] -= requests[index, TRUE_TOTAL]
+        row[PREDICTED] -= requests[index, PREDICTED_TOTAL]
+        if row[WAITING] > 0.0:
+            head = int(row[HEAD])
+            waiting = int(ring[head])
+            row[HEAD] = (head + 1) % ring.shape[0]
+            row[WAITING] -= 1.0
+            row[PREDICTED_WAITING] -= requests[waiting, PREDICTED_TOTAL]
+            _start(row, rules, params, requests, slot, waiting, now)
+        else:
+            last = running - 1
+            for block in range(3):
+                row[STATE + block * most + slot] = row[STATE + block * most + last]
+            row[RUNNING] -= 1.0
+            # No drift: what an empty server holds is exactly nothing.
+            row[PREDICTED_WAITING] = 0.0
+            if last == 0:
+                row[TOKENS] = 0.0
+                row[PREDICTED] = 0.0
+    if sharing and row[RUNNING] > 0.0:
+        served = (until - row[SHARED_UNTIL_S]) * params[SLOT_TOKENS_PER_S] / row[RUNNING]
+        for other in range(int(row[RUNNING])):
+            # Rounding must not leave less than nothing: the clock would go back.
+            finish[other] = max(finish[other] - served, 0.0)
+    if sharing and until < math.inf:
+        row[SHARED_UNTIL_S] = until
+    return completed, violated
+
+
+@compiled
+def _place(row, rules, params, requests, outcomes, index, server, now):
+    """Give request `index` to a server that has been advanced to `now`.
+
+    Returns:
+        Whether it was accepted, and its response time in seconds (NaN where later arrivals
+        decide it, or where it was dropped).
+    """
+    running = int(row[RUNNING])
+    waiting = int(row[WAITING])
+    slots = int(params[SLOTS])
+    full = waiting >= rules[QUEUE_LIMIT] and running >= slots
+    if full or (rules[DROP_AT_CAPACITY] and running + waiting >= params[CONCURRENCY]):
+        return False, math.nan
+    outcomes[index, SERVER] = server
+    row[TOKENS] += requests[index, TRUE_TOTAL]
+    row[PREDICTED] += requests[index, PREDICTED_TOTAL]
+    most = int(rules[MAX_RUNNING])
+    if running < slots:
+        _start(row, rules, params, requests, running, index, now)
+        row[RUNNING] += 1.0
+    else:
+        ring = row[STATE + 5 * most :]
+        ring[(int(row[HEAD]) + waiting) % ring.shape[0]] = index
+        row[WAITING] += 1.0
+        row[PREDICTED_WAITING] += requests[index, PREDICTED_TOTAL]
+    if rules[SHARING]:
+        return True, math.nan
+    free = row[STATE + 3 * most : STATE + 3 * most + slots]
+    slot = _argmin(free)
+    free[slot] = max(free[slot], now) + requests[index, TRUE_TOTAL] / params[SLOT_TOKENS_PER_S]
+    return True, free[slot] - requests[index, ARRIVAL_S]
+
+
+@compiled
+def _predicted_wait_s(row, rules, params, requests, now):
+    """Time until a request placed now would start, by the sizes that the router knows."""
+    running = int(row[RUNNING])
+    slots = int(params[SLOTS])
+    speed = params[SLOT_TOKENS_PER_S]
+    most = int(rules[MAX_RUNNING])
+    if rules[SHARING]:
+        # Everything in the server delays a newcomer as if it were served before it.
+        return row[PREDICTED] / speed
+    if running < slots:
+        return 0.0
+    if slots == 1:
+        index = int(row[STATE])
+        left = requests[index, PREDICTED_TOTAL] / speed - (now - row[STATE + most])
+        return max(left, 0.0) + max(row[PREDICTED_WAITING], 0.0) / speed
+    free = row[STATE + 4 * most : STATE + 4 * most + slots]
+    for slot in range(slots):
+        index = int(row[STATE + slot])
+        left = requests[index, PREDICTED_TOTAL] / speed - (now - row[STATE + most + slot])
+        free[slot] = max(left, 0.0)
+    ring = row[STATE + 5 * most :]
+    for ahead in range(int(row[WAITING])):
+        index = int(ring[(int(row[HEAD]) + ahead) % ring.shape[0]])
+        free[_argmin(free)] += requests[index, PREDICTED_TOTAL] / speed
+    return free[_argmin(free)]
+
+
+@compiled
+def fill_table(state, rules, params, requests, now, table):
+    """Write what the router may know of one copy's servers."""
+    for server in range(params.shape[0]):
+        row = state[server]
+        out = table[server]
+        out[ob.TOKENS_PER_S] = params[server, SLOT_TOKENS_PER_S]
+        out[ob.NUM_SLOTS] = params[server, SLOTS]
+        out[ob.MAX_CONCURRENCY] = params[server, CONCURRENCY]
+        out[ob.NUM_WAITING] = row[WAITING]
+        out[ob.NUM_RUNNING] = row[RUNNING]
+        out[ob.TOKENS_IN_FLIGHT] = max(row[PREDICTED], 0.0)
+        out[ob.WAIT_S] = _predicted_wait_s(row, rules, params[server], requests, now)
+        out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
+        out[ob.SPEED_RANK] = params[server, RANK]
+
+
+@compiled
+def _balance(state, params):
+    """Balance metric of the paper: 1 - std(loads) / (mean(loads) + epsilon)."""
+    num = params.shape[0]
+    total = 0.0
+    squares = 0.0
+    for server in range(num):
+        load = state[server, TOKENS] / (
+            params[server, NOMINAL_TOKENS_PER_S] * params[server, CONCURRENCY]
+        )
+        total += load
+        squares += load * load
+    mean = total / num
+    return 1.0 - math.sqrt(max(squares / num - mean * mean, 0.0)) / (mean + BALANCE_EPSILON)
+
+
+@compiled
+def _response_reward(rules, response):
+    """Reward of one response time, credited at the decision."""
+    reward = rules[RESPONSE] * response
+    if response > rules[SLO_S]:
+        reward += rules[SLO]
+    return reward + rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)
+
+
+@compiled
+def _decide(state, rules, params, requests, outcomes, index, server, now):
+    """Place one request and return the reward terms that are due at the decision."""
+    row = state[server]
+    waiting_seen = 0.0
+    for other in range(params.shape[0]):
+        waiting_seen += state[other, WAITING]
+    outcomes[index, WAITING_SEEN] = waiting_seen
+    reward = rules[QUEUE] * row[WAITING]
+    reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
+    if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
+        reward += rules[OVERLOAD]
+    accepted, response = _place(row, rules, params[server], requests, outcomes, index, server, now)
+    reward += rules[ACCEPT] if accepted else rules[DROP]
+    if rules[BALANCE] != 0.0:
+        reward += rules[BALANCE] * _balance(state, params)
+    if rules[RESPONSE] != 0.0 or rules[SLO] != 0.0 or rules[TAIL] != 0.0:
+        if accepted:
+            reward += _response_reward(rules, response)
+        baseline = requests[index, BASELINE_RESPONSE_S]
+        # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
+        if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
+            reward -= _response_reward(rules, baseline)
+    return reward
+
+
+@compiled
+def _advance(state, rules, params, requests, outcomes, until):
+    """Run one copy's servers up to `until`; return the reward terms due at completions."""
+    completed = 0
+    violated = 0
+    for server in range(params.shape[0]):
+        done, violations = _advance_server(
+            state[server], rules, params[server], requests, outcomes, until
+        )
+        completed += done
+        violated += violations
+    return rules[COMPLETE] * completed + rules[SLO_AT_COMPLETION] * violated
+
+
+@compiled
+def step(params, rules, state, clock, requests, outcomes, tables, actions, rewards):
+    """Place the waiting request of every copy and run to the moment of the next decision.
+
+    A copy whose SKIP is set has just been cleared: its action is ignored and earns 0. The last
+    request of a stream can be seen but its successor cannot: place it, then `drain`.
+
+    Returns:
+        The first copy whose action names no server, or whose stream is over; -1 if none.
+        Nothing is changed in that case.
+    """
+    for copy in range(state.shape[0]):
+        over = clock[copy, INDEX] >= requests.shape[1]
+        if not clock[copy, SKIP] and (over or not 0 <= actions[copy] < params.shape[0]):
+            return copy
+    for copy in range(state.shape[0]):
+        if clock[copy, SKIP]:
+            clock[copy, SKIP] = 0.0
+            rewards[copy] = 0.0
+        else:
+            index = int(clock[copy, INDEX])
+            rewards[copy] = _decide(
+                state[copy], rules, params, requests[copy], outcomes[copy],
+                index, actions[copy], clock[copy, NOW_S],
+            )  # fmt: skip
+            index += 1
+            clock[copy, INDEX] = index
+            if index < requests.shape[1]:
+                clock[copy, NOW_S] = requests[copy, index, DISPATCH_S]
+                rewards[copy] += _advance(
+                    state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
+                )
+        fill_table(state[copy], rules, params, requests[copy], clock[copy, NOW_S], tables[copy])
+    return -1
+
+
+@compiled
+def observe(rules, clock, requests, tables, observations):
+    """Encode what the router sees in every copy; return how many numbers hit the bound."""
+    saturated = 0
+    for copy in range(tables.shape[0]):
+        request = requests[copy, min(int(clock[copy, INDEX]), requests.shape[1] - 1)]
+        saturated += encode(
+            request[FEATURES:], request[CONTEXT], request[PREDICTED_TOTAL], tables[copy],
+            rules[EXPECTED_FINISH] != 0.0, observations[copy],
+        )  # fmt: skip
+    return saturated
+
+
+@compiled
+def step_and_observe(
+    params, rules, state, clock, requests, outcomes, tables, actions, rewards, observations
+):
+    """`step`, then `observe`, in one call; return the results of both."""
+    wrong = step(params, rules, state, clock, requests, outcomes, tables, actions, rewards)
+    if wrong >= 0:
+        return wrong, 0
+    return wrong, observe(rules, clock, requests, tables, observations)
+
+
+@compiled
+def drain(params, rules, state, requests, outcomes):
+    """Let every copy finish what it holds."""
+    for copy in range(state.shape[0]):
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+
+
+@compiled
+def run_linear(
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
+):
+    """Run every copy's whole stream under `linear_scores`, from empty to drained."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = linear_scores(
+                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)
+
+
+@compiled
+def run_any_cluster(
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
+):
+    """Run every copy's whole stream under `server_scores`, from empty to drained."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = server_scores(
+                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
+                rules[SLO_S], tables[copy], scores,
+            )  # fmt: skip
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)
+
+
+@compiled
+def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
+    """Server that shortest expected delay or one of its variants chooses (`policies.delay`)."""
+    slowest = 0
+    for server in range(table.shape[0]):
+        if table[server, ob.TOKENS_PER_S] < table[slowest, ob.TOKENS_PER_S]:
+            slowest = server
+    best, best_s = 0, math.inf
+    for server in range(table.shape[0]):
+        finish_s = table[server, ob.WAIT_S] + size_tokens / table[server, ob.TOKENS_PER_S]
+        if server == slowest and size_tokens > reserve_above_tokens and table.shape[0] > 1:
+            continue
+        if finish_s < best_s:
+            best, best_s = server, finish_s
+    return dump_server if dump_server >= 0 and best_s > slo_s else best
+
+
+@compiled
+def run_delay_rule(
+    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
+):
+    """Run every copy's whole stream under shortest expected delay or one of its variants."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            server = _delay_rule(
+                reserve_above_tokens, dump_server, rules[SLO_S],
+                requests[copy, index, PREDICTED_TOTAL], tables[copy],
+            )  # fmt: skip
+            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
+    drain(params, rules, state, requests, outcomes)

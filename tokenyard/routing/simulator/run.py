@@ -1,0 +1,137 @@
+"""Run a policy over streams, each from empty servers until all is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.batching_streams import Stream
+from tokenyard.routing.simulator.constant_rate import ClusterSim, Outcomes
+from tokenyard.routing.simulator.streams import StreamSet
+from tokenyard.routing.types import RoutingPolicy
+from tokenyard.types import FloatArray, IntArray
+
+PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
+"""Makes a fresh policy for one stream; randomised rules draw from the generator."""
+
+# Keeps the random choices of policies apart from those that draw streams.
+_POLICY_RANDOMNESS = 1000
+
+
+@dataclass(frozen=True)
+class Run:
+    """One stream under one policy."""
+
+    outcomes: Outcomes
+    rewards: FloatArray
+    """Reward earned from each decision to the next, shape (num_requests,)."""
+
+
+Chooser = Callable[[Simulator, int], int]
+"""Names the server for the request that waits in one copy of a simulator."""
+
+
+def choosing(policy: RoutingPolicy) -> Chooser:
+    """Choose as a policy does, which is shown no more than it may know."""
+
+    def choose(sim: Simulator, copy: int) -> int:
+        return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
+
+    return choose
+
+
+def repeating(servers: IntArray) -> Chooser:
+    """Repeat decisions made elsewhere, shape (num_requests,), so that they are paid alike."""
+    left = iter(servers.tolist())
+    return lambda sim, copy: next(left)
+
+
+def run_policy(
+    scenario: Scenario,
+    streams: StreamSet,
+    factory: PolicyFactory,
+    seed: int,
+) -> list[Run]:
+    """Let a policy decide on every stream.
+
+    Args:
+        scenario: Servers, queue rule and reward.
+        streams: What arrives.
+        factory: Called once per stream.
+        seed: Of the policies' own randomness.
+
+    Returns:
+        One run per stream, in the order of `streams`.
+    """
+    policies = [
+        factory(np.random.default_rng([seed, _POLICY_RANDOMNESS, index]))
+        for index in range(len(streams.requests))
+    ]
+    return run_each(scenario, streams, [choosing(policy) for policy in policies])
+
+
+def run_compiled(
+    scenario: Scenario, streams: StreamSet, decide: Callable[[ClusterSim], None]
+) -> list[Run] | None:
+    """Let a compiled policy decide on every stream, then repeat its decisions to see them paid.
+
+    Args:
+        scenario: Servers, queue rule and reward.
+        streams: What arrives.
+        decide: Runs all copies of a simulator to the end.
+
+    Returns:
+        One run per stream, in the order of `streams`; None for a fleet, and where a request was
+        dropped, so that it is not known whom it was sent to.
+    """
+    if scenario.fleet is not None:
+        return None
+    chosen = []
+    for stream in streams.requests:
+        sim = ClusterSim(scenario, 1, len(stream))
+        sim.load(0, stream)
+        decide(sim)
+        chosen.append(sim.outcomes().server)
+    if any((servers < 0).any() for servers in chosen):
+        return None
+    return run_each(scenario, streams, [repeating(servers) for servers in chosen])
+
+
+def run_each(
+    scenario: Scenario,
+    streams: StreamSet,
+    choosers: Sequence[Chooser],
+) -> list[Run]:
+    """Let each decide on its own stream; streams of equal length are stepped together."""
+    runs: dict[int, Run] = {}
+    for length in {len(stream) for stream in streams.requests}:
+        which = [i for i, stream in enumerate(streams.requests) if len(stream) == length]
+        requests = [streams.requests[i] for i in which]
+        together = _run_together(scenario, requests, [choosers[i] for i in which])
+        runs.update(zip(which, together, strict=True))
+    return [runs[index] for index in range(len(streams.requests))]
+
+
+def _run_together(
+    scenario: Scenario, streams: Sequence[Stream], choosers: Sequence[Chooser]
+) -> list[Run]:
+    num_copies, num_requests = len(streams), len(streams[0])
+    sim = make_simulator(scenario, num_copies, num_requests)
+    for copy, stream in enumerate(streams):
+        sim.load(copy, stream)
+    rewards = np.zeros((num_copies, num_requests))
+    actions = np.zeros(num_copies, dtype=np.int64)
+    # A fleet may place a request more than once, so copies end at different times.
+    deciding = list(range(num_copies))
+    while deciding:
+        indices = [sim.current(copy) for copy in deciding]
+        for copy in deciding:
+            actions[copy] = choosers[copy](sim, copy)
+        rewards[deciding, indices] += sim.step(actions)[deciding]
+        deciding = [copy for copy in deciding if sim.current(copy) >= 0]
+    rewards[:, -1] += sim.drain()
+    return [Run(sim.outcomes(copy), rewards[copy]) for copy in range(num_copies)]

@@ -1,0 +1,244 @@
+"""Streams: the requests of a scenario, as the rows that the simulator steps through.
+
+What the router is told of a request's size is decided here and nowhere else: the true output
+length goes into the column that the servers work off, the predicted one into the columns that
+the router sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+
+from tokenyard.routing.observation import squash
+from tokenyard.routing.scenario import HeldOutTrace, Scenario
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching_streams import Stream, encode_for_fleet
+from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.features import RobustScaler, request_features
+from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
+from tokenyard.workload.paths import find_trace
+from tokenyard.workload.readers import read_trace
+from tokenyard.workload.trace import Trace
+
+Purpose = Literal["training", "validation", "evaluation", "scaling"]
+_PURPOSES: dict[Purpose, int] = {"training": 0, "validation": 1, "evaluation": 2, "scaling": 3}
+_REQUESTS_FOR_SCALING = 5000
+
+
+def stream_rng(seed: int, purpose: Purpose, index: int = 0) -> np.random.Generator:
+    """Generator of one stream; no two purposes, seeds or indices share random numbers."""
+    return np.random.default_rng([seed, _PURPOSES[purpose], index])
+
+
+def predicted_total_tokens(
+    scenario: Scenario, model: WorkloadModel, context: IntArray, generated: IntArray
+) -> FloatArray:
+    """What the router is told of each request's size, tokens, shape (num_requests,)."""
+    if scenario.output_length == "oracle":
+        return (context + generated).astype(np.float64)
+    if scenario.output_length == "by_context":
+        return context + model.mean_generated_tokens(context)
+    return context.astype(np.float64)
+
+
+@dataclass(frozen=True)
+class StreamSet:
+    """The streams that a policy is judged on."""
+
+    requests: Sequence[Stream]
+    """One per stream."""
+    origin: str
+    """Where they come from, in words for a table."""
+    bootstrap: bool = False
+    """One long recorded stream: intervals by block bootstrap over its requests. Otherwise the
+    streams are independent, and intervals are paired over streams."""
+    is_synthetic: bool = False
+    """Whether the scenario's workload model drew them."""
+
+    def __len__(self) -> int:
+        """How many streams."""
+        return len(self.requests)
+
+    @property
+    def described(self) -> str:
+        """How many requests, and where they come from."""
+        return f"{len(self)} x {len(self.requests[0])} requests, {self.origin}"
+
+
+class StreamSource:
+    """Draws streams of a scenario's traffic, and encodes recorded ones in the same way."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Use the traffic, visibility and decision epochs of `scenario`."""
+        self.scenario = scenario
+        self.model = load_model(scenario.workload)
+
+    @property
+    def mean_total_tokens(self) -> float:
+        """Mean size of a request in the training traffic, tokens."""
+        return sum(self.scenario.mean_lengths_tokens)
+
+    @property
+    def rate_per_s(self) -> float:
+        """Mean arrival rate, requests per second."""
+        return self.scenario.rate_per_s(self.mean_total_tokens)
+
+    @cached_property
+    def scaler(self) -> RobustScaler:
+        """Feature scaling, fitted to one stream of training traffic that nobody is judged on."""
+        trace = self._draw(_REQUESTS_FOR_SCALING, stream_rng(0, "scaling"))
+        return RobustScaler.fit(self._features(trace))
+
+    def sample(
+        self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0
+    ) -> Stream:
+        """Draw one synthetic stream at `load_factor` times the scenario's arrival rate."""
+        return self.encode(self._draw(num_requests, rng, load_factor), rng)
+
+    def encode(self, trace: Trace, rng: np.random.Generator | None = None) -> Stream:
+        """Lay a trace out as a stream.
+
+        The time of the trace is taken as it is. Its calendar is kept only where the scenario's
+        own traffic has one, since a policy that never saw a calendar cannot read it.
+
+        Args:
+            trace: Requests.
+            rng: Draws what no trace tells of a fleet: classes, routers, failures. None: the same
+                for every trace.
+        """
+        if self.scenario.fleet is None:
+            return self._encode_tokens(trace)
+        return encode_for_fleet(
+            self.scenario.fleet,
+            trace,
+            self._predicted(trace) - trace.context_tokens,
+            squash(self.scaler.transform(self._features(trace))),
+            self.scenario.slo_response_s,
+            rng or stream_rng(0, "evaluation"),
+            self.scenario.decision_epoch_s,
+        )
+
+    def _encode_tokens(self, trace: Trace) -> FloatArray:
+        epoch_s = self.scenario.decision_epoch_s
+        rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
+        rows[:, kernel.ARRIVAL_S] = trace.arrival_s
+        rows[:, kernel.DISPATCH_S] = (
+            trace.arrival_s if epoch_s is None else np.ceil(trace.arrival_s / epoch_s) * epoch_s
+        )
+        rows[:, kernel.TRUE_TOTAL] = trace.total_tokens
+        rows[:, kernel.PREDICTED_TOTAL] = self._predicted(trace)
+        rows[:, kernel.CONTEXT] = trace.context_tokens
+        rows[:, kernel.BASELINE_RESPONSE_S] = np.nan
+        rows[:, kernel.FEATURES :] = squash(self.scaler.transform(self._features(trace)))
+        return rows
+
+    def _draw(self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0) -> Trace:
+        arrivals = self.scenario.arrivals
+        rate_per_s = load_factor * self.rate_per_s
+        if self.scenario.sessions is not None:
+            assert self.scenario.fleet is not None
+            block_tokens = self.scenario.fleet.prefix_block_tokens
+            return self.scenario.sessions.generate(
+                num_requests, rng, rate_per_s, self.model, block_tokens
+            )
+        if arrivals.process == "mmpp":
+            return self.model.generate(num_requests, rng, rate_per_s, arrivals.diurnal)
+        arrival_rng, length_rng = rng.spawn(2)
+        arrival_s = poisson_arrivals(num_requests, rate_per_s, arrival_rng)
+        context, generated = self.model.sample_lengths(num_requests, length_rng)
+        diurnal = arrivals.diurnal
+        if diurnal is None:
+            return Trace(arrival_s, context, generated)
+        return Trace(diurnal.warp(arrival_s), context, generated, diurnal.started_at)
+
+    def _predicted(self, trace: Trace) -> FloatArray:
+        return predicted_total_tokens(
+            self.scenario, self.model, trace.context_tokens, trace.generated_tokens
+        )
+
+    def _features(self, trace: Trace) -> FloatArray:
+        started_at: datetime | None = trace.started_at
+        if self.scenario.arrivals.diurnal is None:
+            started_at = None
+        features = request_features(
+            trace.arrival_s, trace.context_tokens, self._predicted(trace), started_at
+        )
+        return features.astype(np.float64)
+
+
+def synthetic_streams(
+    source: StreamSource,
+    count: int,
+    seed: int,
+    purpose: Purpose = "evaluation",
+    load_factor: float = 1.0,
+) -> StreamSet:
+    """Draw `count` independent streams of the scenario's own length, at a factor on its load."""
+    num_requests = source.scenario.requests_per_stream
+    requests = [
+        source.sample(num_requests, stream_rng(seed, purpose, index), load_factor)
+        for index in range(count)
+    ]
+    arrivals: str = source.scenario.arrivals.process
+    if source.scenario.sessions is not None:
+        arrivals = "session"
+    origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
+    return StreamSet(requests, origin, is_synthetic=True)
+
+
+def held_out_streams(source: StreamSource) -> StreamSet | None:
+    """The scenario's recorded test part as one stream; None where it has none or no file."""
+    held_out = source.scenario.held_out_trace
+    if held_out is None:
+        return None
+    return _recorded_part(source, held_out, held_out.first, None)
+
+
+def recorded_training_streams(source: StreamSource) -> StreamSet | None:
+    """What was recorded before the test part, as one stream; None where that is nothing."""
+    held_out = source.scenario.held_out_trace
+    if held_out is None:
+        return None
+    return _recorded_part(source, held_out, 0, held_out.first)
+
+
+def _recorded_part(
+    source: StreamSource, recorded: HeldOutTrace, first: int, stop: int | None
+) -> StreamSet | None:
+    path = find_trace(recorded.name)
+    if path is None:
+        return None
+    whole, _ = read_trace(path)
+    # Scale the whole file, so that lulls and bursts of the part keep their size.
+    whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
+    part = (whole if stop is None else whole.head(stop)).tail_from(first)
+    origin = f"{path.name}, requests {first}..{first + part.num_requests - 1}"
+    return StreamSet([source.encode(part)], origin, bootstrap=True)
+
+
+def trace_streams(
+    source: StreamSource, trace: Trace, count: int, native_time: bool = False
+) -> StreamSet:
+    """Cut a recorded trace into `count` consecutive streams of equal length.
+
+    Args:
+        source: Whose servers, visibility and load the trace is replayed on.
+        trace: Recorded requests.
+        count: Number of windows; they do not overlap.
+        native_time: Keep the recorded time instead of scaling it to the scenario's load.
+
+    Raises:
+        ValueError: The trace has fewer requests than windows.
+    """
+    if trace.num_requests < count:
+        raise ValueError(f"{trace.num_requests} requests cannot be cut into {count} streams")
+    if not native_time:
+        trace = trace.with_rate(source.scenario.rate_per_s(float(trace.total_tokens.mean())))
+    requests = [source.encode(window) for window in trace.windows(count)]
+    return StreamSet(requests, f"recorded trace, {count} windows", bootstrap=count == 1)

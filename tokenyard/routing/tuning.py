@@ -1,0 +1,260 @@
+"""Search the parameters of the tuned hand rules, on the score that sweeps rank learned ones on.
+
+A rule is judged on training streams, as a learned policy is trained on them; every value of its
+parameter sees the same streams.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from tokenyard.metrics import score
+from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies.delay import (
+    MarginalDelay,
+    SedDump,
+    SedReserve,
+    ShortestExpectedDelay,
+)
+from tokenyard.routing.policies.size_interval import SizeIntervals
+from tokenyard.routing.policies.tuned import FleetRules, TunedRules
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
+from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
+from tokenyard.routing.types import RoutingPolicy
+from tokenyard.types import FloatArray
+
+Values = tuple[float, ...]
+
+_NUM_QUANTILES = 24
+_NUM_QUANTILES_FLEET = 8
+"""Sizes tried on a fleet, which takes ten times as long to simulate."""
+_MAX_ORDERED_SERVERS = 4
+"""Up to here every order of servers is tried for SITA; beyond, and for fleets, only the two by
+speed."""
+
+FLEET_GRIDS: dict[str, dict[str, Values]] = {
+    "tuned_marginal_delay": {
+        "others_weight": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0),
+        "wait_weight": (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0),
+    },
+    "prefix_affinity": {"affinity_load_ratio": (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)},
+    "sticky_until_saturated": {"sticky_saturated_s": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)},
+    "kv_cost": {"kv_overlap_weight": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)},
+    "weighted_scorers": {
+        "scorer_kv_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
+        "scorer_prefix_weight": (0.0, 1.0, 3.0, 5.0, 10.0, 20.0),
+        "scorer_queue_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
+    },
+}
+"""Values tried of every field of `FleetRules`, under the rule that it belongs to."""
+
+_NEEDS_PREFIX_CACHE = {"affinity_load_ratio", "sticky_saturated_s", "scorer_prefix_weight"}
+
+
+def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
+    """Search all tuned rules of a scenario on fresh training streams.
+
+    Sizes are searched over quantiles of the sizes that the router sees, the dump replica over
+    all replicas, and SITA's cuts one at a time until none of them moves, for every order of
+    unequal servers. Rules for replicas that batch are searched likewise, on `FLEET_GRIDS` and
+    from the values of their sources, where the scenario has a fleet.
+    """
+    source = StreamSource(scenario)
+    search = _Search(scenario, synthetic_streams(source, num_streams, seed, "training"))
+    reserve, reserve_score = search.reserve_above_tokens()
+    dump, dump_score = search.dump_replica()
+    cuts, replicas, sita_score = search.size_intervals()
+    rules = TunedRules(
+        scenario=scenario.name,
+        reserve_above_tokens=reserve,
+        dump_replica=dump,
+        sita_cuts_tokens=cuts,
+        sita_replicas=replicas,
+        scores={
+            "sed": search.score_of(ShortestExpectedDelay()),
+            "sed_reserve": reserve_score,
+            "sed_dump": dump_score,
+            "sita": sita_score,
+        },
+        tuned_on=f"{num_streams} training streams of {scenario.requests_per_stream} requests, "
+        f"seed {seed}",
+    )
+    return rules if scenario.fleet is None else search.with_fleet_rules(rules)
+
+
+def coordinate_descent(
+    start: Values,
+    grids: Sequence[Sequence[float]],
+    score_of: Callable[[Values], float],
+    allowed: Callable[[Values], bool] = lambda values: True,
+) -> tuple[float, Values]:
+    """Move one value at a time along its grid while that raises the score.
+
+    Args:
+        start: Values to begin with.
+        grids: What each of the values may become.
+        score_of: To be raised; called once for equal values.
+        allowed: Which values may be tried together.
+
+    Returns:
+        The best score and its values; the first found of equals.
+    """
+    seen = {start: score_of(start)}
+    best = start
+    improved = True
+    while improved:
+        improved = False
+        for at, grid in enumerate(grids):
+            for value in grid:
+                trial = (*best[:at], value, *best[at + 1 :])
+                if trial in seen or not allowed(trial):
+                    continue
+                seen[trial] = score_of(trial)
+                if seen[trial] > seen[best]:
+                    best, improved = trial, True
+    return seen[best], best
+
+
+class _Search:
+    def __init__(self, scenario: Scenario, streams: StreamSet) -> None:
+        self._scenario = scenario
+        self._streams = streams
+        self._sizes = np.stack([_sizes_seen(stream) for stream in streams.requests])
+        num = _NUM_QUANTILES if scenario.fleet is None else _NUM_QUANTILES_FLEET
+        levels = np.linspace(0, 1, num + 1)[1:]
+        self._quantiles: list[float] = np.unique(np.quantile(self._sizes, levels)).tolist()
+        self._sim = make_simulator(scenario, *self._sizes.shape)
+
+    def score_of(self, policy: RoutingPolicy) -> float:
+        """Mean score over streams of a policy without memory."""
+        runs = run_policy(self._scenario, self._streams, lambda rng: policy, seed=0)
+        return mean_summary(self._scenario, runs)["score"]
+
+    def reserve_above_tokens(self) -> tuple[float, float]:
+        """Best size for SED-reserve, and its score; the largest size bars nothing."""
+        scores = [self.score_of(SedReserve(above)) for above in self._quantiles]
+        best = int(np.argmax(scores))
+        return self._quantiles[best], scores[best]
+
+    def dump_replica(self) -> tuple[int, float]:
+        """Best replica for SED-dump, and its score."""
+        slo, num = self._scenario.slo, self._scenario.num_servers
+        scores = [self.score_of(SedDump(slo, i, num)) for i in range(num)]
+        best = int(np.argmax(scores))
+        return best, scores[best]
+
+    def size_intervals(self) -> tuple[Values, tuple[int, ...], float]:
+        """Best cuts and order of servers for SITA, and their score."""
+        found = [(*self._cuts(order), order) for order in _orders(self._scenario)]
+        best_score, cuts, order = max(found)
+        return cuts, order, best_score
+
+    def with_fleet_rules(self, rules: TunedRules) -> TunedRules:
+        """Add the best parameters of the rules for replicas that batch, and their scores."""
+        scores = {"marginal_delay": self.score_of(MarginalDelay())}
+        for name, grids in FLEET_GRIDS.items():
+            scores[name], rules = self._tune_fleet_rule(name, rules, grids)
+        return rules.model_copy(update={"scores": rules.scores | scores})
+
+    def _tune_fleet_rule(
+        self, name: str, rules: TunedRules, grids: Mapping[str, Values]
+    ) -> tuple[float, TunedRules]:
+        def with_values(values: Values) -> TunedRules:
+            fleet = rules.fleet.model_copy(update=dict(zip(fields, values, strict=True)))
+            return rules.model_copy(update={"fleet": fleet})
+
+        fields = [field for field in grids if self._has_effect(field)]
+        start = tuple(getattr(FleetRules(), field) for field in fields)
+        best_score, best = coordinate_descent(
+            start,
+            [grids[field] for field in fields],
+            lambda values: self.score_of(self._make(name, with_values(values))),
+        )
+        return best_score, with_values(best)
+
+    def _has_effect(self, field: str) -> bool:
+        fleet = self._scenario.fleet
+        assert fleet is not None
+        return field not in _NEEDS_PREFIX_CACHE or fleet.prefix_block_tokens > 0
+
+    def _make(self, name: str, rules: TunedRules) -> RoutingPolicy:
+        scenario = self._scenario
+        rng = np.random.default_rng(0)
+        return make_policy(
+            name, PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
+        )
+
+    def _cuts(self, order: tuple[int, ...]) -> tuple[float, Values]:
+        """Best cuts for an order of servers: coordinate descent from equal load."""
+        start = self._balanced_cuts(order)
+        return coordinate_descent(
+            start,
+            [self._quantiles] * len(start),
+            lambda cuts: self._sita_score(SizeIntervals(cuts, order)),
+            lambda cuts: list(cuts) == sorted(cuts),
+        )
+
+    def _balanced_cuts(self, order: tuple[int, ...]) -> Values:
+        """Cuts that give every server work in proportion to its capacity."""
+        capacity = np.array(self._scenario.server_capacities_tokens_per_s)[list(order)]
+        sizes = np.sort(self._sizes, axis=None)
+        work = np.cumsum(sizes) / sizes.sum()
+        at = np.searchsorted(work, (np.cumsum(capacity) / capacity.sum())[:-1])
+        return tuple(sizes[at].tolist())
+
+    def _sita_score(self, rule: SizeIntervals) -> float:
+        # While all servers are there the rule looks at the size alone, so its choices are known
+        # before the stream is run; that is several times faster than making snapshots of them.
+        known = [[rule.replica_of(size) for size in row] for row in self._sizes.tolist()]
+        sim = self._sim
+        for copy, stream in enumerate(self._streams.requests):
+            sim.load(copy, stream)
+        actions = np.zeros(len(known), dtype=np.int64)
+        while sim.undecided():
+            for copy, row in enumerate(known):
+                actions[copy] = self._sita_choice(sim, copy, rule, row)
+            sim.step(actions)
+        sim.drain()
+        slo_s = self._scenario.slo_response_s
+        outcomes = [sim.outcomes(copy) for copy in range(len(known))]
+        return float(np.mean([score(one.response_s, one.violations(slo_s)) for one in outcomes]))
+
+    def _sita_choice(
+        self, sim: Simulator, copy: int, rule: SizeIntervals, known: Sequence[int]
+    ) -> int:
+        index = sim.current(copy)
+        if index < 0:
+            return 0
+        offered = sim.offered(copy)
+        if len(offered) == self._scenario.num_servers:
+            return known[index]
+        return offered[rule.route(sim.request(copy), sim.snapshots(copy))]
+
+
+def _sizes_seen(stream: Stream) -> FloatArray:
+    """Size of every request as the router knows it, tokens, shape (num_requests,)."""
+    if isinstance(stream, BatchingStream):
+        rows = stream.requests
+        total: FloatArray = rows[:, lay.CONTEXT] + rows[:, lay.PREDICTED_OUTPUT]
+        return total
+    return stream[:, kernel.PREDICTED_TOTAL]
+
+
+def _orders(scenario: Scenario) -> list[tuple[int, ...]]:
+    """Orders of servers that are worth telling apart: equal servers are swapped in vain."""
+    speeds = scenario.server_capacities_tokens_per_s
+    if scenario.fleet is not None or len(speeds) > _MAX_ORDERED_SERVERS:
+        by_speed = sorted(range(len(speeds)), key=speeds.__getitem__)
+        return [tuple(by_speed), tuple(reversed(by_speed))]
+    orders = itertools.permutations(range(len(speeds)))
+    unlike = {tuple(speeds[i] for i in order): order for order in reversed(list(orders))}
+    return sorted(unlike.values())

@@ -1,0 +1,76 @@
+"""The same requests through the simulator of the replicas that served them: how well it predicts.
+
+A scenario of the live replicas (`pipelines/calibrate.py --url`) is stepped through what a replay
+has sent, under the policies that decided there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+
+from scipy.stats import kendalltau
+
+from tokenyard.evaluation import run_candidates
+from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource
+from tokenyard.workload.trace import Trace
+
+RAY_DEFAULT = "ray_default"
+_STANDS_FOR = {RAY_DEFAULT: "power_of_two"}
+"""Live policies that the simulator knows by another name."""
+_COPIES = 10
+"""Runs of every policy: those that draw by themselves differ from run to run."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How well simulated means predict measured ones."""
+
+    mean_error_fraction: float
+    """Mean over policies of the relative error, regardless of its sign."""
+    max_error_fraction: float
+    kendall_tau: float
+    """Of the two orders of the policies; NaN for fewer than two."""
+
+
+def simulate(
+    scenario: Scenario, policies_of: str, trace: Trace, policies: Sequence[str], seed: int
+) -> dict[str, dict[str, float]]:
+    """Run requests through the simulator, policy by policy.
+
+    Args:
+        scenario: The live replicas.
+        policies_of: Scenario whose champion and tuned rules decide.
+        trace: What was sent, in its own time.
+        policies: Their names; `ray_default` stands for the power of two choices.
+        seed: Of policies that draw by themselves.
+
+    Returns:
+        The metrics of `tokenyard.routing.evaluation.summarise` by policy, means over a few runs.
+
+    Raises:
+        ValueError: A policy is unknown or does not fit the replicas.
+    """
+    known_as = scenario.model_copy(update={"name": policies_of})
+    stream = StreamSource(scenario).encode(trace)
+    streams = StreamSet([stream] * _COPIES, "what was sent")
+    names = {name: _STANDS_FOR.get(name, name) for name in policies}
+    candidates = [PROBLEM.candidate(known_as, name) for name in dict.fromkeys(names.values())]
+    runs = run_candidates(candidates, known_as, streams, seed)
+    by_candidate = {
+        name: mean_summary(known_as, runs[candidate.name])
+        for name, candidate in zip(dict.fromkeys(names.values()), candidates, strict=True)
+    }
+    return {name: by_candidate[candidate] for name, candidate in names.items()}
+
+
+def agreement(measured_s: Mapping[str, float], simulated_s: Mapping[str, float]) -> Agreement:
+    """Set measured mean responses of policies beside simulated ones, seconds."""
+    errors = [abs(simulated_s[name] / measured_s[name] - 1.0) for name in measured_s]
+    orders = [[one[name] for name in measured_s] for one in (measured_s, simulated_s)]
+    tau = float(kendalltau(*orders).statistic) if len(measured_s) > 1 else float("nan")
+    return Agreement(mean(errors), max(errors), tau)

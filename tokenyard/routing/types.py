@@ -1,0 +1,126 @@
+"""What a router sees and decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a router may know about the request it must place.
+
+    The true output length is not among the fields: it is only known once the request is done.
+    """
+
+    arrival_s: float
+    """Clock time of arrival, seconds."""
+    context_tokens: int
+    """Prompt length, tokens."""
+    predicted_total_tokens: float
+    """Context plus predicted output, tokens; the context alone where nothing is predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """What a router may know of a replica that batches continuously, beyond its queue.
+
+    An iteration of the engine takes `iteration_s + prefill_token_s x prompt tokens computed +
+    sequence_s x sequences decoding + kv_token_s x tokens of KV read`.
+    """
+
+    iteration_s: float
+    prefill_token_s: float
+    sequence_s: float
+    kv_token_s: float
+    token_budget: int
+    """Most tokens computed in one iteration (vLLM: max_num_batched_tokens)."""
+    kv_capacity_tokens: float
+    kv_used_fraction: float
+    """Share of the KV memory that requests hold (vLLM: gpu_cache_usage_perc)."""
+    prefill_in_flight_tokens: float
+    """Prompt tokens, of requests in flight, that are believed to be still to compute."""
+    output_in_flight_tokens: float
+    """Predicted tokens that the requests in flight have still to generate."""
+    match_tokens: int
+    """Leading tokens of the request to be placed that are believed to be in the prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSnapshot:
+    """What a router may know about one replica, as of `observed_at_s`."""
+
+    replica_id: str
+    tokens_per_s: float
+    """Rate at which the replica works through one request, tokens per second."""
+    num_slots: int
+    """Requests that the replica works on at the same time, each at `tokens_per_s`."""
+    max_concurrency: int
+    """Waiting plus running requests from which on the replica counts as at capacity."""
+    num_waiting: int
+    """Requests queued and not yet started (vLLM: num_requests_waiting)."""
+    num_running: int
+    """Requests being worked on (vLLM: num_requests_running)."""
+    tokens_in_flight: float
+    """Predicted tokens of all requests that are waiting or running."""
+    predicted_wait_s: float = math.nan
+    """Time until a request sent now would start, seconds; NaN: derived from tokens in flight."""
+    mean_response_s: float = math.nan
+    """Mean response time of recent completions, seconds; NaN before the first."""
+    observed_at_s: float = 0.0
+    """Clock time of the observation, seconds; older than now when metrics are scraped."""
+    engine: EngineSnapshot | None = None
+    """Set for replicas that batch continuously."""
+
+    @property
+    def num_outstanding(self) -> int:
+        """Requests accepted and not finished: waiting plus running."""
+        return self.num_waiting + self.num_running
+
+    @property
+    def full_tokens_per_s(self) -> float:
+        """Rate with every slot at work, tokens per second."""
+        return self.tokens_per_s * self.num_slots
+
+    @property
+    def wait_s(self) -> float:
+        """`predicted_wait_s`, or the backlog over the replica's full speed where that is NaN."""
+        if not math.isnan(self.predicted_wait_s):
+            return self.predicted_wait_s
+        if self.num_outstanding < self.num_slots:
+            return 0.0
+        return self.tokens_in_flight / self.full_tokens_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes, and why."""
+
+    replica: int
+    """Index into the snapshots that were offered."""
+    scores: tuple[float, ...] | None
+    """Cost of every candidate, lower is better; None for policies that do not score."""
+
+
+class RoutingPolicy(Protocol):
+    """Chooses the replica that serves the next request.
+
+    The same object decides in simulation and in production: it sees the request, the snapshots
+    and what it remembers of its own earlier decisions, and nothing else. One object serves one
+    stream of requests.
+    """
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index into `snapshots` of the replica that should serve `request`."""
+        ...
+
+
+@runtime_checkable
+class ScoringPolicy(RoutingPolicy, Protocol):
+    """A policy that picks the candidate of least cost, and can say what each would cost."""
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the choice together with the cost of every candidate."""
+        ...

@@ -1,0 +1,149 @@
+"""What a policy in training is worth: its score on fixed streams that it never trains on.
+
+The greedy policy is taken from the artifact, so the number is that of what would be served.
+All streams are decided together, one matrix product per step, which makes it cheap enough to
+run after every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import numpy as np
+
+from tokenyard import metrics
+from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
+from tokenyard.routing.observation import finish_columns
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scores.residual import fold
+from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.constant_rate import Observations
+from tokenyard.routing.simulator.rollouts import run_residual
+from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    synthetic_streams,
+)
+from tokenyard.types import FloatArray
+
+NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
+"""What validation finds: the score in seconds, higher is better, and what it is made of."""
+
+
+Decide = Callable[[Simulator], None]
+"""Runs all copies of a simulator to the end."""
+
+
+class Validation:
+    """A fixed set of streams of one scenario."""
+
+    def __init__(
+        self,
+        source: StreamSource,
+        num_streams: int,
+        seed: int = 0,
+        streams: StreamSet | None = None,
+    ) -> None:
+        """Draw the streams; equal arguments give equal streams in every trial.
+
+        Args:
+            source: Traffic of the scenario.
+            num_streams: How many to draw.
+            seed: Of what is drawn.
+            streams: Taken in place of any that would be drawn.
+        """
+        self._source = source
+        drawn = streams or synthetic_streams(source, num_streams, seed, "validation")
+        self._streams = drawn
+
+    def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
+        """Run the greedy policy on every stream and average over streams; keys are NAMES."""
+        return dict(zip(NAMES, self.rows(artifact).mean(axis=0).tolist(), strict=True))
+
+    def rows(self, artifact: PolicyArtifact) -> FloatArray:
+        """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
+        slo_s = self._source.scenario.slo_response_s
+        runs = artifact_runs(self._source.scenario, self._streams, artifact)
+        return np.array(
+            [
+                (
+                    metrics.score(one.response_s, one.violations(slo_s)),
+                    metrics.mean_response_s(one.response_s),
+                    metrics.percentile_response_s(one.response_s, 99.0),
+                    metrics.slo_violation_fraction(one.violations(slo_s)),
+                )
+                for one in (run.outcomes for run in runs)
+            ]
+        )
+
+
+def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
+    """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
+    metadata, arrays = artifact.metadata, artifact.arrays
+
+    def decide(sim: Simulator) -> None:
+        if metadata.kind in ("linear", "marginal"):
+            sim.run_linear(arrays["weights"], metadata.mean_total_tokens)
+        elif metadata.kind == "corrected":
+            correction = fold(arrays, artifact.layers)
+            run_residual(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
+        elif metadata.kind == "generic":
+            of_kind = "server_weights" if scenario.fleet is None else "engine_weights"
+            sim.run_any_cluster(arrays[of_kind], metadata.mean_total_tokens)
+        else:
+            _run_network(sim, artifact)
+
+    return outcome_runs(scenario, streams, decide, metadata.expected_finish)
+
+
+def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
+    equivariant = artifact.metadata.kind == "equivariant"
+    preferences = equivariant_preferences if equivariant else network_preferences
+    observations = sim.observe()
+    while sim.undecided():
+        actions = preferences(artifact, observations).argmax(axis=1)
+        observations, _rewards = sim.step_and_observe(actions)
+    sim.drain()
+
+
+def network_preferences(artifact: PolicyArtifact, observations: Observations) -> FloatArray:
+    """Preferences of an exported network for many observations at once.
+
+    Args:
+        artifact: A policy of kind `mlp`.
+        observations: Shape (num, size).
+
+    Returns:
+        Shape (num, num_replicas), higher is better.
+    """
+    metadata = artifact.metadata
+    assert metadata.num_replicas is not None
+    x = (observations - artifact.arrays["mean"]) / artifact.arrays["std"]
+    *hidden, (last_weight, last_bias) = artifact.layers
+    for weight, bias in hidden:
+        x = x @ weight.T + bias
+        x = np.maximum(x, 0.0) if metadata.activation == "relu" else np.tanh(x)
+    preferences: FloatArray = x @ last_weight.T + last_bias
+    if metadata.residual_scale:
+        finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
+        preferences -= metadata.residual_scale * finish_s
+    return preferences
+
+
+def outcome_runs(
+    scenario: Scenario,
+    streams: StreamSet,
+    decide: Decide,
+    expected_finish: bool = True,
+) -> list[Run]:
+    """Run streams of equal length to the end in compiled code; rewards are 0."""
+    requests = streams.requests
+    sim = make_simulator(scenario, len(requests), len(requests[0]), expected_finish=expected_finish)
+    for copy, stream in enumerate(requests):
+        sim.load(copy, stream)
+    decide(sim)
+    rewards = np.zeros(len(requests[0]))
+    return [Run(sim.outcomes(copy), rewards) for copy in range(len(requests))]

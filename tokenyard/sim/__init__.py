@@ -1,1 +1,0 @@
-"""The simulators: what happens to requests once a policy has placed them."""

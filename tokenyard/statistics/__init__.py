@@ -1,0 +1,1 @@
+"""Intervals, tests and estimates that every problem shares."""

@@ -1,0 +1,148 @@
+"""95 % intervals: over independent streams, and over one long recorded stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from tokenyard.types import FloatArray, IntArray
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 2000
+
+Statistic = Callable[[FloatArray], FloatArray]
+"""Takes values, shape (num_resamples, num_requests); gives one number per row."""
+
+
+class Interval(NamedTuple):
+    """An estimate and its 95 % interval; NaN where there is too little to say."""
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the distance of its ends."""
+        return (self.high - self.low) / 2
+
+    def over(self, scale: float) -> Interval:
+        """Divide all three by a positive scale; NaN when it is 0."""
+        divisor = scale if scale else math.nan
+        return Interval(self.estimate / divisor, self.low / divisor, self.high / divisor)
+
+
+def t_interval(values: Sequence[float] | FloatArray) -> Interval:
+    """Mean of independent values and its Student interval; no interval from a single value."""
+    array = np.asarray(values, dtype=np.float64)
+    mean = float(array.mean())
+    if len(array) < 2:
+        return Interval(mean, math.nan, math.nan)
+    quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(array) - 1))
+    half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
+    return Interval(mean, mean - half, mean + half)
+
+
+class BlockBootstrap:
+    """Resamples one long stream in blocks, so that what belongs together stays together.
+
+    Moving-block bootstrap (Kuensch 1989): blocks of consecutive requests are drawn with
+    replacement from all that the stream holds, and strung together to its length. Every policy
+    is resampled with the same blocks, so differences between policies are paired.
+    """
+
+    def __init__(self, num_requests: int, block_length: int, rng: np.random.Generator) -> None:
+        """Draw the blocks of all resamples; the only randomness there is."""
+        num_blocks = math.ceil(num_requests / block_length)
+        shape = (NUM_RESAMPLES, num_blocks)
+        self._starts = rng.integers(num_requests - block_length + 1, size=shape)
+        self._num_requests = num_requests
+        self._block_length = block_length
+
+    def _indices(self, starts: IntArray) -> IntArray:
+        inside = np.arange(self._block_length)
+        blocks = starts[:, :, None] + inside
+        return blocks.reshape(len(starts), -1)[:, : self._num_requests]
+
+    def resample(self, values: FloatArray, statistic: Statistic) -> FloatArray:
+        """Return `statistic` of each resample of `values`, shape (NUM_RESAMPLES,)."""
+        chunks = np.array_split(self._starts, 20)  # bounds the memory of long streams
+        return np.concatenate([statistic(values[self._indices(chunk)]) for chunk in chunks])
+
+
+def percentile_interval(estimate: float, resampled: FloatArray) -> Interval:
+    """Interval between the outer percentiles of resampled estimates."""
+    low, high = np.nanpercentile(resampled, [50 - 50 * CONFIDENCE, 50 + 50 * CONFIDENCE])
+    return Interval(estimate, float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Measures of one policy by whatever is paired with other policies', with their intervals."""
+
+    values: Mapping[str, FloatArray]
+    """By key, shape (num_units,): one value per independent stream or day, or per resample."""
+    estimates: Mapping[str, float] | None = None
+    """What `values` are resamples of, by key; None: `values` are independent of each other."""
+
+    def interval(self, key: str) -> Interval:
+        """A measure: Student's interval of independent values, percentiles of resamples."""
+        if self.estimates is None:
+            return t_interval(self.values[key])
+        return percentile_interval(self.estimates[key], self.values[key])
+
+    def difference(self, other: Samples, key: str, relative: bool) -> Interval:
+        """This policy's measure minus another's, over the other's mean where relative."""
+        ours, theirs = self.values[key], other.values[key]
+        if self.estimates is None or other.estimates is None:
+            interval = t_interval(ours - theirs)
+            return interval.over(abs(float(theirs.mean()))) if relative else interval
+        before = other.estimates[key]
+        change, resampled = self.estimates[key] - before, ours - theirs
+        if relative:
+            change, resampled = change / before, resampled / theirs
+        return percentile_interval(change, resampled)
+
+
+def block_length(values: FloatArray) -> int:
+    """Length of bootstrap blocks that covers the dependence of a series, requests.
+
+    Twice the lag from which on the autocorrelation is no more than noise (the bandwidth rule of
+    Politis and White 2004, "Automatic Block-Length Selection for the Dependent Bootstrap",
+    section 3.2), so that most of what is dependent falls into one block; at least n^(1/3) and at
+    most a tenth of the series, so that there are always blocks to choose from. Their length of
+    least error is shorter, and its intervals are too narrow on series that are as persistent as
+    a queue: wide and honest is preferred here.
+
+    Args:
+        values: The series, shape (num_requests,); NaN counts as the mean.
+    """
+    n = len(values)
+    centred = np.where(np.isnan(values), 0.0, values - np.nanmean(values))
+    lag = _dies_out_at(_autocorrelation(centred)) if centred.any() else 1
+    wanted = max(2 * lag, math.ceil(float(np.cbrt(n))))
+    return max(1, min(wanted, n // 10))
+
+
+def _autocorrelation(centred: FloatArray) -> FloatArray:
+    n = len(centred)
+    spectrum = np.abs(np.fft.rfft(centred, 2 * n)) ** 2
+    covariance = np.fft.irfft(spectrum)[:n]
+    return np.asarray(covariance / covariance[0])
+
+
+def _dies_out_at(correlation: FloatArray) -> int:
+    """Lag from which on several autocorrelations in a row are no more than noise."""
+    n = len(correlation)
+    noise = 2.0 * math.sqrt(math.log10(n) / n)
+    in_a_row = max(5, math.ceil(math.sqrt(math.log10(n))))
+    small = np.abs(correlation[1:]) < noise
+    if len(small) < in_a_row:
+        return n
+    quiet = np.convolve(small, np.ones(in_a_row), "valid") == in_a_row
+    return int(quiet.argmax()) + 1 if quiet.any() else n
