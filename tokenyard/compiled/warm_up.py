@@ -48,7 +48,8 @@ def compile_batching() -> None:
 
 
 def compile_constant_rate() -> None:
-    """Servers of constant rates, and what bounds their response times."""
+    """Servers of constant rates, bursts of traffic, and what bounds response times."""
+    StreamSource(load_scenario("bursty_serial")).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     scenario = load_scenario("poisson_085")
     stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     sim = ClusterSim(scenario, 1, _NUM_REQUESTS)
@@ -76,6 +77,7 @@ def compile_allocation() -> None:
     runner = StreamRunner(scenario, demand_source(scenario).episode(4, stream_rng(0, "training")))
     runner.run_planner(make_planner(scenario), np.zeros(NUM_PARAMETERS))
     plans, _ = clairvoyant_plans(runner)
+    runner.run_plans(plans)
     free_switching(runner)
     runner.run_autoscaler(plans[:1], runner.before, runner.before, 1)
     sim = runner.sim
