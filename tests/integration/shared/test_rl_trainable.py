@@ -95,7 +95,7 @@ def test_a_trial_becomes_another_without_a_new_process():
 def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     trial = a_trial(algorithm, num_env_runners=1)
     before = trial.step()["timesteps_total"]
-    runners = trial.training._algorithm.env_runner_group
+    runners = trial._training._algorithm.env_runner_group
     (pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     os.kill(pid, signal.SIGKILL)
 

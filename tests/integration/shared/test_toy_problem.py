@@ -48,7 +48,7 @@ def swept(name, runs):
 
 
 @pytest.fixture
-def swept_long(runs):
+def swept_long(runs, own_ray):
     out = runs / "long.json"
     return json.loads(out.read_text()) if out.exists() else swept("long", runs)
 
