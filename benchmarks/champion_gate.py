@@ -3,9 +3,8 @@
 python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
 
 The promotion gate (tokenyard/routing/gate.py) looks at half of the scenario's load and at the
-recorded requests before the test part; the whole load stands beside them. The scenario's best tuned
-rule decides; beside it stand those that are compiled, and those with the lowest mean on training
-streams of that load.
+recorded requests before the test part; the whole load stands beside them. The compiled rules decide; beside
+them stand those with the lowest mean on training streams of that load.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tokenyard.routing.gate import (
     HALF_LOAD,
     SERVER_RULES,
     Gate,
-    best_tuned_rule,
     gate_streams,
     is_compiled,
     strongest,
@@ -45,7 +43,7 @@ COLUMNS = (
     "scenario", "part", "policy", "sha256", "baseline", "stream_count", "mean_response_s",
     "delta_mean_fraction", "delta_mean_ci_low", "delta_mean_ci_high",
     "delta_p99_fraction", "delta_p99_ci_low", "delta_p99_ci_high",
-    "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high", "loses", "decides",
+    "delta_slo_violation", "delta_slo_ci_low", "delta_slo_ci_high", "loses",
 )  # fmt: skip
 
 
@@ -85,13 +83,7 @@ def rows_of(args: Args, name: str) -> list[Row]:
         gate = Gate(source, rules(args, source, part), {part: streams})
         for policy in args.policies:
             rows += compared(policy, source, gate)
-    best = best_tuned_rule(source.scenario)
-    return [{**row, "scenario": name, "decides": decides(row, best)} for row in rows]
-
-
-def decides(row: Row, best: str) -> int:
-    """Whether the gate looks at the row: the part, against the best tuned rule."""
-    return int(row["part"] != FULL_LOAD and row["baseline"] == best)
+    return [{**row, "scenario": name} for row in rows]
 
 
 def rules(args: Args, source: StreamSource, part: str) -> list[str]:
@@ -100,8 +92,7 @@ def rules(args: Args, source: StreamSource, part: str) -> list[str]:
     factor = 0.5 if part == HALF_LOAD else 1.0
     drawn: StreamSet = synthetic_streams(source, 3, args.seed, "training", factor)
     quick = [name for name in names if is_compiled(name, source.scenario)]
-    best = best_tuned_rule(source.scenario)
-    return list(dict.fromkeys([best, *strongest(names, source, drawn, args.most), *quick]))
+    return list(dict.fromkeys([*quick, *strongest(names, source, drawn, args.most)]))
 
 
 def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:
@@ -121,7 +112,7 @@ def table(rows: list[Row]) -> Table:
         box=box.SIMPLE_HEAD,
     )  # fmt: skip
     for row in rows:
-        style = "bold" if row["loses"] and row["decides"] else ""
+        style = "bold" if row["loses"] and row["part"] != FULL_LOAD else ""
         cells = [str(row[key]) for key in ("scenario", "part", "policy", "baseline")]
         found.add_row(*cells, *(_interval(row, *keys) for keys in _DELTAS), style=style)
     return found

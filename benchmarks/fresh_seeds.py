@@ -1,6 +1,6 @@
 """A shipped champion of routing against one rule on many seeds, so that no seed is picked.
 
-python benchmarks/fresh_seeds.py --scenario azure_code_mixed_gpus_085 --rule tuned_marginal_delay
+python benchmarks/fresh_seeds.py --scenario azure_code_slo --rule tuned_marginal_delay
 
 Equal to `evaluate.py --source synthetic --seed S --streams 30` of every seed, in compiled code.
 `--service-weight` adds the rule that is missing from the list of rules: shortest expected delay
@@ -42,7 +42,7 @@ TRIED = tuple(np.arange(1, 15) / 10)
 class Args:
     """Compare a champion with one rule on synthetic test streams of many seeds."""
 
-    scenario: str = "azure_code_mixed_gpus_085"
+    scenario: str = "azure_code_slo"
     policy: str = "champion"
     """`champion`, `generic`, or the path of a policy file."""
     rule: str = "tuned_marginal_delay"

@@ -21,7 +21,7 @@ class PairedScore:
     """Compares policies with a hand rule on what no search was trained on.
 
     That is fresh synthetic streams and, where the file is found, the recorded requests that the
-    traffic model was fitted to; and what the promotion gate looks at, with the best tuned rule.
+    traffic model was fitted to; and what the promotion gate looks at, with the compiled rules.
     The recorded test part is not touched.
     """
 

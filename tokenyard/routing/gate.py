@@ -1,8 +1,8 @@
-"""The promotion gate: no champion ships that loses to the rule that would ship in its place.
+"""The promotion gate: no champion ships that loses to a hand rule on data it may be chosen by.
 
-That is the scenario's best tuned rule. Two parts are looked at, and neither is a test part:
-validation streams at half of the scenario's load, where a policy must not cost more than a rule
-that is there anyway, and the recorded requests before the test part, where the scenario has some.
+Two parts are looked at, and neither is a test part: validation streams at half of the scenario's
+load, where a policy must not cost more than a rule that is there anyway, and the recorded requests
+before the test part, where the scenario has some.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FLEET_RULES = (
 """Rules that a champion has to stand beside; those that are never best are left out."""
 SERVER_COMPILED = ("sed", "sed_reserve", "sed_dump")
 FLEET_COMPILED = ("marginal_delay", "tuned_marginal_delay")
-"""Those of them that compiled code decides for."""
+"""Those of them that compiled code decides for, so that searches can afford them."""
 
 Runner = Callable[[StreamSet], list[Run]]
 """Runs one policy over streams."""
@@ -78,14 +78,14 @@ class Gate:
 
         Args:
             source: Traffic of the scenario.
-            rules: Names; those that the scenario has no parameters for are left out. None: the
-                best tuned rule alone, which decides.
+            rules: Names; those that the scenario has no parameters for are left out. None: those
+                that are compiled for its servers.
             parts: Streams by name; None: those of `gate_streams`.
         """
         self._scenario = source.scenario
         self.parts = gate_streams(source) if parts is None else parts
         if rules is None:
-            rules = [best_tuned_rule(source.scenario)]
+            rules = SERVER_COMPILED if source.scenario.fleet is None else FLEET_COMPILED
         self._runs = {
             part: {name: rule_runs(name, self._scenario, streams) for name in known(rules, source)}
             for part, streams in self.parts.items()
@@ -106,18 +106,6 @@ class Gate:
             row = compare(PROBLEM, self._scenario, self.parts[part], both, rule)[1]
             rows.append({**row, "part": part, "baseline": rule, "loses": int(loses(row))})
         return rows
-
-
-def best_tuned_rule(scenario: Scenario) -> str:
-    """The rule with the best score on the training streams that rules were tuned on.
-
-    Where none were tuned for the scenario, the plain one of its kind of servers.
-    """
-    try:
-        scores = load_tuned(scenario.name).scores
-    except ValueError:
-        return "sed" if scenario.fleet is None else "marginal_delay"
-    return max(scores, key=scores.__getitem__)
 
 
 def gate_streams(

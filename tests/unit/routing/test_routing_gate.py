@@ -78,9 +78,10 @@ def test_a_slow_rule_loses_to_the_tuned_one_and_the_tuned_one_does_not_lose_to_i
     source, streams = few_streams(scenario, 6)
     bar = gate.Gate(source, parts={"some": streams})
     rows = bar(lambda streams: gate.rule_runs("sed", scenario, streams))
-    assert [(found["baseline"], found["loses"]) for found in rows] == [("tuned_marginal_delay", 1)]
+    assert {found["baseline"] for found in rows} == set(gate.FLEET_COMPILED)
+    assert all(found["loses"] for found in rows)
     rows = bar(lambda streams: gate.rule_runs("tuned_marginal_delay", scenario, streams))
-    assert [found["loses"] for found in rows] == [0]
+    assert [found["loses"] for found in rows if found["baseline"] == "tuned_marginal_delay"] == [0]
 
 
 def test_half_load_and_recorded_training_requests_are_looked_at_and_no_test_part(monkeypatch):
@@ -96,6 +97,4 @@ def test_half_load_and_recorded_training_requests_are_looked_at_and_no_test_part
 def test_rules_without_parameters_are_left_out():
     own = load_scenario(FLEET).model_copy(update={"name": "mine"})
     assert "tuned_marginal_delay" not in gate.known(gate.FLEET_RULES, StreamSource(own))
-    assert gate.best_tuned_rule(own) == "marginal_delay"
-    scores = load_tuned(FLEET).scores
-    assert scores[gate.best_tuned_rule(load_scenario(FLEET))] == max(scores.values())
+    assert load_tuned(FLEET).fleet.marginal_weights

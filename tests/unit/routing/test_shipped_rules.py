@@ -7,7 +7,13 @@ from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
 
-WITHDRAWN = ("conversation_mixed_gpus", "emulated", "two_classes_slo", "multi_turn_prefix")
+WITHDRAWN = (
+    "azure_code_mixed_gpus_085",
+    "conversation_mixed_gpus",
+    "emulated",
+    "two_classes_slo",
+    "multi_turn_prefix",
+)
 
 
 @pytest.mark.parametrize("name", WITHDRAWN)
