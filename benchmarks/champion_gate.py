@@ -3,8 +3,8 @@
 python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
 
 The promotion gate (tokenyard/routing/gate.py) looks at half of the scenario's load and at the
-recorded requests before the test part; the whole load stands beside them. The compiled rules decide; beside
-them stand those with the lowest mean on training streams of that load.
+recorded requests before the test part; the whole load stands beside them. The compiled rules
+decide; beside them stand those with the lowest mean on training streams of that load.
 """
 
 from __future__ import annotations

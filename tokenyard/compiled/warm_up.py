@@ -25,7 +25,7 @@ from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import BatchingStream, token_rows
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.rollouts import RolloutSim, run_residual
+from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
 _NUM_REQUESTS = 20
@@ -43,7 +43,7 @@ def compile_batching() -> None:
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
-    run_residual(sim, policy, 1.0)
+    sim.run_residual(policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
 
 

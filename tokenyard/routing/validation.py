@@ -8,19 +8,14 @@ run after every iteration.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from functools import partial
 
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
-from tokenyard.routing.observation import finish_columns
+from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.residual import fold
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.constant_rate import Observations
-from tokenyard.routing.simulator.rollouts import run_residual
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -82,55 +77,9 @@ class Validation:
 
 def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
     """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
-    metadata, arrays = artifact.metadata, artifact.arrays
-
-    def decide(sim: Simulator) -> None:
-        if metadata.kind in ("linear", "marginal"):
-            sim.run_linear(arrays["weights"], metadata.mean_total_tokens)
-        elif metadata.kind == "corrected":
-            correction = fold(arrays, artifact.layers)
-            run_residual(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
-        elif metadata.kind == "generic":
-            of_kind = "server_weights" if scenario.fleet is None else "engine_weights"
-            sim.run_any_cluster(arrays[of_kind], metadata.mean_total_tokens)
-        else:
-            _run_network(sim, artifact)
-
-    return outcome_runs(scenario, streams, decide, metadata.expected_finish)
-
-
-def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
-    equivariant = artifact.metadata.kind == "equivariant"
-    preferences = equivariant_preferences if equivariant else network_preferences
-    observations = sim.observe()
-    while sim.undecided():
-        actions = preferences(artifact, observations).argmax(axis=1)
-        observations, _rewards = sim.step_and_observe(actions)
-    sim.drain()
-
-
-def network_preferences(artifact: PolicyArtifact, observations: Observations) -> FloatArray:
-    """Preferences of an exported network for many observations at once.
-
-    Args:
-        artifact: A policy of kind `mlp`.
-        observations: Shape (num, size).
-
-    Returns:
-        Shape (num, num_replicas), higher is better.
-    """
     metadata = artifact.metadata
-    assert metadata.num_replicas is not None
-    x = (observations - artifact.arrays["mean"]) / artifact.arrays["std"]
-    *hidden, (last_weight, last_bias) = artifact.layers
-    for weight, bias in hidden:
-        x = x @ weight.T + bias
-        x = np.maximum(x, 0.0) if metadata.activation == "relu" else np.tanh(x)
-    preferences: FloatArray = x @ last_weight.T + last_bias
-    if metadata.residual_scale:
-        finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
-        preferences -= metadata.residual_scale * finish_s
-    return preferences
+    run = partial(KINDS[metadata.kind].run, artifact)
+    return outcome_runs(scenario, streams, run, metadata.expected_finish)
 
 
 def outcome_runs(

@@ -12,11 +12,11 @@ from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Observations, Outcomes
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import PolicyRunner, ReplicaSnapshot, Request
 from tokenyard.types import FloatArray, IntArray
 
 
-class Simulator(Protocol):
+class Simulator(PolicyRunner, Protocol):
     """What environments, training and evaluation need of a simulator."""
 
     observations: Observations
@@ -35,32 +35,8 @@ class Simulator(Protocol):
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         ...
 
-    def observe(self) -> Observations:
-        """Encode what the router sees, shape (num_copies, size)."""
-        ...
-
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision; return rewards."""
-        ...
-
-    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
-        """Place every copy's waiting request and run to its next decision."""
-        ...
-
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the linear policy of these weights."""
-        ...
-
-    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the policy for any cluster of these weights."""
-        ...
-
-    def drain(self) -> FloatArray:
-        """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
-        ...
-
-    def undecided(self) -> bool:
-        """Whether any copy has a request left to be placed."""
         ...
 
     def num_placed(self) -> IntArray:

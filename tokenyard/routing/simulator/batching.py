@@ -10,9 +10,11 @@ import numpy as np
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Fleet, Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
+from tokenyard.routing.simulator.batching_kernel.residual import make_player, run_residual
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
@@ -112,6 +114,8 @@ class BatchingSim:
     The counterpart of `ClusterSim` for scenarios with a `fleet`; docs/engine.md says what a
     replica does.
     """
+
+    any_cluster_weights = "engine_weights"
 
     def __init__(
         self,
@@ -275,6 +279,13 @@ class BatchingSim:
     def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
         self._run(kernel.run_any_cluster, weights, mean_total_tokens)
+
+    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+        """Run all streams to the end under a corrected policy (`residual_scores`)."""
+        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
+        run_residual(
+            self.arrays, make_player(correction, num, mean_total_tokens, slo_s), self.rewards
+        )
 
     def _run(self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float) -> None:
         scores = np.empty(self.scenario.num_servers)

@@ -12,6 +12,7 @@ from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.rewards import (
@@ -85,6 +86,8 @@ class ClusterSim:
 
     Two simulators share nothing, and equal streams and actions give equal bytes.
     """
+
+    any_cluster_weights = "server_weights"
 
     def __init__(
         self,
@@ -229,6 +232,14 @@ class ClusterSim:
             self.outcome_table, self.tables, weights, mean_total_tokens,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
+
+    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+        """Refuse: it corrects a rule for replicas that batch.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("a corrected policy decides between replicas that batch, not servers")
 
     def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
