@@ -24,9 +24,9 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.policies.tuned import TunedRules
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.tuning import FLEET_GRIDS, tune_rules
+from tokenyard.routing.tuning import tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 

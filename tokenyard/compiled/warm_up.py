@@ -23,7 +23,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import BatchingStream, token_rows
+from tokenyard.routing.simulator.batching_streams import fleet_stream, token_rows
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
@@ -34,8 +34,8 @@ _NUM_REQUESTS = 20
 def compile_batching() -> None:
     """Replicas that batch, and rollouts over them."""
     scenario = load_scenario("azure_code_mixed_gpus_085")
-    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
-    assert isinstance(stream, BatchingStream)
+    drawn = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
+    stream = fleet_stream(drawn)
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
     sim.best_ahead(0, 1.0)

@@ -287,16 +287,9 @@ def lineage_of(scenario: Scenario) -> dict[str, str]:
     Returns:
         `trace_sha256` and `calibration_sha256`, 12 hex digits each.
     """
-    speeds = []
-    if scenario.fleet is None:
-        speeds = [one.model_dump_json() for one in scenario.servers]
-    else:
-        # What the performance model makes of names changes with its calibration.
-        for one in scenario.fleet.replicas:
-            speeds += [one.model_dump_json(), repr(one.iteration.tolist())]
     return {
         "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
-        "calibration_sha256": _short("\n".join(speeds)),
+        "calibration_sha256": _short(scenario.calibration),
     }
 
 

@@ -7,7 +7,6 @@ run after every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator import Decide, make_simulator
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -26,10 +25,6 @@ from tokenyard.types import FloatArray
 
 NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
 """What validation finds: the score in seconds, higher is better, and what it is made of."""
-
-
-Decide = Callable[[Simulator], None]
-"""Runs all copies of a simulator to the end."""
 
 
 class Validation:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import Stream
-from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Observations, Outcomes
+from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.types import PolicyRunner, ReplicaSnapshot, Request
 from tokenyard.types import FloatArray, IntArray
 
@@ -43,6 +43,10 @@ class Simulator(PolicyRunner, Protocol):
         """Placements so far in every copy, shape (num_copies,)."""
         ...
 
+    def sizes_seen(self) -> FloatArray:
+        """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
+        ...
+
     def current(self, copy: int = 0) -> int:
         """Index of the request that waits to be placed; -1: none is left."""
         ...
@@ -64,6 +68,10 @@ class Simulator(PolicyRunner, Protocol):
         ...
 
 
+Decide = Callable[[Simulator], None]
+"""Runs all copies of a simulator to the end."""
+
+
 def make_simulator(
     scenario: Scenario,
     num_copies: int,
@@ -72,5 +80,5 @@ def make_simulator(
     expected_finish: bool = True,
 ) -> Simulator:
     """Make the simulator of a scenario's servers; see `ClusterSim` and `BatchingSim`."""
-    kind = ClusterSim if scenario.fleet is None else BatchingSim
-    return kind(scenario, num_copies, stream_length, reward, expected_finish)
+    simulator = server_model(scenario).simulator
+    return simulator(scenario, num_copies, stream_length, reward, expected_finish)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,47 +15,12 @@ from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.residual import make_player, run_residual
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
-from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
-from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
+from tokenyard.routing.simulator.batching_outcomes import BatchingOutcomes
+from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
+from tokenyard.routing.simulator.constant_rate import Actions, Observations
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
-from tokenyard.types import BoolArray, FloatArray, IntArray
-
-
-@dataclass(frozen=True)
-class BatchingOutcomes(Outcomes):
-    """What became of the requests of one stream; every array has shape (num_requests,)."""
-
-    first_token_s: FloatArray
-    """Time from arrival to the first token, seconds; NaN where there was none."""
-    output_tokens: FloatArray
-    met: IntArray
-    """1 where every SLO of the request's class was attained."""
-    traffic_class: IntArray
-    tenant: IntArray
-    attempts: FloatArray
-    """Times that the request was placed."""
-    preemptions: FloatArray
-    hit_tokens: FloatArray
-    """Tokens that the prefix cache had at admission, over all admissions."""
-    prefilled_tokens: FloatArray
-    """Tokens that were lacking in KV memory at admission, over all admissions."""
-    wasted_tokens: FloatArray
-    """Generated tokens that reached nobody: the client hung up, or the replica failed."""
-    kv_seen: FloatArray
-    """Mean over replicas of the share of KV memory that requests held when this one was placed."""
-    gave_up: IntArray
-    """1 where the client hung up."""
-    latency_counts: FloatArray
-    """Gaps between the tokens of a request, counted by bin over the whole stream, shape
-    (lay.LATENCY_BINS,)."""
-    energy_j: float
-    """Of all replicas that are up, from the first arrival to the last completion."""
-
-    def violations(self, slo_response_s: float) -> BoolArray:
-        """Which requests violated an SLO of their class, shape (num_requests,)."""
-        violations: BoolArray = self.met == 0
-        return violations
+from tokenyard.types import FloatArray, IntArray
 
 
 def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
@@ -134,9 +98,8 @@ class BatchingSim:
             reward: Weights that take the place of the scenario's.
             expected_finish: Whether observations hold each replica's expected delays.
         """
-        assert scenario.fleet is not None
         self.scenario = scenario
-        fleet = scenario.fleet
+        fleet = scenario.required_fleet
         num = scenario.num_servers
         self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
         rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
@@ -175,7 +138,7 @@ class BatchingSim:
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
-        assert isinstance(stream, BatchingStream)
+        stream = fleet_stream(stream)
         self._make_room(stream)
         arrays = self.arrays
         arrays.requests[copy] = stream.requests
@@ -299,6 +262,12 @@ class BatchingSim:
         as if nothing more came.
         """
         return int(kernel.best_ahead(self.arrays, copy, others_weight))
+
+    def sizes_seen(self) -> FloatArray:
+        """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
+        requests = self.arrays.requests
+        sizes: FloatArray = requests[:, :, lay.CONTEXT] + requests[:, :, lay.PREDICTED_OUTPUT]
+        return sizes
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""

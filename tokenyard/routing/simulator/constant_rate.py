@@ -46,6 +46,10 @@ class Outcomes:
         """Which requests violated the SLO, shape (num_requests,)."""
         return metrics.violations(self.response_s, slo_response_s)
 
+    def further_measures(self, scenario: Scenario) -> dict[str, float]:
+        """What is measured beside what all servers have: nothing."""
+        return {}
+
 
 def _server_params(scenario: Scenario) -> FloatArray:
     params = np.empty((scenario.num_servers, kernel.NUM_PARAMS))

@@ -105,8 +105,6 @@ class RolloutSim:
         Raises:
             ValueError: The scenario has no fleet.
         """
-        if scenario.fleet is None:
-            raise ValueError(f"scenario {scenario.name!r} has no fleet: rollouts of fleets only")
         # Nobody reads the rewards.
         self._sim = BatchingSim(scenario, 2, num_requests, RewardWeights(balance=0.0))
         self._scenario = scenario
