@@ -177,14 +177,6 @@ def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
     sim.run_residual(correction, artifact.metadata.mean_total_tokens)
 
 
-def _run_mlp(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
-    _run_greedily(partial(network_preferences, artifact), sim)
-
-
-def _run_equivariant(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
-    _run_greedily(artifact.scorer.preferences, sim)
-
-
 def _run_greedily(
     preferences: Callable[[npt.NDArray[np.float32]], FloatArray], sim: PolicyRunner
 ) -> None:
@@ -225,10 +217,13 @@ KINDS: dict[str, RoutingKind] = {
     "generic": RoutingKind(
         _check_generic, AnyClusterPolicy, knows_traffic=False, run=_run_any_cluster
     ),
-    "mlp": RoutingKind(_check_mlp, NetworkPolicy, needs_engine=lambda it: False, run=_run_mlp),
+    "mlp": RoutingKind(
+        _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
+        run=lambda it, sim: _run_greedily(partial(network_preferences, it), sim),
+    ),
     "equivariant": RoutingKind(
         _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches,
-        run=_run_equivariant,
+        run=lambda it, sim: _run_greedily(it.scorer.preferences, sim),
     ),
     "corrected": RoutingKind(
         _check_residual, ResidualPolicy, needs_engine=lambda it: True, run=_run_residual

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tokenyard import metrics
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
@@ -36,6 +35,7 @@ from tokenyard.routing.scores.any_cluster import (
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.validation import outcome_row
 from tokenyard.types import FloatArray, IntArray
 
 Kind = Literal["servers", "slots", "engines"]
@@ -163,33 +163,22 @@ def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
 class Found:
     """What a policy did on every stream; arrays of shape (streams,)."""
 
+    score: FloatArray
+    """`metrics.score`, higher is better."""
     mean_s: FloatArray
     p99_s: FloatArray
     violations: FloatArray
-    score: FloatArray
-    """`metrics.score`, higher is better."""
 
     @classmethod
     def of(cls, sim: Simulator, num_streams: int, slo_s: float) -> Found:
         """Measure streams that have been run to their end."""
-        outcomes = [sim.outcomes(copy) for copy in range(num_streams)]
-        violations = [one.violations(slo_s) for one in outcomes]
-        p99_s = [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
-        scores = [
-            metrics.score(one.response_s, violated)
-            for one, violated in zip(outcomes, violations, strict=True)
-        ]
-        return cls(
-            np.array([metrics.mean_response_s(one.response_s) for one in outcomes]),
-            np.array(p99_s),
-            np.array([metrics.slo_violation_fraction(violated) for violated in violations]),
-            np.array(scores),
-        )
+        rows = [outcome_row(sim.outcomes(copy), slo_s) for copy in range(num_streams)]
+        return cls(*np.array(rows).T)
 
     @classmethod
     def together(cls, some: Sequence[Found]) -> Found:
         """Put the streams of several clusters into one."""
-        fields = ("mean_s", "p99_s", "violations", "score")
+        fields = ("score", "mean_s", "p99_s", "violations")
         return cls(*(np.concatenate([getattr(one, name) for one in some]) for name in fields))
 
 

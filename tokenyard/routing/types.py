@@ -133,6 +133,10 @@ class ScoringPolicy(RoutingPolicy, Protocol):
         """Return the choice together with the cost of every candidate."""
         ...
 
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the choice."""
+        return self.decide(request, snapshots).replica
+
 
 class PolicyRunner(Protocol):
     """Runs streams under a policy, all copies at once: what trained policies need of a simulator.

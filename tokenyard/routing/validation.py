@@ -15,6 +15,7 @@ from tokenyard import metrics
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Decide, make_simulator
+from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -57,17 +58,18 @@ class Validation:
         """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
         slo_s = self._source.scenario.slo_response_s
         runs = artifact_runs(self._source.scenario, self._streams, artifact)
-        return np.array(
-            [
-                (
-                    metrics.score(one.response_s, one.violations(slo_s)),
-                    metrics.mean_response_s(one.response_s),
-                    metrics.percentile_response_s(one.response_s, 99.0),
-                    metrics.slo_violation_fraction(one.violations(slo_s)),
-                )
-                for one in (run.outcomes for run in runs)
-            ]
-        )
+        return np.array([outcome_row(run.outcomes, slo_s) for run in runs])
+
+
+def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, float]:
+    """What became of one stream; the numbers are NAMES."""
+    response_s, violations = outcomes.response_s, outcomes.violations(slo_s)
+    return (
+        metrics.score(response_s, violations),
+        metrics.mean_response_s(response_s),
+        metrics.percentile_response_s(response_s, 99.0),
+        metrics.slo_violation_fraction(violations),
+    )
 
 
 def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:

@@ -1,15 +1,15 @@
-"""The two models of a server, and all that is asked of one; to add a third, write its class.
+"""The two models of a server, and all that is asked of one.
 
 A server takes requests at a constant rate (`ConstantRate`), or it is a replica that batches
 continuously (`Batching`). What needs no simulator is answered by `Scenario` itself: names,
-capacities, calibration, and which reward terms there are.
+capacities, calibration, and which reward terms there are. To add a third model, write its class
+and its simulator, and name them in `ServerModel`, `Simulator` and `server_model`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal, cast
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 
@@ -31,18 +31,13 @@ from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.types import FloatArray
 from tokenyard.workload.trace import Trace
 
-if TYPE_CHECKING:
-    from tokenyard.routing.simulator import Decide, Simulator
-
 _MOST_SHARES = 8
 """Servers up to which the share of each is printed."""
 
 
-class ServerModel(ABC):
-    """What is asked of the servers of one scenario."""
+class _Servers:
+    """What both models say in the same words, of the servers of one scenario."""
 
-    simulator: ClassVar[Callable[..., Simulator]]
-    """Makes their simulator; see `make_simulator`."""
     linear_kind: ClassVar[Literal["linear", "marginal"]]
     """Kind of artifact of the linear policy."""
     num_slo_weights: ClassVar[int]
@@ -66,50 +61,12 @@ class ServerModel(ABC):
         """Answer for the servers of `scenario`."""
         self.scenario = scenario
 
-    @abstractmethod
-    def encode(
-        self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
-        rng: np.random.Generator,
-    ) -> Stream:  # fmt: skip
-        """Lay a trace out as a stream for the simulator.
-
-        Args:
-            trace: Requests.
-            predicted_total: What the router is told of their sizes, tokens, shape (num_requests,).
-            features: Scaled request features, shape (num_requests, NUM_REQUEST_FEATURES).
-            rng: Draws what no trace tells of a fleet: classes, routers, failures.
-        """
-
-    @abstractmethod
-    def measures(self) -> list[Measure]:
-        """What is printed and compared."""
-
-    @abstractmethod
-    def violated(self, or_dropped: bool = False) -> str:
-        """What requests did that violated an SLO, in words; dropped ones may be named."""
-
-    @abstractmethod
-    def hand_weights(self) -> tuple[float, ...]:
-        """Weights of the linear policy that make it `hand_rule`."""
-
-    @abstractmethod
-    def compiled_rule(self, name: str) -> Decide | None:
-        """What decides for a rule of `compiled_rules`; None: it is none of them."""
-
-    @abstractmethod
-    def rule_variants(self, sim: Simulator) -> list[Decide]:
-        """The compiled rules with several parameters each, for the streams that `sim` holds."""
-
-    @abstractmethod
-    def group(self) -> tuple[str, ...]:
-        """What kind of cluster it is: a search over clusters is guarded by kind."""
-
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
         return {}
 
 
-class ConstantRate(ServerModel):
+class ConstantRate(_Servers):
     """Servers that work through requests at a constant rate, one or several at a time."""
 
     simulator = ClusterSim
@@ -126,7 +83,14 @@ class ConstantRate(ServerModel):
         self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
         rng: np.random.Generator,
     ) -> FloatArray:  # fmt: skip
-        """Lay a trace out as rows of shape (num_requests, NUM_REQUEST); draws nothing."""
+        """Lay a trace out as rows of shape (num_requests, NUM_REQUEST).
+
+        Args:
+            trace: Requests.
+            predicted_total: What the router is told of their sizes, tokens, shape (num_requests,).
+            features: Scaled request features, shape (num_requests, NUM_REQUEST_FEATURES).
+            rng: Not drawn from.
+        """
         rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
         rows[:, kernel.ARRIVAL_S] = trace.arrival_s
         rows[:, kernel.DISPATCH_S] = dispatch_s(trace.arrival_s, self.scenario.decision_epoch_s)
@@ -157,7 +121,7 @@ class ConstantRate(ServerModel):
         ]
 
     def violated(self, or_dropped: bool = False) -> str:
-        """They were late."""
+        """What requests did that violated an SLO, in words; dropped ones may be named."""
         late = f"later than {self.scenario.slo_response_s:g} s"
         return f"{late} or dropped" if or_dropped else late
 
@@ -166,7 +130,7 @@ class ConstantRate(ServerModel):
         return (0.0,) * NUM_SCORE_WEIGHTS
 
     def compiled_rule(self, name: str) -> Decide | None:
-        """Shortest expected delay, or one of its tuned variants."""
+        """What runs shortest expected delay, or a tuned variant; None: it is no such rule."""
         if name not in self.compiled_rules:
             return None
         above_tokens, dump_server = np.inf, -1
@@ -188,7 +152,7 @@ class ConstantRate(ServerModel):
         ]
 
     def group(self) -> tuple[str, ...]:
-        """Bursts, load, equality and number of servers, and how they work."""
+        """What kind of cluster it is: a search over clusters is guarded by kind."""
         scenario, arrivals = self.scenario, self.scenario.arrivals
         assert arrivals.load is not None
         bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
@@ -204,7 +168,7 @@ class ConstantRate(ServerModel):
         )
 
 
-class Batching(ServerModel):
+class Batching(_Servers):
     """A fleet of replicas that batch continuously (docs/engine.md)."""
 
     simulator = BatchingSim
@@ -237,7 +201,7 @@ class Batching(ServerModel):
         self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
         rng: np.random.Generator,
     ) -> Stream:  # fmt: skip
-        """Lay a trace out as requests, prefix chains and what happens to replicas."""
+        """Lay a trace out, with classes, routers and failures drawn from `rng`."""
         scenario = self.scenario
         return encode_for_fleet(
             self.fleet, trace, predicted_total - trace.context_tokens, features,
@@ -278,7 +242,7 @@ class Batching(ServerModel):
         return load_tuned(self.scenario.name).fleet.marginal_weights
 
     def compiled_rule(self, name: str) -> Decide | None:
-        """Least marginal delay, tuned or not."""
+        """What runs least marginal delay, tuned or not; None: it is no such rule."""
         if name not in self.compiled_rules:
             return None
         tuned = name == "tuned_marginal_delay"
@@ -309,6 +273,12 @@ class Batching(ServerModel):
             name: {field: grid for field, grid in fields.items() if field not in without}
             for name, fields in known.items()
         }
+
+
+ServerModel = ConstantRate | Batching
+Simulator = ClusterSim | BatchingSim
+Decide = Callable[[Simulator], None]
+"""Runs all copies of a simulator to the end."""
 
 
 def server_model(scenario: Scenario) -> ServerModel:
