@@ -72,10 +72,10 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
         "sed_reserve": f"above {rules.reserve_above_tokens:.0f} tokens",
         "sed_dump": f"replica {rules.dump_replica}",
         "sita": f"cuts at {cuts} tokens, replicas {order}",
-        "marginal_delay": "none",
     }
     for name, fields in FLEET_GRIDS.items():
-        parameters[name] = ", ".join(f"{field} {getattr(rules.fleet, field):g}" for field in fields)
+        values = [f"{field} {getattr(rules.fleet, field):g}" for field in fields]
+        parameters[name] = ", ".join(values) or "none"
     return [
         {
             "scenario": rules.scenario,

@@ -8,20 +8,13 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.metrics import score
-from tokenyard.problem import Measure
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run
-from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.statistics.intervals import BlockBootstrap, Samples, block_length
 from tokenyard.types import FloatArray
 
 _BOOTSTRAP_SEED = 95
-
-
-def measures(scenario: Scenario) -> list[Measure]:
-    """What is printed and compared of a scenario's servers."""
-    return server_model(scenario).measures()
 
 
 def samples(

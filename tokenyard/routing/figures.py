@@ -29,8 +29,8 @@ from tokenyard.figures import (
 from tokenyard.problem import Row
 from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.batching_outcomes import BatchingOutcomes
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.types import FloatArray

@@ -20,7 +20,7 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator.batching_outcomes import BatchingOutcomes
+from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.run import Run, repeating, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.statistics.intervals import Interval, t_interval

@@ -55,7 +55,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     scenario_names = staticmethod(scenario_names)
     load_scenario = staticmethod(load_scenario)
     load_artifact = staticmethod(PolicyArtifact.load)
-    measures = staticmethod(evaluation.measures)
+    measures = staticmethod(lambda scenario: server_model(scenario).measures())
     summary = staticmethod(evaluation.mean_summary)
     samples = staticmethod(evaluation.samples)
 

@@ -149,11 +149,9 @@ class PolicyRunner(Protocol):
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy of these weights."""
-        ...
 
     def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the policy for any cluster of these weights."""
-        ...
 
     def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
         """Run all streams to the end under a corrected policy.
@@ -161,22 +159,17 @@ class PolicyRunner(Protocol):
         Raises:
             ValueError: The servers do not batch.
         """
-        ...
 
     def observe(self) -> npt.NDArray[np.float32]:
         """Encode what the router sees."""
-        ...
 
     def step_and_observe(
         self, actions: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.float32], FloatArray]:
         """Place every copy's waiting request and run to its next decision."""
-        ...
 
     def drain(self) -> FloatArray:
         """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
-        ...
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
-        ...

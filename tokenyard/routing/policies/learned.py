@@ -84,7 +84,7 @@ class MarginalPolicy(LinearPolicy):
         return Decision(best, tuple(costs.tolist()))
 
 
-class AnyClusterPolicy:
+class AnyClusterPolicy(ScoringPolicy):
     """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
 
     def __init__(
@@ -96,18 +96,8 @@ class AnyClusterPolicy:
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
         self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
 
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        return self._decide(request, snapshots)[0]
-
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the cluster."""
-        best, costs = self._decide(request, snapshots)
-        return Decision(best, tuple(costs.tolist()))
-
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray]:
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
@@ -123,7 +113,7 @@ class AnyClusterPolicy:
             best = server_scores(
                 self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
             )
-        return best, costs
+        return Decision(best, tuple(costs.tolist()))
 
 
 class NetworkPolicy(ScoringPolicy):

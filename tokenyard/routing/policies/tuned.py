@@ -48,6 +48,7 @@ Grids = Mapping[str, Mapping[str, tuple[float, ...]]]
 """Values tried of every field of `FleetRules`, under the rule that it belongs to."""
 
 FLEET_GRIDS: Grids = {
+    "marginal_delay": {},
     "tuned_marginal_delay": {
         "others_weight": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0),
         "wait_weight": (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0),

@@ -21,7 +21,7 @@ from tokenyard.routing.simulator.rewards import (
     SLO_AT_COMPLETION,
     reward_rules,
 )
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -83,6 +83,25 @@ def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> 
 
 def _max_running(scenario: Scenario) -> int:
     return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
+
+
+def snapshot_of(
+    name: str, row: list[float], observed_at_s: float, engine: EngineSnapshot | None = None
+) -> ReplicaSnapshot:
+    """A row of a simulator's table as a policy sees it."""
+    return ReplicaSnapshot(
+        replica_id=name,
+        tokens_per_s=row[observation.TOKENS_PER_S],
+        num_slots=int(row[observation.NUM_SLOTS]),
+        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+        num_waiting=int(row[observation.NUM_WAITING]),
+        num_running=int(row[observation.NUM_RUNNING]),
+        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+        predicted_wait_s=row[observation.WAIT_S],
+        mean_response_s=row[observation.MEAN_RESPONSE_S],
+        observed_at_s=observed_at_s,
+        engine=engine,
+    )
 
 
 class ClusterSim:
@@ -297,18 +316,7 @@ class ClusterSim:
         # One conversion to Python numbers for the whole table: this runs at every decision.
         rows = self.tables[copy].tolist()
         return [
-            ReplicaSnapshot(
-                replica_id=server.name,
-                tokens_per_s=row[observation.TOKENS_PER_S],
-                num_slots=int(row[observation.NUM_SLOTS]),
-                max_concurrency=int(row[observation.MAX_CONCURRENCY]),
-                num_waiting=int(row[observation.NUM_WAITING]),
-                num_running=int(row[observation.NUM_RUNNING]),
-                tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
-                predicted_wait_s=row[observation.WAIT_S],
-                mean_response_s=row[observation.MEAN_RESPONSE_S],
-                observed_at_s=now,
-            )
+            snapshot_of(server.name, row, now)
             for server, row in zip(self.scenario.servers, rows, strict=True)
         ]
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
 from tokenyard.routing.simulator.batching_kernel.layout import FleetArrays, replica_of
 from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
-from tokenyard.routing.simulator.batching_kernel.residual import Player, decide, make_player
-from tokenyard.routing.simulator.batching_kernel.step import place
+from tokenyard.routing.simulator.batching_kernel.step import Player, decide, make_player, place
 from tokenyard.routing.simulator.batching_streams import BatchingStream
 from tokenyard.types import FloatArray, IntArray
 
@@ -55,15 +54,6 @@ _ANEW = -1
 
 _PLAYED, _AHEAD = 0, 1
 """Copies of the fleet: that of the stream, and that in which rollouts are played."""
-
-
-class _Limits(NamedTuple):
-    """What responses are counted by."""
-
-    slow_after_s: float
-    """From where on a response counts as slow, seconds."""
-    lost_s: float
-    """What a request counts as that never ends, seconds."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +141,7 @@ class RolloutSim:
             for copy in (_PLAYED, _AHEAD):
                 self._sim.clear(copy)
         found = _sample(
-            self._sim.arrays, player, _Limits(slow_after_s, _LOST_SLOS * slo_s), played, every,
-            horizon,
+            self._sim.arrays, player, slow_after_s, played, every, horizon,
             samples.observations, samples.rule_scores, samples.chosen, samples.costs,
         )  # fmt: skip
         return Samples(
@@ -203,7 +192,7 @@ def _copy(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
 def _play(
     fleet: FleetArrays,
     player: Player,
-    limits: _Limits,
+    slow_after_s: float,
     played: IntArray,
     choice: int,
     first: int,
@@ -228,17 +217,17 @@ def _play(
         outcome = fleet.outcomes[_AHEAD, index]
         response_s = outcome[lay.FINISH_S] - fleet.requests[_AHEAD, index, lay.ARRIVAL_S]
         if math.isnan(response_s):
-            response_s = limits.lost_s
+            response_s = _LOST_SLOS * player.slo_s
         costs[RESPONSE] += response_s
         costs[VIOLATIONS] += 1.0 - outcome[lay.MET]
-        costs[SLOW] += response_s > limits.slow_after_s
+        costs[SLOW] += response_s > slow_after_s
 
 
 @compiled
 def _sample(
     fleet: FleetArrays,
     player: Player,
-    limits: _Limits,
+    slow_after_s: float,
     played: IntArray,
     every: int,
     horizon: int,
@@ -270,15 +259,9 @@ def _sample(
             )  # fmt: skip
             for replica in range(num):
                 _play(
-                    fleet,
-                    player,
-                    limits,
-                    played,
-                    replica,
-                    first,
-                    current + 1 + horizon,
+                    fleet, player, slow_after_s, played, replica, first, current + 1 + horizon,
                     costs[found, replica],
-                )
+                )  # fmt: skip
             found += 1
         decision += 1
         place(fleet, _PLAYED, choice)

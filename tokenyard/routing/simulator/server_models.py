@@ -8,7 +8,7 @@ and its simulator, and name them in `ServerModel`, `Simulator` and `server_model
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import ClassVar, Literal, cast
 
 import numpy as np
@@ -175,15 +175,9 @@ class Batching(_Servers):
     linear_kind = "marginal"
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
-        "sed",
-        "sed_dump",
-        "marginal_delay",
-        "tuned_marginal_delay",
-        "weighted_least_connections",
-        "sticky_until_saturated",
-        "kv_cost",
-        "weighted_scorers",
-    )
+        "sed", "sed_dump", "marginal_delay", "tuned_marginal_delay", "weighted_least_connections",
+        "sticky_until_saturated", "kv_cost", "weighted_scorers",
+    )  # fmt: skip
     compiled_rules = ("marginal_delay", "tuned_marginal_delay")
     hand_rule = "tuned_marginal_delay"
     refuses = True
@@ -192,11 +186,6 @@ class Batching(_Servers):
     most_ordered = 0
     figures = ("token_latencies", "memory_and_energy", "attainment")
 
-    @property
-    def fleet(self) -> Fleet:
-        """The scenario's."""
-        return self.scenario.required_fleet
-
     def encode(
         self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
         rng: np.random.Generator,
@@ -204,7 +193,7 @@ class Batching(_Servers):
         """Lay a trace out, with classes, routers and failures drawn from `rng`."""
         scenario = self.scenario
         return encode_for_fleet(
-            self.fleet, trace, predicted_total - trace.context_tokens, features,
+            scenario.required_fleet, trace, predicted_total - trace.context_tokens, features,
             scenario.slo_response_s, rng, scenario.decision_epoch_s,
         )  # fmt: skip
 
@@ -226,7 +215,7 @@ class Batching(_Servers):
             Measure("energy_j_per_token", "J/token"),
             Measure("reward", interval=True),
             Measure("mean_queue_length", interval=True),
-            *_of_classes(self.fleet),
+            *_of_classes(self.scenario.required_fleet),
         ]
 
     def violated(self, or_dropped: bool = False) -> str:
@@ -260,18 +249,17 @@ class Batching(_Servers):
 
     def group(self) -> tuple[str, ...]:
         """Traffic, what happens to replicas and requests, and how fresh signals are."""
-        fleet = self.fleet
+        fleet = self.scenario.required_fleet
         kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
         seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
         return (self.scenario.workload, kind, seen)
 
     def grids(self) -> Grids:
         """Those of all rules for replicas that batch; without a cache, none of prefixes."""
-        without = NEEDS_PREFIX_CACHE if self.fleet.prefix_block_tokens == 0 else set()
-        known: Mapping[str, Mapping[str, tuple[float, ...]]] = {"marginal_delay": {}, **FLEET_GRIDS}
+        has_cache = self.scenario.required_fleet.prefix_block_tokens > 0
         return {
-            name: {field: grid for field, grid in fields.items() if field not in without}
-            for name, fields in known.items()
+            name: {key: grid[key] for key in grid if has_cache or key not in NEEDS_PREFIX_CACHE}
+            for name, grid in FLEET_GRIDS.items()
         }
 
 

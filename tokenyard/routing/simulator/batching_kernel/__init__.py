@@ -6,5 +6,5 @@ iteration is linear in the tokens it holds. `BatchingSim` owns the arrays.
 
 Reading order: `layout` (the arrays), `queue`, `prefix_cache`, `sequences`, `iteration` (one
 replica), `lookahead` (the same, played on), `fleet` (replicas, failures, retries), `view` (what a
-router sees), `step` (decisions, and whole runs), `residual` (runs under a corrected policy).
+router sees), `step` (decisions, and whole runs).
 """
