@@ -26,7 +26,7 @@ from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.batching_kernel.layout import CONTEXT, OUTPUT
-from tokenyard.routing.simulator.batching_streams import BatchingStream
+from tokenyard.routing.simulator.batching_streams import BatchingStream, fleet_stream
 from tokenyard.routing.simulator.run import run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.statistics.sequential import SequentialTest
@@ -78,9 +78,8 @@ class World:
 
     def stream(self, seed: int, index: int) -> BatchingStream:
         """One stream of requests."""
-        stream = self.source.sample(self.num_requests, stream_rng(seed, "evaluation", index))
-        assert isinstance(stream, BatchingStream)
-        return stream
+        rng = stream_rng(seed, "evaluation", index)
+        return fleet_stream(self.source.sample(self.num_requests, rng))
 
     def response_s(
         self, stream: BatchingStream, weights: FloatArray

@@ -3,8 +3,8 @@
 python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
 
 The promotion gate (tokenyard/routing/gate.py) looks at half of the scenario's load and at the
-recorded requests before the test part; the whole load stands beside them. The compiled rules decide; beside
-them stand those with the lowest mean on training streams of that load.
+recorded requests before the test part; the whole load stands beside them. The compiled rules
+decide; beside them stand those with the lowest mean on training streams of that load.
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from tokenyard.problem import Row
 from tokenyard.provenance import write_result
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.gate import (
-    FLEET_RULES,
     HALF_LOAD,
-    SERVER_RULES,
     Gate,
     gate_streams,
-    is_compiled,
     strongest,
 )
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.validation import artifact_runs
 
@@ -88,11 +86,11 @@ def rows_of(args: Args, name: str) -> list[Row]:
 
 def rules(args: Args, source: StreamSource, part: str) -> list[str]:
     """The compiled rules, and the strongest of all on training streams of that load."""
-    names = SERVER_RULES if source.scenario.fleet is None else FLEET_RULES
+    servers = server_model(source.scenario)
     factor = 0.5 if part == HALF_LOAD else 1.0
     drawn: StreamSet = synthetic_streams(source, 3, args.seed, "training", factor)
-    quick = [name for name in names if is_compiled(name, source.scenario)]
-    return list(dict.fromkeys([*quick, *strongest(names, source, drawn, args.most)]))
+    best = strongest(servers.rules, source, drawn, args.most)
+    return list(dict.fromkeys([*servers.compiled_rules, *best]))
 
 
 def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:

@@ -249,12 +249,12 @@ def estimates(
 
 def less_than_declared(world: Scenario) -> Scenario:
     """The same world with less memory and older news."""
-    assert world.fleet is not None
+    declared = world.required_fleet
     replicas = tuple(
         one.model_copy(update={"kv_capacity_tokens": 0.7 * one.kv_capacity_tokens})
-        for one in world.fleet.replicas
+        for one in declared.replicas
     )
-    fleet = world.fleet.model_copy(update={"replicas": replicas, "scrape_interval_s": 0.5})
+    fleet = declared.model_copy(update={"replicas": replicas, "scrape_interval_s": 0.5})
     return world.model_copy(update={"fleet": fleet})
 
 

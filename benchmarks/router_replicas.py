@@ -55,15 +55,14 @@ class Args:
 def repeated(args: Args, num_routers: int, scrape_s: float) -> Scenario:
     """The scenario with more replicas, and traffic for them, before so many routers."""
     scenario = load_scenario(args.scenario)
-    if scenario.fleet is None:
-        raise ValueError(f"{args.scenario} has no fleet; choose one whose replicas batch")
+    declared = scenario.required_fleet
     replicas = tuple(
         one.model_copy(update={"name": f"{one.name}-{copy}"})
         for copy in range(args.copies)
-        for one in scenario.fleet.replicas
+        for one in declared.replicas
     )
     changes = {"replicas": replicas, "num_routers": num_routers, "scrape_interval_s": scrape_s}
-    fleet = scenario.fleet.model_copy(update=changes)
+    fleet = declared.model_copy(update=changes)
     return scenario.model_copy(update={"fleet": fleet, "requests_per_stream": args.requests})
 
 

@@ -65,9 +65,8 @@ from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.validation import Validation
+from tokenyard.routing.validation import Validation, outcome_runs
 
 # Ray starts its workers with a lower priority; on a busy machine they would come last.
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -435,13 +434,10 @@ def allocators(args: Args, scenario: AllocationScenario) -> Contest:
 
 def baseline_response_s(source: StreamSource, num_streams: int) -> float:
     """Mean response of shortest expected delay on the streams of `Validation`."""
-    streams = synthetic_streams(source, num_streams, 0, "validation").requests
-    sim = make_simulator(source.scenario, len(streams), len(streams[0]))
-    for copy, stream in enumerate(streams):
-        sim.load(copy, stream)
-    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), source.mean_total_tokens)
-    each = [metrics.mean_response_s(sim.outcomes(i).response_s) for i in range(len(streams))]
-    return float(np.mean(each))
+    weights, size_tokens = np.zeros(NUM_SCORE_WEIGHTS), source.mean_total_tokens
+    streams = synthetic_streams(source, num_streams, 0, "validation")
+    runs = outcome_runs(source.scenario, streams, lambda sim: sim.run_linear(weights, size_tokens))
+    return float(np.mean([metrics.mean_response_s(run.outcomes.response_s) for run in runs]))
 
 
 def take_turns(args: Args, contest: Contest) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tokenyard.config import FrozenModel
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT, observation_size
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
@@ -47,7 +47,7 @@ class RoutingEnvConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _reward_has_only_terms_of_the_scenario(self) -> Self:
-        self.weights.refuse_unknown_to(is_fleet=self.scenario.fleet is not None)
+        self.scenario.check_reward(self.weights)
         return self
 
     @property
@@ -96,14 +96,10 @@ class _Feed:
         return shadow.outcomes().response_s
 
 
-def _spaces(
-    config: RoutingEnvConfig,
-) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete[np.int64]]:
-    num_servers = config.scenario.num_servers
-    batches = config.scenario.fleet is not None
-    size = observation_size(num_servers, config.expected_finish, batches)
+def _spaces(feed: _Feed) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete[np.int64]]:
+    size = feed.sim.observations.shape[1]
     box = gymnasium.spaces.Box(-OBSERVATION_LIMIT, OBSERVATION_LIMIT, (size,), np.float32)
-    return box, gymnasium.spaces.Discrete(num_servers)
+    return box, gymnasium.spaces.Discrete(feed.config.scenario.num_servers)
 
 
 class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
@@ -158,9 +154,9 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
             options: The same fields as keywords, as `gymnasium.make` passes them.
         """
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
-        self.observation_space, self.action_space = _spaces(self.config)
         self._feed = _Feed(self.config, num_copies=1)
         self.sim = self._feed.sim
+        self.observation_space, self.action_space = _spaces(self._feed)
         self._actions = np.zeros(1, dtype=np.int64)
         self._steps_left = 0
 
@@ -208,11 +204,11 @@ class LoadBalancingVectorEnv(
         """Validate the configuration and make `num_envs` copies; see `LoadBalancingEnv`."""
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
         self.num_envs = num_envs
-        self.single_observation_space, self.single_action_space = _spaces(self.config)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
         self._feed = _Feed(self.config, num_envs)
         self.sim = self._feed.sim
+        self.single_observation_space, self.single_action_space = _spaces(self._feed)
+        self.observation_space = batch_space(self.single_observation_space, num_envs)
+        self.action_space = batch_space(self.single_action_space, num_envs)
         self._rngs: list[np.random.Generator] = []
         self._ended = np.zeros(num_envs, dtype=np.bool_)
 

@@ -317,10 +317,9 @@ def live_scenario(base: Scenario, replicas: Sequence[MeasuredReplica], name: str
     Raises:
         ValueError: `base` has servers that do not batch.
     """
-    if base.fleet is None:
-        raise ValueError(f"scenario {base.name!r} has no fleet; name one whose replicas batch")
+    declared = base.required_fleet.model_dump(mode="json", exclude_defaults=True)
     fields = base.model_dump(mode="json", exclude_defaults=True, exclude={"held_out_trace"})
-    fleet = {**fields["fleet"], "replicas": [replica.model_dump() for replica in replicas]}
+    fleet = {**declared, "replicas": [replica.model_dump() for replica in replicas]}
     description = f"Replicas as they were measured, with the traffic of {base.name}."
     return {**fields, "name": name, "description": description, "fleet": fleet}
 

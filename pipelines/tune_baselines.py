@@ -24,9 +24,9 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.policies.tuned import TunedRules
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.tuning import FLEET_GRIDS, tune_rules
+from tokenyard.routing.tuning import tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 
@@ -72,10 +72,10 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
         "sed_reserve": f"above {rules.reserve_above_tokens:.0f} tokens",
         "sed_dump": f"replica {rules.dump_replica}",
         "sita": f"cuts at {cuts} tokens, replicas {order}",
-        "marginal_delay": "none",
     }
     for name, fields in FLEET_GRIDS.items():
-        parameters[name] = ", ".join(f"{field} {getattr(rules.fleet, field):g}" for field in fields)
+        values = [f"{field} {getattr(rules.fleet, field):g}" for field in fields]
+        parameters[name] = ", ".join(values) or "none"
     return [
         {
             "scenario": rules.scenario,

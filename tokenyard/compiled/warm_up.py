@@ -23,9 +23,9 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import BatchingStream, token_rows
+from tokenyard.routing.simulator.batching_streams import fleet_stream, token_rows
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.rollouts import RolloutSim, run_residual
+from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
 _NUM_REQUESTS = 20
@@ -34,8 +34,8 @@ _NUM_REQUESTS = 20
 def compile_batching() -> None:
     """Replicas that batch, and rollouts over them."""
     scenario = load_scenario("azure_code_mixed_gpus_085")
-    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
-    assert isinstance(stream, BatchingStream)
+    drawn = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
+    stream = fleet_stream(drawn)
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
     sim.best_ahead(0, 1.0)
@@ -43,7 +43,7 @@ def compile_batching() -> None:
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
-    run_residual(sim, policy, 1.0)
+    sim.run_residual(policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
 
 

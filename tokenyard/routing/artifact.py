@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
-from tokenyard.network import Arrays, check_layers, check_network, check_shape
+from tokenyard.network import Arrays, Network, check_layers, check_network, check_shape
 from tokenyard.routing.equivariant import BASELINES, Layout
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
 from tokenyard.routing.observation import (
@@ -25,6 +25,7 @@ from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_SCORE_WEIGHTS,
+    finish_columns,
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
@@ -40,7 +41,7 @@ from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.routing.types import ScoringPolicy
+from tokenyard.routing.types import PolicyRunner, ScoringPolicy
 from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
@@ -96,6 +97,8 @@ class RoutingKind(Kind[PolicyArtifact]):
 
     policy: Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
     """Makes it for one stream of requests: calendar time of second 0, and the SLO to keep to."""
+    run: Callable[[PolicyArtifact, PolicyRunner], None] = field(kw_only=True)
+    """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
     knows_traffic: bool = True
@@ -160,18 +163,72 @@ def _check_scorer(artifact: PolicyArtifact) -> None:
     check_layers(artifact.arrays, layout.num_inputs, 1)
 
 
+def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+    sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens)
+
+
+def _run_any_cluster(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+    weights = artifact.arrays[sim.any_cluster_weights]
+    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens)
+
+
+def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+    correction = corrected.fold(artifact.arrays, artifact.layers)
+    sim.run_residual(correction, artifact.metadata.mean_total_tokens)
+
+
+def _run_greedily(
+    preferences: Callable[[npt.NDArray[np.float32]], FloatArray], sim: PolicyRunner
+) -> None:
+    observations = sim.observe()
+    while sim.undecided():
+        actions = preferences(observations).argmax(axis=1)
+        observations, _rewards = sim.step_and_observe(actions)
+    sim.drain()
+
+
+def network_preferences(
+    artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
+) -> FloatArray:
+    """Preferences of an exported network for many observations at once.
+
+    Args:
+        artifact: A policy of kind `mlp`.
+        observations: Shape (num, size).
+
+    Returns:
+        Shape (num, num_replicas), higher is better.
+    """
+    metadata = artifact.metadata
+    assert metadata.num_replicas is not None
+    preferences = Network.from_arrays(artifact.arrays, metadata.activation)(observations)
+    if metadata.residual_scale:
+        finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
+        preferences -= metadata.residual_scale * finish_s
+    return preferences
+
+
 KINDS: dict[str, RoutingKind] = {
-    "linear": RoutingKind(_check_linear, LinearPolicy),
+    "linear": RoutingKind(_check_linear, LinearPolicy, run=_run_linear),
     "marginal": RoutingKind(
-        _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True
+        _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True,
+        run=_run_linear,
     ),
-    "generic": RoutingKind(_check_generic, AnyClusterPolicy, knows_traffic=False),
-    "mlp": RoutingKind(_check_mlp, NetworkPolicy, needs_engine=lambda it: False),
+    "generic": RoutingKind(
+        _check_generic, AnyClusterPolicy, knows_traffic=False, run=_run_any_cluster
+    ),
+    "mlp": RoutingKind(
+        _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
+        run=lambda it, sim: _run_greedily(partial(network_preferences, it), sim),
+    ),
     "equivariant": RoutingKind(
-        _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches
+        _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches,
+        run=lambda it, sim: _run_greedily(it.scorer.preferences, sim),
     ),
-    "corrected": RoutingKind(_check_residual, ResidualPolicy, needs_engine=lambda it: True),
-}
+    "corrected": RoutingKind(
+        _check_residual, ResidualPolicy, needs_engine=lambda it: True, run=_run_residual
+    ),
+}  # fmt: skip
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""
 
 
@@ -188,13 +245,6 @@ def learned_policy(
     """
     metadata, arrays = artifact.metadata, artifact.arrays
     return KINDS[metadata.kind].policy(metadata, arrays, started_at, slo)
-
-
-def equivariant_preferences(
-    artifact: PolicyArtifact, observations: npt.NDArray[np.float32]
-) -> FloatArray:
-    """Preferences of an `equivariant` network, as `ReplicaScorer.preferences` has them."""
-    return artifact.scorer.preferences(observations)
 
 
 def resolve_champion(
@@ -232,16 +282,9 @@ def lineage_of(scenario: Scenario) -> dict[str, str]:
     Returns:
         `trace_sha256` and `calibration_sha256`, 12 hex digits each.
     """
-    speeds = []
-    if scenario.fleet is None:
-        speeds = [one.model_dump_json() for one in scenario.servers]
-    else:
-        # What the performance model makes of names changes with its calibration.
-        for one in scenario.fleet.replicas:
-            speeds += [one.model_dump_json(), repr(one.iteration.tolist())]
     return {
         "trace_sha256": _short(load_model(scenario.workload).model_dump_json()),
-        "calibration_sha256": _short("\n".join(speeds)),
+        "calibration_sha256": _short(scenario.calibration),
     }
 
 

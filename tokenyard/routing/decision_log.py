@@ -76,8 +76,7 @@ def fleet_of(decisions: Sequence[LoggedDecision], base: Scenario, name: str) -> 
     Raises:
         ValueError: `base` has no fleet, or what was logged does not batch.
     """
-    if base.fleet is None:
-        raise ValueError(f"scenario {base.name!r} has no fleet; name one whose replicas batch")
+    declared = base.required_fleet
     newest: dict[str, ReplicaSnapshot] = {}
     for decision in decisions:
         for snapshot in decision.snapshots:
@@ -98,7 +97,7 @@ def fleet_of(decisions: Sequence[LoggedDecision], base: Scenario, name: str) -> 
         )  # fmt: skip
     span_s = decisions[-1].request.arrival_s - decisions[0].request.arrival_s
     rate = {"load": None, "rate_per_s": len(decisions) / max(span_s, 1.0)}
-    fleet = base.fleet.model_copy(update={"replicas": tuple(replicas), "churn": None})
+    fleet = declared.model_copy(update={"replicas": tuple(replicas), "churn": None})
     return base.model_copy(
         update={
             "name": name, "fleet": fleet, "held_out_trace": None, "sessions": None,

@@ -26,13 +26,13 @@ from tokenyard.figures import (
     small_bars,
     words,
 )
-from tokenyard.metrics import tpot_s as tpot
 from tokenyard.problem import Row
 from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.types import FloatArray
 
 _NUM_TIME_BINS = 60
@@ -48,7 +48,7 @@ def reward_per_policy(rows: Sequence[Row], credit: str = "") -> Figure:
 
 def violations_per_policy(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
     """Draw the share of requests beyond the SLO per policy with its 95 % interval."""
-    violated = _violation_words(scenario) + (" or dropped" if scenario.fleet is None else "")
+    violated = server_model(scenario).violated(or_dropped=True)
     label = f"requests {violated}, % of those offered"
     return bars(rows, "slo_violation_fraction", 100.0, label, credit)
 
@@ -88,7 +88,6 @@ def token_latencies(
     A curve is the share of requests (of gaps between tokens) that took longer, so that the tail
     can be read; level lines are the SLOs of classes.
     """
-    assert scenario.fleet is not None
     figure = new_figure(3.4 + 0.16 * math.ceil(len(runs) / 4), credit)
     panels = figure.subplots(1, 3, sharey=True)
     titles = ("time to first token, s", "time per output token, s", "gap between tokens, s")
@@ -97,11 +96,11 @@ def token_latencies(
         axes.set_xscale("log")
         axes.set_yscale("log")
     for (name, some), colour, style in zip(runs.items(), colours(), _styles(), strict=False):
-        outcomes = [one.outcomes for one in some if isinstance(one.outcomes, BatchingOutcomes)]
+        outcomes = [BatchingOutcomes.of(one.outcomes) for one in some]
         for axes, (times_s, share) in zip(panels, _tails(outcomes), strict=True):
             axes.plot(times_s, share, style, color=colour, linewidth=1.2, label=words(name))
     for axes, slo in zip(panels, ("ttft_s", "tpot_s"), strict=False):
-        _mark_slos(axes, scenario.fleet.classes, slo)
+        _mark_slos(axes, scenario.required_fleet.classes, slo)
     panels[0].set_ylim(_LEAST_SHARE, 1.05)
     for axes in panels:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
@@ -129,13 +128,12 @@ def memory_and_energy(rows: Sequence[Row], credit: str = "") -> Figure:
 
 def attainment(scenario: Scenario, rows: Sequence[Row], credit: str = "") -> Figure:
     """Draw the share of requests that attained their SLOs, by class and by tenant."""
-    assert scenario.fleet is not None
+    fleet = scenario.required_fleet
     panels = {
-        f"attained_{one.name}_fraction": (f"class\n{one.name}, %", 100.0)
-        for one in scenario.fleet.classes
+        f"attained_{one.name}_fraction": (f"class\n{one.name}, %", 100.0) for one in fleet.classes
     }
-    if len(scenario.fleet.tenants) > 1:
-        for tenant in scenario.fleet.tenants:
+    if len(fleet.tenants) > 1:
+        for tenant in fleet.tenants:
             key = f"attained_tenant_{tenant.name}_fraction"
             panels[key] = (f"tenant\n{tenant.name}, %", 100.0)
         panels["service_gap_tokens_per_s"] = ("service gap\ntokens/s", 1.0)
@@ -206,7 +204,7 @@ def violation_heatmap(scenario: Scenario, runs: Mapping[str, Run], credit: str =
         axes.invert_yaxis()
     panels[-1].set_xlabel("time of arrival, min", fontsize=9)
     bar = figure.colorbar(image, ax=panels.tolist(), pad=0.01)
-    bar.set_label(f"{_violation_words(scenario)}, %", fontsize=9)
+    bar.set_label(f"{server_model(scenario).violated()}, %", fontsize=9)
     return figure
 
 
@@ -281,21 +279,18 @@ def draw_evaluation(
         "token_histograms": token_histograms(context, total, credit),
         "request_counts": request_counts(streams[0].arrival_s, credit),
     }
-    if scenario.fleet is None:
-        return drawn
-    return drawn | {
-        "token_latencies": token_latencies(scenario, runs, credit),
-        "memory_and_energy": memory_and_energy(rows, credit),
-        "attainment": attainment(scenario, rows, credit),
+    further = {
+        "token_latencies": lambda: token_latencies(scenario, runs, credit),
+        "memory_and_energy": lambda: memory_and_energy(rows, credit),
+        "attainment": lambda: attainment(scenario, rows, credit),
     }
+    return drawn | {name: further[name]() for name in server_model(scenario).figures}
 
 
 def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, FloatArray]]:
     """TTFT, TPOT and inter-token latencies: times and the share that is longer, of each."""
     ttft_s = np.concatenate([one.first_token_s for one in outcomes])
-    tpot_s = np.concatenate(
-        [tpot(one.response_s, one.first_token_s, one.output_tokens) for one in outcomes]
-    )
+    tpot_s = np.concatenate([one.tpot_s for one in outcomes])
     counts = np.sum([one.latency_counts for one in outcomes], axis=0)
     edges_s = lay.LATENCY_BIN_START_S * np.exp(np.arange(len(counts) + 1) / lay.LATENCY_BINS_PER_E)
     up_to = np.concatenate([[0.0], np.cumsum(counts)])
@@ -362,12 +357,6 @@ def _violation_share(scenario: Scenario, run: Run) -> tuple[FloatArray, FloatArr
 
 def _time_edges(arrival_s: FloatArray) -> FloatArray:
     return np.linspace(0.0, max(float(arrival_s[-1]), 1e-9), _NUM_TIME_BINS + 1)
-
-
-def _violation_words(scenario: Scenario) -> str:
-    if scenario.fleet is not None:
-        return "that violated an SLO of their class"
-    return f"later than {scenario.slo_response_s:g} s"
 
 
 def _server_labels(scenario: Scenario) -> list[str]:

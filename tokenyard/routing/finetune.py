@@ -25,6 +25,7 @@ from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.streams import StreamSet
+from tokenyard.routing.validation import outcome_row
 from tokenyard.statistics import off_policy as estimate
 from tokenyard.statistics.intervals import Interval
 from tokenyard.types import FloatArray, IntArray
@@ -57,17 +58,9 @@ class TwinRunner:
             self._sim.load(copy, stream)
         self._sim.run_linear(weights, self._tokens)
         slo_s = self._scenario.slo_response_s
-        outcomes = [self._sim.outcomes(copy) for copy in range(len(self._streams.requests))]
-        return np.array(
-            [
-                [
-                    metrics.mean_response_s(one.response_s),
-                    metrics.percentile_response_s(one.response_s, 99.0),
-                    metrics.slo_violation_fraction(one.violations(slo_s)),
-                ]
-                for one in outcomes
-            ]
-        )
+        copies = range(len(self._streams.requests))
+        rows = [outcome_row(self._sim.outcomes(copy), slo_s) for copy in copies]
+        return np.array(rows)[:, 1:]
 
 
 class Behaviour:

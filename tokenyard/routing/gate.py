@@ -8,46 +8,26 @@ before the test part, where the scenario has some.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
-
-import numpy as np
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.routing.evaluation import mean_summary
-from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
     recorded_training_streams,
     synthetic_streams,
 )
-from tokenyard.routing.validation import Decide, outcome_runs
+from tokenyard.routing.validation import outcome_runs
 
 MARGIN = 0.01
 """By how much a mean response time exceeds a rule's before it counts as worse, as a fraction."""
 NUM_STREAMS = 30
 HALF_LOAD, RECORDED = "half_load", "recorded"
-
-SERVER_RULES = ("sed", "sed_reserve", "sed_dump", "sita", "weighted_least_connections")
-FLEET_RULES = (
-    "sed",
-    "sed_dump",
-    "marginal_delay",
-    "tuned_marginal_delay",
-    "weighted_least_connections",
-    "sticky_until_saturated",
-    "kv_cost",
-    "weighted_scorers",
-)
-"""Rules that a champion has to stand beside; those that are never best are left out."""
-SERVER_COMPILED = ("sed", "sed_reserve", "sed_dump")
-FLEET_COMPILED = ("marginal_delay", "tuned_marginal_delay")
-"""Those of them that compiled code decides for, so that searches can afford them."""
 
 Runner = Callable[[StreamSet], list[Run]]
 """Runs one policy over streams."""
@@ -85,7 +65,7 @@ class Gate:
         self._scenario = source.scenario
         self.parts = gate_streams(source) if parts is None else parts
         if rules is None:
-            rules = SERVER_COMPILED if source.scenario.fleet is None else FLEET_COMPILED
+            rules = server_model(source.scenario).compiled_rules
         self._runs = {
             part: {name: rule_runs(name, self._scenario, streams) for name in known(rules, source)}
             for part, streams in self.parts.items()
@@ -131,34 +111,10 @@ def known(rules: Sequence[str], source: StreamSource) -> list[str]:
 
 def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
     """Run a rule; what is compiled for the scenario's servers earns no rewards."""
-    decide = _compiled(name, scenario)
+    decide = server_model(scenario).compiled_rule(name)
     if decide is None:
         return list(PROBLEM.candidate(scenario, name).run(scenario, streams, 0))
     return outcome_runs(scenario, streams, decide)
-
-
-def is_compiled(name: str, scenario: Scenario) -> bool:
-    """Whether compiled code decides for a rule on such servers."""
-    return name in (SERVER_COMPILED if scenario.fleet is None else FLEET_COMPILED)
-
-
-def _compiled(name: str, scenario: Scenario) -> Decide | None:
-    if not is_compiled(name, scenario):
-        return None
-    if scenario.fleet is None:
-        return _delay_rule(name, scenario)
-    rules = load_tuned(scenario.name).fleet if name == "tuned_marginal_delay" else FleetRules()
-    weights, size = np.array(rules.marginal_weights), sum(scenario.mean_lengths_tokens)
-    return lambda sim: sim.run_linear(weights, size)
-
-
-def _delay_rule(name: str, scenario: Scenario) -> Decide:
-    above_tokens, dump_server = np.inf, -1
-    if name == "sed_reserve":
-        above_tokens = load_tuned(scenario.name).reserve_above_tokens
-    if name == "sed_dump":
-        dump_server = load_tuned(scenario.name).dump_replica
-    return lambda sim: cast(ClusterSim, sim).run_delay_rule(above_tokens, dump_server)
 
 
 def strongest(

@@ -69,10 +69,8 @@ def scaled(scenario: Scenario, factors: FloatArray) -> Scenario:
     Raises:
         ValueError: The scenario has no fleet.
     """
-    if scenario.fleet is None:
-        raise ValueError(f"scenario {scenario.name!r} has no fleet of engines")
     replicas = []
-    for one, factor in zip(scenario.fleet.replicas, factors.tolist(), strict=True):
+    for one, factor in zip(scenario.required_fleet.replicas, factors.tolist(), strict=True):
         base, prefill, sequence, kv = (one.iteration * factor).tolist()
         replicas.append(
             MeasuredReplica(
@@ -84,7 +82,7 @@ def scaled(scenario: Scenario, factors: FloatArray) -> Scenario:
     # The load must stay what it was, not follow the capacity.
     rate = scenario.rate_per_s(sum(scenario.mean_lengths_tokens))
     arrivals = scenario.arrivals.model_copy(update={"load": None, "rate_per_s": rate})
-    fleet = scenario.fleet.model_copy(update={"replicas": tuple(replicas)})
+    fleet = scenario.required_fleet.model_copy(update={"replicas": tuple(replicas)})
     return scenario.model_copy(update={"fleet": fleet, "arrivals": arrivals})
 
 
@@ -152,7 +150,7 @@ def _slowness(windows: Sequence[Window], simulated: Sequence[Run]) -> FloatArray
     """How many times as long as simulated a token took at every replica, shape (replicas,)."""
     server = np.concatenate([one.server for one in windows])
     logged = np.concatenate([one.tpot_s for one in windows])
-    again = np.concatenate([_simulated_tpot_s(one.outcomes) for one in simulated])
+    again = np.concatenate([BatchingOutcomes.of(one.outcomes).tpot_s for one in simulated])
     factors = np.ones(int(server.max()) + 1)
     both = np.isfinite(logged) & np.isfinite(again)
     for replica in range(len(factors)):
@@ -160,8 +158,3 @@ def _slowness(windows: Sequence[Window], simulated: Sequence[Run]) -> FloatArray
         if here.sum() >= 10:
             factors[replica] = logged[here].mean() / again[here].mean()
     return factors
-
-
-def _simulated_tpot_s(outcomes: object) -> FloatArray:
-    assert isinstance(outcomes, BatchingOutcomes)
-    return metrics.tpot_s(outcomes.response_s, outcomes.first_token_s, outcomes.output_tokens)

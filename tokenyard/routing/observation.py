@@ -4,6 +4,25 @@ A router's view of N replicas is a table of shape (num_replicas, NUM_COLUMNS), o
 replica, in the units of `ReplicaSnapshot`. Two functions read it: `encode` makes the flat
 observation of a network, `linear_scores` the costs of the linear policy. Both are compiled into
 the simulator's kernel and called as they are by the server.
+
+Least marginal delay, corrected (`marginal_scores`). With q the wait, t the time to the first token
+after it, u the time of decoding, o what the others are delayed by (`batching_delays`, in units of
+the SLO), z the size of the request relative to the mean, k the share of KV memory in use and r the
+replica's speed rank, the cost is
+
+    q + t + u + o + sum over p in 0..2 of r^p * (weights[p] . f),
+    f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0)).
+
+After these weights there may be SLO terms: two prices with three powers of the rank, a and b, and
+the logarithms of five limits, v, relative to what is typical. They add
+
+    sum over p in 0..2 of r^p * (a[p] [risky] + b[p] max((q + t) / limit_4 - 1, 0)),
+
+with a choice risky where (q + t) > limit_0, the time per token after the first is more than
+limit_1, (q + t + u) > limit_2 or z > limit_3. An SLO is met or violated, which a sum of delays
+cannot express. A request that will violate its SLO on every replica should go where it delays
+nobody else, and a fast replica should be loaded to just below the point where its requests start
+to violate theirs.
 """
 
 from __future__ import annotations
@@ -297,27 +316,8 @@ def marginal_scores(
 ) -> int:
     """Write the cost of every replica: the delay that the request adds there, corrected.
 
-    With q the wait, t the time to the first token after it, u the time of decoding, o what the
-    others are delayed by (`batching_delays`, in units of the SLO), z the size of the request
-    relative to the mean, k the share of KV memory in use and r the replica's speed rank, the
-    cost is
-
-        q + t + u + o + sum over p in 0..2 of r^p * (weights[p] . f),
-        f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0)).
-
-    Zero weights are the rule of least marginal delay. Replicas that are not routable cost
-    infinity.
-
-    After these weights there may be SLO terms: two prices with three powers of the rank,
-    a and b, and the logarithms of five limits, v, relative to what is typical. They add
-
-        sum over p in 0..2 of r^p * (a[p] [risky] + b[p] max((q + t) / limit_4 - 1, 0)),
-
-    with a choice risky where (q + t) > limit_0, the time per token after the first is more than
-    limit_1, (q + t + u) > limit_2 or z > limit_3. An SLO is met or violated, which a sum of delays
-    cannot express. A request that will violate its SLO on every replica should go where it delays
-    nobody else, and a fast replica should be loaded to just below the point where its requests
-    start to violate theirs.
+    The module's docstring has the formula. Zero weights are the rule of least marginal delay.
+    Replicas that are not routable cost infinity.
 
     Args:
         weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first, or with the SLO terms

@@ -16,12 +16,12 @@ import numpy as np
 from tokenyard.artifact import RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -55,7 +55,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     scenario_names = staticmethod(scenario_names)
     load_scenario = staticmethod(load_scenario)
     load_artifact = staticmethod(PolicyArtifact.load)
-    measures = staticmethod(evaluation.measures)
+    measures = staticmethod(lambda scenario: server_model(scenario).measures())
     summary = staticmethod(evaluation.mean_summary)
     samples = staticmethod(evaluation.samples)
 
@@ -165,18 +165,11 @@ def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
 
 
 def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
-    if name in ("sed", "sed_reserve", "sed_dump"):
-        # What the simulator of servers has compiled decides alike, a hundred times as fast.
-        reserve_above_tokens, dump_server = np.inf, -1
-        if name == "sed_reserve":
-            reserve_above_tokens = load_tuned(scenario.name).reserve_above_tokens
-        if name == "sed_dump":
-            dump_server = load_tuned(scenario.name).dump_replica
-        known = run_compiled(
-            scenario, streams, lambda sim: sim.run_delay_rule(reserve_above_tokens, dump_server)
-        )
-        if known is not None:
-            return known
+    decide = server_model(scenario).compiled_rule(name)
+    # What is compiled decides alike, a hundred times as fast.
+    known = run_compiled(scenario, streams, decide) if decide else None
+    if known is not None:
+        return known
 
     def factory(rng: np.random.Generator) -> RoutingPolicy:
         return make_policy(name, _context(scenario, rng))
@@ -191,12 +184,7 @@ def _run_trained(
     started_at = diurnal.started_at if diurnal else None
     slo = scenario.slo
     if artifact.metadata.kind == "generic":
-        weights, mean_total_tokens = artifact.arrays, artifact.metadata.mean_total_tokens
-        known = run_compiled(
-            scenario,
-            streams,
-            lambda sim: sim.run_any_cluster(weights["server_weights"], mean_total_tokens),
-        )
+        known = run_compiled(scenario, streams, partial(KINDS["generic"].run, artifact))
         if known is not None:
             return known
     return run_policy(

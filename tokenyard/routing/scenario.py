@@ -104,18 +104,6 @@ class RewardWeights(FrozenModel):
         """Whether any term needs the response time at the moment of the decision."""
         return self.response != 0 or self.slo != 0 or self.tail != 0
 
-    def refuse_unknown_to(self, is_fleet: bool) -> None:
-        """Refuse terms that a fleet, or a cluster of servers, does not have.
-
-        Raises:
-            ValueError: Such a term has a weight; names all of them.
-        """
-        names = _SERVER_TERMS if is_fleet else _FLEET_TERMS
-        wrong = [name for name in names if getattr(self, name)]
-        if wrong:
-            where = "fleets" if is_fleet else "token-level servers"
-            raise ValueError(f"{where} know no reward terms {wrong}: set them to 0")
-
 
 _SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
 _FLEET_TERMS = ("energy",)
@@ -165,7 +153,7 @@ class Scenario(FrozenModel):
 
     @model_validator(mode="after")
     def _refuse_unknown_terms(self) -> Self:
-        self.reward.refuse_unknown_to(is_fleet=self.fleet is not None)
+        self.check_reward(self.reward)
         wrong = [name for name, default in _OF_SERVERS.items() if getattr(self, name) != default]
         if self.fleet and wrong:
             raise ValueError(f"{wrong} are of token-level servers; a fleet has its own queue_limit")
@@ -181,6 +169,29 @@ class Scenario(FrozenModel):
                 "weights response, slo and tail must be 0; use slo_at_completion"
             )
         return self
+
+    def check_reward(self, reward: RewardWeights) -> None:
+        """Refuse terms that a fleet, or a cluster of servers, does not have.
+
+        Raises:
+            ValueError: Such a term has a weight; names all of them.
+        """
+        names = _SERVER_TERMS if self.fleet else _FLEET_TERMS
+        wrong = [name for name in names if getattr(reward, name)]
+        if wrong:
+            where = "fleets" if self.fleet else "token-level servers"
+            raise ValueError(f"{where} know no reward terms {wrong}: set them to 0")
+
+    @property
+    def required_fleet(self) -> Fleet:
+        """The fleet, where nothing else will do.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self.fleet is None:
+            raise ValueError(f"scenario {self.name!r} has no fleet; name one whose replicas batch")
+        return self.fleet
 
     @property
     def num_servers(self) -> int:
@@ -212,6 +223,15 @@ class Scenario(FrozenModel):
         if self.discipline == "parallel_full":
             return tuple(s.tokens_per_s * s.concurrency for s in self.servers)
         return tuple(s.tokens_per_s for s in self.servers)
+
+    @property
+    def calibration(self) -> str:
+        """Servers as text that changes with what is known of them."""
+        if self.fleet is None:
+            return "\n".join(one.model_dump_json() for one in self.servers)
+        # What the performance model makes of names changes with its calibration.
+        replicas = self.fleet.replicas
+        return "\n".join(f"{one.model_dump_json()}\n{one.iteration.tolist()!r}" for one in replicas)
 
     @cached_property
     def mean_lengths_tokens(self) -> tuple[float, float]:

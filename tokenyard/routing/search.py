@@ -20,6 +20,7 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import BoolArray, FloatArray
 
@@ -178,13 +179,13 @@ class PolicySearch(CrossEntropy):
             any_cluster: Let it decide between any number of replicas; only for weights that
                 were searched over many clusters.
         """
-        scenario = self.scenario
+        scenario, servers = self.scenario, server_model(self.scenario)
         metadata = ArtifactMetadata(
-            kind="linear" if scenario.fleet is None else "marginal",
+            kind=servers.linear_kind,
             scenario=scenario.name,
             trainer="policy_search",
-            # Of a fleet, replicas that are down are not offered.
-            num_replicas=None if any_cluster or scenario.fleet else scenario.num_servers,
+            # Replicas that are down are not offered.
+            num_replicas=None if any_cluster or servers.refuses else scenario.num_servers,
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,

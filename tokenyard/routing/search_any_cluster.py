@@ -19,12 +19,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tokenyard import metrics
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
 from tokenyard.routing.scores.any_cluster import (
     HOPELESS_FEATURES,
@@ -35,9 +33,9 @@ from tokenyard.routing.scores.any_cluster import (
     VIOLATION_FEATURES,
 )
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.validation import outcome_row
 from tokenyard.types import FloatArray, IntArray
 
 Kind = Literal["servers", "slots", "engines"]
@@ -165,33 +163,22 @@ def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
 class Found:
     """What a policy did on every stream; arrays of shape (streams,)."""
 
+    score: FloatArray
+    """`metrics.score`, higher is better."""
     mean_s: FloatArray
     p99_s: FloatArray
     violations: FloatArray
-    score: FloatArray
-    """`metrics.score`, higher is better."""
 
     @classmethod
     def of(cls, sim: Simulator, num_streams: int, slo_s: float) -> Found:
         """Measure streams that have been run to their end."""
-        outcomes = [sim.outcomes(copy) for copy in range(num_streams)]
-        violations = [one.violations(slo_s) for one in outcomes]
-        p99_s = [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
-        scores = [
-            metrics.score(one.response_s, violated)
-            for one, violated in zip(outcomes, violations, strict=True)
-        ]
-        return cls(
-            np.array([metrics.mean_response_s(one.response_s) for one in outcomes]),
-            np.array(p99_s),
-            np.array([metrics.slo_violation_fraction(violated) for violated in violations]),
-            np.array(scores),
-        )
+        rows = [outcome_row(sim.outcomes(copy), slo_s) for copy in range(num_streams)]
+        return cls(*np.array(rows).T)
 
     @classmethod
     def together(cls, some: Sequence[Found]) -> Found:
         """Put the streams of several clusters into one."""
-        fields = ("mean_s", "p99_s", "violations", "score")
+        fields = ("score", "mean_s", "p99_s", "violations")
         return cls(*(np.concatenate([getattr(one, name) for one in some]) for name in fields))
 
 
@@ -217,70 +204,14 @@ class TrainingCluster:
 
     def best_rule(self) -> Found:
         """Run the hand rules with several parameters each; return what the best of them did."""
-        found = self._delay_rules() if self.scenario.fleet is None else self._marginal_rules()
+        found = []
+        for decide in server_model(self.scenario).rule_variants(self._sim):
+            decide(self._sim)
+            found.append(self._found())
         return max(found, key=lambda one: float(one.score.mean()))
 
     def _found(self) -> Found:
         return Found.of(self._sim, self._num_streams, self.scenario.slo_response_s)
-
-    def _delay_rules(self) -> list[Found]:
-        """Shortest expected delay, then its variants, each of four parameters."""
-        sim = self._sim
-        assert isinstance(sim, ClusterSim)
-        by_speed = np.argsort([server.tokens_per_s for server in self.scenario.servers])
-        places = {0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1}
-        sizes = np.quantile(sim.sizes_seen(), (0.6, 0.75, 0.85, 0.95))
-        parameters = [(np.inf, -1)]
-        parameters += [(np.inf, int(by_speed[place])) for place in sorted(places)]
-        parameters += [(float(size), -1) for size in sizes]
-        found = []
-        for reserve_above_tokens, dump_server in parameters:
-            sim.run_delay_rule(reserve_above_tokens, dump_server)
-            found.append(self._found())
-        return found
-
-    def _marginal_rules(self) -> list[Found]:
-        """Least marginal delay, with weights of the wait and of others' delays."""
-        sim = self._sim
-        assert isinstance(sim, BatchingSim)
-        found = []
-        for wait, others in (
-            (1.0, 1.0),
-            (0.25, 1.0),
-            (3.0, 1.0),
-            (0.0, 3.0),
-            (0.5, 2.0),
-            (0.5, 3.0),
-            (2.0, 2.0),
-        ):
-            weights = np.zeros(NUM_MARGINAL_WEIGHTS)
-            weights[MARGINAL_WAIT] = wait - 1.0
-            weights[MARGINAL_OTHERS] = others - 1.0
-            sim.run_linear(weights, MEAN_TOTAL_TOKENS)
-            found.append(self._found())
-        return found
-
-    @property
-    def group(self) -> tuple[str, ...]:
-        """What kind of cluster it is: guards hold on average over clusters of a kind."""
-        scenario = self.scenario
-        arrivals, fleet = scenario.arrivals, scenario.fleet
-        if fleet is not None:
-            kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
-            seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
-            return (scenario.workload, kind, seen)
-        assert arrivals.load is not None
-        bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
-        names = ("low", "middle", "high", "extreme")
-        edges = (0.2, 0.28, 0.38) if bursts else (0.7, 0.85, 0.92)
-        equal = len(set(scenario.server_capacities_tokens_per_s)) == 1
-        return (
-            "bursts" if bursts else "steady",
-            names[int(np.searchsorted(edges, arrivals.load))],
-            "equal" if equal else "unequal",
-            "many" if scenario.num_servers > 6 else "few",
-            scenario.discipline,
-        )
 
 
 @dataclass(frozen=True)
@@ -346,7 +277,7 @@ class AnyClusterSearch(CrossEntropy):
         config = self.config
         clusters = self._fresh_clusters()
         rules = Found.together([cluster.best_rule() for cluster in clusters])
-        names = [cluster.group for cluster in clusters]
+        names = [server_model(cluster.scenario).group() for cluster in clusters]
         groups = np.array([sorted(set(names)).index(name) for name in names])
         candidates = self.draw(self.rng())
         found = [

@@ -28,6 +28,7 @@ from tokenyard.routing.search_any_cluster import (
     draw_cluster,
     search_cost,
 )
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import stream_rng
 from tokenyard.types import FloatArray
 
@@ -130,7 +131,7 @@ def validate(study: AnyClusterStudy, some: list[FloatArray]) -> list[Row]:
         scenario = draw_cluster(rng, study.kind)
         clusters.append(TrainingCluster(scenario, 2, study.requests, rng))
     rules = Found.together([cluster.best_rule() for cluster in clusters])
-    names = [cluster.group for cluster in clusters for _ in range(2)]
+    names = [server_model(one.scenario).group() for one in clusters for _ in range(2)]
     groups = np.array([sorted(set(names)).index(name) for name in names])
     rows: list[Row] = []
     for number, weights in enumerate(some):

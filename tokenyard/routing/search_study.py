@@ -20,10 +20,9 @@ from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.choice import RULES_LOST_TO, PairedScore, choose
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.search import Objective, PolicySearch, SearchConfig
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource
 
 NUM_VALIDATION_STREAMS = 90
@@ -97,9 +96,10 @@ def search(
     scenario: Scenario, study: SearchStudy, objective: Objective, seed: int
 ) -> FinishedSearch:
     """Run one search to the end and judge it on the validation streams."""
-    start = hand_rule(scenario)
-    if study.slo_terms and scenario.fleet is not None:
-        start += (0.0,) * NUM_SLO_WEIGHTS
+    servers = server_model(scenario)
+    start = servers.hand_weights()
+    if study.slo_terms:
+        start += (0.0,) * servers.num_slo_weights
     if study.violation_s is not None:
         objective = replace(objective, violation=study.violation_s)
     config = SearchConfig(
@@ -123,19 +123,12 @@ def search(
 
 def untrained(scenario: Scenario) -> FinishedSearch:
     """The hand rule itself: what ships where nothing that was searched passes the gate."""
-    start = hand_rule(scenario)
+    start = server_model(scenario).hand_weights()
     rule = PolicySearch(scenario, SearchConfig(start=start))
     prices = {f"objective_{name}": 0.0 for name in asdict(OBJECTIVES[0])}
     row = _validate(rule, start)
     del row[RULES_LOST_TO]  # Untuned it may do better at half load, and yet not at the whole.
     return FinishedSearch({"seed": 0, "env_steps": 0, **prices, **row}, start)
-
-
-def hand_rule(scenario: Scenario) -> tuple[float, ...]:
-    """Weights of the strongest hand rule: shortest expected delay, or tuned marginal delay."""
-    if scenario.fleet is None:
-        return (0.0,) * NUM_SCORE_WEIGHTS
-    return load_tuned(scenario.name).fleet.marginal_weights
 
 
 def _validate(policy: PolicySearch, start: tuple[float, ...]) -> dict[str, float]:
@@ -159,5 +152,5 @@ def export(scenario: Scenario, best: FinishedSearch) -> PolicyArtifact:
     scored = {key: float(value) for key, value in best.row.items() if not isinstance(value, str)}
     made = {**lineage(), **lineage_of(scenario)}
     if best.row["env_steps"] == 0:
-        made["rule"] = "sed" if scenario.fleet is None else "tuned_marginal_delay"
+        made["rule"] = server_model(scenario).hand_rule
     return policy.artifact(scored, made)

@@ -15,7 +15,6 @@ from tokenyard.metrics import score
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import (
-    MarginalDelay,
     SedDump,
     SedReserve,
     ShortestExpectedDelay,
@@ -24,40 +23,12 @@ from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator import constant_rate_kernel as kernel
-from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
 from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.types import RoutingPolicy
-from tokenyard.types import FloatArray
 
 Values = tuple[float, ...]
-
-_NUM_QUANTILES = 24
-_NUM_QUANTILES_FLEET = 8
-"""Sizes tried on a fleet, which takes ten times as long to simulate."""
-_MAX_ORDERED_SERVERS = 4
-"""Up to here every order of servers is tried for SITA; beyond, and for fleets, only the two by
-speed."""
-
-FLEET_GRIDS: dict[str, dict[str, Values]] = {
-    "tuned_marginal_delay": {
-        "others_weight": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0),
-        "wait_weight": (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0),
-    },
-    "prefix_affinity": {"affinity_load_ratio": (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)},
-    "sticky_until_saturated": {"sticky_saturated_s": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)},
-    "kv_cost": {"kv_overlap_weight": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)},
-    "weighted_scorers": {
-        "scorer_kv_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
-        "scorer_prefix_weight": (0.0, 1.0, 3.0, 5.0, 10.0, 20.0),
-        "scorer_queue_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
-    },
-}
-"""Values tried of every field of `FleetRules`, under the rule that it belongs to."""
-
-_NEEDS_PREFIX_CACHE = {"affinity_load_ratio", "sticky_saturated_s", "scorer_prefix_weight"}
 
 
 def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
@@ -65,8 +36,8 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
 
     Sizes are searched over quantiles of the sizes that the router sees, the dump replica over
     all replicas, and SITA's cuts one at a time until none of them moves, for every order of
-    unequal servers. Rules for replicas that batch are searched likewise, on `FLEET_GRIDS` and
-    from the values of their sources, where the scenario has a fleet.
+    unequal servers. Rules that only such servers tell apart are searched likewise, on their grids
+    and from the values of their sources.
     """
     source = StreamSource(scenario)
     search = _Search(scenario, synthetic_streams(source, num_streams, seed, "training"))
@@ -88,7 +59,7 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
         tuned_on=f"{num_streams} training streams of {scenario.requests_per_stream} requests, "
         f"seed {seed}",
     )
-    return rules if scenario.fleet is None else search.with_fleet_rules(rules)
+    return search.with_rules_of_servers(rules)
 
 
 def coordinate_descent(
@@ -128,11 +99,16 @@ class _Search:
     def __init__(self, scenario: Scenario, streams: StreamSet) -> None:
         self._scenario = scenario
         self._streams = streams
-        self._sizes = np.stack([_sizes_seen(stream) for stream in streams.requests])
-        num = _NUM_QUANTILES if scenario.fleet is None else _NUM_QUANTILES_FLEET
-        levels = np.linspace(0, 1, num + 1)[1:]
+        self._servers = server_model(scenario)
+        self._sim = make_simulator(scenario, len(streams), len(streams.requests[0]))
+        self._load()
+        self._sizes = self._sim.sizes_seen().copy()
+        levels = np.linspace(0, 1, self._servers.num_sizes + 1)[1:]
         self._quantiles: list[float] = np.unique(np.quantile(self._sizes, levels)).tolist()
-        self._sim = make_simulator(scenario, *self._sizes.shape)
+
+    def _load(self) -> None:
+        for copy, stream in enumerate(self._streams.requests):
+            self._sim.load(copy, stream)
 
     def score_of(self, policy: RoutingPolicy) -> float:
         """Mean score over streams of a policy without memory."""
@@ -154,37 +130,33 @@ class _Search:
 
     def size_intervals(self) -> tuple[Values, tuple[int, ...], float]:
         """Best cuts and order of servers for SITA, and their score."""
-        found = [(*self._cuts(order), order) for order in _orders(self._scenario)]
+        speeds = self._scenario.server_capacities_tokens_per_s
+        orders = _orders(speeds, self._servers.most_ordered)
+        found = [(*self._cuts(order), order) for order in orders]
         best_score, cuts, order = max(found)
         return cuts, order, best_score
 
-    def with_fleet_rules(self, rules: TunedRules) -> TunedRules:
-        """Add the best parameters of the rules for replicas that batch, and their scores."""
-        scores = {"marginal_delay": self.score_of(MarginalDelay())}
-        for name, grids in FLEET_GRIDS.items():
-            scores[name], rules = self._tune_fleet_rule(name, rules, grids)
+    def with_rules_of_servers(self, rules: TunedRules) -> TunedRules:
+        """Add the best parameters of rules that only such servers tell apart, and their scores."""
+        scores = {}
+        for name, grids in self._servers.grids().items():
+            scores[name], rules = self._tune_rule(name, rules, grids)
         return rules.model_copy(update={"scores": rules.scores | scores})
 
-    def _tune_fleet_rule(
+    def _tune_rule(
         self, name: str, rules: TunedRules, grids: Mapping[str, Values]
     ) -> tuple[float, TunedRules]:
         def with_values(values: Values) -> TunedRules:
-            fleet = rules.fleet.model_copy(update=dict(zip(fields, values, strict=True)))
+            fleet = rules.fleet.model_copy(update=dict(zip(grids, values, strict=True)))
             return rules.model_copy(update={"fleet": fleet})
 
-        fields = [field for field in grids if self._has_effect(field)]
-        start = tuple(getattr(FleetRules(), field) for field in fields)
+        start = tuple(getattr(FleetRules(), field) for field in grids)
         best_score, best = coordinate_descent(
             start,
-            [grids[field] for field in fields],
+            list(grids.values()),
             lambda values: self.score_of(self._make(name, with_values(values))),
         )
         return best_score, with_values(best)
-
-    def _has_effect(self, field: str) -> bool:
-        fleet = self._scenario.fleet
-        assert fleet is not None
-        return field not in _NEEDS_PREFIX_CACHE or fleet.prefix_block_tokens > 0
 
     def _make(self, name: str, rules: TunedRules) -> RoutingPolicy:
         scenario = self._scenario
@@ -216,8 +188,7 @@ class _Search:
         # before the stream is run; that is several times faster than making snapshots of them.
         known = [[rule.replica_of(size) for size in row] for row in self._sizes.tolist()]
         sim = self._sim
-        for copy, stream in enumerate(self._streams.requests):
-            sim.load(copy, stream)
+        self._load()
         actions = np.zeros(len(known), dtype=np.int64)
         while sim.undecided():
             for copy, row in enumerate(known):
@@ -240,19 +211,9 @@ class _Search:
         return offered[rule.route(sim.request(copy), sim.snapshots(copy))]
 
 
-def _sizes_seen(stream: Stream) -> FloatArray:
-    """Size of every request as the router knows it, tokens, shape (num_requests,)."""
-    if isinstance(stream, BatchingStream):
-        rows = stream.requests
-        total: FloatArray = rows[:, lay.CONTEXT] + rows[:, lay.PREDICTED_OUTPUT]
-        return total
-    return stream[:, kernel.PREDICTED_TOTAL]
-
-
-def _orders(scenario: Scenario) -> list[tuple[int, ...]]:
+def _orders(speeds: Sequence[float], most: int) -> list[tuple[int, ...]]:
     """Orders of servers that are worth telling apart: equal servers are swapped in vain."""
-    speeds = scenario.server_capacities_tokens_per_s
-    if scenario.fleet is not None or len(speeds) > _MAX_ORDERED_SERVERS:
+    if len(speeds) > most:
         by_speed = sorted(range(len(speeds)), key=speeds.__getitem__)
         return [tuple(by_speed), tuple(reversed(by_speed))]
     orders = itertools.permutations(range(len(speeds)))

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.types import FloatArray
+
+if TYPE_CHECKING:
+    from tokenyard.routing.scores.residual import ResidualNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +132,44 @@ class ScoringPolicy(RoutingPolicy, Protocol):
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice together with the cost of every candidate."""
         ...
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the choice."""
+        return self.decide(request, snapshots).replica
+
+
+class PolicyRunner(Protocol):
+    """Runs streams under a policy, all copies at once: what trained policies need of a simulator.
+
+    Actions have shape (num_copies,), observations (num_copies, size).
+    """
+
+    any_cluster_weights: str
+    """Array of the policy for any cluster that is for such servers."""
+
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the linear policy of these weights."""
+
+    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        """Run all streams to the end under the policy for any cluster of these weights."""
+
+    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+        """Run all streams to the end under a corrected policy.
+
+        Raises:
+            ValueError: The servers do not batch.
+        """
+
+    def observe(self) -> npt.NDArray[np.float32]:
+        """Encode what the router sees."""
+
+    def step_and_observe(
+        self, actions: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.float32], FloatArray]:
+        """Place every copy's waiting request and run to its next decision."""
+
+    def drain(self) -> FloatArray:
+        """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
+
+    def undecided(self) -> bool:
+        """Whether any copy has a request left to be placed."""

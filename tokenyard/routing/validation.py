@@ -7,20 +7,15 @@ run after every iteration.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast
+from functools import partial
 
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences
-from tokenyard.routing.observation import finish_columns
+from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.residual import fold
-from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.constant_rate import Observations
-from tokenyard.routing.simulator.rollouts import run_residual
+from tokenyard.routing.simulator import Decide, make_simulator
+from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -31,10 +26,6 @@ from tokenyard.types import FloatArray
 
 NAMES = ("score", "mean_response_s", "p99_response_s", "slo_violation_fraction")
 """What validation finds: the score in seconds, higher is better, and what it is made of."""
-
-
-Decide = Callable[[Simulator], None]
-"""Runs all copies of a simulator to the end."""
 
 
 class Validation:
@@ -67,70 +58,25 @@ class Validation:
         """What the greedy policy does on every stream, shape (num_streams, len(NAMES))."""
         slo_s = self._source.scenario.slo_response_s
         runs = artifact_runs(self._source.scenario, self._streams, artifact)
-        return np.array(
-            [
-                (
-                    metrics.score(one.response_s, one.violations(slo_s)),
-                    metrics.mean_response_s(one.response_s),
-                    metrics.percentile_response_s(one.response_s, 99.0),
-                    metrics.slo_violation_fraction(one.violations(slo_s)),
-                )
-                for one in (run.outcomes for run in runs)
-            ]
-        )
+        return np.array([outcome_row(run.outcomes, slo_s) for run in runs])
+
+
+def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, float]:
+    """What became of one stream; the numbers are NAMES."""
+    response_s, violations = outcomes.response_s, outcomes.violations(slo_s)
+    return (
+        metrics.score(response_s, violations),
+        metrics.mean_response_s(response_s),
+        metrics.percentile_response_s(response_s, 99.0),
+        metrics.slo_violation_fraction(violations),
+    )
 
 
 def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
     """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
-    metadata, arrays = artifact.metadata, artifact.arrays
-
-    def decide(sim: Simulator) -> None:
-        if metadata.kind in ("linear", "marginal"):
-            sim.run_linear(arrays["weights"], metadata.mean_total_tokens)
-        elif metadata.kind == "corrected":
-            correction = fold(arrays, artifact.layers)
-            run_residual(cast(BatchingSim, sim), correction, metadata.mean_total_tokens)
-        elif metadata.kind == "generic":
-            of_kind = "server_weights" if scenario.fleet is None else "engine_weights"
-            sim.run_any_cluster(arrays[of_kind], metadata.mean_total_tokens)
-        else:
-            _run_network(sim, artifact)
-
-    return outcome_runs(scenario, streams, decide, metadata.expected_finish)
-
-
-def _run_network(sim: Simulator, artifact: PolicyArtifact) -> None:
-    equivariant = artifact.metadata.kind == "equivariant"
-    preferences = equivariant_preferences if equivariant else network_preferences
-    observations = sim.observe()
-    while sim.undecided():
-        actions = preferences(artifact, observations).argmax(axis=1)
-        observations, _rewards = sim.step_and_observe(actions)
-    sim.drain()
-
-
-def network_preferences(artifact: PolicyArtifact, observations: Observations) -> FloatArray:
-    """Preferences of an exported network for many observations at once.
-
-    Args:
-        artifact: A policy of kind `mlp`.
-        observations: Shape (num, size).
-
-    Returns:
-        Shape (num, num_replicas), higher is better.
-    """
     metadata = artifact.metadata
-    assert metadata.num_replicas is not None
-    x = (observations - artifact.arrays["mean"]) / artifact.arrays["std"]
-    *hidden, (last_weight, last_bias) = artifact.layers
-    for weight, bias in hidden:
-        x = x @ weight.T + bias
-        x = np.maximum(x, 0.0) if metadata.activation == "relu" else np.tanh(x)
-    preferences: FloatArray = x @ last_weight.T + last_bias
-    if metadata.residual_scale:
-        finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
-        preferences -= metadata.residual_scale * finish_s
-    return preferences
+    run = partial(KINDS[metadata.kind].run, artifact)
+    return outcome_runs(scenario, streams, run, metadata.expected_finish)
 
 
 def outcome_runs(

@@ -97,7 +97,7 @@ def test_no_rule_of_a_cluster_scores_better_than_its_best_one(kind):
 
 
 def found(mean_s, p99_s=(4.0, 4.0), violations=(0.1, 0.1)):
-    return Found(np.array(mean_s), np.array(p99_s), np.array(violations), -np.array(mean_s))
+    return Found(-np.array(mean_s), np.array(mean_s), np.array(p99_s), np.array(violations))
 
 
 RULES = found([1.0, 1.0])

@@ -16,7 +16,7 @@ from scipy.special import log_softmax
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic
 from tokenyard.rl.routing.export import export_network
 from tokenyard.rl.routing.training import build_config, fleet
-from tokenyard.routing.artifact import PolicyArtifact, equivariant_preferences, learned_policy
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
@@ -156,7 +156,7 @@ def test_replicas_that_take_no_requests_change_nothing_for_the_others(algorithm)
             features, request.context_tokens, request.predicted_total_tokens,
             snapshot_columns(sim.snapshots()), True, shown,
         )  # fmt: skip
-        served = equivariant_preferences(artifact, shown)
+        served = artifact.scorer.preferences(shown)
         assert served == pytest.approx(seen[offered], rel=1e-3, abs=1e-3)
         partly += len(offered) < num
     assert partly > 50
@@ -193,7 +193,7 @@ def test_one_network_decides_between_any_number_of_replicas(num_replicas):
     rows = seen[NUM_REQUEST_FEATURES:].reshape(4, -1)[which]
     shown = np.concatenate([seen[:NUM_REQUEST_FEATURES], rows.ravel()])
     trained = preferences(module, shown)[0]
-    assert equivariant_preferences(artifact, shown) == pytest.approx(trained, rel=1e-3, abs=1e-3)
+    assert artifact.scorer.preferences(shown) == pytest.approx(trained, rel=1e-3, abs=1e-3)
     snapshots = sim.snapshots()
     decided = learned_policy(artifact).decide(sim.request(), [snapshots[i] for i in which])
     for scores in (trained, np.array(decided.scores)):

@@ -13,12 +13,11 @@ from ray.rllib.core.columns import Columns
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
 from tokenyard.rl.routing.export import export_network
 from tokenyard.rl.routing.training import build_config, ours, paper
-from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.artifact import learned_policy, network_preferences
 from tokenyard.routing.observation import observation_size
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
-from tokenyard.routing.validation import network_preferences
 
 ALGORITHMS = ("ppo", "a2c", "dqn")
 

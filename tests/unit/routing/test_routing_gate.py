@@ -7,6 +7,7 @@ from tokenyard.routing import gate
 from tokenyard.routing.choice import RULES_LOST_TO, choose
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 
 FLEET = "azure_code_mixed_gpus_085"
@@ -66,7 +67,7 @@ def few_streams(scenario, count=3, length=400):
 def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
     scenario = load_scenario(name)
     _, streams = few_streams(scenario)
-    assert gate.is_compiled(rule, scenario)
+    assert server_model(scenario).compiled_rule(rule) is not None
     found = gate.rule_runs(rule, scenario, streams)
     expected = gate.PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     for ours, theirs in zip(found, expected, strict=True):
@@ -78,7 +79,7 @@ def test_a_slow_rule_loses_to_the_tuned_one_and_the_tuned_one_does_not_lose_to_i
     source, streams = few_streams(scenario, 6)
     bar = gate.Gate(source, parts={"some": streams})
     rows = bar(lambda streams: gate.rule_runs("sed", scenario, streams))
-    assert {found["baseline"] for found in rows} == set(gate.FLEET_COMPILED)
+    assert {found["baseline"] for found in rows} == set(server_model(scenario).compiled_rules)
     assert all(found["loses"] for found in rows)
     rows = bar(lambda streams: gate.rule_runs("tuned_marginal_delay", scenario, streams))
     assert [found["loses"] for found in rows if found["baseline"] == "tuned_marginal_delay"] == [0]
@@ -96,5 +97,5 @@ def test_half_load_and_recorded_training_requests_are_looked_at_and_no_test_part
 
 def test_rules_without_parameters_are_left_out():
     own = load_scenario(FLEET).model_copy(update={"name": "mine"})
-    assert "tuned_marginal_delay" not in gate.known(gate.FLEET_RULES, StreamSource(own))
+    assert "tuned_marginal_delay" not in gate.known(server_model(own).rules, StreamSource(own))
     assert load_tuned(FLEET).fleet.marginal_weights

@@ -9,7 +9,8 @@ from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.choice import RULES_LOST_TO
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.search_study import OBJECTIVES, best_of, hand_rule, search, untrained
+from tokenyard.routing.search_study import OBJECTIVES, best_of, search, untrained
+from tokenyard.routing.simulator.server_models import server_model
 
 SLO_FIRST = OBJECTIVES[-1]
 MIXED = Policy(
@@ -61,4 +62,6 @@ def test_without_a_search_the_rule_is_written_by_its_name(tmp_path):
     main(replace(MIXED, seeds=0, out=tmp_path))
     artifact = PolicyArtifact.load(tmp_path / f"{MIXED.scenario}.npz")
     assert artifact.metadata.lineage["rule"] == "tuned_marginal_delay"
-    assert artifact.arrays["weights"].tolist() == list(hand_rule(load_scenario(MIXED.scenario)))
+    assert artifact.arrays["weights"].tolist() == list(
+        server_model(load_scenario(MIXED.scenario)).hand_weights()
+    )

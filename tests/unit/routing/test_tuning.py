@@ -5,10 +5,11 @@ import pytest
 
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies.tuned import FLEET_GRIDS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.tuning import FLEET_GRIDS, coordinate_descent, tune_rules
+from tokenyard.routing.tuning import coordinate_descent, tune_rules
 
 FLEET = {
     "name": "small",

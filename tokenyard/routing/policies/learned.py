@@ -32,22 +32,18 @@ from tokenyard.routing.observation import (
 )
 from tokenyard.routing.scores.any_cluster import engine_scores, server_scores
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
-from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
+from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import FeatureTracker
 
 
-class LinearPolicy:
+class LinearPolicy(ScoringPolicy):
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
     def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
         """Take units and weights."""
         self._metadata = metadata
         self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO."""
@@ -88,7 +84,7 @@ class MarginalPolicy(LinearPolicy):
         return Decision(best, tuple(costs.tolist()))
 
 
-class AnyClusterPolicy:
+class AnyClusterPolicy(ScoringPolicy):
     """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
 
     def __init__(
@@ -100,18 +96,8 @@ class AnyClusterPolicy:
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
         self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
 
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        return self._decide(request, snapshots)[0]
-
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the cluster."""
-        best, costs = self._decide(request, snapshots)
-        return Decision(best, tuple(costs.tolist()))
-
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray]:
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
@@ -127,10 +113,10 @@ class AnyClusterPolicy:
             best = server_scores(
                 self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
             )
-        return best, costs
+        return Decision(best, tuple(costs.tolist()))
 
 
-class NetworkPolicy:
+class NetworkPolicy(ScoringPolicy):
     """A trained network; it remembers the sizes of the last requests, as in training."""
 
     def __init__(
@@ -143,10 +129,6 @@ class NetworkPolicy:
         self._network = Network.from_arrays(arrays, metadata.activation)
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the preferred replica."""
-        return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the preferred replica, and minus each one's preference as its cost.
@@ -219,7 +201,7 @@ class ReplicaScorer:
         return result
 
 
-class EquivariantPolicy:
+class EquivariantPolicy(ScoringPolicy):
     """A trained network that scores every replica alike; it remembers the last requests' sizes."""
 
     def __init__(
@@ -228,10 +210,6 @@ class EquivariantPolicy:
         """Take the network."""
         self._scorer = ReplicaScorer(metadata, arrays)
         self._features = _RequestFeatures(metadata, started_at)
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the preferred replica."""
-        return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the preferred replica, and minus each one's preference as its cost.
@@ -253,7 +231,7 @@ class EquivariantPolicy:
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
 
-class ResidualPolicy:
+class ResidualPolicy(ScoringPolicy):
     """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
 
     def __init__(
@@ -264,10 +242,6 @@ class ResidualPolicy:
         self._features = _RequestFeatures(metadata, started_at)
         self._correction = fold(arrays, layers_of(arrays))
         self._scratch = make_scratch(self._correction, 0)
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        return self.decide(request, snapshots).replica
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO.

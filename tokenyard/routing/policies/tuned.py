@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from typing import Annotated, Self
 
@@ -41,6 +42,28 @@ class FleetRules(FrozenModel):
         weights[MARGINAL_WAIT] = self.wait_weight - 1.0
         weights[MARGINAL_OTHERS] = self.others_weight - 1.0
         return tuple(weights)
+
+
+Grids = Mapping[str, Mapping[str, tuple[float, ...]]]
+"""Values tried of every field of `FleetRules`, under the rule that it belongs to."""
+
+FLEET_GRIDS: Grids = {
+    "marginal_delay": {},
+    "tuned_marginal_delay": {
+        "others_weight": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0),
+        "wait_weight": (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0),
+    },
+    "prefix_affinity": {"affinity_load_ratio": (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)},
+    "sticky_until_saturated": {"sticky_saturated_s": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)},
+    "kv_cost": {"kv_overlap_weight": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)},
+    "weighted_scorers": {
+        "scorer_kv_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
+        "scorer_prefix_weight": (0.0, 1.0, 3.0, 5.0, 10.0, 20.0),
+        "scorer_queue_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
+    },
+}
+NEEDS_PREFIX_CACHE = {"affinity_load_ratio", "sticky_saturated_s", "scorer_prefix_weight"}
+"""Fields that have no effect without a prefix cache."""
 
 
 class TunedRules(FrozenModel):

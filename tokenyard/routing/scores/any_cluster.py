@@ -13,6 +13,36 @@ later: z times the sum of the wait and half the service, times load / (1 - load)
 2012, "Size- and state-aware dispatching problem with queue-specific job sizes"). The load is not
 observed; the backlog stands for it.
 
+Servers of constant rate. The unit of time u is what a server of mean capacity takes for a request
+of mean size. With w the wait and s the service time in units of u, z the size relative to the mean,
+x the time for which the request takes up the whole server, l by how much w + s exceeds the SLO, v
+the logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
+cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded lateness l
+/ (1 + l / LATENESS_SCALE), and, where no server can attain the SLO, else 0, n = e / (e +
+SPREAD_SCALE) max(1 - (e / SPREAD_LIMIT)^4, 0) FEW_SERVERS / (servers + 1) with e the coefficient of
+variation of capacities, the cost is
+
+    w + s + sum over m in (1, v, b, v b, c, v c) of m (weights[m] . f),
+    f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
+
+Where servers have one slot, the last two modulators are 0. What a rule that gives a server up does
+is only seen where no server can attain the SLO: n is what lets the formula do so. Between equal
+servers there is none to be given up, and n is 0.
+
+Replicas that batch. The unit of time u is what the request would take from its admission to its
+last token, mean over replicas. With w the wait, p the prefill, d the decoding and o the delay of
+all others (`observation.batching_delays`, in units of u), k the share of KV memory in use, l by how
+much w + p + d exceeds the SLO, and q = z / (1 + z) with z the size relative to the mean, the cost
+is
+
+    w + p + d + o + sum over m in (1, v, b, h, a, y, e) of m (weights[m] . f),
+    f = (1, w, p, d, o, k, l / (1 + l / LATENESS_SCALE), w q, o q),
+
+where v is the logarithm of the replica's speed relative to the mean, b = log(1 + mean wait), h the
+share of u that is prefill, a = i / (i + AGE_SCALE) with i the mean number of iterations since
+replicas were seen, y = t^2 / (t^2 + OUTPUT_SCALE^2) with t the tokens that requests in flight have
+left on average, and e the coefficient of variation of speeds.
+
 Both functions are compiled into the simulators' kernels and called as they are by the server. They
 read the table of `tokenyard.routing.observation`.
 """
@@ -67,22 +97,7 @@ def server_scores(
 ) -> int:
     """Write the cost of every server: its expected response time plus a learned correction.
 
-    The unit of time u is what a server of mean capacity takes for a request of mean size. With w
-    the wait and s the service time in units of u, z the size relative to the mean, x the time for
-    which the request takes up the whole server, l by how much w + s exceeds the SLO, v the
-    logarithm of the server's capacity relative to the mean, and b = log(1 + the time in which the
-    cluster would work off all that waits), c = 1 - 1 / (mean number of slots), r the bounded
-    lateness l / (1 + l / LATENESS_SCALE), and, where no server can attain the SLO, else 0,
-    n = e / (e + SPREAD_SCALE) max(1 - (e / SPREAD_LIMIT)^4, 0) FEW_SERVERS / (servers + 1)
-    with e the coefficient of variation of capacities, the cost is
-
-        w + s + sum over m in (1, v, b, v b, c, v c) of m (weights[m] . f),
-        f = (1, w, s, w z, x z, w sqrt(z), [l > 0], r, [w = 0], n, n r).
-
-    Zero weights are shortest expected delay. Where servers have one slot, the last two modulators
-    are 0. What a rule that gives a server up does is only seen where no server can attain the SLO:
-    n is what lets the formula do so. Between equal servers there is none to be given up, and n is
-    0.
+    The module's docstring has the formula. Zero weights are shortest expected delay.
 
     Args:
         weights: Shape (NUM_SERVER_WEIGHTS,), modulators first.
@@ -95,10 +110,7 @@ def server_scores(
     Returns:
         Index of the cheapest server, the first of equals.
     """
-    capacity = 0.0
-    waiting = 0.0
-    squares = 0.0
-    slots = 0.0
+    capacity = waiting = squares = slots = 0.0
     first_s = math.inf
     for server in range(columns.shape[0]):
         row = columns[server]
@@ -167,21 +179,8 @@ def engine_scores(
 ) -> int:
     """Write the cost of every replica that batches: the delay added there, corrected.
 
-    The unit of time u is what the request would take from its admission to its last token, mean
-    over replicas. With w the wait, p the prefill, d the decoding and o the delay of all others
-    (`observation.batching_delays`, in units of u), k the share of KV memory in use, l by how much
-    w + p + d exceeds the SLO, and q = z / (1 + z) with z the size relative to the mean, the cost is
-
-        w + p + d + o + sum over m in (1, v, b, h, a, y, e) of m (weights[m] . f),
-        f = (1, w, p, d, o, k, l / (1 + l / LATENESS_SCALE), w q, o q),
-
-    where v is the logarithm of the replica's speed relative to the mean, b = log(1 + mean wait),
-    h the share of u that is prefill, a = i / (i + AGE_SCALE) with i the mean number of iterations
-    since replicas were seen, y = t^2 / (t^2 + OUTPUT_SCALE^2) with t the tokens that requests in
-    flight have left on average, and e the coefficient of variation of speeds.
-
-    Zero weights are least marginal delay. Replicas that are not routable cost infinity and count in
-    no mean.
+    The module's docstring has the formula. Zero weights are least marginal delay. Replicas that are
+    not routable cost infinity and count in no mean.
 
     Args:
         weights: Shape (NUM_ENGINE_WEIGHTS,), modulators first.
@@ -195,15 +194,56 @@ def engine_scores(
     Returns:
         Index of the cheapest replica, the first of equals; 0 where none is routable.
     """
+    num, speeds, unit_s, context = _engine_context(context_tokens, output_tokens, columns)
+    relative_size = (context_tokens + output_tokens) / mean_total_tokens
+    size = relative_size / (1.0 + relative_size)
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        out[replica] = math.inf
+        if row[ob.ROUTABLE] == 0.0:
+            continue
+        first_s, decode_s, others_s = ob.batching_delays(row, context_tokens, output_tokens)
+        wait = row[ob.WAIT_S] / unit_s
+        prefill = first_s / unit_s - wait
+        decode = decode_s / unit_s
+        others = others_s / unit_s
+        lateness = max(wait + prefill + decode - slo_s / unit_s, 0.0)
+        lateness = lateness / (1.0 + lateness / LATENESS_SCALE)
+        speed = math.log(row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] * num / speeds)
+        modulators = (1.0, speed, *context)
+        cost = wait + prefill + decode + others
+        for m in range(NUM_ENGINE_MODULATORS):
+            k = m * NUM_ENGINE_FEATURES
+            cost += modulators[m] * (
+                weights[k]
+                + weights[k + 1] * wait
+                + weights[k + 2] * prefill
+                + weights[k + 3] * decode
+                + weights[k + 4] * others
+                + weights[k + 5] * row[ob.KV_USED_FRACTION]
+                + weights[k + 6] * lateness
+                + size * (weights[k + 7] * wait + weights[k + 8] * others)
+            )
+        out[replica] = cost
+        if cost < out[best]:
+            best = replica
+    return best
+
+
+@compiled
+def _engine_context(
+    context_tokens: float, output_tokens: float, columns: FloatArray
+) -> tuple[int, float, float, tuple[float, float, float, float, float]]:
+    """What weights depend on beside a replica's own speed.
+
+    Returns:
+        How many replicas are routable, the sum of their speeds (tokens per second), the unit of
+        time (seconds), and b, h, a, y and e.
+    """
     num = 0
-    speeds = 0.0
-    squares = 0.0
-    waits_s = 0.0
-    prefills_s = 0.0
-    decodes_s = 0.0
-    iterations = 0.0
-    outstanding = 0.0
-    output_left = 0.0
+    speeds = squares = waits_s = prefills_s = decodes_s = 0.0
+    iterations = outstanding = output_left = 0.0
     for replica in range(columns.shape[0]):
         row = columns[replica]
         if row[ob.ROUTABLE] != 0.0:
@@ -226,37 +266,4 @@ def engine_scores(
     length = output_left * output_left / (output_left * output_left + OUTPUT_SCALE * OUTPUT_SCALE)
     variance = squares * num / (speeds * speeds) - 1.0 if num else 0.0
     spread = math.sqrt(max(variance, 0.0))
-    relative_size = (context_tokens + output_tokens) / mean_total_tokens
-    size = relative_size / (1.0 + relative_size)
-    best = 0
-    for replica in range(columns.shape[0]):
-        row = columns[replica]
-        out[replica] = math.inf
-        if row[ob.ROUTABLE] == 0.0:
-            continue
-        first_s, decode_s, others_s = ob.batching_delays(row, context_tokens, output_tokens)
-        wait = row[ob.WAIT_S] / unit_s
-        prefill = first_s / unit_s - wait
-        decode = decode_s / unit_s
-        others = others_s / unit_s
-        lateness = max(wait + prefill + decode - slo_s / unit_s, 0.0)
-        lateness = lateness / (1.0 + lateness / LATENESS_SCALE)
-        speed = math.log(row[ob.TOKENS_PER_S] * row[ob.NUM_SLOTS] * num / speeds)
-        modulators = (1.0, speed, backlog, prefill_share, age, length, spread)
-        cost = wait + prefill + decode + others
-        for m in range(NUM_ENGINE_MODULATORS):
-            k = m * NUM_ENGINE_FEATURES
-            cost += modulators[m] * (
-                weights[k]
-                + weights[k + 1] * wait
-                + weights[k + 2] * prefill
-                + weights[k + 3] * decode
-                + weights[k + 4] * others
-                + weights[k + 5] * row[ob.KV_USED_FRACTION]
-                + weights[k + 6] * lateness
-                + size * (weights[k + 7] * wait + weights[k + 8] * others)
-            )
-        out[replica] = cost
-        if cost < out[best]:
-            best = replica
-    return best
+    return num, speeds, unit_s, (backlog, prefill_share, age, length, spread)

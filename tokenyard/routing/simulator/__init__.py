@@ -2,90 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
-
-from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import Stream
-from tokenyard.routing.simulator.constant_rate import Actions, ClusterSim, Observations, Outcomes
-from tokenyard.routing.types import ReplicaSnapshot, Request
-from tokenyard.types import FloatArray, IntArray
+from tokenyard.routing.simulator.server_models import Decide, Simulator, server_model
 
-
-class Simulator(Protocol):
-    """What environments, training and evaluation need of a simulator."""
-
-    observations: Observations
-    num_saturated: int
-    num_weights: int
-
-    def load(self, copy: int, stream: Stream) -> None:
-        """Empty one copy and give it a stream."""
-        ...
-
-    def vary(self, copy: int, randomisation: Randomisation, rng: np.random.Generator) -> None:
-        """Draw other hardware and staleness for one copy, which is emptied."""
-        ...
-
-    def skip_next(self, copy: int) -> None:
-        """Ignore the next action of a copy that has just been loaded; it earns 0."""
-        ...
-
-    def observe(self) -> Observations:
-        """Encode what the router sees, shape (num_copies, size)."""
-        ...
-
-    def step(self, actions: Actions) -> FloatArray:
-        """Place every copy's waiting request and run to its next decision; return rewards."""
-        ...
-
-    def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
-        """Place every copy's waiting request and run to its next decision."""
-        ...
-
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the linear policy of these weights."""
-        ...
-
-    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the policy for any cluster of these weights."""
-        ...
-
-    def drain(self) -> FloatArray:
-        """Let every copy finish what it holds; return what that earns, shape (num_copies,)."""
-        ...
-
-    def undecided(self) -> bool:
-        """Whether any copy has a request left to be placed."""
-        ...
-
-    def num_placed(self) -> IntArray:
-        """Placements so far in every copy, shape (num_copies,)."""
-        ...
-
-    def current(self, copy: int = 0) -> int:
-        """Index of the request that waits to be placed; -1: none is left."""
-        ...
-
-    def offered(self, copy: int = 0) -> Sequence[int]:
-        """Servers that `snapshots` shows, in its order."""
-        ...
-
-    def request(self, copy: int = 0) -> Request:
-        """The request that waits to be placed, as a policy may see it."""
-        ...
-
-    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
-        """What a policy may know of one copy's servers now."""
-        ...
-
-    def outcomes(self, copy: int = 0) -> Outcomes:
-        """What became of one copy's requests."""
-        ...
+__all__ = ["Decide", "Simulator", "make_simulator"]
 
 
 def make_simulator(
@@ -96,5 +16,5 @@ def make_simulator(
     expected_finish: bool = True,
 ) -> Simulator:
     """Make the simulator of a scenario's servers; see `ClusterSim` and `BatchingSim`."""
-    kind = ClusterSim if scenario.fleet is None else BatchingSim
-    return kind(scenario, num_copies, stream_length, reward, expected_finish)
+    simulator = server_model(scenario).simulator
+    return simulator(scenario, num_copies, stream_length, reward, expected_finish)

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Fleet, Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
-from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
-from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
+from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
+from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes, snapshot_of
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 from tokenyard.types import BoolArray, FloatArray, IntArray
@@ -55,6 +57,80 @@ class BatchingOutcomes(Outcomes):
         """Which requests violated an SLO of their class, shape (num_requests,)."""
         violations: BoolArray = self.met == 0
         return violations
+
+    @classmethod
+    def of(cls, outcomes: Outcomes) -> BatchingOutcomes:
+        """The outcomes, which are those of a fleet.
+
+        Raises:
+            TypeError: They are of other servers.
+        """
+        if not isinstance(outcomes, cls):
+            raise TypeError("only replicas that batch have tokens, memory and energy")
+        return outcomes
+
+    @property
+    def tpot_s(self) -> FloatArray:
+        """Mean time per output token after the first, seconds; NaN for fewer than two tokens."""
+        return metrics.tpot_s(self.response_s, self.first_token_s, self.output_tokens)
+
+    def further_measures(self, scenario: Scenario) -> dict[str, float]:
+        """Tokens, memory, energy, classes and tenants; docs/metrics.md defines every key."""
+        done = ~np.isnan(self.response_s)
+        delivered, wasted = self.output_tokens[done].sum(), self.wasted_tokens.sum()
+        hit = self.hit_tokens.sum()
+        return {
+            "mean_ttft_s": metrics.mean(self.first_token_s),
+            "p50_ttft_s": metrics.percentile(self.first_token_s, 50),
+            "p99_ttft_s": metrics.percentile(self.first_token_s, 99),
+            "mean_tpot_s": metrics.mean(self.tpot_s),
+            "p99_tpot_s": metrics.percentile(self.tpot_s, 99),
+            "p50_itl_s": _itl_s(self, 50),
+            "p99_itl_s": _itl_s(self, 99),
+            "kv_used_fraction": metrics.mean(self.kv_seen),
+            "prefix_hit_fraction": metrics.fraction(hit, hit + self.prefilled_tokens.sum()),
+            "preemptions_per_request": metrics.mean(self.preemptions),
+            "wasted_tokens_fraction": metrics.fraction(wasted, wasted + delivered),
+            "energy_j_per_token": metrics.fraction(self.energy_j, delivered),
+            "retried_fraction": float((self.attempts > 1).mean()),
+            "gave_up_fraction": float(self.gave_up.mean()),
+            **_of_groups(scenario, self),
+        }
+
+
+def _itl_s(outcomes: BatchingOutcomes, percent: float) -> float:
+    return metrics.binned_percentile_s(
+        outcomes.latency_counts, percent, lay.LATENCY_BIN_START_S, lay.LATENCY_BINS_PER_E
+    )
+
+
+def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, float]:
+    """Measure how every class and, where there are several, every tenant fared."""
+    violations = outcomes.violations(scenario.slo_response_s)
+    found = {
+        f"attained_{one.name}_fraction": metrics.attained_fraction(
+            violations, outcomes.traffic_class, which
+        )
+        for which, one in enumerate(scenario.required_fleet.classes)
+    }
+    tenants = scenario.required_fleet.tenants
+    if len(tenants) == 1:
+        return found
+    for which, tenant in enumerate(tenants):
+        key = f"attained_tenant_{tenant.name}_fraction"
+        found[key] = metrics.attained_fraction(violations, outcomes.tenant, which)
+    gaps = metrics.service_gaps_tokens_per_s(
+        outcomes.arrival_s,
+        outcomes.first_token_s,
+        outcomes.response_s,
+        np.stack([outcomes.context_tokens, outcomes.output_tokens], axis=1),
+        outcomes.tenant,
+        np.array([tenant.weight for tenant in tenants]),
+    )
+    return found | {
+        "service_gap_tokens_per_s": metrics.mean(gaps),
+        "max_service_gap_tokens_per_s": float(gaps.max()) if len(gaps) else np.nan,
+    }
 
 
 def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
@@ -113,6 +189,8 @@ class BatchingSim:
     replica does.
     """
 
+    any_cluster_weights = "engine_weights"
+
     def __init__(
         self,
         scenario: Scenario,
@@ -130,9 +208,8 @@ class BatchingSim:
             reward: Weights that take the place of the scenario's.
             expected_finish: Whether observations hold each replica's expected delays.
         """
-        assert scenario.fleet is not None
         self.scenario = scenario
-        fleet = scenario.fleet
+        fleet = scenario.required_fleet
         num = scenario.num_servers
         self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
         rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
@@ -171,7 +248,7 @@ class BatchingSim:
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
-        assert isinstance(stream, BatchingStream)
+        stream = fleet_stream(stream)
         self._make_room(stream)
         arrays = self.arrays
         arrays.requests[copy] = stream.requests
@@ -276,6 +353,12 @@ class BatchingSim:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
         self._run(kernel.run_any_cluster, weights, mean_total_tokens)
 
+    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+        """Run all streams to the end under a corrected policy (`residual_scores`)."""
+        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
+        player = kernel.make_player(correction, num, mean_total_tokens, slo_s)
+        kernel.run_residual(self.arrays, player, self.rewards)
+
     def _run(self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float) -> None:
         scores = np.empty(self.scenario.num_servers)
         slo_s = self.scenario.slo_response_s
@@ -288,6 +371,12 @@ class BatchingSim:
         as if nothing more came.
         """
         return int(kernel.best_ahead(self.arrays, copy, others_weight))
+
+    def sizes_seen(self) -> FloatArray:
+        """Size of every request as the router knows it, tokens, shape (copies, stream_length)."""
+        requests = self.arrays.requests
+        sizes: FloatArray = requests[:, :, lay.CONTEXT] + requests[:, :, lay.PREDICTED_OUTPUT]
+        return sizes
 
     def undecided(self) -> bool:
         """Whether any copy has a request left to be placed."""
@@ -384,27 +473,16 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
 
 
 def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
-    return ReplicaSnapshot(
-        replica_id=name,
-        tokens_per_s=row[observation.TOKENS_PER_S],
-        num_slots=int(row[observation.NUM_SLOTS]),
-        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
-        num_waiting=int(row[observation.NUM_WAITING]),
-        num_running=int(row[observation.NUM_RUNNING]),
-        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
-        predicted_wait_s=row[observation.WAIT_S],
-        mean_response_s=row[observation.MEAN_RESPONSE_S],
-        observed_at_s=now - row[observation.AGE_S],
-        engine=EngineSnapshot(
-            iteration_s=row[observation.ITERATION_S],
-            prefill_token_s=row[observation.PREFILL_TOKEN_S],
-            sequence_s=row[observation.SEQUENCE_S],
-            kv_token_s=row[observation.KV_TOKEN_S],
-            token_budget=int(row[observation.TOKEN_BUDGET]),
-            kv_capacity_tokens=row[observation.KV_CAPACITY_TOKENS],
-            kv_used_fraction=row[observation.KV_USED_FRACTION],
-            prefill_in_flight_tokens=row[observation.PREFILL_IN_FLIGHT],
-            output_in_flight_tokens=row[observation.OUTPUT_IN_FLIGHT],
-            match_tokens=int(row[observation.MATCH_TOKENS]),
-        ),
+    engine = EngineSnapshot(
+        iteration_s=row[observation.ITERATION_S],
+        prefill_token_s=row[observation.PREFILL_TOKEN_S],
+        sequence_s=row[observation.SEQUENCE_S],
+        kv_token_s=row[observation.KV_TOKEN_S],
+        token_budget=int(row[observation.TOKEN_BUDGET]),
+        kv_capacity_tokens=row[observation.KV_CAPACITY_TOKENS],
+        kv_used_fraction=row[observation.KV_USED_FRACTION],
+        prefill_in_flight_tokens=row[observation.PREFILL_IN_FLIGHT],
+        output_in_flight_tokens=row[observation.OUTPUT_IN_FLIGHT],
+        match_tokens=int(row[observation.MATCH_TOKENS]),
     )
+    return snapshot_of(name, row, now - row[observation.AGE_S], engine)

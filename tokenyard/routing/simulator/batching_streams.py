@@ -49,6 +49,22 @@ def token_rows(stream: Stream) -> FloatArray:
     return stream
 
 
+def fleet_stream(stream: Stream) -> BatchingStream:
+    """The stream, which is one for a fleet.
+
+    Raises:
+        ValueError: It is one for the token-level cluster.
+    """
+    if isinstance(stream, BatchingStream):
+        return stream
+    raise ValueError("this is for a fleet of engines; the scenario has token-level servers")
+
+
+def dispatch_s(arrival_s: FloatArray, epoch_s: float | None) -> FloatArray:
+    """When requests are decided: at their arrival, or at the next multiple of `epoch_s`."""
+    return arrival_s if epoch_s is None else np.ceil(arrival_s / epoch_s) * epoch_s
+
+
 def encode_for_fleet(
     fleet: Fleet,
     trace: Trace,
@@ -81,11 +97,7 @@ def encode_for_fleet(
         )
     rows = np.empty((num, lay.NUM_REQUEST))
     rows[:, lay.ARRIVAL_S] = trace.arrival_s
-    rows[:, lay.DISPATCH_S] = (
-        trace.arrival_s
-        if decision_epoch_s is None
-        else np.ceil(trace.arrival_s / decision_epoch_s) * decision_epoch_s
-    )
+    rows[:, lay.DISPATCH_S] = dispatch_s(trace.arrival_s, decision_epoch_s)
     rows[:, lay.CONTEXT] = np.maximum(trace.context_tokens, 1)
     rows[:, lay.OUTPUT] = np.maximum(trace.generated_tokens, 1)
     rows[:, lay.PREDICTED_OUTPUT] = np.maximum(predicted_output, 1.0)

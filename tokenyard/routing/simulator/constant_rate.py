@@ -12,6 +12,7 @@ from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.rewards import (
@@ -20,7 +21,7 @@ from tokenyard.routing.simulator.rewards import (
     SLO_AT_COMPLETION,
     reward_rules,
 )
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -44,6 +45,10 @@ class Outcomes:
     def violations(self, slo_response_s: float) -> BoolArray:
         """Which requests violated the SLO, shape (num_requests,)."""
         return metrics.violations(self.response_s, slo_response_s)
+
+    def further_measures(self, scenario: Scenario) -> dict[str, float]:
+        """What is measured beside what all servers have: nothing."""
+        return {}
 
 
 def _server_params(scenario: Scenario) -> FloatArray:
@@ -80,11 +85,32 @@ def _max_running(scenario: Scenario) -> int:
     return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
 
 
+def snapshot_of(
+    name: str, row: list[float], observed_at_s: float, engine: EngineSnapshot | None = None
+) -> ReplicaSnapshot:
+    """A row of a simulator's table as a policy sees it."""
+    return ReplicaSnapshot(
+        replica_id=name,
+        tokens_per_s=row[observation.TOKENS_PER_S],
+        num_slots=int(row[observation.NUM_SLOTS]),
+        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
+        num_waiting=int(row[observation.NUM_WAITING]),
+        num_running=int(row[observation.NUM_RUNNING]),
+        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
+        predicted_wait_s=row[observation.WAIT_S],
+        mean_response_s=row[observation.MEAN_RESPONSE_S],
+        observed_at_s=observed_at_s,
+        engine=engine,
+    )
+
+
 class ClusterSim:
     """Independent copies of one cluster, each with its own stream of requests.
 
     Two simulators share nothing, and equal streams and actions give equal bytes.
     """
+
+    any_cluster_weights = "server_weights"
 
     def __init__(
         self,
@@ -230,6 +256,14 @@ class ClusterSim:
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
+    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+        """Refuse: it corrects a rule for replicas that batch.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("a corrected policy decides between replicas that batch, not servers")
+
     def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
 
@@ -282,18 +316,7 @@ class ClusterSim:
         # One conversion to Python numbers for the whole table: this runs at every decision.
         rows = self.tables[copy].tolist()
         return [
-            ReplicaSnapshot(
-                replica_id=server.name,
-                tokens_per_s=row[observation.TOKENS_PER_S],
-                num_slots=int(row[observation.NUM_SLOTS]),
-                max_concurrency=int(row[observation.MAX_CONCURRENCY]),
-                num_waiting=int(row[observation.NUM_WAITING]),
-                num_running=int(row[observation.NUM_RUNNING]),
-                tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
-                predicted_wait_s=row[observation.WAIT_S],
-                mean_response_s=row[observation.MEAN_RESPONSE_S],
-                observed_at_s=now,
-            )
+            snapshot_of(server.name, row, now)
             for server, row in zip(self.scenario.servers, rows, strict=True)
         ]
 

@@ -41,12 +41,7 @@ from tokenyard.routing.simulator.rewards import (
 )
 
 # params
-SLOT_TOKENS_PER_S = 0
-SLOTS = 1
-CONCURRENCY = 2
-NOMINAL_TOKENS_PER_S = 3
-RANK = 4
-NUM_PARAMS = 5
+SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = range(6)
 
 # rules: rewards (`rewards`), then dynamics and what else is paid
 (
@@ -55,37 +50,22 @@ NUM_PARAMS = 5
 ) = range(NUM_REWARDS, NUM_REWARDS + 12)  # fmt: skip
 
 # state
-RUNNING = 0
-WAITING = 1
-HEAD = 2
-TOKENS = 3
-PREDICTED = 4
-PREDICTED_WAITING = 5
-RECENT_RESPONSE_S = 6
-SHARED_UNTIL_S = 7
-STATE = 8
+(
+    RUNNING, WAITING, HEAD, TOKENS, PREDICTED, PREDICTED_WAITING, RECENT_RESPONSE_S,
+    SHARED_UNTIL_S, STATE,
+) = range(9)  # fmt: skip
 
 # clock
-NOW_S = 0
-INDEX = 1
-SKIP = 2
-NUM_CLOCK = 3
+NOW_S, INDEX, SKIP, NUM_CLOCK = range(4)
 
 # requests; the scaled features follow
-DISPATCH_S = 0
-ARRIVAL_S = 1
-TRUE_TOTAL = 2
-PREDICTED_TOTAL = 3
-CONTEXT = 4
-BASELINE_RESPONSE_S = 5
-FEATURES = 6
+(
+    DISPATCH_S, ARRIVAL_S, TRUE_TOTAL, PREDICTED_TOTAL, CONTEXT, BASELINE_RESPONSE_S, FEATURES,
+) = range(7)  # fmt: skip
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # outcomes
-SERVER = 0
-RESPONSE_S = 1
-WAITING_SEEN = 2
-NUM_OUTCOME = 3
+SERVER, RESPONSE_S, WAITING_SEEN, NUM_OUTCOME = range(4)
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,20 +30,14 @@ import numpy.typing as npt
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.scores.residual import (
-    ResidualNetwork,
-    Scratch,
-    make_scratch,
-    residual_scores,
-)
+from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.batching_kernel.fleet import clear, find_decision
+from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
 from tokenyard.routing.simulator.batching_kernel.layout import FleetArrays, replica_of
 from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
-from tokenyard.routing.simulator.batching_kernel.step import drain, place
-from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.batching_kernel.step import Player, decide, make_player, place
 from tokenyard.routing.simulator.batching_streams import BatchingStream
 from tokenyard.types import FloatArray, IntArray
 
@@ -52,26 +46,14 @@ VIOLATIONS = 1
 SLOW = 2
 NUM_COSTS = 3
 
+_LOST_SLOS = 10.0
+"""A request that is dropped, or whose client hangs up, counts as so many times the SLO."""
+
 _ANEW = -1
 """In place of where a request went: the policy decides."""
 
 _PLAYED, _AHEAD = 0, 1
 """Copies of the fleet: that of the stream, and that in which rollouts are played."""
-
-
-class _Player(NamedTuple):
-    """A policy ready to decide, and what its decisions are counted by."""
-
-    correction: ResidualNetwork
-    scratch: Scratch
-    scores: FloatArray
-    """Shape (N,)."""
-    mean_total_tokens: float
-    slo_s: float
-    slow_after_s: float
-    """From where on a response counts as slow, seconds."""
-    lost_s: float
-    """What a request counts as that never ends, seconds."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +95,6 @@ class RolloutSim:
         Raises:
             ValueError: The scenario has no fleet.
         """
-        if scenario.fleet is None:
-            raise ValueError(f"scenario {scenario.name!r} has no fleet: rollouts of fleets only")
         # Nobody reads the rewards.
         self._sim = BatchingSim(scenario, 2, num_requests, RewardWeights(balance=0.0))
         self._scenario = scenario
@@ -142,8 +122,8 @@ class RolloutSim:
         """
         for copy in (_PLAYED, _AHEAD):
             self._sim.load(copy, stream)
-        num = self._scenario.num_servers
-        player = _player(self._scenario, correction, self._mean_total_tokens, slow_after_s)
+        num, slo_s = self._scenario.num_servers, self._scenario.slo_response_s
+        player = make_player(correction, num, self._mean_total_tokens, slo_s)
         most = len(stream) // every + 1
         samples = Samples(
             np.empty((most, len(player.scratch.observation)), dtype=np.float32),
@@ -153,7 +133,7 @@ class RolloutSim:
         )
         played = np.full(len(stream), _ANEW)
         if not decide_anew:
-            run_residual(self._sim, correction, self._mean_total_tokens)
+            self._sim.run_residual(correction, self._mean_total_tokens)
             # A request that was dropped was sent nowhere in the end; there it may go anywhere.
             played = np.maximum(self._sim.arrays.outcomes[_PLAYED, :, lay.SERVER], 0).astype(
                 np.int64
@@ -161,7 +141,7 @@ class RolloutSim:
             for copy in (_PLAYED, _AHEAD):
                 self._sim.clear(copy)
         found = _sample(
-            self._sim.arrays, player, played, every, horizon,
+            self._sim.arrays, player, slow_after_s, played, every, horizon,
             samples.observations, samples.rule_scores, samples.chosen, samples.costs,
         )  # fmt: skip
         return Samples(
@@ -170,40 +150,6 @@ class RolloutSim:
             samples.chosen[:found],
             samples.costs[:found],
         )
-
-
-_LOST_SLOS = 10.0
-"""A request that is dropped, or whose client hangs up, counts as so many times the SLO."""
-
-
-def _player(
-    scenario: Scenario,
-    correction: ResidualNetwork,
-    mean_total_tokens: float,
-    slow_after_s: float = math.inf,
-) -> _Player:
-    num, slo_s = scenario.num_servers, scenario.slo_response_s
-    scratch, lost_s = make_scratch(correction, num), _LOST_SLOS * slo_s
-    return _Player(
-        correction, scratch, np.empty(num), mean_total_tokens, slo_s, slow_after_s, lost_s
-    )
-
-
-def run_residual(sim: BatchingSim, correction: ResidualNetwork, mean_total_tokens: float) -> None:
-    """Run all streams of a simulator to the end under a corrected policy."""
-    _run(sim.arrays, _player(sim.scenario, correction, mean_total_tokens), sim.rewards)
-
-
-@compiled
-def _decide(fleet: FleetArrays, copy: int, player: _Player) -> int:
-    """Replica that the policy takes for the current request of a copy."""
-    fill_table(fleet, copy)
-    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-    return residual_scores(
-        player.correction, request[lay.FEATURES :], request[lay.CONTEXT],
-        request[lay.PREDICTED_OUTPUT], player.mean_total_tokens, player.slo_s,
-        fleet.tables[copy], player.scratch, player.scores,
-    )  # fmt: skip
 
 
 @compiled
@@ -245,7 +191,8 @@ def _copy(source: npt.NDArray[Any], target: npt.NDArray[Any]) -> None:
 @compiled
 def _play(
     fleet: FleetArrays,
-    player: _Player,
+    player: Player,
+    slow_after_s: float,
     played: IntArray,
     choice: int,
     first: int,
@@ -259,7 +206,7 @@ def _play(
     while 0.0 <= fleet.clock[_AHEAD, lay.CURRENT] < last:
         server = played[int(fleet.clock[_AHEAD, lay.CURRENT])]
         if server == _ANEW:
-            server = _decide(fleet, _AHEAD, player)
+            server = decide(fleet, _AHEAD, player)
         place(fleet, _AHEAD, server)
         find_decision(fleet, _AHEAD)
     for server in range(fleet.replica_params.shape[1]):
@@ -270,16 +217,17 @@ def _play(
         outcome = fleet.outcomes[_AHEAD, index]
         response_s = outcome[lay.FINISH_S] - fleet.requests[_AHEAD, index, lay.ARRIVAL_S]
         if math.isnan(response_s):
-            response_s = player.lost_s
+            response_s = _LOST_SLOS * player.slo_s
         costs[RESPONSE] += response_s
         costs[VIOLATIONS] += 1.0 - outcome[lay.MET]
-        costs[SLOW] += response_s > player.slow_after_s
+        costs[SLOW] += response_s > slow_after_s
 
 
 @compiled
 def _sample(
     fleet: FleetArrays,
-    player: _Player,
+    player: Player,
+    slow_after_s: float,
     played: IntArray,
     every: int,
     horizon: int,
@@ -296,7 +244,7 @@ def _sample(
     found = 0
     while fleet.clock[_PLAYED, lay.CURRENT] >= 0.0 and found < chosen.shape[0]:
         current = int(fleet.clock[_PLAYED, lay.CURRENT])
-        choice = _decide(fleet, _PLAYED, player)
+        choice = decide(fleet, _PLAYED, player)
         while first < current and _over(fleet, _PLAYED, first):
             first += 1
         # Near the end of the stream there is too little future to tell choices apart.
@@ -311,27 +259,11 @@ def _sample(
             )  # fmt: skip
             for replica in range(num):
                 _play(
-                    fleet,
-                    player,
-                    played,
-                    replica,
-                    first,
-                    current + 1 + horizon,
+                    fleet, player, slow_after_s, played, replica, first, current + 1 + horizon,
                     costs[found, replica],
-                )
+                )  # fmt: skip
             found += 1
         decision += 1
         place(fleet, _PLAYED, choice)
         find_decision(fleet, _PLAYED)
     return found
-
-
-@compiled
-def _run(fleet: FleetArrays, player: _Player, rewards: FloatArray) -> None:
-    """Run every copy's whole stream under the policy, from empty to drained."""
-    for copy in range(fleet.state.shape[0]):
-        clear(fleet, copy)
-        while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            place(fleet, copy, _decide(fleet, copy, player))
-            find_decision(fleet, copy)
-    drain(fleet, rewards)

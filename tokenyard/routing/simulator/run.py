@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
-from tokenyard.routing.simulator.constant_rate import ClusterSim, Outcomes
+from tokenyard.routing.simulator.constant_rate import Outcomes
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.routing.types import RoutingPolicy
 from tokenyard.types import FloatArray, IntArray
@@ -74,9 +75,7 @@ def run_policy(
     return run_each(scenario, streams, [choosing(policy) for policy in policies])
 
 
-def run_compiled(
-    scenario: Scenario, streams: StreamSet, decide: Callable[[ClusterSim], None]
-) -> list[Run] | None:
+def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run] | None:
     """Let a compiled policy decide on every stream, then repeat its decisions to see them paid.
 
     Args:
@@ -85,14 +84,14 @@ def run_compiled(
         decide: Runs all copies of a simulator to the end.
 
     Returns:
-        One run per stream, in the order of `streams`; None for a fleet, and where a request was
-        dropped, so that it is not known whom it was sent to.
+        One run per stream, in the order of `streams`; None where servers may refuse, and where a
+        request was dropped, so that it is not known whom it was sent to.
     """
-    if scenario.fleet is not None:
+    if server_model(scenario).refuses:
         return None
     chosen = []
     for stream in streams.requests:
-        sim = ClusterSim(scenario, 1, len(stream))
+        sim = make_simulator(scenario, 1, len(stream))
         sim.load(0, stream)
         decide(sim)
         chosen.append(sim.outcomes().server)

@@ -17,8 +17,8 @@ import numpy as np
 
 from tokenyard.routing.observation import squash
 from tokenyard.routing.scenario import HeldOutTrace, Scenario
-from tokenyard.routing.simulator import constant_rate_kernel as kernel
-from tokenyard.routing.simulator.batching_streams import Stream, encode_for_fleet
+from tokenyard.routing.simulator.batching_streams import Stream
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.features import RobustScaler, request_features
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
@@ -112,38 +112,18 @@ class StreamSource:
             rng: Draws what no trace tells of a fleet: classes, routers, failures. None: the same
                 for every trace.
         """
-        if self.scenario.fleet is None:
-            return self._encode_tokens(trace)
-        return encode_for_fleet(
-            self.scenario.fleet,
+        return server_model(self.scenario).encode(
             trace,
-            self._predicted(trace) - trace.context_tokens,
+            self._predicted(trace),
             squash(self.scaler.transform(self._features(trace))),
-            self.scenario.slo_response_s,
             rng or stream_rng(0, "evaluation"),
-            self.scenario.decision_epoch_s,
         )
-
-    def _encode_tokens(self, trace: Trace) -> FloatArray:
-        epoch_s = self.scenario.decision_epoch_s
-        rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
-        rows[:, kernel.ARRIVAL_S] = trace.arrival_s
-        rows[:, kernel.DISPATCH_S] = (
-            trace.arrival_s if epoch_s is None else np.ceil(trace.arrival_s / epoch_s) * epoch_s
-        )
-        rows[:, kernel.TRUE_TOTAL] = trace.total_tokens
-        rows[:, kernel.PREDICTED_TOTAL] = self._predicted(trace)
-        rows[:, kernel.CONTEXT] = trace.context_tokens
-        rows[:, kernel.BASELINE_RESPONSE_S] = np.nan
-        rows[:, kernel.FEATURES :] = squash(self.scaler.transform(self._features(trace)))
-        return rows
 
     def _draw(self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0) -> Trace:
         arrivals = self.scenario.arrivals
         rate_per_s = load_factor * self.rate_per_s
         if self.scenario.sessions is not None:
-            assert self.scenario.fleet is not None
-            block_tokens = self.scenario.fleet.prefix_block_tokens
+            block_tokens = self.scenario.required_fleet.prefix_block_tokens
             return self.scenario.sessions.generate(
                 num_requests, rng, rate_per_s, self.model, block_tokens
             )

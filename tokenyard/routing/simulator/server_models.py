@@ -1,0 +1,313 @@
+"""The two models of a server, and all that is asked of one.
+
+A server takes requests at a constant rate (`ConstantRate`), or it is a replica that batches
+continuously (`Batching`). What needs no simulator is answered by `Scenario` itself: names,
+capacities, calibration, and which reward terms there are. To add a third model, write its class
+and its simulator, and name them in `ServerModel`, `Simulator` and `server_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Literal, cast
+
+import numpy as np
+
+from tokenyard.problem import Measure
+from tokenyard.routing.fleet import Fleet
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
+from tokenyard.routing.policies.tuned import (
+    FLEET_GRIDS,
+    NEEDS_PREFIX_CACHE,
+    FleetRules,
+    Grids,
+    load_tuned,
+)
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.batching_streams import Stream, dispatch_s, encode_for_fleet
+from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.types import FloatArray
+from tokenyard.workload.trace import Trace
+
+_MOST_SHARES = 8
+"""Servers up to which the share of each is printed."""
+
+
+class _Servers:
+    """What both models say in the same words, of the servers of one scenario."""
+
+    linear_kind: ClassVar[Literal["linear", "marginal"]]
+    """Kind of artifact of the linear policy."""
+    num_slo_weights: ClassVar[int]
+    """Weights of SLO terms that the linear policy may have."""
+    rules: ClassVar[tuple[str, ...]]
+    """Rules that a champion has to stand beside; those that are never best are left out."""
+    compiled_rules: ClassVar[tuple[str, ...]]
+    """Those of them that compiled code decides for, so that searches can afford them."""
+    hand_rule: ClassVar[str]
+    """The strongest of them, which a search of the linear policy begins with."""
+    refuses: ClassVar[bool]
+    """Whether a server may refuse a request, or go: requests are placed more than once."""
+    num_sizes: ClassVar[int]
+    """Sizes that are tried of a rule that tells requests apart by their size."""
+    most_ordered: ClassVar[int]
+    """Servers up to which every order of them is tried for SITA; of more, the two by speed."""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """What is drawn of such servers beside the figures of all (`tokenyard.routing.figures`)."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Answer for the servers of `scenario`."""
+        self.scenario = scenario
+
+    def grids(self) -> Grids:
+        """Values tried of every parameter of rules that only such servers tell apart."""
+        return {}
+
+
+class ConstantRate(_Servers):
+    """Servers that work through requests at a constant rate, one or several at a time."""
+
+    simulator = ClusterSim
+    linear_kind = "linear"
+    num_slo_weights = 0
+    rules = ("sed", "sed_reserve", "sed_dump", "sita", "weighted_least_connections")
+    compiled_rules = ("sed", "sed_reserve", "sed_dump")
+    hand_rule = "sed"
+    refuses = False
+    num_sizes = 24
+    most_ordered = 4
+
+    def encode(
+        self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
+        rng: np.random.Generator,
+    ) -> FloatArray:  # fmt: skip
+        """Lay a trace out as rows of shape (num_requests, NUM_REQUEST).
+
+        Args:
+            trace: Requests.
+            predicted_total: What the router is told of their sizes, tokens, shape (num_requests,).
+            features: Scaled request features, shape (num_requests, NUM_REQUEST_FEATURES).
+            rng: Not drawn from.
+        """
+        rows = np.empty((trace.num_requests, kernel.NUM_REQUEST))
+        rows[:, kernel.ARRIVAL_S] = trace.arrival_s
+        rows[:, kernel.DISPATCH_S] = dispatch_s(trace.arrival_s, self.scenario.decision_epoch_s)
+        rows[:, kernel.TRUE_TOTAL] = trace.total_tokens
+        rows[:, kernel.PREDICTED_TOTAL] = predicted_total
+        rows[:, kernel.CONTEXT] = trace.context_tokens
+        rows[:, kernel.BASELINE_RESPONSE_S] = np.nan
+        rows[:, kernel.FEATURES :] = features
+        return rows
+
+    def measures(self) -> list[Measure]:
+        """Response times, reward and, of few servers, who took how much."""
+        scenario = self.scenario
+        found = [
+            *_compared(3, 2, f"over {scenario.slo_response_s:g} s %"),
+            Measure("p50_response_s", "p50 s"),
+            Measure("p95_response_s", "p95 s"),
+            Measure("reward", "reward", ".0f", interval=True),
+            Measure("mean_queue_length", "queue", interval=True),
+            Measure("goodput_per_s", "goodput/s"),
+            Measure("dropped_fraction", "drop %", ".1f", 100),
+        ]
+        if scenario.num_servers > _MOST_SHARES:
+            return found
+        return found + [
+            Measure(f"share_server_{i}_fraction", name, ".0f", 100, table="requests by server, %")
+            for i, name in enumerate(scenario.server_names)
+        ]
+
+    def violated(self, or_dropped: bool = False) -> str:
+        """What requests did that violated an SLO, in words; dropped ones may be named."""
+        late = f"later than {self.scenario.slo_response_s:g} s"
+        return f"{late} or dropped" if or_dropped else late
+
+    def hand_weights(self) -> tuple[float, ...]:
+        """Zeros, which are shortest expected delay."""
+        return (0.0,) * NUM_SCORE_WEIGHTS
+
+    def compiled_rule(self, name: str) -> Decide | None:
+        """What runs shortest expected delay, or a tuned variant; None: it is no such rule."""
+        if name not in self.compiled_rules:
+            return None
+        above_tokens, dump_server = np.inf, -1
+        if name == "sed_reserve":
+            above_tokens = load_tuned(self.scenario.name).reserve_above_tokens
+        if name == "sed_dump":
+            dump_server = load_tuned(self.scenario.name).dump_replica
+        return _delay_rule(above_tokens, dump_server)
+
+    def rule_variants(self, sim: Simulator) -> list[Decide]:
+        """Shortest expected delay, then its variants, each of four parameters."""
+        by_speed = np.argsort([server.tokens_per_s for server in self.scenario.servers])
+        places = {0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1}
+        sizes = np.quantile(sim.sizes_seen(), (0.6, 0.75, 0.85, 0.95))
+        return [
+            _delay_rule(np.inf, -1),
+            *(_delay_rule(np.inf, int(by_speed[place])) for place in sorted(places)),
+            *(_delay_rule(float(size), -1) for size in sizes),
+        ]
+
+    def group(self) -> tuple[str, ...]:
+        """What kind of cluster it is: a search over clusters is guarded by kind."""
+        scenario, arrivals = self.scenario, self.scenario.arrivals
+        assert arrivals.load is not None
+        bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
+        names = ("low", "middle", "high", "extreme")
+        edges = (0.2, 0.28, 0.38) if bursts else (0.7, 0.85, 0.92)
+        equal = len(set(scenario.server_capacities_tokens_per_s)) == 1
+        return (
+            "bursts" if bursts else "steady",
+            names[int(np.searchsorted(edges, arrivals.load))],
+            "equal" if equal else "unequal",
+            "many" if scenario.num_servers > 6 else "few",
+            scenario.discipline,
+        )
+
+
+class Batching(_Servers):
+    """A fleet of replicas that batch continuously (docs/engine.md)."""
+
+    simulator = BatchingSim
+    linear_kind = "marginal"
+    num_slo_weights = NUM_SLO_WEIGHTS
+    rules = (
+        "sed", "sed_dump", "marginal_delay", "tuned_marginal_delay", "weighted_least_connections",
+        "sticky_until_saturated", "kv_cost", "weighted_scorers",
+    )  # fmt: skip
+    compiled_rules = ("marginal_delay", "tuned_marginal_delay")
+    hand_rule = "tuned_marginal_delay"
+    refuses = True
+    # It takes ten times as long to simulate.
+    num_sizes = 8
+    most_ordered = 0
+    figures = ("token_latencies", "memory_and_energy", "attainment")
+
+    def encode(
+        self, trace: Trace, predicted_total: FloatArray, features: FloatArray,
+        rng: np.random.Generator,
+    ) -> Stream:  # fmt: skip
+        """Lay a trace out, with classes, routers and failures drawn from `rng`."""
+        scenario = self.scenario
+        return encode_for_fleet(
+            scenario.required_fleet, trace, predicted_total - trace.context_tokens, features,
+            scenario.slo_response_s, rng, scenario.decision_epoch_s,
+        )  # fmt: skip
+
+    def measures(self) -> list[Measure]:
+        """Latencies, memory, energy and, where there are several, classes and tenants."""
+        return [
+            *_compared(2, 1, "violation %"),
+            Measure("mean_ttft_s", "ttft s"),
+            Measure("p99_ttft_s", "p99 ttft"),
+            Measure("p99_tpot_s", "p99 tpot ms", ".0f", 1000),
+            Measure("p99_itl_s", "p99 itl ms", ".0f", 1000),
+            Measure("goodput_per_s", "goodput/s"),
+            Measure("dropped_fraction", "drop %", ".1f", 100),
+            Measure("retried_fraction", "retry %", ".1f", 100),
+            Measure("prefix_hit_fraction", "hit %", ".1f", 100),
+            Measure("kv_used_fraction", "kv %", ".1f", 100),
+            Measure("preemptions_per_request", "preempt"),
+            Measure("wasted_tokens_fraction", "waste %", ".1f", 100),
+            Measure("energy_j_per_token", "J/token"),
+            Measure("reward", interval=True),
+            Measure("mean_queue_length", interval=True),
+            *_of_classes(self.scenario.required_fleet),
+        ]
+
+    def violated(self, or_dropped: bool = False) -> str:
+        """Each class has its own SLOs; what was dropped attained none."""
+        return "that violated an SLO of their class"
+
+    def hand_weights(self) -> tuple[float, ...]:
+        """Those of the tuned rule.
+
+        Raises:
+            ValueError: None was tuned for the scenario.
+        """
+        return load_tuned(self.scenario.name).fleet.marginal_weights
+
+    def compiled_rule(self, name: str) -> Decide | None:
+        """What runs least marginal delay, tuned or not; None: it is no such rule."""
+        if name not in self.compiled_rules:
+            return None
+        tuned = name == "tuned_marginal_delay"
+        return self._marginal(load_tuned(self.scenario.name).fleet if tuned else FleetRules())
+
+    def rule_variants(self, sim: Simulator) -> list[Decide]:
+        """Least marginal delay, with weights of the wait and of others' delays."""
+        weights = ((1.0, 1.0), (0.25, 1.0), (3.0, 1.0), (0.0, 3.0), (0.5, 2.0), (0.5, 3.0),
+                   (2.0, 2.0))  # fmt: skip
+        return [self._marginal(FleetRules(wait_weight=w, others_weight=o)) for w, o in weights]
+
+    def _marginal(self, rules: FleetRules) -> Decide:
+        weights, size = np.array(rules.marginal_weights), sum(self.scenario.mean_lengths_tokens)
+        return lambda sim: sim.run_linear(weights, size)
+
+    def group(self) -> tuple[str, ...]:
+        """Traffic, what happens to replicas and requests, and how fresh signals are."""
+        fleet = self.scenario.required_fleet
+        kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
+        seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
+        return (self.scenario.workload, kind, seen)
+
+    def grids(self) -> Grids:
+        """Those of all rules for replicas that batch; without a cache, none of prefixes."""
+        has_cache = self.scenario.required_fleet.prefix_block_tokens > 0
+        return {
+            name: {key: grid[key] for key in grid if has_cache or key not in NEEDS_PREFIX_CACHE}
+            for name, grid in FLEET_GRIDS.items()
+        }
+
+
+ServerModel = ConstantRate | Batching
+Simulator = ClusterSim | BatchingSim
+Decide = Callable[[Simulator], None]
+"""Runs all copies of a simulator to the end."""
+
+
+def server_model(scenario: Scenario) -> ServerModel:
+    """The model of a scenario's servers."""
+    return ConstantRate(scenario) if scenario.fleet is None else Batching(scenario)
+
+
+def _delay_rule(reserve_above_tokens: float, dump_server: int) -> Decide:
+    return lambda sim: cast(ClusterSim, sim).run_delay_rule(reserve_above_tokens, dump_server)
+
+
+def _compared(digits: int, tail_digits: int, violation: str) -> list[Measure]:
+    return [
+        Measure(
+            "mean_response_s", "mean s", f".{digits}f", interval=True, delta="delta_mean_fraction"
+        ),
+        Measure(
+            "p99_response_s", "p99 s", f".{tail_digits}f", interval=True, delta="delta_p99_fraction"
+        ),
+        Measure(
+            "slo_violation_fraction", violation, ".1f", 100, interval=True,
+            delta="delta_slo_violation",
+        ),
+    ]  # fmt: skip
+
+
+def _of_classes(fleet: Fleet) -> list[Measure]:
+    """Attainment by class and tenant, where there are several of either."""
+    tenants = fleet.tenants if len(fleet.tenants) > 1 else ()
+    if not tenants and len(fleet.classes) == 1:
+        return []
+    title = "SLO attainment by class and tenant"
+    names = {one.name: one.name for one in fleet.classes}
+    names |= {f"tenant_{one.name}": f"tenant {one.name}" for one in tenants}
+    found = [
+        Measure(f"attained_{key}_fraction", f"{name.replace('_', ' ')} %", ".1f", 100, table=title)
+        for key, name in names.items()
+    ]
+    if tenants:
+        found += [
+            Measure("service_gap_tokens_per_s", "gap tokens/s", ".0f", table=title),
+            Measure("max_service_gap_tokens_per_s", "largest gap", ".0f", table=title),
+        ]
+    return found
