@@ -19,9 +19,11 @@ from serve_app.allocation.plans import check_allocation, make_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
-from serve_app.gateway.backends import Backend, ExternalBackend, ServeBackend
+from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.metrics import Metrics
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -79,12 +81,13 @@ class GatewayReplica:
         )  # fmt: skip
         may_be_missing = not options.must_be_there
         manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing)
-        self._external = [ExternalBackend(pool) for pool in cluster.external_pools]
+        metrics = Metrics()
+        self._external = [ExternalBackend(pool, metrics) for pool in cluster.external_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         for pool in cluster.own_pools:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
-        self._gateway = Gateway(cluster, manager, backends, log=log)
+        self._gateway = Gateway(cluster, manager, backends, metrics, log=log)
         self._access = Access(options.token)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):

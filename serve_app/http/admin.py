@@ -106,7 +106,13 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         """Tell what is known of every replica: speed, state and its age."""
         now_s = gateway.refresh()
         replicas = gateway.table.replicas.values()
-        return {"replicas": [_describe_replica(one, now_s) for one in replicas]}
+        ejected_s = gateway.outliers.ejected_s
+        return {
+            "replicas": [
+                {**_describe_replica(one, now_s), "ejected_s": ejected_s(one.replica_id)}
+                for one in replicas
+            ]
+        }
 
     @router.get("/healthz")
     async def healthz() -> dict[str, Any]:

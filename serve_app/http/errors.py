@@ -11,12 +11,13 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.gateway.gateway import Refused, Unserved
+from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Denied
 from serve_app.http.decide_schema import MAX_BODY_BYTES, Problem
 from serve_app.policy.runner import IncompatibleRequest
@@ -49,6 +50,7 @@ def install(api: FastAPI) -> None:
         (Denied, _on_denied),
         (Refused, _on_refused),
         (Unserved, _on_unserved),
+        (RequestRejected, _on_rejected),
     ):
         api.add_exception_handler(error, handle)
     api.add_middleware(_BodyLimit)
@@ -92,6 +94,13 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, str(error), 503)
+
+
+async def _on_rejected(request: Request, error: Exception) -> Response:
+    """Hand on what the endpoint has against the request, as it is."""
+    assert isinstance(error, RequestRejected)
+    headers = {"content-type": error.content_type}
+    return Response(error.body, status_code=error.status, headers=headers)
 
 
 def _speaks_openai(request: Request) -> bool:
