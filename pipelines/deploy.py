@@ -20,11 +20,14 @@ from ray import serve
 from ray.serve import Application
 
 from serve_app.app import (
+    ADMIN_TOKEN_VARIABLE,
     APP_NAME,
+    LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
     bind_gateway,
     find_cluster,
     load_policy,
+    local_admin_of,
     token_of,
 )
 from serve_app.cluster import Cluster
@@ -35,6 +38,7 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,10 @@ def _find(args: Args) -> Deployment:
         decision_log=args.decision_log,
         token=args.token,
     )
+    if local_admin_of(options) and args.host not in LOOPBACK:
+        raise ValueError(
+            f"{LOCAL_ADMIN_VARIABLE} is for {', '.join(LOOPBACK)}; set {ADMIN_TOKEN_VARIABLE}"
+        )
     cluster = find_cluster(options)
     if args.decision_log is not None:
         DecisionLog(args.decision_log).close()

@@ -6,11 +6,11 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
@@ -35,6 +35,10 @@ from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 APP_NAME = "tokenyard-routing"
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
 """Environment variable that holds the gateway's bearer token."""
+ADMIN_TOKEN_VARIABLE = "TOKENYARD_ADMIN_TOKEN"
+"""Environment variable that holds the bearer token of changes."""
+LOCAL_ADMIN_VARIABLE = "TOKENYARD_LOCAL_ADMIN"
+"""Environment variable that lets callers on this machine change what is served, where it is 1."""
 
 
 class GatewayOptions(BaseModel):
@@ -57,8 +61,13 @@ class GatewayOptions(BaseModel):
     """MLflow tracking URI where champions are looked up; None: only shipped ones count."""
     decision_log: Path | None = None
     """Folder on the gateway's node that gets Parquet files."""
-    token: str | None = None
+    token: Annotated[str | None, Field(repr=False)] = None
     """Bearer token that callers need; None: that of the environment, or none."""
+    admin_token: Annotated[str | None, Field(repr=False)] = None
+    """Bearer token that changes need; None: that of the environment, or none."""
+    local_admin: bool = False
+    """Let callers on the gateway's machine change what is served without a token. A proxy on that
+    machine makes all its callers such callers, unless it says that it forwards."""
 
 
 _SWITCH_S = 1e-3
@@ -88,7 +97,7 @@ class GatewayReplica:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._gateway = Gateway(cluster, manager, backends, metrics, log=log)
-        self._access = Access(options.token)
+        self._access = make_access(options)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
@@ -156,7 +165,7 @@ def find_cluster(options: GatewayOptions) -> Cluster:
         engine_class(pool)
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, options.registry)
-    Access(token_of(options))
+    make_access(options)
     return cluster
 
 
@@ -176,6 +185,25 @@ def token_of(options: GatewayOptions) -> str | None:
     return options.token or os.environ.get(TOKEN_VARIABLE) or None
 
 
+def admin_token_of(options: GatewayOptions) -> str | None:
+    """Return the bearer token that changes need; None: none."""
+    return options.admin_token or os.environ.get(ADMIN_TOKEN_VARIABLE) or None
+
+
+def local_admin_of(options: GatewayOptions) -> bool:
+    """Return whether callers on this machine may change what is served without a token."""
+    return options.local_admin or os.environ.get(LOCAL_ADMIN_VARIABLE) == "1"
+
+
+def make_access(options: GatewayOptions) -> Access:
+    """Say who may use the gateway and who may change it.
+
+    Raises:
+        ValueError: A token cannot be one.
+    """
+    return Access(token_of(options), admin_token_of(options), local_admin_of(options))
+
+
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     """Make the application of a gateway and its pools."""
     log = options.decision_log
@@ -183,6 +211,8 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         update={
             "decision_log": None if log is None else log.absolute(),
             "token": token_of(options),
+            "admin_token": admin_token_of(options),
+            "local_admin": local_admin_of(options),
         }
     )
     pools = {

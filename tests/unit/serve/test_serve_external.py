@@ -50,7 +50,7 @@ async def a_gateway(number, log=None, policy="champion", scrapes=False, **fields
         metrics = Metrics()
         backend = ExternalBackend(cluster.external_pools[0], metrics)
         gateway = Gateway(cluster, manager, {backend.name: backend}, metrics, log=log)
-        api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None))
+        api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None, local_admin=True))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             if scrapes:
