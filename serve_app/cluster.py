@@ -191,6 +191,8 @@ class Limits(FrozenModel):
     """`max_tokens` of a request that names none."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time from arrival to the last token."""
+    body_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time in which a request's body must come."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Times that a request is placed again where a replica fails before its first token."""
 
