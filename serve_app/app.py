@@ -70,6 +70,8 @@ class GatewayOptions(BaseModel):
     machine makes all its callers such callers, unless it says that it forwards."""
 
 
+_HEALTH_PERIOD_S = 1.0
+_HEALTH_TIMEOUT_S = 3.0
 _SWITCH_S = 1e-3
 """Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
 5 ms would be the longest part of a decision that was interrupted."""
@@ -123,6 +125,13 @@ class GatewayReplica:
             )  # fmt: skip
             api.include_router(router)
         return api
+
+    async def drain(self) -> int:
+        """Let nothing more in; return what is still in flight when the time for it is over."""
+        return await self._gateway.drain()
+
+    async def check_health(self) -> None:
+        """Answer from the event loop of the API: one that hangs is found, and replaced."""
 
     def _start(self) -> None:
         for one in self._external:
@@ -223,6 +232,11 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         name="gateway",
         num_replicas=1,
         max_ongoing_requests=4 * cluster.limits.max_in_flight + 100,
+        # Three checks in a row must fail.
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=cluster.limits.drain_s,
         ray_actor_options={
             "num_cpus": cluster.gateway.cpus,
             "label_selector": dict(cluster.gateway.node_labels),

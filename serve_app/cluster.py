@@ -191,6 +191,8 @@ class Limits(FrozenModel):
     """`max_tokens` of a request that names none."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time from arrival to the last token."""
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    """Time for which answers that have begun may go on when the gateway is told to end."""
     body_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time in which a request's body must come."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2

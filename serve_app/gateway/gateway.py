@@ -7,6 +7,7 @@ between, so no two requests are placed on the same state.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _MIN_RETRY_AFTER_S = 1
 _MAX_RETRY_AFTER_S = 60
+_DRAIN_POLL_S = 0.05
 _PATIENCE_S = 20.0
 """How long a request waits for a replica where there is none."""
 
@@ -60,6 +62,10 @@ class Refused(RuntimeError):
 
 class Unserved(RuntimeError):
     """A request that was let in and could not be answered; the text says why."""
+
+
+class Draining(Unserved):
+    """A request that comes when the gateway is about to end."""
 
 
 class _OutOfTime(Unserved):
@@ -152,6 +158,8 @@ class Gateway:
     in_flight: int = 0
     num_offered: int = 0
     """Requests that have asked to be let in, those that were refused included."""
+    draining: bool = False
+    """Whether it is about to end, and lets nothing in."""
 
     def __post_init__(self) -> None:
         """Make the table of replicas."""
@@ -174,6 +182,7 @@ class Gateway:
         """Answer a request; leaving the stream early cancels it.
 
         Raises:
+            Draining: The gateway is about to end.
             Refused: Too much is in flight, or no replica takes more; nothing was generated.
             Unserved: No replica could answer it in time, or the one that had begun died.
             RequestRejected: An endpoint has something against the request.
@@ -206,6 +215,19 @@ class Gateway:
             )  # fmt: skip
         return answer
 
+    async def drain(self) -> int:
+        """Let nothing more in; return once all is answered, or the time for it is over.
+
+        Returns:
+            How many requests are still in flight.
+        """
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.cluster.limits.drain_s):
+                while self.in_flight:
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        return self.in_flight
+
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
         now_s = self.clock_s()
@@ -233,6 +255,9 @@ class Gateway:
             metrics.log_lines_lost.set(self.log.num_lost)
 
     def _admit(self, service_class: SloClass) -> None:
+        if self.draining:
+            self.metrics.refused.labels("draining").inc()
+            raise Draining("the gateway is about to end; ask another")
         limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
         if self.in_flight >= max(limit, 1):
             self.metrics.refused.labels("too many in flight").inc()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from serve_app.gateway.gateway import Gateway
@@ -115,10 +115,14 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         }
 
     @router.get("/healthz")
-    async def healthz() -> dict[str, Any]:
-        """Say that the gateway is there, and how many replicas it knows."""
+    async def healthz() -> JSONResponse:
+        """Say that the gateway takes requests, and how many replicas it knows; 503: it drains."""
         gateway.refresh()
-        return {"status": "ok", "replicas": len(gateway.table.replicas)}
+        status = "draining" if gateway.draining else "ok"
+        return JSONResponse(
+            {"status": status, "replicas": len(gateway.table.replicas)},
+            status_code=503 if gateway.draining else 200,
+        )
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -283,6 +283,45 @@ def test_admission_is_bounded_and_keeps_room_for_other_classes():
     check(test)
 
 
+def test_a_gateway_that_drains_finishes_what_it_has_begun_and_lets_nothing_in():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        body = a_body(stream=True)
+        held = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "12"]
+        while sum(len(pool.requests) for pool in pools.values()) < 2:
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(gateway.drain())
+        while not gateway.draining:
+            await asyncio.sleep(0)
+        refused = await client.post("/v1/completions", json=a_body())
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+        health = await client.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        assert not draining.done()
+        for pool in pools.values():
+            pool.may_go_on.set()
+        assert [events_of((await one).text)[-1]["choices"][0]["text"] for one in held] == ["k"] * 2
+        assert await draining == 0
+
+    check(test)
+
+
+def test_draining_ends_in_time_and_tells_how_many_answers_are_left():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        held = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+        while not gateway.in_flight:
+            await asyncio.sleep(0)
+        assert await gateway.drain() == 1
+        for pool in pools.values():
+            pool.may_go_on.set()
+        assert (await held).status_code == 200
+
+    check(test, limits={"drain_s": 0.05})
+
+
 def test_a_client_that_leaves_cancels_its_request_at_the_replica():
     async def test(client, pools, gateway):
         for pool in pools.values():
