@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
@@ -18,7 +17,6 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS, BadRequest
 from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
-from serve_app.policy.runner import RAY_DEFAULT
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -57,11 +55,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
         if explore is None:
             explore = gateway.cluster.explore_fraction
         try:
-            prepared = None
-            if body.policy != RAY_DEFAULT:
-                # Off the event loop: it may take seconds to find, load and compile.
-                prepared = await asyncio.to_thread(gateway.manager.prepare, body.policy)
-            gateway.manager.switch(body.policy, explore, prepared=prepared)
+            await lifecycle.switch(body.policy, explore)
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
