@@ -56,7 +56,7 @@ check: .venv/.dev ## Lint, format, types, layers, words.
 	$(BIN)/python .ci/check_words
 
 serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000.
-	$(BIN)/python pipelines/deploy.py
+	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py
 
 demo: .venv/.core ## Two minutes of traffic against what `make serve` started, policy by policy.
 	$(BIN)/python pipelines/replay.py --rate 0.5 --length-scale 0.1 --duration-s 40 \

@@ -1,6 +1,6 @@
 """Does a gateway that runs for long stay as it was: its memory, and its slowest answers?
 
-Start `python pipelines/deploy.py --cluster emulated` on this machine, then
+Start `TOKENYARD_LOCAL_ADMIN=1 python pipelines/deploy.py --cluster emulated` on this machine, then
 `python benchmarks/soak.py --minutes 20`: requests come at an even rate, a replica is killed now
 and then, policies take turns, shadows and canaries come and go, and the page is watched.
 """

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
@@ -17,14 +18,18 @@ from typing import Any, Literal
 import ray
 import tyro
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 
 from serve_app.app import (
+    ADMIN_TOKEN_VARIABLE,
     APP_NAME,
+    LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
     bind_gateway,
     find_cluster,
     load_policy,
+    local_admin_of,
     token_of,
 )
 from serve_app.cluster import Cluster
@@ -35,6 +40,10 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
+_SIGNAL_POLL_S = 0.25
+_DRAIN_SLACK_S = 20.0
+"""For the worker that asks the gateway to start, and its answer to come back."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -112,11 +121,12 @@ def main(args: Args) -> None:
         _connect(local, deployment.num_cpus)
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
-    stop = _stop_on_signals()
+    signals = _Signals()
     try:
         _start(bind_gateway(deployment.cluster, deployment.options), args)
         _report(deployment, args)
-        stop.wait()
+        signals.stop.wait()
+        _drain(signals, deployment.cluster.limits.drain_s)
     finally:
         _shut_down(local)
 
@@ -132,6 +142,10 @@ def _find(args: Args) -> Deployment:
         decision_log=args.decision_log,
         token=args.token,
     )
+    if local_admin_of(options) and args.host not in LOOPBACK:
+        raise ValueError(
+            f"{LOCAL_ADMIN_VARIABLE} is for {', '.join(LOOPBACK)}; set {ADMIN_TOKEN_VARIABLE}"
+        )
     cluster = find_cluster(options)
     if args.decision_log is not None:
         DecisionLog(args.decision_log).close()
@@ -150,11 +164,40 @@ def _check_port(host: str, port: int) -> None:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
 
 
-def _stop_on_signals() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+class _Signals:
+    """Ctrl-C and SIGTERM: the first lets answers end, the second does not wait for them."""
+
+    def __init__(self) -> None:
+        self.stop, self.hurry = threading.Event(), threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, *_: object) -> None:
+        (self.hurry if self.stop.is_set() else self.stop).set()
+
+
+def _drain(signals: _Signals, drain_s: float) -> None:
+    """Let the gateway finish what it has begun, and take nothing new."""
+    # In a worker: a handle that was used leaves threads, which can crash an interpreter that ends.
+    left = ray.remote(num_cpus=0)(_ask_to_drain).remote()
+    until_s = time.monotonic() + drain_s + _DRAIN_SLACK_S
+    while time.monotonic() < until_s and not signals.hurry.is_set():
+        done, _ = ray.wait([left], timeout=_SIGNAL_POLL_S)
+        if done:
+            break
+    try:
+        cut = ray.get(left, timeout=0)
+    except (RayError, TimeoutError) as error:
+        print(f"not drained: {str(error).splitlines()[0]}", file=sys.stderr)
+    else:
+        if cut:
+            print(f"{cut} answers are cut after {drain_s:g} s", file=sys.stderr)
+
+
+def _ask_to_drain() -> int:
+    handle: Any = serve.get_app_handle(APP_NAME)
+    cut: int = handle.drain.remote().result()
+    return cut
 
 
 def _connect(local: bool, num_cpus: float) -> None:
@@ -179,11 +222,11 @@ def _start(application: Application, args: Args) -> None:
 
 
 def _shut_down(local: bool) -> None:
+    # Waits for the last bytes of answers on their way to the proxy, which a shutdown kills first.
+    serve.delete(APP_NAME)
     # On a shared cluster only the application is ours, not Serve itself.
     if local:
         serve.shutdown()
-    else:
-        serve.delete(APP_NAME)
     ray.shutdown()
 
 

@@ -6,11 +6,11 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
@@ -19,9 +19,11 @@ from serve_app.allocation.plans import check_allocation, make_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
-from serve_app.gateway.backends import Backend, ExternalBackend, ServeBackend
+from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.metrics import Metrics
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -33,6 +35,10 @@ from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 APP_NAME = "tokenyard-routing"
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
 """Environment variable that holds the gateway's bearer token."""
+ADMIN_TOKEN_VARIABLE = "TOKENYARD_ADMIN_TOKEN"
+"""Environment variable that holds the bearer token of changes."""
+LOCAL_ADMIN_VARIABLE = "TOKENYARD_LOCAL_ADMIN"
+"""Environment variable that lets callers on this machine change what is served, where it is 1."""
 
 
 class GatewayOptions(BaseModel):
@@ -55,10 +61,17 @@ class GatewayOptions(BaseModel):
     """MLflow tracking URI where champions are looked up; None: only shipped ones count."""
     decision_log: Path | None = None
     """Folder on the gateway's node that gets Parquet files."""
-    token: str | None = None
+    token: Annotated[str | None, Field(repr=False)] = None
     """Bearer token that callers need; None: that of the environment, or none."""
+    admin_token: Annotated[str | None, Field(repr=False)] = None
+    """Bearer token that changes need; None: that of the environment, or none."""
+    local_admin: bool = False
+    """Let callers on the gateway's machine change what is served without a token. A proxy on that
+    machine makes all its callers such callers, unless it says that it forwards."""
 
 
+_HEALTH_PERIOD_S = 1.0
+_HEALTH_TIMEOUT_S = 3.0
 _SWITCH_S = 1e-3
 """Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
 5 ms would be the longest part of a decision that was interrupted."""
@@ -79,13 +92,14 @@ class GatewayReplica:
         )  # fmt: skip
         may_be_missing = not options.must_be_there
         manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing)
-        self._external = [ExternalBackend(pool) for pool in cluster.external_pools]
+        metrics = Metrics()
+        self._external = [ExternalBackend(pool, metrics) for pool in cluster.external_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         for pool in cluster.own_pools:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
-        self._gateway = Gateway(cluster, manager, backends, log=log)
-        self._access = Access(options.token)
+        self._gateway = Gateway(cluster, manager, backends, metrics, log=log)
+        self._access = make_access(options)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
@@ -111,6 +125,13 @@ class GatewayReplica:
             )  # fmt: skip
             api.include_router(router)
         return api
+
+    async def drain(self) -> int:
+        """Let nothing more in; return what is still in flight when the time for it is over."""
+        return await self._gateway.drain()
+
+    async def check_health(self) -> None:
+        """Answer from the event loop of the API: one that hangs is found, and replaced."""
 
     def _start(self) -> None:
         for one in self._external:
@@ -153,7 +174,7 @@ def find_cluster(options: GatewayOptions) -> Cluster:
         engine_class(pool)
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, options.registry)
-    Access(token_of(options))
+    make_access(options)
     return cluster
 
 
@@ -173,6 +194,25 @@ def token_of(options: GatewayOptions) -> str | None:
     return options.token or os.environ.get(TOKEN_VARIABLE) or None
 
 
+def admin_token_of(options: GatewayOptions) -> str | None:
+    """Return the bearer token that changes need; None: none."""
+    return options.admin_token or os.environ.get(ADMIN_TOKEN_VARIABLE) or None
+
+
+def local_admin_of(options: GatewayOptions) -> bool:
+    """Return whether callers on this machine may change what is served without a token."""
+    return options.local_admin or os.environ.get(LOCAL_ADMIN_VARIABLE) == "1"
+
+
+def make_access(options: GatewayOptions) -> Access:
+    """Say who may use the gateway and who may change it.
+
+    Raises:
+        ValueError: A token cannot be one.
+    """
+    return Access(token_of(options), admin_token_of(options), local_admin_of(options))
+
+
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     """Make the application of a gateway and its pools."""
     log = options.decision_log
@@ -180,6 +220,8 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         update={
             "decision_log": None if log is None else log.absolute(),
             "token": token_of(options),
+            "admin_token": admin_token_of(options),
+            "local_admin": local_admin_of(options),
         }
     )
     pools = {
@@ -190,6 +232,11 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         name="gateway",
         num_replicas=1,
         max_ongoing_requests=4 * cluster.limits.max_in_flight + 100,
+        # Three checks in a row must fail.
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=cluster.limits.drain_s,
         ray_actor_options={
             "num_cpus": cluster.gateway.cpus,
             "label_selector": dict(cluster.gateway.node_labels),

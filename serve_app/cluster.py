@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field, HttpUrl, ValidationError, model_validator
+from pydantic import Field, HttpUrl, ValidationError, field_validator, model_validator
 
 from serve_app.engines.base import EngineConfig
 from tokenyard.allocation.types import Parallelism
@@ -69,6 +69,30 @@ class Endpoint(FrozenModel):
     url: HttpUrl
     """Where `/v1/completions` and `/metrics` are."""
 
+    @field_validator("url")
+    @classmethod
+    def _holds_no_secret(cls, url: HttpUrl) -> HttpUrl:
+        if url.username or url.password:
+            # It names the replica in logs and on pages.
+            raise ValueError("leave user and password out; api_key_env names the token's variable")
+        return url
+
+
+class Deadlines(FrozenModel):
+    """How long an endpoint may take, seconds. Each is a failure of the endpoint."""
+
+    connect_s: Annotated[float, Field(gt=0)] = 2.0
+    """Until the connection is there, TLS included."""
+    first_byte_s: Annotated[float, Field(gt=0)] | None = None
+    """Until the head of the answer; None: only the first token has a deadline. vLLM sends it before
+    it computes, others with the first token."""
+    first_token_s: Annotated[float, Field(gt=0)] = 60.0
+    """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
+    between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
+    """From one token to the next; the answer then ends with the reason."""
+    total_s: Annotated[float, Field(gt=0)] = 600.0
+    """Until the last token."""
+
 
 class ExternalPool(FrozenModel):
     """Servers that run already: OpenAI's API, with vLLM's Prometheus metrics at `/metrics`."""
@@ -85,6 +109,7 @@ class ExternalPool(FrozenModel):
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None
     """Environment variable that holds the endpoints' bearer token."""
+    deadlines: Deadlines = Deadlines()
 
 
 AnyPool = Annotated[Pool | ExternalPool, Field(discriminator="kind")]
@@ -166,6 +191,10 @@ class Limits(FrozenModel):
     """`max_tokens` of a request that names none."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time from arrival to the last token."""
+    drain_s: Annotated[float, Field(ge=0)] = 30.0
+    """Time for which answers that have begun may go on when the gateway is told to end."""
+    body_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time in which a request's body must come."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Times that a request is placed again where a replica fails before its first token."""
 
@@ -181,6 +210,18 @@ class CircuitBreakerSettings(FrozenModel):
     """Time for which it is open: the policy is not asked."""
     stale_after_s: Annotated[float, Field(gt=0)] = 5.0
     """Age from which on a replica's published state counts as unknown."""
+
+
+class OutlierEjection(FrozenModel):
+    """How replicas that fail are left out: see `serve_app.gateway.outliers`."""
+
+    base_s: Annotated[float, Field(gt=0)] = 1.0
+    """Time for which a replica is left out the first time; it doubles each time after."""
+    max_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest such time. So long without a failure, and one ejection is forgiven."""
+    readmit_after: Annotated[int, Field(ge=1, le=30)] = 4
+    """Answers that must begin until a replica that comes back takes any number of requests: before,
+    it holds one at a time, then 2, 4, ..."""
 
 
 class Placement(FrozenModel):
@@ -213,6 +254,7 @@ class Cluster(FrozenModel):
     """The first is that of requests that name none."""
     limits: Limits = Limits()
     circuit_breaker: CircuitBreakerSettings = CircuitBreakerSettings()
+    outlier_ejection: OutlierEjection = OutlierEjection()
     gateway: Placement = Placement()
     routing_stats_period_s: Annotated[float, Field(gt=0)] = 0.25
     """Time between two publications of a replica's state."""

@@ -208,7 +208,9 @@ class Client:
         Raises:
             ValueError: The server refuses.
         """
-        answer = await self._http.post("/v1/policy", json={"policy": policy})
+        token = os.environ.get("TOKENYARD_ADMIN_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else None
+        answer = await self._http.post("/v1/policy", json={"policy": policy}, headers=headers)
         if answer.status_code != 200:
             detail = answer.json().get("detail", answer.text)
             raise ValueError(f"policy {policy!r}: {detail}")

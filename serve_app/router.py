@@ -195,7 +195,10 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         prompt = Prompt(self._token_ids(pending_request))
         length = len(prompt.token_ids)
         request = Request(now_s, length, self._manager.policy.loaded.predicted_total_tokens(length))
-        choice = self._manager.pick(request, self._table.snapshots(offered, prompt))
+        last_sent_s = [one.last_sent_s for one in offered]
+        choice = self._manager.pick(
+            request, self._table.snapshots(offered, prompt), last_sent_s=last_sent_s
+        )
         # Reserved at once: the next request may be placed before this one is on its way.
         self._reserve(pending_request, offered[choice.index].replica_id, prompt)
         order = list(range(len(offered)))

@@ -23,8 +23,12 @@ def command_line(token: str | None = None) -> str:
     """
     program, *arguments = sys.argv
     start = ["tokenyard"] if Path(program).name == "tokenyard" else ["python", program]
-    shown = ["TOKEN" if token and one == token else one for one in arguments]
-    return shlex.join([*start, *shown])
+    if token:
+        arguments = [
+            f"{one[: -len(token)]}TOKEN" if one == token or one.endswith(f"={token}") else one
+            for one in arguments
+        ]
+    return shlex.join([*start, *arguments])
 
 
 def git_sha() -> str:

@@ -177,6 +177,43 @@ def promote(tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str
     return version
 
 
+def aliases_of(tracking_uri: str, model: str) -> dict[str, str]:
+    """Versions by alias; empty where there is no such model.
+
+    Raises:
+        ArtifactError: The registry cannot be read.
+    """
+    with _named(tracking_uri):
+        client = _impatient(tracking_uri)
+        if not client.search_registered_models(f"name = '{model}'"):
+            return {}
+        aliases = client.get_registered_model(model).aliases
+        return {alias: str(version) for alias, version in aliases.items()}
+
+
+def put_back(tracking_uri: str, model: str, version: str, before: Mapping[str, str]) -> None:
+    """Undo a promotion, unless another came after it.
+
+    Args:
+        tracking_uri: Any URI that MLflow takes.
+        model: Registered model.
+        version: That was promoted.
+        before: `aliases_of` the model before that.
+
+    Raises:
+        ArtifactError: The registry cannot be written.
+    """
+    with _named(tracking_uri):
+        client = _impatient(tracking_uri)
+        if str(client.get_registered_model(model).aliases.get(CHAMPION)) != version:
+            return
+        for alias in (CHAMPION, PREVIOUS):
+            if alias in before:
+                client.set_registered_model_alias(model, alias, before[alias])
+            else:
+                client.delete_registered_model_alias(model, alias)
+
+
 def restore(tracking_uri: str, model: str) -> str:
     """Swap the aliases `champion` and `previous`; return the version that is champion now.
 

@@ -7,13 +7,15 @@ between, so no two requests are placed on the same state.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.gateway.backends import Backend
@@ -24,9 +26,12 @@ from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
     ReplicaRefused,
+    ReplicaTimeout,
+    RequestRejected,
 )
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
@@ -38,8 +43,10 @@ from tokenyard.routing.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 _MIN_RETRY_AFTER_S = 1
 _MAX_RETRY_AFTER_S = 60
+_DRAIN_POLL_S = 0.05
 _PATIENCE_S = 20.0
 """How long a request waits for a replica where there is none."""
 
@@ -55,6 +62,14 @@ class Refused(RuntimeError):
 
 class Unserved(RuntimeError):
     """A request that was let in and could not be answered; the text says why."""
+
+
+class Draining(Unserved):
+    """A request that comes when the gateway is about to end."""
+
+
+class _OutOfTime(Unserved):
+    """A request whose time was over before its answer's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,8 @@ class _Answer:
     prompt: Prompt
     arm: Arm
     arrival_s: float
+    deadline_s: float
+    """When it is given up, by the event loop's clock."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     num_tokens: int = 0
@@ -141,6 +158,8 @@ class Gateway:
     in_flight: int = 0
     num_offered: int = 0
     """Requests that have asked to be let in, those that were refused included."""
+    draining: bool = False
+    """Whether it is about to end, and lets nothing in."""
 
     def __post_init__(self) -> None:
         """Make the table of replicas."""
@@ -149,7 +168,7 @@ class Gateway:
         self.history = History()
         self._ray: RayDefault | None = None
         self._realtime = RealtimePriority()
-        self._suspects: dict[str, float] = {}
+        self.outliers = OutlierDetector(self.cluster.outlier_ejection)
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
@@ -163,26 +182,19 @@ class Gateway:
         """Answer a request; leaving the stream early cancels it.
 
         Raises:
+            Draining: The gateway is about to end.
             Refused: Too much is in flight, or no replica takes more; nothing was generated.
-            Unserved: No replica could answer it, or the one that had begun died.
+            Unserved: No replica could answer it in time, or the one that had begun died.
+            RequestRejected: An endpoint has something against the request.
         """
         self.num_offered += 1
         self._admit(service_class)
         self.in_flight += 1
-        arm, prompt = self.manager.arm_of(request.request_id), Prompt(request.token_ids)
-        answer = _Answer(request, service_class, prompt, arm, self.clock_s())
-        if self.manager.experiment is not None:
-            self.manager.experiment.open(
-                request.request_id, arm, len(request.token_ids), answer.arrival_s,
-                service_class.response_s,
-            )  # fmt: skip
+        answer = self._open(request, service_class)
         try:
-            async with asyncio.timeout(self.cluster.limits.timeout_s):
-                async with aclosing(self._attempts(answer)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-        except TimeoutError:
-            raise Unserved(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
+            async with aclosing(self._attempts(answer)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except (GeneratorExit, asyncio.CancelledError):
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
@@ -190,6 +202,31 @@ class Gateway:
         finally:
             self.in_flight -= 1
             self._settle(answer)
+
+    def _open(self, request: GenerationRequest, service_class: SloClass) -> _Answer:
+        """Begin the answer to a request that is let in."""
+        arm, prompt = self.manager.arm_of(request.request_id), Prompt(request.token_ids)
+        deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
+        answer = _Answer(request, service_class, prompt, arm, self.clock_s(), deadline_s)
+        if self.manager.experiment is not None:
+            self.manager.experiment.open(
+                request.request_id, arm, len(request.token_ids), answer.arrival_s,
+                service_class.response_s,
+            )  # fmt: skip
+        return answer
+
+    async def drain(self) -> int:
+        """Let nothing more in; return once all is answered, or the time for it is over.
+
+        Returns:
+            How many requests are still in flight.
+        """
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.cluster.limits.drain_s):
+                while self.in_flight:
+                    await asyncio.sleep(_DRAIN_POLL_S)
+        return self.in_flight
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
@@ -218,6 +255,9 @@ class Gateway:
             metrics.log_lines_lost.set(self.log.num_lost)
 
     def _admit(self, service_class: SloClass) -> None:
+        if self.draining:
+            self.metrics.refused.labels("draining").inc()
+            raise Draining("the gateway is about to end; ask another")
         limit = self.cluster.limits.max_in_flight * service_class.admitted_fraction
         if self.in_flight >= max(limit, 1):
             self.metrics.refused.labels("too many in flight").inc()
@@ -247,9 +287,9 @@ class Gateway:
     async def _attempts(self, answer: _Answer) -> AsyncGenerator[GenerationChunk, None]:
         """Try replicas until one has begun to answer."""
         failure: ReplicaFailed | None = None
-        await self._some_replica(answer.arrival_s)
+        await self._in_time(answer, self._some_replica(answer.arrival_s))
         for attempt in range(self.cluster.limits.max_retries + 1):
-            pick = await self._pick_or_wait(answer)
+            pick = await self._in_time(answer, self._pick_or_wait(answer))
             if pick is None:
                 break
             replica_id = pick.replica.replica_id
@@ -263,16 +303,33 @@ class Gateway:
                 return
             except ReplicaFailed as error:
                 failure = error
-                if not isinstance(error, ReplicaFull | ReplicaRefused):
-                    self._suspect(replica_id)
                 request_id = answer.wanted.request_id
-                logger.warning("request %s, attempt %d: %s", request_id, attempt, error)
+                logger.warning(
+                    "request %s, attempt %d at %s: %s", request_id, attempt, replica_id, error
+                )
                 if answer.num_tokens:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
         if isinstance(failure, ReplicaFull):
             self.metrics.refused.labels("replicas full").inc()
             raise Refused(str(failure), self._retry_after_s())
         raise Unserved("no replica is there" if failure is None else str(failure))
+
+    async def _in_time(self, answer: _Answer, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for one step of an answer.
+
+        Each step has the deadline anew: between two of them the caller may go on in another task,
+        which it must not cancel.
+
+        Raises:
+            Unserved: The answer's time is over.
+        """
+        try:
+            async with asyncio.timeout_at(answer.deadline_s) as deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise _OutOfTime(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
 
     async def _some_replica(self, arrival_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
@@ -287,23 +344,41 @@ class Gateway:
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Stream from the replica that was picked, and note what comes."""
         replica, request = pick.replica, answer.wanted
-        outcome = "abort"
+        outcome, sent_s = "failed", self.outliers.clock_s()
         try:
             stream = self.backends[replica.pool].stream(replica.replica_id, request)
             async with aclosing(stream) as chunks:
-                async for chunk in chunks:
-                    answer.take(chunk, self.clock_s())
-                    replica.in_flight.receive(request.request_id, chunk.num_tokens)
-                    if chunk.status is not None:
-                        replica.publish(chunk.status)
+                while (chunk := await self._in_time(answer, _next_of(chunks))) is not None:
+                    if chunk.num_tokens and not answer.num_tokens:
+                        self.outliers.begin(replica.replica_id, sent_s)
+                    self._take(answer, replica, chunk)
                     if chunk.finish_reason is not None:
                         outcome = chunk.finish_reason
                     yield chunk
-        except ReplicaFailed:
-            outcome = "failed"
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = "abort" if outcome == "failed" else outcome
+            raise
+        except (ReplicaTimeout, _OutOfTime) as error:
+            outcome = "timeout"
+            if isinstance(error, ReplicaTimeout):
+                self._fail(replica, sent_s)
+            raise
+        except RequestRejected:
+            outcome = "rejected"
+            raise
+        except ReplicaFailed as error:
+            if not isinstance(error, ReplicaFull | ReplicaRefused):
+                self._fail(replica, sent_s)
             raise
         finally:
             self._close(answer, pick, attempt, outcome)
+
+    def _take(self, answer: _Answer, replica: ReplicaState, chunk: GenerationChunk) -> None:
+        """Note what came."""
+        answer.take(chunk, self.clock_s())
+        replica.in_flight.receive(answer.wanted.request_id, chunk.num_tokens)
+        if chunk.status is not None:
+            replica.publish(chunk.status)
 
     def _close(self, answer: _Answer, pick: _Pick, attempt: int, outcome: str) -> None:
         """Note the end of an attempt."""
@@ -359,7 +434,10 @@ class Gateway:
                 choice = self.manager.pick_by_ray(index, started_ns)
             else:
                 stale = self._all_stale(replicas, now_s)
-                choice = self.manager.pick(request, snapshots, stale, answer.arm)
+                last_sent_s = [one.last_sent_s for one in replicas]
+                choice = self.manager.pick(
+                    request, snapshots, stale, answer.arm, last_sent_s=last_sent_s
+                )
                 if not answer.tried:
                     self.manager.observe(answer.wanted.request_id, request, snapshots, choice)
         pools = tuple(one.pool for one in replicas)
@@ -418,22 +496,31 @@ class Gateway:
         return await self._ray.choose()
 
     def _offered(self, now_s: float) -> list[ReplicaState]:
-        """Replicas to choose from: those that are suspect wait until they are heard of again."""
+        """Replicas to choose from: without those that are ejected, as long as there are others."""
         offered = self.table.offered(now_s, self.cluster.circuit_breaker.stale_after_s)
-        for replica_id, since_s in list(self._suspects.items()):
-            replica = self.table.replicas.get(replica_id)
-            if replica is None or replica.status.observed_at_s > since_s:
-                del self._suspects[replica_id]
-        return [one for one in offered if one.replica_id not in self._suspects] or offered
+        outliers = self.outliers
+        outliers.keep(self.table.replicas)
+        admitted = [r for r in offered if outliers.admits(r.replica_id, r.in_flight.count)]
+        return admitted or [r for r in offered if not outliers.ejected_s(r.replica_id)] or offered
 
-    def _suspect(self, replica_id: str) -> None:
-        self._suspects[replica_id] = self.clock_s()
+    def _fail(self, replica: ReplicaState, sent_s: float) -> None:
+        """Note that a replica has failed."""
+        if self.outliers.fail(replica.replica_id, sent_s):
+            ejected_s = self.outliers.ejected_s(replica.replica_id)
+            logger.warning("replica %s is ejected for %.1f s", replica.replica_id, ejected_s)
+            self.metrics.ejections.labels(replica.pool).inc()
         if self._ray is not None:
-            self._ray.died(replica_id)
+            self._ray.died(replica.replica_id)
 
     def _all_stale(self, replicas: list[ReplicaState], now_s: float) -> bool:
         newest_s = max(one.status.observed_at_s for one in replicas)
         return now_s - newest_s > self.cluster.circuit_breaker.stale_after_s
+
+
+async def _next_of(
+    chunks: AsyncGenerator[GenerationChunk, None],
+) -> GenerationChunk | None:
+    return await anext(chunks, None)
 
 
 def _record(

@@ -47,3 +47,16 @@ class ReplicaFull(ReplicaFailed):
 
 class ReplicaRefused(ReplicaFailed):
     """A replica whose engine does not take this request, and is well otherwise."""
+
+
+class ReplicaTimeout(ReplicaFailed):
+    """A replica that took longer than its pool's deadlines allow."""
+
+
+class RequestRejected(RuntimeError):
+    """What an endpoint has against the request itself: the caller gets it as it is."""
+
+    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+        """Keep the answer, whose status is from 400 to 499."""
+        super().__init__(f"the endpoint answered {status}")
+        self.status, self.content_type, self.body = status, content_type, body

@@ -17,6 +17,8 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "explored": ("Decisions drawn at random.", ()),
     "retries": ("Requests placed again after a replica failed.", _POOL),
     "refused": ("Requests that were not accepted.", ("reason",)),
+    "ejections": ("Times that a replica was left out because it failed.", _POOL),
+    "scrape_failures": ("Scrapes of an endpoint's metrics that failed.", _POOL),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "in_flight": ("Requests sent and not finished.", _POOL),
@@ -46,6 +48,8 @@ class Metrics:
     explored: Counter
     retries: Counter
     refused: Counter
+    ejections: Counter
+    scrape_failures: Counter
     in_flight: Gauge
     waiting: Gauge
     running: Gauge

@@ -9,13 +9,13 @@ compares number by number.
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from serve_app.cluster import EngineProfile
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot
@@ -195,6 +195,8 @@ class ReplicaState:
         self.block_tokens = block_tokens
         self.in_flight = InFlight()
         self.status = EngineStatus(0, 0, 0.0, now_s)
+        self.last_sent_s = -math.inf
+        """Unix time when a request was last sent to it, seconds."""
         self._count_when_published = 0
         capacity = int(profile.kv_capacity_tokens // block_tokens) if block_tokens else 0
         self._prefixes = PrefixIndex(capacity)
@@ -224,6 +226,7 @@ class ReplicaState:
         """Note a request that is on its way."""
         tokens_to_prefill = float(len(prompt.token_ids) - match_tokens)
         self.in_flight.send(request_id, tokens_to_prefill, predicted_output_tokens, now_s)
+        self.last_sent_s = now_s
         self._prefixes.send(prompt.blocks(self.block_tokens))
 
     def snapshot(self, match_tokens: int) -> ReplicaSnapshot:
@@ -323,28 +326,36 @@ _VLLM_RUNNING = "vllm:num_requests_running"
 _VLLM_KV_USED = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")
 
 
-def parse_vllm(text: str, observed_at_s: float) -> EngineStatus:
+def parse_vllm(page: bytes, observed_at_s: float) -> EngineStatus:
     """Read what a vLLM server publishes; several engines behind one endpoint are added up.
 
-    Despite their name vLLM's usages are shares from 0 to 1.
+    Only the lines that are needed are read. vLLM's usages are shares from 0 to 1, not percentages.
 
     Raises:
-        ValueError: It is no Prometheus text, or a metric is missing.
+        ValueError: A metric is missing, or is no finite number.
     """
-    found: dict[str, list[float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append(sample.value)
-    usage = next((found[name] for name in _VLLM_KV_USED if name in found), None)
-    if usage is None or _VLLM_WAITING not in found or _VLLM_RUNNING not in found:
+    page = b"\n" + page
+    waiting, running = _samples(page, _VLLM_WAITING), _samples(page, _VLLM_RUNNING)
+    usage = next((found for name in _VLLM_KV_USED if (found := _samples(page, name))), [])
+    if not waiting or not running or not usage:
         needed = [_VLLM_WAITING, _VLLM_RUNNING, _VLLM_KV_USED[0]]
         raise ValueError(f"metrics lack one of {needed}")
     return EngineStatus(
-        num_waiting=int(sum(found[_VLLM_WAITING])),
-        num_running=int(sum(found[_VLLM_RUNNING])),
+        num_waiting=max(int(sum(waiting)), 0),
+        num_running=max(int(sum(running)), 0),
         kv_used_fraction=min(max(sum(usage) / len(usage), 0.0), 1.0),
         observed_at_s=observed_at_s,
     )
+
+
+def _samples(page: bytes, name: str) -> list[float]:
+    """Values of a metric, on a page that begins with an end of line."""
+    values = [
+        float(text) for text in re.findall(rb"\n%b(?:\{.*\})?[ \t]+(\S+)" % name.encode(), page)
+    ]
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"metric {name} is not finite")
+    return values
 
 
 class HostMetrics:

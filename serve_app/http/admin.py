@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from importlib import resources
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from serve_app.gateway.gateway import Gateway
@@ -18,7 +17,6 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS, BadRequest
 from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
-from serve_app.policy.runner import RAY_DEFAULT
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -57,11 +55,7 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
         if explore is None:
             explore = gateway.cluster.explore_fraction
         try:
-            prepared = None
-            if body.policy != RAY_DEFAULT:
-                # Off the event loop: it may take seconds to find, load and compile.
-                prepared = await asyncio.to_thread(gateway.manager.prepare, body.policy)
-            gateway.manager.switch(body.policy, explore, prepared=prepared)
+            await lifecycle.switch(body.policy, explore)
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)
@@ -106,13 +100,23 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
         """Tell what is known of every replica: speed, state and its age."""
         now_s = gateway.refresh()
         replicas = gateway.table.replicas.values()
-        return {"replicas": [_describe_replica(one, now_s) for one in replicas]}
+        ejected_s = gateway.outliers.ejected_s
+        return {
+            "replicas": [
+                {**_describe_replica(one, now_s), "ejected_s": ejected_s(one.replica_id)}
+                for one in replicas
+            ]
+        }
 
     @router.get("/healthz")
-    async def healthz() -> dict[str, Any]:
-        """Say that the gateway is there, and how many replicas it knows."""
+    async def healthz() -> JSONResponse:
+        """Say that the gateway takes requests, and how many replicas it knows; 503: it drains."""
         gateway.refresh()
-        return {"status": "ok", "replicas": len(gateway.table.replicas)}
+        status = "draining" if gateway.draining else "ok"
+        return JSONResponse(
+            {"status": status, "replicas": len(gateway.table.replicas)},
+            status_code=503 if gateway.draining else 200,
+        )
 
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:

@@ -14,6 +14,7 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.http import admin, decide, errors, openai
 from serve_app.http.auth import Access
 from serve_app.http.docs_page import documentation
+from serve_app.http.intake import PendingBodies
 
 
 def create_gateway_api(
@@ -42,7 +43,10 @@ def create_gateway_api(
 
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = FastAPI(title="Tokenyard gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
-    errors.install(api)
+    limits = gateway.cluster.limits
+    # Half of the places that the application holds for requests that are not in flight.
+    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight)
+    errors.install(api, access, bodies)
     for router in _routers(gateway, tokenizer, access):
         api.include_router(router)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from serve_app.http.body import StrictBody
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 MAX_BODY_BYTES = 1 << 20
@@ -20,12 +21,7 @@ _IterationShare = Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
 _Tokens = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 
 
-class _Message(BaseModel):
-    # Strict: a number in quotes or a bool for a count is a mistake of the caller.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class RequestMessage(_Message):
+class RequestMessage(StrictBody):
     """The request to place."""
 
     context_tokens: Annotated[int, Field(ge=0, le=100_000_000)]
@@ -60,7 +56,7 @@ class RequestMessage(_Message):
         )
 
 
-class EngineMessage(_Message):
+class EngineMessage(StrictBody):
     """A replica that batches continuously; the fields of `EngineSnapshot`."""
 
     iteration_s: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)]
@@ -80,7 +76,7 @@ class EngineMessage(_Message):
         return EngineSnapshot(**self.model_dump())
 
 
-class SnapshotMessage(_Message):
+class SnapshotMessage(StrictBody):
     """One candidate replica; the fields are those of `tokenyard.routing.types.ReplicaSnapshot`."""
 
     replica_id: Annotated[str, Field(min_length=1, max_length=256)]
@@ -116,11 +112,13 @@ class SnapshotMessage(_Message):
         )
 
 
-class RouteMessage(_Message):
+class RouteMessage(StrictBody):
     """Body of `POST /v1/route`: a request, and the replicas that may serve it."""
 
     request: RequestMessage
-    snapshots: Annotated[list[SnapshotMessage], Field(min_length=1, max_length=MAX_REPLICAS)]
+    snapshots: Annotated[
+        list[SnapshotMessage], Field(min_length=1, max_length=MAX_REPLICAS, fail_fast=True)
+    ]
     """Candidates; for a policy trained on a fixed cluster, in the order of its scenario."""
 
     @model_validator(mode="after")

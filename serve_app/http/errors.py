@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.gateway.gateway import Refused, Unserved
-from serve_app.http.auth import Denied
-from serve_app.http.decide_schema import MAX_BODY_BYTES, Problem
+from serve_app.gateway.generation import RequestRejected
+from serve_app.http.auth import Access, Denied
+from serve_app.http.decide_schema import Problem
+from serve_app.http.intake import Intake, PendingBodies, TooMuch
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -39,8 +40,14 @@ class BadRequest(ValueError):
         self.param = param
 
 
-def install(api: FastAPI) -> None:
-    """Make `api` answer errors in one sentence, and refuse bodies that are too large."""
+def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
+    """Make `api` answer errors in one sentence, and refuse what need not be read.
+
+    Args:
+        api: The application.
+        access: Who may ask.
+        bodies: Reads the bodies.
+    """
     for error, handle in (
         (BadRequest, _on_bad),
         (IncompatibleRequest, _on_incompatible),
@@ -49,9 +56,10 @@ def install(api: FastAPI) -> None:
         (Denied, _on_denied),
         (Refused, _on_refused),
         (Unserved, _on_unserved),
+        (RequestRejected, _on_rejected),
     ):
         api.add_exception_handler(error, handle)
-    api.add_middleware(_BodyLimit)
+    api.add_middleware(Intake, access=access, bodies=bodies, answer=_on_turned_away)
 
 
 async def _on_bad(request: Request, error: Exception) -> JSONResponse:
@@ -83,6 +91,13 @@ async def _on_denied(request: Request, error: Exception) -> JSONResponse:
     return answer
 
 
+async def _on_turned_away(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, Denied):
+        return await _on_denied(request, error)
+    assert isinstance(error, TooMuch)
+    return _answer(request, str(error), error.status)
+
+
 async def _on_refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refused)
     answer = _answer(request, str(error), 429)
@@ -92,6 +107,13 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
     return _answer(request, str(error), 503)
+
+
+async def _on_rejected(request: Request, error: Exception) -> Response:
+    """Hand on what the endpoint has against the request, as it is."""
+    assert isinstance(error, RequestRejected)
+    headers = {"content-type": error.content_type}
+    return Response(error.body, status_code=error.status, headers=headers)
 
 
 def _speaks_openai(request: Request) -> bool:
@@ -154,23 +176,3 @@ def _shown(value: object) -> str:
         return ""
     text = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
     return f", got {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '...'}"
-
-
-class _BodyLimit:
-    """Middleware that stops reading a body at MAX_BODY_BYTES."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
-                raise HTTPException(413, f"body is larger than {MAX_BODY_BYTES} bytes")
-            return message
-
-        await self._app(scope, limited, send)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
+
+from serve_app.http.body import Body
 
 MAX_STOPS = 16
 MAX_MESSAGES = 1024
@@ -33,11 +35,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 """Fields that are not supported, and the values that ask for nothing."""
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How a stream ends."""
 
     include_usage: bool = False
@@ -46,7 +44,7 @@ class StreamOptions(_Body):
     """Whether every event does (vLLM)."""
 
 
-class GenerationBody(_Body):
+class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
@@ -55,7 +53,7 @@ class GenerationBody(_Body):
     """0: always the likeliest token; absent: 1."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
@@ -66,7 +64,7 @@ class GenerationBody(_Body):
     """The same by another name."""
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Ignored, as are the next."""
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     store: bool | None = None
     safety_identifier: Annotated[str, Field(max_length=1024)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=1024)] | None = None
@@ -104,8 +102,8 @@ class CompletionBody(GenerationBody):
 
     prompt: (
         _Text
-        | Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20)]
-        | Annotated[list[_Text], Field(min_length=1, max_length=1)]
+        | Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
+        | Annotated[list[_Text], Field(min_length=1, max_length=1, fail_fast=True)]
     )
     """A text, its token ids, or a list of one text."""
 
@@ -118,18 +116,18 @@ class CompletionBody(GenerationBody):
         return first if isinstance(first, str) else None
 
 
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of a message."""
 
     type: Literal["text"]
     text: _Text
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | Annotated[list[TextPart], Field(min_length=1, max_length=64)]
+    content: _Text | Annotated[list[TextPart], Field(min_length=1, max_length=64, fail_fast=True)]
     name: Annotated[str, Field(max_length=256)] | None = None
 
     @property
@@ -143,7 +141,9 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """OpenAI's newer name of `max_tokens`."""
 

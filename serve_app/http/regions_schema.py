@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from serve_app.http.body import StrictBody
 from tokenyard.regions.types import Dispatch, RegionState
 
 MAX_REGIONS = 128
@@ -16,14 +17,11 @@ MAX_SERVERS = 4096
 _Count = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(ge=0, le=1e5, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Latencies = Annotated[list[_Seconds], Field(max_length=MAX_REGIONS, fail_fast=True)]
+_Shares = Annotated[list[_Share], Field(max_length=MAX_REGIONS, fail_fast=True)]
 
 
-class _Message(BaseModel):
-    # As in `messages`: a number in quotes is a mistake of the caller.
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class ServerMessage(_Message):
+class ServerMessage(StrictBody):
     """A server of a region that is not down."""
 
     tasks_per_slot: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -32,13 +30,15 @@ class ServerMessage(_Message):
     """Energy of one of them, site included."""
 
 
-class RegionMessage(_Message):
+class RegionMessage(StrictBody):
     """What is known of one region."""
 
     region_id: Annotated[str, Field(min_length=1, max_length=256)]
-    arrivals: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS)]
+    arrivals: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS, fail_fast=True)]
     """Tasks that arrived here in past slots, the latest last."""
-    forecast: Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS)] | None = None
+    forecast: (
+        Annotated[list[_Count], Field(min_length=1, max_length=MAX_SLOTS, fail_fast=True)] | None
+    ) = None
     """Tasks expected in the slot that begins and in those after it; absent: not known."""
     waiting: _Count = 0.0
     used: _Share = 0.0
@@ -46,18 +46,20 @@ class RegionMessage(_Message):
     num_active: Annotated[int, Field(ge=0, le=MAX_SERVERS)]
     """Servers that are on or warming up."""
     usd_per_kwh: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
-    servers: Annotated[list[ServerMessage], Field(max_length=MAX_SERVERS)]
+    servers: Annotated[list[ServerMessage], Field(max_length=MAX_SERVERS, fail_fast=True)]
     """In the order in which they are turned on; none where the region is down."""
 
 
-class RegionsMessage(_Message):
+class RegionsMessage(StrictBody):
     """Body of `POST /v1/regions`: the telemetry of all regions when a slot begins."""
 
     slot_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)] = 45.0
-    regions: Annotated[list[RegionMessage], Field(min_length=1, max_length=MAX_REGIONS)]
-    latency_s: Annotated[list[list[_Seconds]], Field(max_length=MAX_REGIONS)]
+    regions: Annotated[
+        list[RegionMessage], Field(min_length=1, max_length=MAX_REGIONS, fail_fast=True)
+    ]
+    latency_s: Annotated[list[_Latencies], Field(max_length=MAX_REGIONS, fail_fast=True)]
     """One way, row by origin."""
-    previous: Annotated[list[list[_Share]], Field(max_length=MAX_REGIONS)] | None = None
+    previous: Annotated[list[_Shares], Field(max_length=MAX_REGIONS, fail_fast=True)] | None = None
     """Shares in force in the last slot; absent: everything stayed local."""
     forecast_age_slots: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0
     """Slots since the forecasts were made."""

@@ -25,6 +25,7 @@ import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
+from serve_app.policy.ties import equally_idle
 from serve_app.policy.timeouts import Timeouts
 from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import ReplicaSnapshot, Request
@@ -239,7 +240,8 @@ class Shadow:
             self.num_failed += not skipped
             return
         chosen, index = asked.choice.index, answer.replica
-        same = chosen == index
+        # Which of two that are equally idle is taken is nobody's decision.
+        same = chosen == index or equally_idle(asked.snapshots[chosen], asked.snapshots[index])
         self.num_asked += 1
         self.num_agreed += same
         times_s = finish_times_s(asked.request, asked.snapshots)

@@ -6,9 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -17,10 +17,12 @@ from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard import registry
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 LINEAGE = ("trace_sha256", "calibration_sha256", "sweep_run")
 """Keys of an artifact's lineage that a promotion copies beside the artifact's own hash."""
 _REGISTRY_S = 30.0
@@ -107,7 +109,21 @@ class Lifecycle:
         self._manager = manager
         self._busy = asyncio.Lock()
         self._registry_note: str | None = None
-        self._background: set[asyncio.Task[None]] = set()
+        self._writing = asyncio.Lock()
+        self._background: set[asyncio.Task[Any]] = set()
+
+    async def switch(self, policy: str, explore_fraction: float) -> None:
+        """Let another policy decide, after whatever else is being changed.
+
+        Raises:
+            ValueError: It cannot be used.
+        """
+        async with self._busy:
+            prepared = None
+            if policy != RAY_DEFAULT:
+                # Off the event loop: it may take seconds to find, load and compile.
+                prepared = await asyncio.to_thread(self._manager.prepare, policy)
+            self._manager.switch(policy, explore_fraction, prepared=prepared)
 
     async def change(self, body: PoliciesChange) -> PoliciesAnswer:
         """Do it.
@@ -161,14 +177,11 @@ class Lifecycle:
         except ValueError as error:
             raise Conflict(str(error)) from None
         if promoted and manager.registry is not None:
-            task = asyncio.create_task(self._restore(manager.registry))
-            self._background.add(task)
-            task.add_done_callback(self._background.discard)
+            self._keep(self._restore(manager.registry))
 
     async def _restore(self, uri: str) -> None:
         try:
-            call = asyncio.to_thread(registry.restore, uri, self._model)
-            version = await asyncio.wait_for(call, _REGISTRY_S)
+            version = await self._in_registry(registry.restore, uri, self._model)
             self._registry_note = f"{self._model} version {version} is champion again"
         except Exception as error:  # Stores fail in ways of their own.
             self._registry_note = f"not rolled back in the registry: {_text_of(error)}"
@@ -181,26 +194,73 @@ class Lifecycle:
             raise Conflict("no policy is on trial")
         artifact = experiment.policy.loaded.artifact
         if manager.registry is not None and artifact is not None:
-            tags = promotion_tags(experiment, artifact.metadata.lineage, manager.policy)
-            try:
-                call = asyncio.to_thread(
-                    registry.promote, manager.registry, self._model, artifact, tags
-                )
-                version = await asyncio.wait_for(call, _REGISTRY_S)
-            except Exception as error:  # Stores fail in ways of their own.
-                self._registry_note = f"not promoted: {_text_of(error)}"
-                raise Conflict(self._registry_note) from None
-            self._registry_note = f"{self._model} version {version} is champion"
+            await self._write_champion(manager.registry, experiment, artifact)
         else:
             what = "there is no registry" if artifact is not None else "a rule is no artifact"
             self._registry_note = f"promoted until the gateway restarts: {what}"
-        if manager.experiment is not experiment or not experiment.running:
-            raise Conflict(f"the trial ended meanwhile: {experiment.why}")
         manager.promote()
+
+    async def _write_champion(
+        self, uri: str, experiment: Experiment, artifact: PolicyArtifact
+    ) -> None:
+        """Move the alias, and move it back where the promotion does not come about.
+
+        Raises:
+            Conflict: The registry was not written in time, or the trial has ended meanwhile.
+        """
+        tags = promotion_tags(experiment, artifact.metadata.lineage, self._manager.policy)
+        writing = self._keep(self._in_registry(_promote_in, uri, self._model, artifact, tags))
+        try:
+            done, _ = await asyncio.wait([writing], timeout=_REGISTRY_S)
+        except asyncio.CancelledError:
+            self._keep(self._undo(uri, writing))
+            raise
+        if not done:
+            # A thread cannot be called back: what it still writes is undone once it has.
+            self._keep(self._undo(uri, writing))
+            self._registry_note = "not promoted: the registry does not answer in time"
+            raise Conflict(self._registry_note)
+        if (error := writing.exception()) is not None:
+            self._registry_note = f"not promoted: {_text_of(error)}"
+            raise Conflict(self._registry_note) from None
+        if self._manager.experiment is not experiment or not experiment.running:
+            await asyncio.shield(self._keep(self._undo(uri, writing)))
+            raise Conflict(f"the trial ended meanwhile: {experiment.why}")
+        self._registry_note = f"{self._model} version {writing.result()[0]} is champion"
+
+    async def _undo(self, uri: str, writing: asyncio.Task[tuple[str, dict[str, str]]]) -> None:
+        """Put the aliases back as they were before a promotion that did not come about."""
+        try:
+            version, before = await writing
+            await self._in_registry(registry.put_back, uri, self._model, version, before)
+            self._registry_note = f"not promoted: {self._model} is as it was"
+        except Exception as error:  # Stores fail in ways of their own.
+            self._registry_note = f"not promoted: {_text_of(error)}"
+            logger.error("%s", self._registry_note)
+
+    async def _in_registry(self, function: Callable[..., _T], *args: Any) -> _T:
+        """Call a function of the registry in a thread, after those that were called before."""
+        async with self._writing:
+            return await asyncio.to_thread(function, *args)
+
+    def _keep(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run in the background; nothing else would hold the task."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
 
     @property
     def _model(self) -> str:
         return f"tokenyard-routing-{self._manager.scenario}"
+
+
+def _promote_in(
+    uri: str, model: str, artifact: PolicyArtifact, tags: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Promote; return the version, and the aliases before."""
+    before = registry.aliases_of(uri, model)
+    return registry.promote(uri, model, artifact, tags), before
 
 
 def promotion_tags(
@@ -219,8 +279,8 @@ def promotion_tags(
     return tags
 
 
-def _text_of(error: Exception) -> str:
-    return str(error) or "the registry does not answer in time"
+def _text_of(error: BaseException) -> str:
+    return str(error) or type(error).__name__
 
 
 def _reference(policy: PolicyRunner) -> PolicyReference:

@@ -25,6 +25,7 @@ from serve_app.policy.runner import (
     PolicyRunner,
     decide_by,
 )
+from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
 from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import ReplicaSnapshot, Request
@@ -242,6 +243,7 @@ class PolicyManager:
         stale: bool = False,
         arm: Arm = "champion",
         runner: PolicyRunner | None = None,
+        last_sent_s: Sequence[float] | None = None,
     ) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy, and count it.
 
@@ -251,6 +253,8 @@ class PolicyManager:
             stale: Whether none of them was heard of lately.
             arm: Whose decision it is.
             runner: Asked in place of who decides; that is not counted.
+            last_sent_s: When each candidate was last sent a request, which breaks ties of policies
+                that score; None: they stand as the policy breaks them.
         """
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         asked = runner or self.deciding(arm)
@@ -259,12 +263,15 @@ class PolicyManager:
         decision, loaded = answer, asked.loaded
         if decision is None or isinstance(decision, Failure):
             decision, loaded = self._stand_in_decide(request, snapshots), self._stand_in
-        index, propensity = decision.replica, None if loaded.draws else 1.0
+        preferred, propensity = decision.replica, None if loaded.draws else 1.0
+        if last_sent_s is not None and decision.scores is not None:
+            preferred = least_recently_used(snapshots, preferred, last_sent_s)
+        index = preferred
         # What stands in for a policy that was never there is the policy: its log must judge others.
         if asked.explore_fraction and reason in (None, "missing"):
             index, propensity = self._explore(request, snapshots, index, asked)
         choice = Choice(
-            index, decision.scores, propensity, index != decision.replica,
+            index, decision.scores, propensity, index != preferred,
             (time.perf_counter_ns() - started_ns) / 1e3, reason,
         )  # fmt: skip
         if runner is None:

@@ -100,9 +100,9 @@ def drill(test, clock_s=time.time):
         manager.switch(cluster.policy)
         pools = {pool.name: BusyPool(pool.name) for pool in cluster.pools}
         gateway = Gateway(cluster, manager, pools, clock_s=clock_s)
-        api = create_gateway_api(gateway, Letters(), Access(None))
+        api = create_gateway_api(gateway, Letters(), Access(None, local_admin=True))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             made = Drill(client, gateway, pools)
             try:
                 await made.load(20)

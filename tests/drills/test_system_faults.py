@@ -89,7 +89,7 @@ def site(tmp_path_factory, own_ray):
         file.write_text(yaml.safe_dump(cluster))
         try:
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-            options = GatewayOptions(cluster=str(file), registry=None)
+            options = GatewayOptions(cluster=str(file), registry=None, local_admin=True)
             serve.run(build_gateway(options), name="drills", route_prefix="/")
             made = Site(f"http://127.0.0.1:{port}", fake, folder)
             made.wait_for({"sharded": 1, "tiny": 2, "away": 1})
@@ -283,7 +283,9 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
                 time.sleep(0.5)
         policy = tmp_path / "mine.npz"
         marginal_artifact().save(policy)
-        options = GatewayOptions(cluster=str(site.folder / "drills.yaml"), registry=uri)
+        options = GatewayOptions(
+            cluster=str(site.folder / "drills.yaml"), registry=uri, local_admin=True
+        )
         serve.run(build_gateway(options), name="drills", route_prefix="/")
         site.wait_for(WHOLE)
         canary = {"action": "canary", "policy": str(policy)}

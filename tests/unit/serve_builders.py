@@ -167,6 +167,7 @@ async def _call(api, method, path, body, headers):
         "raw_path": path.encode(),
         "query_string": b"",
         "headers": list(headers) or [(b"content-type", b"application/json")],
+        "root_path": "",
         "server": ("test", 80),
         "client": ("test", 1),
     }

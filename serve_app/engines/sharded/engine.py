@@ -40,6 +40,7 @@ _POLL_S = 1.0
 _MAX_REVIVALS = 3
 """Times that dead ranks are replaced before the engine is given up, and its replica with it."""
 _REVIVALS_WITHIN_S = 300.0
+_CANCEL_AGAIN_S = 0.1
 _PING_TIMEOUT_S = 10.0
 """A rank that is alive answers from its own event loop, also while it computes."""
 
@@ -130,9 +131,10 @@ class Rank:
         """Take a request."""
         self._manager.submit(request_id, token_ids, sampling)
 
-    async def cancel(self, request_id: str) -> None:
-        """Forget a request."""
-        self._manager.cancel_request(request_id)
+    async def cancel(self, request_ids: list[str]) -> None:
+        """Forget requests; unknown ones are ignored."""
+        for request_id in request_ids:
+            self._manager.cancel_request(request_id)
 
     async def poll(self, timeout_s: float) -> Report:
         """Return what has happened since the last call, as soon as there is something."""
@@ -291,6 +293,9 @@ class ShardedEngine:
         self._by_key: dict[str, _Stream] = {}
         """The same by the id that rank 0 knows, which is never used twice."""
         self._keys = itertools.count()
+        self._orphans: dict[str, None] = {}
+        """Ids of requests that nobody waits for, until rank 0 has acknowledged that."""
+        self._has_orphans = asyncio.Event()
         self._watchers: list[asyncio.Task[None]] = []
         self._revival: asyncio.Task[None] | None = None
         self._revived_s: list[float] = []
@@ -337,7 +342,8 @@ class ShardedEngine:
         )
         self._admission.open(longest, shape.vocab_size)
         watched = (self._watch(number) for number in range(self.config.num_ranks))
-        self._watchers = [asyncio.create_task(work) for work in (self._read(), *watched)]
+        works = (self._read(), self._cancel_orphans(), *watched)
+        self._watchers = [asyncio.create_task(work) for work in works]
 
     def _needs(self) -> str:
         kind = "GPU" if "GPU" in rank_bundles(self.config)[0] else "CPU"
@@ -384,7 +390,35 @@ class ShardedEngine:
         del self._streams[stream.request_id]
         self._admission.leave(stream.request_id)
         if not stream.ended and self._group.ranks:
-            self._group.ranks[0].cancel.remote(stream.key)
+            self._orphan(stream.key)
+
+    def _orphan(self, key: str) -> None:
+        """Have rank 0 told that nobody waits for a request any more."""
+        self._orphans[key] = None
+        self._has_orphans.set()
+
+    async def _cancel_orphans(self) -> None:
+        """Tell rank 0 of requests that nobody waits for, for as long as it lives.
+
+        In a task of the engine's own: what is sent from a task that Serve cancels is cancelled with
+        it, and the request would go on.
+        """
+        self._orphans.clear()  # Of ranks that are gone.
+        while True:
+            await self._has_orphans.wait()
+            self._has_orphans.clear()
+            keys = list(self._orphans)
+            try:
+                await self._group.ranks[0].cancel.remote(keys)
+            except RayError as error:
+                # Where the rank has died, whoever watches it says so, and ends this.
+                name = type(error).__name__
+                logger.warning("rank 0 did not take %d cancels: %s", len(keys), name)
+                await asyncio.sleep(_CANCEL_AGAIN_S)
+                self._has_orphans.set()
+                continue
+            for key in keys:
+                self._orphans.pop(key, None)
 
     async def _call_driver(self, method: str, *args: Any) -> Any:
         if not self._group.ranks:
@@ -471,6 +505,9 @@ class ShardedEngine:
     def _hand_on(self, progress: Progress) -> None:
         stream = self._by_key.get(progress.request_id)
         if stream is None:
+            # Its cancel was lost, or came before the request itself.
+            if not progress.finished and progress.token_id is not None:
+                self._orphan(progress.request_id)
             return
         if progress.token_id is None:
             reason_text = (progress.error or "no reason given").splitlines()[0]

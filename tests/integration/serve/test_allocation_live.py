@@ -52,7 +52,7 @@ def url(tmp_path_factory, ray_cluster):
             port = listener.getsockname()[1]
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            options = GatewayOptions(cluster=str(folder / "cluster.yaml"))
+            options = GatewayOptions(cluster=str(folder / "cluster.yaml"), local_admin=True)
             serve.run(build_gateway(options), name="tested")
             address = f"http://127.0.0.1:{port}"
             wait_until(lambda: not look(address)["changing"], 60)

@@ -98,7 +98,7 @@ def url(cluster, folder):
             a_pool("slow", model, config={"max_batch": 2}, profile=PROFILE | {"max_batch": 2}),
         ],
     }
-    run(fields, folder, "main", "/", decision_log=folder / "log")
+    run(fields, folder, "main", "/", decision_log=folder / "log", local_admin=True)
     wait_until(lambda: health(cluster)["replicas"] == 3)
     return cluster
 
@@ -357,7 +357,8 @@ def test_a_fleet_that_runs_already_is_fronted_as_it_is_behind_a_token(cluster, f
             "name": "theirs", "kind": "external", "model": "their-name", "profile": PROFILE,
             "endpoints": [{"url": idle_url}, {"url": busy_url}],
         }  # fmt: skip
-        run({"pools": [pool]}, folder, "front", "/front", token="secret")
+        tokens = {"token": "secret", "admin_token": "more secret"}
+        run({"pools": [pool]}, folder, "front", "/front", **tokens)
         url = f"{cluster}/front"
         assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
@@ -377,8 +378,10 @@ def test_a_fleet_that_runs_already_is_fronted_as_it_is_behind_a_token(cluster, f
         again = client.completions.create(model="tiny", prompt="four five", stream=True)
         assert "".join(one.choices[0].text for one in again) == " four five"
         assert len(busy.asked) == 1
-        changed = httpx.post(f"{url}/v1/policy", json={"policy": "ray_default"}, headers=headers)
-        assert changed.status_code == 200
+        change = {"url": f"{url}/v1/policy", "json": {"policy": "ray_default"}, "timeout": 30}
+        assert httpx.post(headers=headers, **change).status_code == 403
+        headers = {"authorization": "Bearer more secret"}
+        assert httpx.post(headers=headers, **change).status_code == 200
         idle.status = 200
         assert client.completions.create(model="tiny", prompt="six").choices[0].text == " six"
         serve.delete("front")

@@ -43,9 +43,13 @@ class Site:
         )
         manager.switch("champion")
         self.gateway = Gateway(cluster, manager, {p.name: FakePool(p.name) for p in cluster.pools})
-        api = create_gateway_api(self.gateway, Letters(), Access(token))
+        api = create_gateway_api(self.gateway, Letters(), Access(token, local_admin=True))
         if allocator is not None:
-            api.include_router(allocation_api.make_router(allocator, Access(token), lambda _: None))
+            api.include_router(
+                allocation_api.make_router(
+                    allocator, Access(token, local_admin=True), lambda _: None
+                )
+            )
         config = uvicorn.Config(api, host="127.0.0.1", port=0, log_level="warning")
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)

@@ -1,6 +1,7 @@
 """The server as people meet it: Ray Serve over real HTTP, and pipelines/deploy.py."""
 
 import json
+import os
 import shlex
 import signal
 import socket
@@ -15,6 +16,7 @@ from pathlib import Path
 import httpx
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from ray import serve
 from scripts import refusal
 from unit.serve.test_serve_regions import a_body as regions_body
@@ -27,6 +29,11 @@ from tokenyard.routing.types import ReplicaSnapshot, Request
 
 DEPLOY = Path(__file__).parents[3] / "pipelines" / "deploy.py"
 DECIDE_ONLY = ("--cluster", "none")
+TESTS = Path(__file__).parents[2]
+PROFILE = {
+    "iteration_s": 0.005, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
+    "token_budget": 256, "kv_capacity_tokens": 20_000,
+}  # fmt: skip
 
 
 def a_free_port():
@@ -116,15 +123,16 @@ def test_concurrent_callers_each_get_their_answer_and_their_row(server):
 
 
 @contextmanager
-def deployed(*args):
-    """Run deploy.py until it serves; yield its line; press Ctrl-C and wait for a clean end."""
-    command = [sys.executable, DEPLOY, *DECIDE_ONLY, *map(str, args)]
+def deployed(*args, cluster="none", ends=True):
+    """Run deploy.py until it serves; yield its line and it; press Ctrl-C, and see a clean end."""
+    command = [sys.executable, DEPLOY, "--cluster", str(cluster), *map(str, args)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watchdog = threading.Timer(120, process.kill)
     watchdog.start()
     try:
-        yield process.stdout.readline()
-        process.send_signal(signal.SIGINT)
+        yield process.stdout.readline(), process
+        if ends:
+            process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     finally:
         process.terminate()
@@ -141,7 +149,7 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     log = tmp_path / "log"
     options = ("--fallback", "sed", "--decision-log", log, "--explore", 0.05)
     options += ("--json", tmp_path / "served.json")
-    with deployed("--policy", broken, "--port", port, *options) as greeting:
+    with deployed("--policy", broken, "--port", port, *options) as (greeting, _):
         url = f"http://127.0.0.1:{port}"
         policy = httpx.get(f"{url}/v1/policy", timeout=10).json()
         assert policy["name"] == "sed"
@@ -157,6 +165,90 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     assert 0.05 / 3 <= row["propensity"] < 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+@contextmanager
+def a_slow_endpoint(num_tokens, every_s):
+    """An endpoint in a process of its own; yield its URL."""
+    code = """
+import asyncio, sys
+from unit.stub_endpoint import Stub, an_event, DONE
+async def main():
+    stub = Stub()
+    async def answer(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\\r\\ncontent-type: text/event-stream\\r\\n\\r\\n")
+        for number in range(int(sys.argv[1])):
+            writer.write(an_event("a"))
+            await writer.drain()
+            await asyncio.sleep(float(sys.argv[2]))
+        writer.write(an_event("", "stop") + DONE)
+        await writer.drain()
+        raise ConnectionError
+    stub._answer = answer
+    server = await asyncio.start_server(stub.serve, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+asyncio.run(main())
+"""
+    command = [sys.executable, "-c", code, str(num_tokens), str(every_s)]
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    }
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        finally:
+            process.kill()
+
+
+@pytest.mark.integration
+def test_sigterm_cuts_no_stream_and_lets_nothing_in_meanwhile(tmp_path):
+    num, port, file = 40, a_free_port(), tmp_path / "front.yaml"
+    with a_slow_endpoint(num, 0.25) as endpoint:
+        pool = {
+            "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
+            "endpoints": [{"url": endpoint}],
+        }  # fmt: skip
+        fields = {"name": "front", "description": "d", "served_model": "m", "pools": [pool]}
+        file.write_text(yaml.safe_dump(fields | {"limits": {"drain_s": 120}}))
+        body = {"model": "m", "prompt": "a", "stream": True, "max_tokens": num}
+        lines = []
+
+        def stream():
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            with httpx.stream("POST", url, json=body, timeout=60) as answer:
+                lines.extend(line for line in answer.iter_lines() if line)
+
+        with deployed("--port", port, cluster=file, ends=False) as (_, process):
+            asking = [threading.Thread(target=stream) for _ in range(8)]
+            for one in asking:
+                one.start()
+            wait_until(lambda: shown(port).get('tokenyard_in_flight{pool="theirs"}') == "8.0")
+            process.send_signal(signal.SIGTERM)
+            wait_until(lambda: health(port) == "draining")
+            refused = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+            assert refused.status_code == 503
+            for one in asking:
+                one.join()
+            assert process.wait() == 0
+        assert lines.count("data: [DONE]") == 8
+        assert sum('"text":"a"' in line for line in lines) == 8 * num
+
+
+def shown(port):
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+def health(port):
+    return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=30).json()["status"]
+
+
+def wait_until(condition, timeout_s=60.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ class FakePool:
             raise
 
 
-def check(test, token=None, log=None, **cluster_fields):
+LOCAL = "http://localhost:8000"
+
+
+def check(test, token=None, log=None, admin_token=None, local_admin=True, **cluster_fields):
     """Run a coroutine that gets a client, the pools and the gateway."""
 
     async def run():
@@ -111,9 +114,9 @@ def check(test, token=None, log=None, **cluster_fields):
         manager.switch(cluster.policy)
         pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
         gateway = Gateway(cluster, manager, pools, log=log)
-        api = create_gateway_api(gateway, Letters(), Access(token))
+        api = create_gateway_api(gateway, Letters(), Access(token, admin_token, local_admin))
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://t") as client:
+        async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as client:
             try:
                 await test(client, pools, gateway)
             finally:
@@ -280,6 +283,45 @@ def test_admission_is_bounded_and_keeps_room_for_other_classes():
     check(test)
 
 
+def test_a_gateway_that_drains_finishes_what_it_has_begun_and_lets_nothing_in():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        body = a_body(stream=True)
+        held = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "12"]
+        while sum(len(pool.requests) for pool in pools.values()) < 2:
+            await asyncio.sleep(0)
+        draining = asyncio.create_task(gateway.drain())
+        while not gateway.draining:
+            await asyncio.sleep(0)
+        refused = await client.post("/v1/completions", json=a_body())
+        assert (refused.status_code, refused.json()["error"]["type"]) == (503, "server_error")
+        health = await client.get("/healthz")
+        assert (health.status_code, health.json()["status"]) == (503, "draining")
+        assert not draining.done()
+        for pool in pools.values():
+            pool.may_go_on.set()
+        assert [events_of((await one).text)[-1]["choices"][0]["text"] for one in held] == ["k"] * 2
+        assert await draining == 0
+
+    check(test)
+
+
+def test_draining_ends_in_time_and_tells_how_many_answers_are_left():
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.may_go_on.clear()
+        held = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+        while not gateway.in_flight:
+            await asyncio.sleep(0)
+        assert await gateway.drain() == 1
+        for pool in pools.values():
+            pool.may_go_on.set()
+        assert (await held).status_code == 200
+
+    check(test, limits={"drain_s": 0.05})
+
+
 def test_a_client_that_leaves_cancels_its_request_at_the_replica():
     async def test(client, pools, gateway):
         for pool in pools.values():
@@ -324,7 +366,7 @@ def test_a_token_is_asked_for_where_there_is_one():
     check(test, token="secret")
 
 
-def test_without_a_token_only_this_machine_changes_the_policy():
+def test_this_machine_changes_the_policy_where_that_is_allowed():
     async def test(client, pools, gateway):
         changed = await client.post("/v1/policy", json={"policy": "sed"})
         assert (changed.status_code, changed.json()["active"]) == (200, "sed")
@@ -332,14 +374,95 @@ def test_without_a_token_only_this_machine_changes_the_policy():
         bad = await client.post("/v1/policy", json={"policy": "seed"})
         assert bad.status_code == 422
         assert bad.json()["detail"].startswith("unknown policy 'seed'")
-        app = client._transport.app
-        transport = httpx.ASGITransport(app, client=("10.0.0.7", 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://t") as other:
-            refused = await other.post("/v1/policy", json={"policy": "sed"})
-            assert (refused.status_code, gateway.manager.policy.name) == (403, "champion")
-            assert (await other.get("/v1/policy")).status_code == 200
+        own_page = {"origin": LOCAL}
+        again = await client.post("/v1/policy", json={"policy": "sed"}, headers=own_page)
+        assert again.status_code == 200
 
     check(test)
+
+
+async def status_of_a_change(client, headers=None, address="127.0.0.1"):
+    transport = httpx.ASGITransport(client._transport.app, client=(address, 1))
+    async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as other:
+        body = {"policy": "sed"}
+        return (await other.post("/v1/policy", json=body, headers=headers)).status_code
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"forwarded": "for=8.8.8.8"},
+        {"x-forwarded-for": "127.0.0.1"},
+        {"x-forwarded-proto": "https"},
+        {"x-real-ip": "127.0.0.1"},
+        {"via": "1.1 proxy"},
+        {"host": "evil.example:8000", "origin": "http://evil.example:8000"},
+        {"host": "gateway.example"},
+        {"host": "127.0.0.1.evil.example"},
+        {"host": "[::1"},
+        {"origin": "http://localhost:3000"},
+        {"origin": "null"},
+    ],
+)
+def test_what_came_through_a_proxy_or_from_a_foreign_page_changes_nothing(header):
+    async def test(client, pools, gateway):
+        assert await status_of_a_change(client, header) == 403
+        assert gateway.manager.policy.name == "champion"
+        assert (await client.get("/v1/policy", headers=header)).status_code == 200
+
+    check(test)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.6", "::ffff:10.0.0.7", "testclient"])
+def test_other_machines_and_sidecars_change_nothing(address):
+    async def test(client, pools, gateway):
+        assert await status_of_a_change(client, address=address) == 403
+
+    check(test)
+
+
+def test_a_proxy_that_says_nothing_of_itself_but_its_old_version_changes_nothing():
+    async def test(client, pools, gateway):
+        app = client._transport.app
+
+        async def by_http_1_0(scope, receive, send):
+            await app({**scope, "http_version": "1.0"}, receive, send)
+
+        client._transport.app = by_http_1_0
+        assert await status_of_a_change(client) == 403
+
+    check(test)
+
+
+def test_without_an_admin_token_or_the_flag_nobody_changes_anything():
+    async def test(client, pools, gateway):
+        assert await status_of_a_change(client) == 403
+
+    check(test, local_admin=False)
+
+
+def test_the_token_of_all_callers_changes_nothing_and_the_admin_token_does_all():
+    async def test(client, pools, gateway):
+        user, admin = ({"authorization": f"Bearer {one}"} for one in ("user", "admin"))
+        assert await status_of_a_change(client, user) == 403
+        assert await status_of_a_change(client) == 401
+        # A token is proof wherever it comes from.
+        proxied = admin | {"x-forwarded-for": "8.8.8.8", "host": "gateway.example"}
+        assert await status_of_a_change(client, proxied, "10.0.0.7") == 200
+        assert (await client.get("/v1/pools", headers=admin)).status_code == 200
+        assert (await client.get("/v1/pools", headers=user)).status_code == 200
+        lower = {"authorization": "bearer user"}
+        assert (await client.get("/v1/pools", headers=lower)).status_code == 200
+        bare = {"authorization": "user"}
+        assert (await client.get("/v1/pools", headers=bare)).status_code == 401
+
+    check(test, token="user", admin_token="admin", local_admin=False)
+
+
+@pytest.mark.parametrize("tokens", [("", None), (None, "é"), ("same", "same")])
+def test_tokens_that_protect_nothing_are_refused(tokens):
+    with pytest.raises(ValueError, match="token"):
+        Access(*tokens)
 
 
 def test_the_log_has_every_attempt_with_what_became_of_it(tmp_path):
@@ -394,7 +517,7 @@ def test_the_documentation_needs_nothing_from_elsewhere():
         page = (await client.get("/docs")).text
         assert "POST /v1/chat/completions" in page
         assert "<script" not in page
-        assert "http://" not in page.replace("http://t", "")
+        assert "http://" not in page.replace(LOCAL, "")
 
     check(test)
 

@@ -1,6 +1,7 @@
 """A second policy beside the champion: shadow, canary, promotion and rollback, over HTTP."""
 
 import asyncio
+import threading
 import time
 from functools import partial
 
@@ -217,6 +218,71 @@ def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_
         assert await ask(client, 3) == [200] * 3
 
     resolving(monkeypatch, x=from_artifact("x", marginal_artifact(), "t", SCENARIO))
+    check(test)
+
+
+class FakeRegistry:
+    """Aliases of one model; a promotion waits until it may go on."""
+
+    def __init__(self, monkeypatch, aliases):
+        self.aliases = dict(aliases)
+        self.begun, self.may_go_on = threading.Event(), threading.Event()
+        for name in ("aliases_of", "promote", "put_back"):
+            monkeypatch.setattr(lifecycle.registry, name, getattr(self, name))
+
+    def aliases_of(self, uri, model):
+        return dict(self.aliases)
+
+    def promote(self, uri, model, artifact, tags):
+        self.begun.set()
+        assert self.may_go_on.wait(30)
+        self.aliases |= {"champion": "7", "previous": self.aliases.get("champion", "7")}
+        return "7"
+
+    def put_back(self, uri, model, version, before):
+        assert (version, self.aliases["champion"]) == ("7", "7")
+        self.aliases = dict(before)
+
+
+@pytest.mark.parametrize("aliases", [{"champion": "3", "previous": "1"}, {}])
+@pytest.mark.parametrize("how", ["worse", "late", "switched", "left"])
+def test_a_promotion_that_does_not_come_about_leaves_the_registry_as_it_was(
+    monkeypatch, aliases, how
+):
+    store = FakeRegistry(monkeypatch, aliases)
+    resolving(monkeypatch, x=from_artifact("x", marginal_artifact(), "t", SCENARIO))
+
+    async def test(client, pools, gateway):
+        manager = gateway.manager
+        manager.registry, before = "a store", manager.policy
+        await act(client, "canary", policy="x")
+        if how == "late":
+            monkeypatch.setattr(lifecycle, "_REGISTRY_S", 0.05)
+        promoting = asyncio.create_task(act(client, "promote"))
+        await settled(store.begun.is_set)
+        switching = None
+        if how == "worse":
+            manager.end_experiment("it is worse than the champion")
+        elif how == "left":
+            promoting.cancel()
+        elif how == "late":
+            assert (await promoting).status_code == 409
+        else:
+            switching = asyncio.create_task(client.post("/v1/policy", json={"policy": "sed"}))
+            await asyncio.sleep(0.05)
+            assert not switching.done()  # One change at a time.
+            await act(client, "rollback")
+            manager.end_experiment("asked")
+        store.may_go_on.set()
+        if how in ("worse", "switched"):
+            refused = await promoting
+            assert (refused.status_code, "ended meanwhile" in refused.text) == (409, True)
+        await settled(lambda: store.aliases == aliases)
+        if switching is None:
+            assert manager.policy is before
+        else:
+            assert (await switching).json()["active"] == "sed"
+
     check(test)
 
 

@@ -122,11 +122,13 @@ def test_the_routes_answer_and_count():
 
     from serve_app.http import errors
     from serve_app.http.auth import Access
+    from serve_app.http.intake import PendingBodies
     from serve_app.regions import make_router
 
     api, decider = FastAPI(), RegionDecider(the_mix())
-    errors.install(api)
-    api.include_router(make_router(decider, Access(None)))
+    access = Access(None)
+    errors.install(api, access, PendingBodies(10.0, 8))
+    api.include_router(make_router(decider, access))
     client = TestClient(api)
     assert client.post("/v1/regions", json=a_body()).json()["policy"] == "torta"
     stale = client.post("/v1/regions", json=a_body(forecast_age_slots=99.0)).json()

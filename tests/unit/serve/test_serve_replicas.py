@@ -231,12 +231,12 @@ vllm:%s{engine="1",model_name="m"} 0.75
 
 @pytest.mark.parametrize("name", ["kv_cache_usage_perc", "gpu_cache_usage_perc"])
 def test_vllm_metrics_are_read_by_their_new_and_old_names_and_engines_are_added_up(name):
-    assert parse_vllm(VLLM % (name, name, name), 7.0) == EngineStatus(4, 5, 0.5, 7.0)
+    assert parse_vllm((VLLM % (name, name, name)).encode(), 7.0) == EngineStatus(4, 5, 0.5, 7.0)
 
 
 def test_metrics_that_say_nothing_of_queues_are_refused():
     with pytest.raises(ValueError, match="vllm:num_requests_waiting"):
-        parse_vllm("# TYPE up gauge\nup 1\n", 0.0)
+        parse_vllm(b"# TYPE up gauge\nup 1\n", 0.0)
 
 
 def test_the_host_metrics_give_shares_and_a_rate():

@@ -98,3 +98,5 @@ def test_the_console_script_is_the_function_that_is_tested_here():
 def test_a_command_line_keeps_the_token_to_itself(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pipelines/replay.py", "--token", "abc", "--trace", "a b"])
     assert command_line("abc") == "python pipelines/replay.py --token TOKEN --trace 'a b'"
+    monkeypatch.setattr(sys, "argv", ["pipelines/deploy.py", "--token=abc"])
+    assert command_line("abc") == "python pipelines/deploy.py --token=TOKEN"

@@ -1,0 +1,89 @@
+"""Which replicas are left out because they fail, for how long, and how they come back.
+
+As Envoy's outlier detection: a replica that fails is ejected, for twice as long each time, and is
+then readmitted slowly: one request at a time, and twice as many with every answer that begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from serve_app.cluster import OutlierEjection
+
+
+@dataclass(slots=True)
+class _Record:
+    """A replica that has failed."""
+
+    level: int
+    """Ejections that are not forgiven yet, at least one."""
+    ejected_s: float
+    until_s: float
+    num_begun: int = 0
+    """Answers that have begun since it was readmitted."""
+
+
+class OutlierDetector:
+    """Remembers failures of replicas; one that never failed costs a look into a dict."""
+
+    def __init__(
+        self, settings: OutlierEjection, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Know of no failure; `clock_s` is any clock that does not go back, seconds."""
+        self._settings = settings
+        self.clock_s = clock_s
+        self._records: dict[str, _Record] = {}
+
+    def fail(self, replica_id: str, sent_s: float) -> bool:
+        """Note a failure; return whether the replica is ejected for it.
+
+        Args:
+            replica_id: Which failed.
+            sent_s: When the request was sent, by the detector's clock: those that were under way
+                when it was ejected say nothing new.
+        """
+        now_s, record = self.clock_s(), self._records.get(replica_id)
+        if record is not None and sent_s < record.until_s:
+            return False
+        level = 1 if record is None else self._level(record, now_s) + 1
+        most_s, base_s = self._settings.max_s, self._settings.base_s
+        ejected_for_s = min(base_s * 2.0 ** min(level - 1, 30), most_s)
+        self._records[replica_id] = _Record(level, now_s, now_s + ejected_for_s)
+        return True
+
+    def begin(self, replica_id: str, sent_s: float) -> None:
+        """Note that an answer has begun: the replica works."""
+        record = self._records.get(replica_id)
+        if record is None or sent_s < record.until_s:
+            return
+        record.num_begun += 1
+        if self._readmitted(record) and not self._level(record, self.clock_s()):
+            del self._records[replica_id]
+
+    def admits(self, replica_id: str, num_in_flight: int) -> bool:
+        """Whether a replica with so many requests in flight may be sent another."""
+        record = self._records.get(replica_id)
+        if record is None or self._readmitted(record):
+            return True
+        return self.clock_s() >= record.until_s and num_in_flight < 2**record.num_begun
+
+    def ejected_s(self, replica_id: str) -> float:
+        """Time until a replica is readmitted, seconds; 0: it is not ejected."""
+        record = self._records.get(replica_id)
+        return 0.0 if record is None else max(record.until_s - self.clock_s(), 0.0)
+
+    def keep(self, replica_ids: Iterable[str]) -> None:
+        """Forget the replicas that are no longer there."""
+        if self._records:
+            kept = set(replica_ids)
+            self._records = {one: self._records[one] for one in self._records if one in kept}
+
+    def _readmitted(self, record: _Record) -> bool:
+        return record.num_begun >= self._settings.readmit_after
+
+    def _level(self, record: _Record, now_s: float) -> int:
+        """Ejections that are not forgiven; time without a failure forgives one after another."""
+        quiet_s = max(now_s - record.until_s, 0.0)
+        return max(record.level - int(quiet_s / self._settings.max_s), 0)

@@ -1,0 +1,144 @@
+"""What happens to a request before any route sees it: token, sizes, and a deadline for its body."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from starlette._utils import get_route_path
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.http.auth import Access, Denied
+from serve_app.http.decide_schema import MAX_BODY_BYTES
+
+MAX_HEADER_BYTES = 64 << 10
+"""Of all headers together."""
+_NEEDS_TOKEN = "/v1"
+_BODILESS = ("GET", "HEAD", "OPTIONS")
+
+Answer = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class TooMuch(Exception):
+    """A request that is not read to its end; the text says why."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        """Say why, with the HTTP status."""
+        super().__init__(reason)
+        self.status = status
+
+
+class PendingBodies:
+    """Bodies that are on their way: each has a deadline, and of too many the oldest is given up.
+
+    Bodies of callers who mean it are there in milliseconds. Those that are held open to take the
+    places of others are the oldest.
+    """
+
+    def __init__(self, timeout_s: float, most: int) -> None:
+        """Wait so long for a body, and for so many at once."""
+        self._timeout_s, self._most = timeout_s, most
+        self._waiting: dict[asyncio.Timeout, None] = {}
+
+    async def read(self, receive: Receive) -> bytes | None:
+        """Read a body; None: the caller has left.
+
+        Raises:
+            TooMuch: It is too large, late, or the oldest of too many.
+        """
+        if len(self._waiting) >= self._most:
+            oldest = next(iter(self._waiting))
+            del self._waiting[oldest]
+            oldest.reschedule(asyncio.get_running_loop().time())
+        deadline = asyncio.timeout(self._timeout_s)
+        try:
+            async with deadline:
+                self._waiting[deadline] = None
+                return await _read(receive)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise TooMuch(f"the body did not come within {self._timeout_s:g} s", 408) from None
+        finally:
+            self._waiting.pop(deadline, None)
+
+
+async def _read(receive: Receive) -> bytes | None:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        body += message.get("body", b"")
+        _check_size(len(body))
+        if not message.get("more_body"):
+            return bytes(body)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise TooMuch(f"body is larger than {MAX_BODY_BYTES} bytes", 413)
+
+
+class Intake:
+    """ASGI middleware: refuses by headers alone what can be, then reads the body in time."""
+
+    def __init__(self, app: ASGIApp, access: Access, bodies: PendingBodies, answer: Answer) -> None:
+        """Stand before an application.
+
+        Args:
+            app: Sees requests whose bodies are there.
+            access: Who may ask.
+            bodies: Reads bodies.
+            answer: Writes a refusal.
+        """
+        self._app, self._access, self._bodies, self._answer = app, access, bodies, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_head(scope)
+            body = await self._bodies.read(receive) if _has_body(scope) else b""
+        except (Denied, TooMuch) as error:
+            answer = await self._answer(Request(scope), error)
+            # What is left of the body is not waited for.
+            answer.headers["connection"] = "close"
+            await answer(scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _replay(body, receive), send)
+
+    def _check_head(self, scope: Scope) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
+        if get_route_path(scope).startswith(_NEEDS_TOKEN):
+            self._access.check_use(HTTPConnection(scope))
+        length = _header(scope, b"content-length") or b"0"
+        _check_size(int(length) if length.isdigit() else 0)
+
+
+def _has_body(scope: Scope) -> bool:
+    if scope["method"] not in _BODILESS:
+        return True
+    return any(_header(scope, name) for name in (b"content-length", b"transfer-encoding"))
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key.lower() == name), None)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give the application a body that is there, then what else the server tells."""
+    left = [body]
+
+    async def replayed() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return replayed

@@ -1,0 +1,267 @@
+"""The gateway before endpoints over real HTTP that hang, fail, and say odd things."""
+
+import asyncio
+import json
+import logging
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from unit.stub_endpoint import DONE, HANG, an_event, stubs
+
+from serve_app.cluster import Cluster, Endpoint
+from serve_app.engines.tokenizer import EstimatingTokenizer
+from serve_app.gateway import scraping
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.external import ExternalBackend
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.metrics import Metrics
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.policy.manager import PolicyManager
+
+PROFILE = {
+    "iteration_s": 0.01, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
+    "token_budget": 256, "kv_capacity_tokens": 20_000,
+}  # fmt: skip
+BODY = {"model": "m", "prompt": "hello", "max_tokens": 8}
+
+
+def a_cluster(endpoints, deadlines, **fields):
+    pool = {
+        "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
+        "endpoints": [{"url": one.url} for one in endpoints], "deadlines": deadlines,
+    }  # fmt: skip
+    known = {"name": "t", "description": "t", "served_model": "m", "explore_fraction": 0.0}
+    return Cluster.model_validate(known | {"pools": [pool]} | fields)
+
+
+@asynccontextmanager
+async def a_gateway(number, log=None, policy="champion", scrapes=False, **fields):
+    """Yield a client, the gateway and its stubs, which are scraped only where that is asked for."""
+    async with stubs(number) as endpoints:
+        cluster = a_cluster(endpoints, fields.pop("deadlines", {}), **fields)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
+        )
+        manager.switch(policy)
+        metrics = Metrics()
+        backend = ExternalBackend(cluster.external_pools[0], metrics)
+        gateway = Gateway(cluster, manager, {backend.name: backend}, metrics, log=log)
+        api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None, local_admin=True))
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            if scrapes:
+                backend.start()
+            try:
+                yield client, gateway, endpoints
+            finally:
+                manager.stop()
+                await backend.stop()
+
+
+def run(test, number=1, **options):
+    async def inside():
+        async with a_gateway(number, **options) as (client, gateway, endpoints):
+            await test(client, gateway, endpoints)
+
+    asyncio.run(inside())
+
+
+def text_of(answer):
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def pools_metric(gateway, name):
+    return gateway.metrics.registry.get_sample_value(f"tokenyard_{name}", {"pool": "theirs"})
+
+
+@pytest.mark.parametrize("sends_head", [True, False])
+def test_requests_of_an_endpoint_that_hangs_go_elsewhere_and_it_is_ejected(sends_head):
+    async def test(client, gateway, endpoints):
+        hung = endpoints[3]
+        hung.script, hung.sends_head = (HANG,), sends_head
+        asks = [client.post("/v1/completions", json=BODY) for _ in range(8)]
+        assert [text_of(one) for one in await asyncio.gather(*asks)] == ["ok"] * 8
+        assert 0 < hung.num_asked < 8
+        asked, ejections = hung.num_asked, pools_metric(gateway, "ejections_total")
+        for _ in range(8):
+            text_of(await client.post("/v1/completions", json=BODY))
+        assert (hung.num_asked, ejections) == (asked, 1.0)
+        shown = (await client.get("/v1/pools")).json()["replicas"]
+        assert [one["ejected_s"] > 0 for one in shown] == [False, False, False, True]
+
+    ejection = {"base_s": 60.0}
+    run(test, 4, deadlines={"first_token_s": 0.1}, outlier_ejection=ejection)
+
+
+def test_an_endpoint_that_takes_no_connection_costs_no_answer():
+    async def test(client, gateway, endpoints):
+        gone, there = endpoints
+        backend = gateway.backends["theirs"]
+        send = backend._client.send
+
+        async def no_syn(request, **options):
+            if str(request.url).startswith(gone.url):
+                raise httpx.ConnectTimeout("")
+            return await send(request, **options)
+
+        backend._client.send = no_syn
+        answers = [await client.post("/v1/completions", json=BODY) for _ in range(4)]
+        assert [text_of(one) for one in answers] == ["ok"] * 4
+        assert (there.num_asked, backend._client.timeout.connect) == (4, 2.0)
+
+    run(test, 2)
+
+
+@pytest.mark.parametrize(
+    ("deadlines", "script", "reason"),
+    [
+        ({"between_tokens_s": 0.1}, (an_event("a"), HANG), "sent no other token in 0.1 s, after 1"),
+        ({"total_s": 0.1}, (an_event("a"), HANG), "was not done in 0.1 s, after 1"),
+        ({"first_token_s": 0.1}, (HANG,), "sent no token in 0.1 s"),
+        ({"first_byte_s": 0.1}, (HANG,), "did not begin to answer in 0.1 s"),
+    ],
+)
+def test_every_deadline_ends_an_answer_with_its_reason(deadlines, script, reason):
+    async def test(client, gateway, endpoints):
+        endpoints[0].script = script
+        endpoints[0].sends_head = "first_byte_s" not in deadlines
+        answer = await client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 503
+        assert reason in answer.json()["error"]["message"]
+        assert endpoints[0].url not in answer.text
+
+    run(test, deadlines=deadlines)
+
+
+def test_a_timeout_in_a_stream_is_an_event_of_it_and_logged_as_what_it_was(tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(client, gateway, endpoints):
+        endpoints[0].script = (an_event("a"), HANG)
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        first, last = answer.text.strip().split("\n\n")
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "a"
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["message"] == "no answer within 0.2 s"
+        assert gateway.in_flight == 0
+
+    run(test, log=log, limits={"timeout_s": 0.2})
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    assert pq.read_table(file)["outcome"].to_pylist() == ["timeout"]
+
+
+@pytest.mark.parametrize("odd", ["\u2028", "\u2029", "\x85", "\x0b", "\x1c"])
+def test_what_only_unicode_calls_an_end_of_line_stays_in_the_answer(odd):
+    async def test(client, gateway, endpoints):
+        whole = b"".join((an_event(f"a{odd}b"), an_event("", "stop"), DONE))
+        # Cut everywhere, also inside a character, and with the other end of lines.
+        endpoints[0].script = [bytes([one]) for one in whole.replace(b"\n", b"\r\n")]
+        assert text_of(await client.post("/v1/completions", json=BODY)) == f"a{odd}b"
+
+    run(test)
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+def test_what_an_endpoint_has_against_a_request_arrives_as_it_is(status, tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(client, gateway, endpoints):
+        for one in endpoints:
+            one.status, one.script = status, (b'{"object":"error","message":"too long"}',)
+            one.headers = {"content-type": "application/json; odd"}
+        answer = await client.post("/v1/completions", json={**BODY, "stream": True})
+        assert (answer.status_code, answer.content) == (status, endpoints[0].script[0])
+        assert answer.headers["content-type"] == "application/json; odd"
+        assert sum(one.num_asked for one in endpoints) == 1
+        assert pools_metric(gateway, "ejections_total") is None
+
+    run(test, 3, log=log)
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    assert pq.read_table(file)["outcome"].to_pylist() == ["rejected"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 409, 500, 502])
+def test_what_is_the_endpoints_own_failure_is_asked_elsewhere_and_says_no_address(status):
+    async def test(client, gateway, endpoints):
+        for one in endpoints:
+            one.status, one.script = status, (b"secret",)
+        answer = await client.post("/v1/completions", json=BODY)
+        assert answer.status_code == 503
+        message = answer.json()["error"]["message"]
+        assert message == f"an endpoint of pool 'theirs' answered {status}"
+        assert sum(one.num_asked for one in endpoints) == 2
+
+    run(test, 2)
+
+
+@pytest.mark.parametrize(
+    "event", ["[1,2]", '{"choices":["x"]}', '{"usage":3}', "{", '{"error":{"message":"secret"}}']
+)
+def test_an_event_that_cannot_be_read_is_the_endpoints_failure(event):
+    async def test(client, gateway, endpoints):
+        endpoints[1].script = (f"data: {event}\n\n".encode(),)
+        answers = [await client.post("/v1/completions", json=BODY) for _ in range(3)]
+        assert [text_of(one) for one in answers] == ["ok"] * 3
+        assert endpoints[1].num_asked == 1
+
+    run(test, 2, outlier_ejection={"base_s": 60.0})
+
+
+def test_equally_idle_endpoints_take_turns():
+    async def test(client, gateway, endpoints):
+        for _ in range(12):
+            text_of(await client.post("/v1/completions", json=BODY))
+        assert [one.num_asked for one in endpoints] == [3, 3, 3, 3]
+
+    run(test, 4)
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("odd", ["+Inf", "NaN", "many"])
+def test_a_page_that_cannot_be_read_ends_nobodys_scraping(odd, caplog):
+    async def test(client, gateway, endpoints):
+        bad, _ = endpoints
+        bad.waiting = odd
+        with caplog.at_level(logging.WARNING):
+            await until(lambda: (pools_metric(gateway, "scrape_failures_total") or 0) > 2)
+        assert sum("cannot be scraped" in one for one in caplog.messages) == 1
+        bad.waiting = "5.0"
+        await until(lambda: waiting(gateway, bad) == 5)
+
+    run(test, 2, scrapes=True)
+
+
+def waiting(gateway, endpoint):
+    gateway.refresh()
+    return gateway.table.replicas[endpoint.url].status.num_waiting
+
+
+def test_an_endpoint_that_drips_its_page_holds_up_nobody_else(monkeypatch):
+    monkeypatch.setattr(scraping, "EVERY_S", 0.01)
+
+    async def test(client, gateway, endpoints):
+        slow, well = endpoints
+        slow.drips = True
+        await until(lambda: slow.num_scraped and well.num_scraped >= 20)
+        monkeypatch.setattr(scraping, "TIMEOUT_S", 0.05)
+        slow.drips, slow.waiting = False, "7.0"
+        await until(lambda: waiting(gateway, slow) == 7)
+
+    run(test, 2, scrapes=True)
+
+
+def test_an_address_with_a_password_is_refused():
+    with pytest.raises(ValueError, match="api_key_env"):
+        Endpoint.model_validate({"url": "http://me:secret@10.0.0.1:8000"})

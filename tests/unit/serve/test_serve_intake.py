@@ -1,0 +1,196 @@
+"""What is refused before a route sees it, and bodies that would take long to refuse."""
+
+import asyncio
+import json
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from pydantic import ValidationError
+from unit.serve.test_serve_gateway import a_body, a_cluster, check
+
+from serve_app.http.auth import Access
+from serve_app.http.decide_schema import MAX_BODY_BYTES, RouteMessage
+from serve_app.http.errors import reason_of
+from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch
+from serve_app.http.openai_schema import ChatBody, CompletionBody
+from serve_app.http.regions_schema import RegionsMessage
+
+
+class Caller:
+    """Sends what it is told to an intake, and keeps what comes back."""
+
+    def __init__(self, headers=(), path="/v1/completions"):
+        headers = [(b"host", b"localhost"), *headers]
+        self.scope = {
+            "type": "http", "method": "POST", "path": path, "headers": headers,
+            "query_string": b"", "root_path": "", "http_version": "1.1",
+            "client": ("127.0.0.1", 1), "server": ("localhost", 80), "scheme": "http",
+        }  # fmt: skip
+        self.sends = asyncio.Queue()
+        self.num_read = 0
+        self.sent = []
+
+    def put(self, body=b"", more_body=False):
+        self.sends.put_nowait({"type": "http.request", "body": body, "more_body": more_body})
+
+    async def receive(self):
+        self.num_read += 1
+        return await self.sends.get()
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    @property
+    def status(self):
+        return self.sent[0]["status"]
+
+    @property
+    def headers(self):
+        return dict(self.sent[0]["headers"])
+
+
+LENGTH = [(b"content-length", b"100")]
+
+
+@asynccontextmanager
+async def an_intake(timeout_s=60.0, most=8, token=None):
+    bodies_seen = []
+
+    async def app(scope, receive, send):
+        bodies_seen.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def answer(request, error):
+        from starlette.responses import PlainTextResponse
+
+        return PlainTextResponse(str(error), status_code=error.status)
+
+    bodies = PendingBodies(timeout_s, most)
+    intake = Intake(app, Access(token), bodies, answer)
+    yield (lambda caller: intake(caller.scope, caller.receive, caller.send)), bodies_seen
+
+
+def test_a_wrong_token_is_refused_before_a_byte_of_the_body_is_read():
+    async def run():
+        async with an_intake(token="secret") as (ask, seen):
+            caller = Caller([*LENGTH, (b"authorization", b"Bearer wrong")])
+            await ask(caller)
+            assert (caller.status, caller.num_read, seen) == (401, 0, [])
+            assert caller.headers[b"connection"] == b"close"
+
+    asyncio.run(run())
+
+
+def test_what_is_too_large_by_its_headers_is_refused_without_reading():
+    async def run():
+        async with an_intake() as (ask, seen):
+            large = Caller([(b"content-length", str(MAX_BODY_BYTES + 1).encode())])
+            many = Caller([*LENGTH, *[(b"x", b"y" * 1000)] * (MAX_HEADER_BYTES // 1000 + 1)])
+            for caller in (large, many):
+                await ask(caller)
+            assert (large.status, many.status) == (413, 431)
+            assert (large.num_read, many.num_read, seen) == (0, 0, [])
+
+    asyncio.run(run())
+
+
+def test_a_body_that_never_comes_is_given_up():
+    async def run():
+        async with an_intake(timeout_s=0.05) as (ask, seen):
+            caller = Caller(LENGTH)
+            caller.put(b"a", more_body=True)
+            await ask(caller)
+            assert (caller.status, seen) == (408, [])
+
+    asyncio.run(run())
+
+
+def test_of_too_many_bodies_on_their_way_the_oldest_is_given_up_and_others_are_served():
+    async def run():
+        async with an_intake(most=4) as (ask, seen):
+            held = [Caller(LENGTH) for _ in range(20)]
+            tasks = [asyncio.create_task(ask(one)) for one in held]
+            while sum(task.done() for task in tasks) < 16:
+                await asyncio.sleep(0)
+            assert [task.done() for task in tasks] == [True] * 16 + [False] * 4
+            assert {one.status for one in held[:16]} == {408}
+            well = Caller(LENGTH)
+            well.put(b"whole")
+            await ask(well)
+            assert (well.status, seen) == (200, [b"whole"])
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+def test_a_body_in_pieces_arrives_whole_and_one_without_a_body_is_not_waited_for():
+    async def run():
+        async with an_intake() as (ask, seen):
+            caller, bare = Caller([(b"transfer-encoding", b"chunked")]), Caller()
+            bare.scope["method"] = "GET"
+            for piece, more in ((b"a", True), (b"b", True), (b"", False)):
+                caller.put(piece, more)
+            await ask(caller)
+            await ask(bare)
+            assert (seen, bare.num_read) == ([b"ab", b""], 0)
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_longer_than_it_said_is_refused():
+    async def run():
+        caller = Caller()
+        caller.put(b"x" * (MAX_BODY_BYTES + 1), more_body=True)
+        with pytest.raises(TooMuch, match="larger"):
+            await PendingBodies(60.0, 8).read(caller.receive)
+
+    asyncio.run(run())
+
+
+def test_the_gateway_refuses_in_openais_envelope():
+    async def test(client, pools, gateway):
+        content = b" " * (MAX_BODY_BYTES + 1)
+        answer = await client.post("/v1/completions", content=content)
+        assert answer.status_code == 413
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+
+    check(test)
+    assert a_cluster().limits.body_timeout_s == 10.0
+
+
+MANY = 300_000
+SNAPSHOT = {"replica_id": "a"}
+BAD = [
+    (CompletionBody, {"model": "x", "prompt": [-1] * MANY}),
+    (CompletionBody, {"model": "x", "prompt": "y", "stop": [""] * MANY}),
+    (CompletionBody, {"model": "x", "prompt": "y", "metadata": {str(i): 1 for i in range(MANY)}}),
+    (CompletionBody, {"model": "x", "prompt": "y"} | {str(i): 1 for i in range(MANY)}),
+    (ChatBody, {"model": "x", "messages": [{}] * MANY}),
+    (ChatBody, {"model": "x", "messages": [{"role": "user", "content": [{}] * MANY}]}),
+    (RouteMessage, {"request": {}, "snapshots": [SNAPSHOT] * MANY}),
+    (RouteMessage, {"request": {str(i): 1 for i in range(MANY)}, "snapshots": []}),
+    (RegionsMessage, {"regions": [{}] * MANY, "latency_s": [["x"] * MANY] * 3}),
+    (RegionsMessage, {"regions": [{"arrivals": ["x"] * MANY, "servers": [{}] * MANY}]}),
+]
+
+
+@pytest.mark.parametrize("number", range(len(BAD)))
+def test_a_body_of_very_many_mistakes_is_refused_for_a_few_of_them(number):
+    model, body = BAD[number]
+    started_s = time.process_time()
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        assert len(problems) < 100
+        assert len(reason_of(problems)) < 300
+    else:
+        assert "metadata" in body
+    # It took 2 to 4 s of computing, which nothing else could do meanwhile.
+    assert time.process_time() - started_s < 0.5
+    assert len(json.dumps(body)) > MANY

@@ -1,0 +1,109 @@
+"""A local endpoint that speaks OpenAI's API and vLLM's metrics over HTTP, as far as tests need."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+PAGE = """\
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="a } b"} %s
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="a } b"} 0.0
+# TYPE vllm:num_requests_waiting_by_reason gauge
+vllm:num_requests_waiting_by_reason{engine="0",reason="x"} 77.0
+# TYPE vllm:kv_cache_usage_perc gauge
+vllm:kv_cache_usage_perc{engine="0",model_name="a } b"} 0.25
+"""
+
+
+def an_event(text, finish_reason=None):
+    choice = {"index": 0, "text": text, "finish_reason": finish_reason}
+    event = json.dumps({"choices": [choice]}, ensure_ascii=False)
+    return f"data: {event}\n\n".encode()
+
+
+DONE = b"data: [DONE]\n\n"
+OK = (an_event("ok"), an_event("", "stop"), DONE)
+HANG = object()
+"""In a script: say nothing more until the client goes."""
+
+
+class Stub:
+    """Answers `script`, pieces of a body, to every POST; counts what it was asked."""
+
+    def __init__(self):
+        self.script = OK
+        self.status = 200
+        self.headers = {"content-type": "text/event-stream"}
+        self.sends_head = True
+        """Whether the head is sent before the script hangs."""
+        self.waiting = "0.0"
+        self.drips = False
+        self.num_asked = 0
+        self.num_scraped = 0
+        self.url = ""
+
+    async def serve(self, reader, writer):
+        try:
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                lines = head.lower().split("\r\n")
+                length = [one.split(":")[1] for one in lines if one.startswith("content-length:")]
+                await reader.readexactly(int(length[0]) if length else 0)
+                if head.startswith("GET"):
+                    await self._metrics(writer)
+                else:
+                    await self._answer(reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    async def _metrics(self, writer):
+        self.num_scraped += 1
+        page = (PAGE % self.waiting).encode()
+        writer.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(page)}\r\n\r\n".encode())
+        if self.drips:
+            writer.write(page[:1])
+            await writer.drain()
+            await asyncio.Event().wait()
+        writer.write(page)
+        await writer.drain()
+
+    async def _answer(self, reader, writer):
+        self.num_asked += 1
+        headers = "".join(f"{key}: {value}\r\n" for key, value in self.headers.items())
+        head = f"HTTP/1.1 {self.status} X\r\n{headers}transfer-encoding: chunked\r\n\r\n".encode()
+        if self.sends_head:
+            writer.write(head)
+        for piece in self.script:
+            if piece is HANG:
+                await writer.drain()
+                await reader.read(1)
+                raise ConnectionError
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+
+@asynccontextmanager
+async def stubs(number):
+    """Serve so many stubs on ports of their own."""
+    made, servers, tasks = [Stub() for _ in range(number)], [], set()
+    for one in made:
+
+        async def serve(reader, writer, one=one):
+            tasks.add(asyncio.current_task())
+            await one.serve(reader, writer)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        servers.append(server)
+        one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield made
+    finally:
+        for server in servers:
+            server.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
