@@ -41,6 +41,10 @@ _MAX_REVIVALS = 3
 """Times that dead ranks are replaced before the engine is given up, and its replica with it."""
 _REVIVALS_WITHIN_S = 300.0
 _CANCEL_AGAIN_S = 0.1
+_MOST_STARTS = 3
+_NOT_CONNECTED = "connectFullMesh"
+"""What gloo says where ranks did not reach each other: its handshake fails at times, on a busy
+machine more often (pytorch/pytorch#53270)."""
 _PING_TIMEOUT_S = 10.0
 """A rank that is alive answers from its own event loop, also while it computes."""
 
@@ -314,7 +318,7 @@ class ShardedEngine:
         self._stopped = False
         try:
             async with asyncio.timeout(self.config.start_timeout_s):
-                await self._start()
+                await self._start_connected()
         except TimeoutError:
             await self.stop()
             raise EngineError(
@@ -324,6 +328,18 @@ class ShardedEngine:
         except BaseException:
             await self.stop()
             raise
+
+    async def _start_connected(self) -> None:
+        """Start; anew with other processes where ranks did not reach each other."""
+        for left in reversed(range(_MOST_STARTS)):
+            try:
+                return await self._start()
+            except EngineError as error:
+                if left == 0 or _NOT_CONNECTED not in str(error):
+                    raise
+                logger.warning("ranks are started anew: %s", error)
+                await self._clear()
+        return None
 
     async def _start(self) -> None:
         self._reported = None
@@ -550,7 +566,7 @@ class ShardedEngine:
         try:
             await self._clear()
             async with asyncio.timeout(self.config.start_timeout_s):
-                await self._start()
+                await self._start_connected()
         except (EngineError, RayError, TimeoutError) as error:
             logger.error("no new ranks could be started: %s", error or type(error).__name__)
             self._group.disband()
