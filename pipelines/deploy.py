@@ -36,6 +36,7 @@ from serve_app.app import (
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
+from serve_app.ray_serve import proxy
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
@@ -249,6 +250,7 @@ def _ask_to_drain() -> int:
 def _connect(local: bool, num_cpus: float) -> None:
     # A small machine that loads a model meanwhile takes longer than Serve's five seconds.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    os.environ.setdefault(proxy.CALLBACK_VARIABLE, proxy.CALLBACK)
     # A proxy that was killed is otherwise missed after half a minute.
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "5")

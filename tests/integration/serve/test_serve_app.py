@@ -155,6 +155,10 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         policy = httpx.get(f"{url}/v1/policy", timeout=10).json()
         assert policy["name"] == "sed"
         assert "broken.npz" in policy["startup_fallback"]
+        # Serve's proxy refuses such headers itself, and asks no replica.
+        headers = {f"x-{number}": "y" * 8000 for number in range(9)}
+        too_large = httpx.get(f"{url}/healthz", headers=headers, timeout=10)
+        assert (too_large.status_code, "detail" in too_large.text) == (431, False)
         # The line that it prints is a command that works as it stands.
         command = shlex.split(greeting.partition("ask with: ")[2])
         answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
