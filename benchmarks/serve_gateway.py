@@ -1,8 +1,9 @@
 """What the learned router costs: the same gateway with only the router swapped, in one run.
 
-Asks a gateway that `pipelines/deploy.py` started, on the same machine. Policies take turns in
-short blocks, so that whatever else the machine does meets all of them alike. Requests are short
-(one token unless told otherwise): what is compared is the way through the gateway, not the engine.
+Asks a gateway that `TOKENYARD_LOCAL_ADMIN=1 python pipelines/deploy.py` started, on the same
+machine. Policies take turns in short blocks, so that whatever else the machine does meets all of
+them alike. Requests are short (one token unless told otherwise): what is compared is the way
+through the gateway, not the engine.
 """
 
 from __future__ import annotations

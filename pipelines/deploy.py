@@ -13,8 +13,9 @@ import time
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+import httpx
 import ray
 import tyro
 from ray import serve
@@ -35,12 +36,17 @@ from serve_app.app import (
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
+from serve_app.ray_serve import proxy
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
 _SIGNAL_POLL_S = 0.25
+_WATCH_EVERY_S = 2.0
+_WATCH_TIMEOUT_S = 5.0
+_GONE_AFTER_S = 120.0
+"""Time without an answer of the gateway after which nobody is expected to replace it."""
 _DRAIN_SLACK_S = 20.0
 """For the worker that asks the gateway to start, and its answer to come back."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -125,7 +131,8 @@ def main(args: Args) -> None:
     try:
         _start(bind_gateway(deployment.cluster, deployment.options), args)
         _report(deployment, args)
-        signals.stop.wait()
+        if not _wait(signals, args, local):
+            _give_up()
         _drain(signals, deployment.cluster.limits.drain_s)
     finally:
         _shut_down(local)
@@ -176,6 +183,46 @@ class _Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
+def _wait(signals: _Signals, args: Args, local: bool) -> bool:
+    """Wait until told to end; False: what was started here is gone and does not come back.
+
+    Serve replaces replicas and proxies that die, but nobody replaces a local Ray.
+    """
+    answered_s = time.monotonic()
+    while not signals.stop.wait(_WATCH_EVERY_S if local else None):
+        if _gateway_answers(args.host, args.port):
+            answered_s = time.monotonic()
+        elif time.monotonic() - answered_s > _GONE_AFTER_S or not _has_a_node():
+            return False
+    return True
+
+
+def _has_a_node() -> bool:
+    """Whether Ray can start anything."""
+    return any(node["Alive"] for node in ray.nodes())
+
+
+def _gateway_answers(host: str, port: int) -> bool:
+    """Whether the gateway answers, well or not: the proxy also lives on without a Ray."""
+    address = "127.0.0.1" if host == "0.0.0.0" else host
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/healthz"
+    try:
+        return "replicas" in httpx.get(url, timeout=_WATCH_TIMEOUT_S, trust_env=False).text
+    except httpx.HTTPError:
+        return False
+
+
+def _give_up() -> NoReturn:
+    """End with an error, so that a supervisor starts anew."""
+    # With its Ray gone, hardly anything that ends it comes back.
+    last_resort = threading.Timer(_WATCH_TIMEOUT_S, os._exit, (1,))
+    last_resort.daemon = True
+    last_resort.start()
+    print("error: Ray is gone, and nothing is served any more", file=sys.stderr, flush=True)
+    ray.shutdown()
+    os._exit(1)
+
+
 def _drain(signals: _Signals, drain_s: float) -> None:
     """Let the gateway finish what it has begun, and take nothing new."""
     # In a worker: a handle that was used leaves threads, which can crash an interpreter that ends.
@@ -203,6 +250,10 @@ def _ask_to_drain() -> int:
 def _connect(local: bool, num_cpus: float) -> None:
     # A small machine that loads a model meanwhile takes longer than Serve's five seconds.
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    os.environ.setdefault(proxy.CALLBACK_VARIABLE, proxy.CALLBACK)
+    # A proxy that was killed is otherwise missed after half a minute.
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "5")
     # Ray gives its workers the lowest priority of all, which ranks beside other work feel.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ranks on a small machine share its cores: Ray's count is only what actors reserve.

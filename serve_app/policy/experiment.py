@@ -240,8 +240,10 @@ class Shadow:
             self.num_failed += not skipped
             return
         chosen, index = asked.choice.index, answer.replica
-        # Which of two that are equally idle is taken is nobody's decision.
-        same = chosen == index or equally_idle(asked.snapshots[chosen], asked.snapshots[index])
+        same = chosen == index
+        if not same and asked.choice.scores is not None:
+            # Where costs decide, which of two that are equally idle is taken is nobody's decision.
+            same = equally_idle(asked.snapshots[chosen], asked.snapshots[index])
         self.num_asked += 1
         self.num_agreed += same
         times_s = finish_times_s(asked.request, asked.snapshots)

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -154,6 +155,10 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         policy = httpx.get(f"{url}/v1/policy", timeout=10).json()
         assert policy["name"] == "sed"
         assert "broken.npz" in policy["startup_fallback"]
+        # Serve's proxy refuses such headers itself, and asks no replica.
+        headers = {f"x-{number}": "y" * 8000 for number in range(9)}
+        too_large = httpx.get(f"{url}/healthz", headers=headers, timeout=10)
+        assert (too_large.status_code, "detail" in too_large.text) == (431, False)
         # The line that it prints is a command that works as it stands.
         command = shlex.split(greeting.partition("ask with: ")[2])
         answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
@@ -165,6 +170,47 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
     assert 0.05 / 3 <= row["propensity"] < 1
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1)
+
+
+def offspring(process, name):
+    """Processes that deploy.py has started, directly or not."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [one for one in children if name in " ".join(one.cmdline()[:2])]
+
+
+@pytest.mark.integration
+def test_a_proxy_that_is_killed_is_back_and_without_its_ray_deploy_ends_with_an_error():
+    port = a_free_port()
+    command = [sys.executable, DEPLOY, *DECIDE_ONLY, "--port", str(port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        watchdog, left = threading.Timer(180, process.kill), []
+        watchdog.start()
+        try:
+            assert process.stdout.readline().startswith("serving")
+            left = offspring(process, "")
+            (proxy,) = offspring(process, "ProxyActor")
+            proxy.kill()
+            wait_until(lambda: not proxy.is_running())
+            wait_until(lambda: answers(port), 30.0)
+            for raylet in offspring(process, "/raylet"):
+                raylet.kill()
+            assert process.wait() == 1
+            assert "nothing is served any more" in process.stderr.read()
+        finally:
+            watchdog.cancel()
+            process.kill()
+            for one in left:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+
+
+def answers(port):
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/healthz", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @contextmanager

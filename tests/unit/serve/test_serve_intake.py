@@ -15,6 +15,7 @@ from serve_app.http.errors import reason_of
 from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch
 from serve_app.http.openai_schema import ChatBody, CompletionBody
 from serve_app.http.regions_schema import RegionsMessage
+from serve_app.ray_serve import proxy
 
 
 class Caller:
@@ -137,6 +138,25 @@ def test_a_body_in_pieces_arrives_whole_and_one_without_a_body_is_not_waited_for
             await ask(caller)
             await ask(bare)
             assert (seen, bare.num_read) == ([b"ab", b""], 0)
+
+    asyncio.run(run())
+
+
+def test_the_proxy_takes_out_what_clients_may_not_tell_serve_and_refuses_large_headers():
+    async def run():
+        seen = []
+
+        async def app(scope, receive, send):
+            seen.append([name for name, _ in scope["headers"]])
+
+        (guard,) = (one.cls(app, *one.args, **one.kwargs) for one in proxy.middlewares())
+        pins = [(b"X-Request-Disconnect-Disabled", b"?1"), (b"x-request-timeout-seconds", b"1e-9")]
+        caller = Caller([*pins, (b"x-request-id", b"a")])
+        await guard(caller.scope, caller.receive, caller.send)
+        large = Caller([(b"x", b"y" * (MAX_HEADER_BYTES + 1))])
+        await guard(large.scope, large.receive, large.send)
+        assert seen == [[b"host", b"x-request-id"]]
+        assert (large.status, large.headers[b"connection"]) == (431, b"close")
 
     asyncio.run(run())
 

@@ -75,6 +75,19 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
     check(test, circuit_breaker={"budget_s": 1.0})
 
 
+def test_a_shadow_agrees_where_only_the_turn_of_idle_replicas_differs():
+    async def test(client, pools, gateway):
+        gateway.manager.switch("sed")
+        await act(client, "shadow", policy="sed")
+        assert await ask(client, 20) == [200] * 20
+        shadow = gateway.manager.experiment.shadow
+        await settled(lambda: shadow.num_asked == 20)
+        assert min(len(pool.requests) for pool in pools.values()) > 0
+        assert shadow.num_agreed == 20
+
+    check(test, circuit_breaker={"budget_s": 1.0})
+
+
 def test_a_shadow_that_hangs_or_crashes_costs_nobody_anything(monkeypatch):
     async def test(client, pools, gateway):
         gateway.manager.switch("round_robin")
