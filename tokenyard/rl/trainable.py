@@ -14,6 +14,7 @@ from ray import tune
 
 from tokenyard.problem import AnyProblem, Artifact
 from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.training import Training
 
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -67,6 +68,22 @@ class TrialConfig(BaseModel):
             ValueError: The fields do not go together.
         """
         raise NotImplementedError
+
+    def settings(self, steps_per_iteration: int, **more: Any) -> TrainingSettings:
+        """What an RLlib training is given.
+
+        Args:
+            steps_per_iteration: Fewest environment steps between two results.
+            more: Further fields of `TrainingSettings`.
+        """
+        return TrainingSettings(
+            seed=self.seed,
+            num_env_runners=self.num_env_runners,
+            cpus_per_env_runner=self.cpus_per_actor,
+            train_steps=self.train_steps,
+            steps_per_iteration=steps_per_iteration,
+            **more,
+        )
 
     def lineage(self, scenario: Any) -> dict[str, str]:
         """What a policy is made from, but for its seed and its number of steps."""
