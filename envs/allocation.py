@@ -231,7 +231,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
 class ParallelismVectorEnv(IndependentCopies):
     """Many independent `ParallelismEnv`s stepped by one compiled call; see `IndependentCopies`.
 
-    Masks are not in `info`: they cost more than the steps; `action_masks` makes them.
+    Masks are not in `info`: they cost more than the steps.
     """
 
     def __init__(
@@ -261,7 +261,3 @@ class ParallelismVectorEnv(IndependentCopies):
         rewards = self._feed.rewards(self.sim.step(self._feed.plans(actions)))
         self.begin_anew()
         return self.stepped(self.observe(), rewards, self.sim.ended())
-
-    def action_masks(self) -> npt.NDArray[np.int8]:
-        """The mask of every copy, first axis copies; see `ParallelismEnv`."""
-        return np.stack([self._feed.mask(copy) for copy in range(self.num_envs)])

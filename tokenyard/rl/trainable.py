@@ -130,8 +130,8 @@ class PolicyTrainable(tune.Trainable):
     trial_type: ClassVar[type[TrialConfig]]
     """What a trial's configuration is read into."""
 
-    @classmethod
-    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    @staticmethod
+    def spelled_out(config: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Fields of `trial_type`, from what tells one trial of a sweep from another."""
         return config
 
