@@ -31,17 +31,7 @@ from tokenyard.evaluation import (
     run_candidates,
 )
 from tokenyard.figures import save_figures
-from tokenyard.problem import (
-    A,
-    Candidate,
-    D,
-    Problem,
-    R,
-    Row,
-    S,
-    StreamOptions,
-    find_problem,
-)
+from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
 from tokenyard.provenance import command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
