@@ -48,12 +48,13 @@ test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root
 drills: .venv/.dev ## Break the policy in twelve ways and the system in six, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills
 
-check: .venv/.dev ## Lint, format, types, layers, words.
+check: .venv/.dev ## Lint, format, types, layers, words, size.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_words
+	$(BIN)/python .ci/size
 
 serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000.
 	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py

@@ -52,6 +52,7 @@ from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.provenance import command_line, write_result
 from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.export import export_network
 from tokenyard.rl.routing.training import (
     RESPONSE_REWARD,
@@ -220,13 +221,22 @@ def _router(
         recipe,
         envs.LOAD_BALANCING_ENV,
         {"scenario": args.scenario_name},
-        seed=args.seed,
-        num_env_runners=0,
-        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
-        implementation=implementation,
+        _settings(args, algorithm, implementation, train_steps=400_000),
     )
     training = RllibTraining(config, source, algorithm, recipe.reward_scale)
     return _contestant(training, implementation, algorithm, name)
+
+
+def _settings(
+    args: Args, algorithm: str, implementation: Any, train_steps: int
+) -> TrainingSettings:
+    return TrainingSettings(
+        seed=args.seed,
+        num_env_runners=0,
+        train_steps=train_steps,
+        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
+        implementation=implementation,
+    )
 
 
 def allocator(
@@ -237,10 +247,7 @@ def allocator(
         algorithm,
         envs.PARALLELISM_ENV,
         scenario,
-        seed=args.seed,
-        num_env_runners=0,
-        steps_per_iteration=4_096 if algorithm != "dqn" else 1_024,
-        implementation=implementation,
+        _settings(args, algorithm, implementation, train_steps=200_000),
     )
     training = AllocationRllib(config, scenario, algorithm)
     cloned = args.cloned and algorithm != "dqn"
@@ -470,7 +477,7 @@ def scaling_rows(args: Args) -> Iterator[dict[str, Any]]:
         config = build_config(
             "ppo", plain(COPIES), envs.LOAD_BALANCING_ENV,
             {"scenario": args.scenario_name},
-            num_env_runners=num_env_runners,
+            TrainingSettings(num_env_runners=num_env_runners),
         )  # fmt: skip
         algorithm = config.build_algo()
         group = algorithm.env_runner_group

@@ -50,6 +50,17 @@ REGION_ID = "tokenyard/Regions-v0"
 REGION_ENV = "RegionEnv"
 """Its name in RLlib."""
 
+_ENTRY_POINTS = (
+    (
+        LOAD_BALANCING_ID,
+        "envs.routing:LoadBalancingEnv",
+        "envs.routing:LoadBalancingVectorEnv",
+    ),
+    (PARALLELISM_ID, "envs.allocation:ParallelismEnv", "envs.allocation:ParallelismVectorEnv"),
+    (REGION_ID, "envs.regions:RegionEnv", "envs.regions:RegionVectorEnv"),
+)
+"""Gymnasium's names, and where a single environment and many copies of it are."""
+
 
 def make_load_balancing(config: dict[str, Any]) -> LoadBalancingEnv | LoadBalancingVectorEnv:
     """Make what RLlib asks for: many copies where the config counts them, else a single one."""
@@ -93,22 +104,9 @@ def register() -> None:
 
     Call it in the driver and in every process that builds an algorithm; again does no harm.
     """
-    if LOAD_BALANCING_ID not in gymnasium.registry:
-        gymnasium.register(
-            LOAD_BALANCING_ID,
-            entry_point="envs.routing:LoadBalancingEnv",
-            vector_entry_point="envs.routing:LoadBalancingVectorEnv",
-        )
-        gymnasium.register(
-            PARALLELISM_ID,
-            entry_point="envs.allocation:ParallelismEnv",
-            vector_entry_point="envs.allocation:ParallelismVectorEnv",
-        )
-        gymnasium.register(
-            REGION_ID,
-            entry_point="envs.regions:RegionEnv",
-            vector_entry_point="envs.regions:RegionVectorEnv",
-        )
+    for name, single, many in _ENTRY_POINTS:
+        if name not in gymnasium.registry:
+            gymnasium.register(name, entry_point=single, vector_entry_point=many)
     try:
         from ray import tune
     except ImportError:

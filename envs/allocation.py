@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.utils import seeding
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
+from envs.copies import IndependentCopies, Stepped
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.dynamics import (
     DROPPED,
@@ -230,69 +228,36 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         return self.sim.observe()[0].copy(), reward, False, ended, info
 
 
-class ParallelismVectorEnv(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArray[Any]]):
-    """Many independent `ParallelismEnv`s stepped by one compiled call.
+class ParallelismVectorEnv(IndependentCopies):
+    """Many independent `ParallelismEnv`s stepped by one compiled call; see `IndependentCopies`.
 
-    Copy i equals a single environment that was reset with seed + i. Autoreset is NEXT_STEP: the
-    step after an episode's end ignores the action, earns 0 and returns the new episode's first
-    observation. Masks are not in `info`: they cost more than the steps; `action_masks` makes them.
+    Masks are not in `info`: they cost more than the steps.
     """
-
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": [],
-        "autoreset_mode": AutoresetMode.NEXT_STEP,
-    }
 
     def __init__(
         self, num_envs: int, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         """Validate the configuration and make `num_envs` copies; see `ParallelismEnv`."""
         self.config = ParallelismEnvConfig.model_validate({**(config or {}), **options})
-        self.num_envs = num_envs
         self._feed = _Feed(self.config, num_envs)
+        super().__init__(num_envs, *self._feed.spaces())
         self.sim = self._feed.sim
-        self.single_observation_space, self.single_action_space = self._feed.spaces()
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._rngs: list[np.random.Generator] = []
-        self._ended = np.zeros(num_envs, dtype=np.bool_)
-        self._never = np.zeros(num_envs, dtype=np.bool_)
 
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Observations, dict[str, Any]]:
-        """Start an episode in every copy; one integer seeds copy i with seed + i."""
-        if seed is not None or not self._rngs:
-            first = seed if isinstance(seed, int) else None
-            each = [None if first is None else first + i for i in range(self.num_envs)]
-            seeds = each if seed is None or isinstance(seed, int) else list(seed)
-            self._rngs = [seeding.np_random(one)[0] for one in seeds]
-        for copy, rng in enumerate(self._rngs):
-            self._feed.start(copy, rng)
-        self._ended[:] = False
-        return self.sim.observe().copy(), {}
+    def start(self, copy: int, rng: np.random.Generator) -> None:
+        """Give one copy fresh demand and a random plan."""
+        self._feed.start(copy, rng)
 
-    def step(
-        self, actions: Any
-    ) -> tuple[
-        Observations, FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]
-    ]:
+    def observe(self) -> Observations:
+        """What every copy shows."""
+        return self.sim.observe().copy()
+
+    def step(self, actions: Any) -> Stepped:
         """Put a plan into force in every copy; copies whose episode ended begin a new one.
 
         Raises:
             ValueError: A part of an action is out of range.
         """
-        over = self._ended
         # A copy whose stream is over is not stepped: it earns 0.
         rewards = self._feed.rewards(self.sim.step(self._feed.plans(actions)))
-        for copy in np.flatnonzero(over).tolist():
-            self._feed.start(copy, self._rngs[copy])
-        self._ended = self.sim.ended()
-        return self.sim.observe().copy(), rewards, self._never.copy(), self._ended.copy(), {}
-
-    def action_masks(self) -> npt.NDArray[np.int8]:
-        """The mask of every copy, first axis copies; see `ParallelismEnv`."""
-        return np.stack([self._feed.mask(copy) for copy in range(self.num_envs)])
+        self.begin_anew()
+        return self.stepped(self.observe(), rewards, self.sim.ended())

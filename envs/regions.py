@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.utils import seeding
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator
 
+from envs.copies import IndependentCopies, Observations, Stepped
 from tokenyard.config import FrozenModel
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.demand import sample_stream
@@ -33,7 +31,6 @@ from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 
-Observations = npt.NDArray[np.float32]
 _MEASURED = {
     "offered_tasks": world.OUT_OFFERED,
     "dropped_tasks": world.OUT_DROPPED,
@@ -243,67 +240,39 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
         return self._copy.observe(), reward, False, self._copy.sim.ended, info
 
 
-class RegionVectorEnv(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArray[Any]]):
+class RegionVectorEnv(IndependentCopies):
     """Several independent `RegionEnv`s with one forecaster; a slot is compiled, copies follow.
 
-    Copy i equals a single environment that was reset with seed + i. Autoreset is NEXT_STEP: the
-    step after an episode's end ignores the action, earns 0 and returns the new episode's first
-    observation.
+    See `IndependentCopies`.
     """
-
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": [],
-        "autoreset_mode": AutoresetMode.NEXT_STEP,
-    }
 
     def __init__(
         self, num_envs: int, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         """Validate the configuration and make `num_envs` copies; see `RegionEnv`."""
         self.config = RegionEnvConfig.model_validate({**(config or {}), **options})
-        self.num_envs = num_envs
         forecaster = fit_seasonal(self.config.scenario)
         self._copies = [_Copy(self.config, forecaster) for _ in range(num_envs)]
-        num_regions = self._copies[0].num_regions
-        self.single_observation_space, self.single_action_space = _spaces(self.config, num_regions)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._rngs: list[np.random.Generator] = []
+        super().__init__(num_envs, *_spaces(self.config, self._copies[0].num_regions))
 
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Observations, dict[str, Any]]:
-        """Start an episode in every copy; one integer seeds copy i with seed + i."""
-        if seed is not None or not self._rngs:
-            first = seed if isinstance(seed, int) else None
-            each = [None if first is None else first + i for i in range(self.num_envs)]
-            seeds = each if seed is None or isinstance(seed, int) else list(seed)
-            self._rngs = [seeding.np_random(one)[0] for one in seeds]
-        for copy, rng in zip(self._copies, self._rngs, strict=True):
-            copy.start(rng)
-        return self._observe(), {}
+    def start(self, copy: int, rng: np.random.Generator) -> None:
+        """Give one copy fresh demand."""
+        self._copies[copy].start(rng)
 
-    def step(
-        self, actions: npt.NDArray[Any]
-    ) -> tuple[
-        Observations, FloatArray, npt.NDArray[np.bool_], npt.NDArray[np.bool_], dict[str, Any]
-    ]:
+    def observe(self) -> Observations:
+        """What every copy shows."""
+        return np.stack([copy.observe() for copy in self._copies])
+
+    def step(self, actions: npt.NDArray[Any]) -> Stepped:
         """Run one slot in every copy; copies whose episode ended begin a new one.
 
         Raises:
             ValueError: An action is not finite.
         """
+        fresh = self.begin_anew()
         rewards = np.zeros(self.num_envs)
         for i, copy in enumerate(self._copies):
-            if copy.sim.ended:
-                copy.start(self._rngs[i])
-            else:
+            if i not in fresh:
                 rewards[i] = copy.step(actions[i])[0]
         ended = np.array([copy.sim.ended for copy in self._copies])
-        return self._observe(), rewards, np.zeros(self.num_envs, dtype=np.bool_), ended, {}
-
-    def _observe(self) -> Observations:
-        return np.stack([copy.observe() for copy in self._copies])
+        return self.stepped(self.observe(), rewards, ended)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 import gymnasium
 import numpy as np
 import numpy.typing as npt
-from gymnasium.utils import seeding
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import batch_space
 from pydantic import Field, field_validator, model_validator
 
+from envs.copies import IndependentCopies, Stepped
 from tokenyard.config import FrozenModel
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT
@@ -183,70 +181,34 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         return observations[0].copy(), float(rewards[0]), False, self._steps_left == 0, {}
 
 
-class LoadBalancingVectorEnv(
-    gymnasium.vector.VectorEnv[Observations, npt.NDArray[np.int64], npt.NDArray[Any]]
-):
-    """Many independent `LoadBalancingEnv`s stepped by one compiled call.
-
-    Copy i equals a single environment that was reset with seed + i. Autoreset is NEXT_STEP: the
-    step after an episode's end ignores the action, earns 0 and returns the new episode's first
-    observation.
-    """
-
-    metadata: dict[str, Any] = {  # noqa: RUF012
-        "render_modes": [],
-        "autoreset_mode": AutoresetMode.NEXT_STEP,
-    }
+class LoadBalancingVectorEnv(IndependentCopies):
+    """Many `LoadBalancingEnv`s stepped by one compiled call; see `IndependentCopies`."""
 
     def __init__(
         self, num_envs: int, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         """Validate the configuration and make `num_envs` copies; see `LoadBalancingEnv`."""
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
-        self.num_envs = num_envs
         self._feed = _Feed(self.config, num_envs)
+        super().__init__(num_envs, *_spaces(self._feed))
         self.sim = self._feed.sim
-        self.single_observation_space, self.single_action_space = _spaces(self._feed)
-        self.observation_space = batch_space(self.single_observation_space, num_envs)
-        self.action_space = batch_space(self.single_action_space, num_envs)
-        self._rngs: list[np.random.Generator] = []
-        self._ended = np.zeros(num_envs, dtype=np.bool_)
 
-    def reset(
-        self,
-        *,
-        seed: int | Sequence[int | None] | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> tuple[Observations, dict[str, Any]]:
-        """Start an episode in every copy; one integer seeds copy i with seed + i."""
-        if seed is not None or not self._rngs:
-            first = seed if isinstance(seed, int) else None
-            each = [None if first is None else first + i for i in range(self.num_envs)]
-            seeds = each if seed is None or isinstance(seed, int) else list(seed)
-            self._rngs = [seeding.np_random(one)[0] for one in seeds]
-        for copy, rng in enumerate(self._rngs):
-            self._feed.start(copy, rng)
-        self._ended[:] = False
-        return self.sim.observe().copy(), {}
+    def start(self, copy: int, rng: np.random.Generator) -> None:
+        """Empty one copy and give it fresh traffic."""
+        self._feed.start(copy, rng)
 
-    def step(
-        self, actions: npt.NDArray[np.int64]
-    ) -> tuple[
-        Observations,
-        FloatArray,
-        npt.NDArray[np.bool_],
-        npt.NDArray[np.bool_],
-        dict[str, Any],
-    ]:
+    def observe(self) -> Observations:
+        """What the router of every copy sees."""
+        return self.sim.observe().copy()
+
+    def step(self, actions: npt.NDArray[np.int64]) -> Stepped:
         """Place every copy's waiting request; copies whose episode ended begin a new one.
 
         Raises:
             ValueError: An action names no server.
         """
-        for copy in np.flatnonzero(self._ended).tolist():
-            self._feed.start(copy, self._rngs[copy])
+        for copy in self.begin_anew():
             self.sim.skip_next(copy)
         observations, rewards = self.sim.step_and_observe(np.asarray(actions, dtype=np.int64))
-        self._ended = self.sim.num_placed() >= self.config.num_steps
-        terminated = np.zeros(self.num_envs, dtype=np.bool_)
-        return observations.copy(), rewards.copy(), terminated, self._ended.copy(), {}
+        ended = self.sim.num_placed() >= self.config.num_steps
+        return self.stepped(observations.copy(), rewards.copy(), ended)

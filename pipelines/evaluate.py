@@ -31,17 +31,7 @@ from tokenyard.evaluation import (
     run_candidates,
 )
 from tokenyard.figures import save_figures
-from tokenyard.problem import (
-    A,
-    Candidate,
-    D,
-    Problem,
-    R,
-    Row,
-    S,
-    StreamOptions,
-    find_problem,
-)
+from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
 from tokenyard.provenance import command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
@@ -160,23 +150,11 @@ def evaluate(
 def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> None:
     """Leave one run with the rows as a table and the figures as images."""
     # MLflow takes seconds to import, and most evaluations do without it.
-    from mlflow import MlflowClient
+    from tune_configs.mlflow_log import log_rows
 
-    from tune_configs.mlflow_log import open_experiment, tracking_uri
-
-    client = MlflowClient(tracking_uri(Path()))
-    experiment = open_experiment(client, "tokenyard-evaluation", Path())
-    run = client.create_run(experiment, run_name=args.suite or str(args.scenario))
-    for name, value in asdict(args).items():
-        if value is not None:
-            client.log_param(run.info.run_id, name, str(value))
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = {key: [row.get(key) for row in rows] for key in columns}
-    client.log_table(run.info.run_id, table, "evaluation.json")
-    for name, figure in figures.items():
-        client.log_figure(run.info.run_id, figure, f"figures/{name}.png")
-    client.set_terminated(run.info.run_id)
-    print(f"logged to {client.tracking_uri}, run {run.info.run_id}", file=sys.stderr)
+    name = args.suite or str(args.scenario)
+    where = log_rows("tokenyard-evaluation", name, asdict(args), "evaluation.json", rows, figures)
+    print(f"logged to {where}", file=sys.stderr)
 
 
 def main(args: Args) -> None:

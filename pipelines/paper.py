@@ -273,17 +273,10 @@ def print_readings(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def log_to_mlflow(args: Allocation, rows: Sequence[Row], figures: dict[str, Figure]) -> None:
     """Leave one run with the rows as a table and the figures as images."""
-    from mlflow import MlflowClient
+    from tune_configs.mlflow_log import log_rows
 
-    from tune_configs.mlflow_log import open_experiment, tracking_uri
-
-    client = MlflowClient(tracking_uri(Path()))
-    experiment = open_experiment(client, "tokenyard-allocation-paper", Path())
-    run_id = client.create_run(experiment, run_name=f"{args.bins} bins").info.run_id
-    client.log_table(run_id, {key: [row[key] for row in rows] for key in rows[0]}, "table_1.json")
-    for name, figure in figures.items():
-        client.log_figure(run_id, figure, f"figures/{name}.png")
-    client.set_terminated(run_id)
+    name = f"{args.bins} bins"
+    log_rows("tokenyard-allocation-paper", name, {}, "table_1.json", rows, figures)
 
 
 def draw_fronts(args: Fronts) -> list[Row]:

@@ -26,15 +26,6 @@ COST, PAPER = "cost", "paper"
 """Reward weightings: dollars and SLO violations, and the paper's sum."""
 
 
-class AllocationTrial(AllocationTrainable):
-    """`AllocationTrainable` from the few values by which trials are told apart."""
-
-    @classmethod
-    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields of the trial that the values name."""
-        return trainer_config(config)
-
-
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `AllocationTrainable`."""
     algorithm = str(trial["algorithm"])
@@ -49,6 +40,12 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "iterations": trial["iterations"],
         **{key: trial[key] for key in RESOURCES if key in trial},
     }
+
+
+class AllocationTrial(AllocationTrainable):
+    """`AllocationTrainable` from the few values by which trials are told apart."""
+
+    spelled_out = staticmethod(trainer_config)
 
 
 def _objective(trial: Mapping[str, Any]) -> Objective | None:

@@ -14,6 +14,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
@@ -22,6 +23,7 @@ from ray.tune.experiment import Trial
 from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
+from tokenyard.problem import Row
 from tune_configs.experiment import ENV_STEPS
 
 SWEEP_TAG = "tokenyard.sweep"
@@ -207,6 +209,41 @@ def truncate(client: MlflowClient, run: Run, last_step: int) -> Run:
         client.log_batch(copy.info.run_id, metrics=batch)
     client.delete_run(run.info.run_id)
     return copy
+
+
+def log_rows(
+    experiment: str,
+    run_name: str,
+    params: Mapping[str, Any],
+    table: str,
+    rows: Sequence[Row],
+    figures: Mapping[str, Figure],
+) -> str:
+    """Leave one run with rows as a table and figures as images, outside of any sweep.
+
+    Args:
+        experiment: Found, or created beside the working directory's `mlflow.db`.
+        run_name: Of the run.
+        params: What is logged of how the rows came about; None is left out.
+        table: Name of the table's file.
+        rows: Whose keys may differ.
+        figures: By names without a suffix.
+
+    Returns:
+        Where the run is, in words.
+    """
+    client = MlflowClient(tracking_uri(Path()))
+    run = client.create_run(open_experiment(client, experiment, Path()), run_name=run_name)
+    run_id = run.info.run_id
+    for name, value in params.items():
+        if value is not None:
+            client.log_param(run_id, name, str(value))
+    columns = dict.fromkeys(key for row in rows for key in row)
+    client.log_table(run_id, {key: [row.get(key) for row in rows] for key in columns}, table)
+    for name, figure in figures.items():
+        client.log_figure(run_id, figure, f"figures/{name}.png")
+    client.set_terminated(run_id)
+    return f"{client.tracking_uri}, run {run_id}"
 
 
 def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None:

@@ -24,15 +24,6 @@ COST, PAPER = "cost", "paper"
 """Reward weightings: dollars, and the paper's Eq 3."""
 
 
-class RegionTrial(RegionTrainable):
-    """`RegionTrainable` from the few values by which trials are told apart."""
-
-    @classmethod
-    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields of the trial that the values name."""
-        return trainer_config(config)
-
-
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `RegionTrainable`.
 
@@ -57,6 +48,12 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "iterations": trial["iterations"],
         **{key: trial[key] for key in RESOURCES if key in trial},
     }
+
+
+class RegionTrial(RegionTrainable):
+    """`RegionTrainable` from the few values by which trials are told apart."""
+
+    spelled_out = staticmethod(trainer_config)
 
 
 def _trial(

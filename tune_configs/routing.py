@@ -61,15 +61,6 @@ FLEET = "azure_code_mixed_gpus"
 _SHORT_ENV_STEPS = 20_000
 
 
-class RoutingTrial(RouterTrainable):
-    """`RouterTrainable` from the few values by which trials are told apart."""
-
-    @classmethod
-    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fields of the trial that the values name."""
-        return trainer_config(config)
-
-
 def reward_names() -> tuple[str, ...]:
     """All names that `reward_weights` knows."""
     return (PAPER, *_CREDITED_AT_DECISION, *ABLATIONS)
@@ -113,6 +104,12 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         config["train_steps"] = trial["env_steps"]
         config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
     return config
+
+
+class RoutingTrial(RouterTrainable):
+    """`RouterTrainable` from the few values by which trials are told apart."""
+
+    spelled_out = staticmethod(trainer_config)
 
 
 def _compile_kernels(scenario: str = "poisson_085") -> None:

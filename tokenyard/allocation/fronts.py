@@ -36,10 +36,7 @@ from tokenyard.problem import Row
 from tokenyard.statistics.pareto import front, hypervolume
 from tokenyard.types import FloatArray
 
-POOLS = (
-    "a100x8_7b", "a100x8_13b", "a100x8_13b_tight", "a100x8_70b", "h100x8_13b", "h100x8_70b",
-    "l4x4_7b", "mixed_13b",
-)  # fmt: skip
+POOLS = PROBLEM.suites["allocation"]
 KINDS = {"data": "#3B7BA8", "model": "#E1812C", "hybrid": "#5B9F5B"}
 LOADS: FloatArray = np.linspace(0.01, 1.0, 100)
 """Demand over the pool's goodput capacity."""

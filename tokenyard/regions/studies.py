@@ -8,12 +8,7 @@ from typing import Literal
 
 from tokenyard.evaluation import compare, run_candidates
 from tokenyard.problem import Row
-from tokenyard.regions.forecast import (
-    DemandForecaster,
-    NoisyOracle,
-    fit_seasonal,
-    sd_for_accuracy,
-)
+from tokenyard.regions.forecast import DemandForecaster, NoisyOracle, fit_seasonal, sd_for_accuracy
 from tokenyard.regions.problem import PROBLEM, episodes
 from tokenyard.regions.scenario import Failure, RegionScenario
 

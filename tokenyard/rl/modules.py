@@ -8,6 +8,8 @@ expected finish time, read back from the observation, is subtracted from every o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,12 @@ from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPP
 from ray.rllib.connectors.connector_v2 import ConnectorV2
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
+from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from torch import Tensor, nn
 
 from tokenyard.routing.observation import finish_columns, observation_size
+from tokenyard.types import FloatArray
 
 NORMALISE = "normalise"
 """Key of a module's `model_config`: whether observations are normalised (bool)."""
@@ -94,6 +99,9 @@ class Observes:
         if buffers:
             self.normaliser.update(observations.to(buffers[0].device))
 
+    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
+
 
 class _RouterParts(Observes):
     """Normaliser and residual, mixed into an RLModule of RLlib."""
@@ -116,10 +124,7 @@ class _RouterParts(Observes):
             self.finish_columns = finish_columns(num_replicas)
         shrink_last_layer(output)
 
-    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
-
-    def _with_residual(self, preferences: Tensor, batch: dict[str, Any]) -> Tensor:
+    def _adjusted(self, preferences: Tensor, batch: dict[str, Any]) -> Tensor:
         if not self.residual_scale:
             return preferences
         finish_s = torch.expm1(batch[Columns.OBS][..., self.finish_columns])
@@ -139,43 +144,36 @@ def shrink_last_layer(network: nn.Module) -> None:
     last.bias.zero_()
 
 
-class RouterActorCritic(_RouterParts, DefaultPPOTorchRLModule):
-    """Actor and critic of PPO and A2C."""
-
-    def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
-        super().setup()
-        self._add_parts(self.pi)
+class ActorCritic(Observes, DefaultPPOTorchRLModule):
+    """Actor and critic of PPO and A2C that look at normalised observations."""
 
     @property
     def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers from observation to logits; ReLU stands between them."""
+        """Linear layers from observation to outputs; ReLU stands between them."""
         return [*linear_layers(self.encoder.actor_encoder), *linear_layers(self.pi)]
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return self._residual_output(super()._forward(self._normalised(batch), **kwargs), batch)
-
-    def _forward_train(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        output = super()._forward_train(self._normalised(batch), **kwargs)
-        return self._residual_output(output, batch)
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
         """Value of each observation, shape (num,)."""
         values: Tensor = super().compute_values(self._normalised(batch), embeddings)
         return values
 
-    def _residual_output(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        logits = self._with_residual(output[Columns.ACTION_DIST_INPUTS], batch)
-        return {**output, Columns.ACTION_DIST_INPUTS: logits}
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return self._with_adjusted(super()._forward(self._normalised(batch), **kwargs), batch)
+
+    def _forward_train(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return self._with_adjusted(super()._forward_train(self._normalised(batch), **kwargs), batch)
+
+    def _with_adjusted(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
+        inputs = self._adjusted(output[Columns.ACTION_DIST_INPUTS], batch)
+        return {**output, Columns.ACTION_DIST_INPUTS: inputs}
+
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        """What the actor's outputs become, given the observations as they were."""
+        raise NotImplementedError
 
 
-class RouterQNetwork(_RouterParts, DefaultDQNTorchRLModule):
-    """Q-network of DQN: the target network shares the normaliser and the residual."""
-
-    def setup(self) -> None:
-        """Build the networks that RLlib ships, then the normaliser."""
-        super().setup()
-        self._add_parts(self.af)
+class QNetwork(Observes, DefaultDQNTorchRLModule):
+    """Q-network of DQN: the target network shares the normaliser, and what adjusts the outputs."""
 
     @property
     def policy_layers(self) -> list[nn.Linear]:
@@ -184,4 +182,66 @@ class RouterQNetwork(_RouterParts, DefaultDQNTorchRLModule):
 
     def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
         output = super()._qf_forward_helper(self._normalised(batch), encoder, head)
-        return {**output, QF_PREDS: self._with_residual(output[QF_PREDS], batch)}
+        return {**output, QF_PREDS: self._adjusted(output[QF_PREDS], batch)}
+
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        """What Q-values become, given the observations as they were."""
+        raise NotImplementedError
+
+
+class RouterActorCritic(_RouterParts, ActorCritic):
+    """Actor and critic of a router."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, then the normaliser."""
+        super().setup()
+        self._add_parts(self.pi)
+
+
+class RouterQNetwork(_RouterParts, QNetwork):
+    """Q-network of a router."""
+
+    def setup(self) -> None:
+        """Build the networks that RLlib ships, then the normaliser."""
+        super().setup()
+        self._add_parts(self.af)
+
+
+def module_spec(module: type[Any], hidden: Iterable[int], **extra: Any) -> RLModuleSpec:
+    """What RLlib builds a module from.
+
+    Args:
+        module: Its class.
+        hidden: Widths of the hidden layers, of actor and critic alike.
+        extra: Further keys of `model_config`.
+    """
+    networks = DefaultModelConfig(
+        fcnet_hiddens=list(hidden), fcnet_activation="relu", vf_share_layers=False
+    )
+    return RLModuleSpec(module_class=module, model_config={**asdict(networks), **extra})
+
+
+def moment_arrays(normaliser: RunningNormaliser, prefix: str = "") -> dict[str, FloatArray]:
+    """Mean and standard deviation of observations, as an artifact keeps them."""
+    return {
+        f"{prefix}mean": _float64(normaliser.mean),
+        f"{prefix}std": _float64(normaliser.std),
+    }
+
+
+def layer_arrays(layers: Iterable[tuple[Tensor, Tensor]]) -> dict[str, FloatArray]:
+    """Weights and biases, first layer first, as an artifact keeps them."""
+    arrays = {}
+    for index, (weight, bias) in enumerate(layers):
+        arrays[f"w{index}"], arrays[f"b{index}"] = _float64(weight), _float64(bias)
+    return arrays
+
+
+def weights_of(layers: Iterable[nn.Linear]) -> list[tuple[Tensor, Tensor]]:
+    """Weights, shape (outputs, inputs), and biases of layers."""
+    return [(layer.weight, layer.bias) for layer in layers]
+
+
+def _float64(tensor: Tensor) -> FloatArray:
+    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
+    return array

@@ -14,6 +14,7 @@ from ray import tune
 
 from tokenyard.problem import AnyProblem, Artifact
 from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.training import Training
 
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
@@ -68,6 +69,22 @@ class TrialConfig(BaseModel):
         """
         raise NotImplementedError
 
+    def settings(self, steps_per_iteration: int, **more: Any) -> TrainingSettings:
+        """What an RLlib training is given.
+
+        Args:
+            steps_per_iteration: Fewest environment steps between two results.
+            more: Further fields of `TrainingSettings`.
+        """
+        return TrainingSettings(
+            seed=self.seed,
+            num_env_runners=self.num_env_runners,
+            cpus_per_env_runner=self.cpus_per_actor,
+            train_steps=self.train_steps,
+            steps_per_iteration=steps_per_iteration,
+            **more,
+        )
+
     def lineage(self, scenario: Any) -> dict[str, str]:
         """What a policy is made from, but for its seed and its number of steps."""
         return {"trial_sha256": self.sha256}
@@ -113,8 +130,8 @@ class PolicyTrainable(tune.Trainable):
     trial_type: ClassVar[type[TrialConfig]]
     """What a trial's configuration is read into."""
 
-    @classmethod
-    def spelled_out(cls, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    @staticmethod
+    def spelled_out(config: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Fields of `trial_type`, from what tells one trial of a sweep from another."""
         return config
 

@@ -24,6 +24,8 @@ from tokenyard.routing.simulator.streams import StreamSource
 
 ArtifactT = TypeVar("ArtifactT", covariant=True)
 """Of routing, allocation or regions."""
+TrainedForT = TypeVar("TrainedForT")
+"""A scenario, or the traffic of one."""
 
 
 class Training(Protocol[ArtifactT]):
@@ -128,18 +130,28 @@ _LEARNER_METRICS = {
 """What is kept of RLlib's learner results, and what it is called here."""
 
 
-class RllibLearner:
+class RllibLearner(Generic[TrainedForT]):
     """An RLlib algorithm, advanced step by step; what it exports is for subclasses to say."""
 
-    def __init__(self, config: AlgorithmConfig, reward_scale: float) -> None:
+    def __init__(
+        self,
+        config: AlgorithmConfig,
+        trained_for: TrainedForT,
+        trainer: str,
+        reward_scale: float | None = None,
+    ) -> None:
         """Build the algorithm and its env runners.
 
         Args:
             config: Of the algorithm.
-            reward_scale: Factor that the recipe puts on rewards; metrics are without it.
+            trained_for: What the export says that it is trained for.
+            trainer: Algorithm, for the record.
+            reward_scale: Factor that is put on rewards, metrics are without it; None: what the
+                environment's configuration says, or 1.
         """
-        self._config = config
-        self._reward_scale = reward_scale
+        self._config, self._trained_for, self._trainer = config, trained_for, trainer
+        told = config.env_config.get("reward_scale", 1.0)
+        self._reward_scale = float(told if reward_scale is None else reward_scale)
         self._algorithm: Algorithm = config.build_algo()
         # Every algorithm makes itself a folder in the home directory; this one writes nothing.
         os.rmdir(self._algorithm.logdir)
@@ -203,28 +215,13 @@ class RllibLearner:
         self._algorithm.stop()
 
 
-class RllibTraining(RllibLearner):
+class RllibTraining(RllibLearner[StreamSource]):
     """An RLlib algorithm over the routing environment."""
-
-    def __init__(
-        self, config: AlgorithmConfig, source: StreamSource, trainer: str, reward_scale: float
-    ) -> None:
-        """Build the algorithm and its env runners.
-
-        Args:
-            config: What `recipes.build_config` returns.
-            source: Traffic of the scenario, for the export.
-            trainer: Algorithm, for the record.
-            reward_scale: Factor that the recipe puts on rewards; metrics are without it.
-        """
-        super().__init__(config, reward_scale)
-        self._source = source
-        self._trainer = trainer
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
         """The greedy policy of the present weights."""
         expected_finish = bool(self._config.env_config["expected_finish"])
         module: RouterModule = self.module
         return export_network(
-            module, self._source, self._trainer, expected_finish, metrics, lineage
+            module, self._trained_for, self._trainer, expected_finish, metrics, lineage
         )

@@ -135,12 +135,6 @@ class Trace:
             prefix_block_tokens=None,
         )
 
-    def thinned(self, fraction: float, rng: np.random.Generator) -> Trace:
-        """Keep each request with probability `fraction`, independently, at its own time."""
-        if not 0 <= fraction <= 1:
-            raise ValueError(f"fraction {fraction} must lie in [0, 1]")
-        return self._select(rng.random(self.num_requests) < fraction)
-
     def _select(self, rows: _Selection) -> Trace:
         hashes = self.prefix_hashes
         if hashes is not None:

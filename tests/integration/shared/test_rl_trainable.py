@@ -9,6 +9,7 @@ import pytest
 
 import envs
 from tokenyard.registry import ARTIFACT_FILE
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, ours
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.artifact import PolicyArtifact
@@ -113,7 +114,7 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
     short = replace(ours(), num_envs=8, episode_requests=50)
     config = build_config(
         "ppo", short, "LoadBalancingEnv", {"scenario": "poisson_085"},
-        num_env_runners=2, steps_per_iteration=1024,
+        TrainingSettings(num_env_runners=2, steps_per_iteration=1024),
     )  # fmt: skip
     config = config.evaluation(
         evaluation_interval=1, evaluation_duration=2, evaluation_config={"explore": False}

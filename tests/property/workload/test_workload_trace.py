@@ -56,14 +56,3 @@ def test_rescaling_there_and_back_changes_nothing(trace, factor):
     back = trace.rescaled(factor).rescaled(1 / factor)
 
     np.testing.assert_allclose(back.arrival_s, trace.arrival_s, rtol=1e-12, atol=1e-300)
-
-
-@given(traces(), st.floats(0, 1), st.integers(0, 99))
-def test_thinning_keeps_a_subsequence_at_its_own_times(trace, fraction, seed):
-    thinned = trace.thinned(fraction, np.random.default_rng(seed))
-
-    pairs = list(zip(trace.arrival_s, trace.context_tokens, strict=True))
-    assert all(p in pairs for p in zip(thinned.arrival_s, thinned.context_tokens, strict=True))
-    assert thinned.num_requests <= trace.num_requests
-    assert trace.thinned(1, np.random.default_rng(seed)).num_requests == trace.num_requests
-    assert trace.thinned(0, np.random.default_rng(seed)).num_requests == 0

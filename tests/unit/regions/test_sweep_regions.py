@@ -13,6 +13,7 @@ from tokenyard.regions.artifact import RegionArtifact, RegionMetadata, learned_r
 from tokenyard.regions.observation import LIMIT, LOGIT_SCALE, encode, observation_size
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.simulator import RegionSim
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.regions.training import RegionRllib, constraint_values, regions_config
 from tokenyard.rl.regions.trial import RegionTrialConfig
 from tune_configs.experiment import load_experiment
@@ -85,10 +86,12 @@ def test_a_network_says_for_how_many_regions_it_is():
 def test_what_is_trained_decides_alike_in_training_and_as_an_artifact(algorithm, tmp_path):
     envs.register()
     action = "shares" if algorithm == "torta_faithful" else "mix"
+    settings = TrainingSettings(
+        num_env_runners=0, train_steps=240, steps_per_iteration=1, implementation="rllib_stock"
+    )
     config = regions_config(
-        algorithm, envs.REGION_ENV, TINY, reward={}, action=action, dispatch="shares",
-        num_env_runners=0, train_steps=240, steps_per_iteration=1,
-    ).training(minibatch_size=60, num_epochs=1)  # fmt: skip
+        algorithm, envs.REGION_ENV, TINY, settings, reward={}, action=action, dispatch="shares"
+    ).training(minibatch_size=60, num_epochs=1)
     training = RegionRllib(config, TINY, algorithm)
     try:
         learned = training.step()

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from envs.routing import RoutingEnvConfig
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, fleet, ours, paper, recipe, scaled
 from tokenyard.routing.scenario import RewardWeights
 
@@ -23,7 +24,8 @@ def test_the_papers_recipe_has_the_papers_numbers():
 def test_on_policy_batches_hold_every_sampled_step_once():
     for algorithm in ("ppo", "a2c"):
         for num_env_runners in (0, 1, 2):
-            config = build_config(algorithm, ours(), "unused", {}, num_env_runners=num_env_runners)
+            settings = TrainingSettings(num_env_runners=num_env_runners)
+            config = build_config(algorithm, ours(), "unused", {}, settings)
             config.validate()
             sampled = config.num_envs_per_env_runner * config.rollout_fragment_length
             assert config.train_batch_size_per_learner == sampled * max(num_env_runners, 1)

@@ -10,13 +10,17 @@ from ray.rllib.core.columns import Columns
 import envs
 from envs import LoadBalancingVectorEnv
 from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner, RouterEnvRunner
+from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, ours
 
 
 def a_runner(algorithm="ppo", runner=ColumnarEnvRunner, num_envs=4, episode_requests=6, **config):
     envs.register()
     short = replace(ours(), num_envs=num_envs, episode_requests=episode_requests)
-    built = build_config(algorithm, short, "LoadBalancingEnv", {"scenario": "poisson_085"}, seed=3)
+    settings = TrainingSettings(seed=3)
+    built = build_config(
+        algorithm, short, "LoadBalancingEnv", {"scenario": "poisson_085"}, settings
+    )
     built = built.env_runners(env_runner_cls=runner, rollout_fragment_length=10)
     for name, value in config.items():
         built = getattr(built, name)(**value)

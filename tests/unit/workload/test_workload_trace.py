@@ -1,4 +1,4 @@
-"""A trace is a value that can be cut, stretched and thinned."""
+"""A trace is a value that can be cut and stretched."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -80,7 +80,6 @@ def test_what_cannot_be_a_trace_is_refused_with_the_reason(changes, reason):
         lambda trace: trace.windows(0),
         lambda trace: trace.rescaled(0),
         lambda trace: trace.with_rate(-1),
-        lambda trace: trace.thinned(1.5, np.random.default_rng(0)),
     ],
 )
 def test_cuts_and_rescalings_that_make_no_sense_are_refused(misuse):

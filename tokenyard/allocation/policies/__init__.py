@@ -6,7 +6,6 @@ write its class and add its line to `ALLOCATION_BASELINES`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 from tokenyard.allocation.forecast import scenario_forecaster
@@ -20,6 +19,7 @@ from tokenyard.allocation.policies.rules import (
     StaticPlan,
 )
 from tokenyard.allocation.types import AllocationPolicy
+from tokenyard.config import did_you_mean
 
 
 def _reactive(context: AllocationContext) -> Autoscaler:
@@ -54,8 +54,6 @@ def make_allocation_policy(name: str, context: AllocationContext) -> AllocationP
         ValueError: The name is unknown, or tuned parameters are missing.
     """
     if name not in ALLOCATION_BASELINES:
-        close = difflib.get_close_matches(name, ALLOCATION_BASELINES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        known = sorted(ALLOCATION_BASELINES)
+        known, hint = sorted(ALLOCATION_BASELINES), did_you_mean(name, ALLOCATION_BASELINES)
         raise ValueError(f"unknown allocation policy {name!r}; choose one of {known}{hint}")
     return ALLOCATION_BASELINES[name](context)

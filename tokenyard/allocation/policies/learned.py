@@ -29,12 +29,7 @@ from tokenyard.allocation.observation import (
     shape_of,
     write_observation,
 )
-from tokenyard.allocation.planner import (
-    HORIZON,
-    NUM_PARAMETERS,
-    best_next,
-    make_planner,
-)
+from tokenyard.allocation.planner import HORIZON, NUM_PARAMETERS, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
 from tokenyard.allocation.scenario import AllocationScenario

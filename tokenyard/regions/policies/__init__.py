@@ -6,9 +6,9 @@ A policy sees states, never the simulator. To add one, write its class and add i
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
+from tokenyard.config import did_you_mean
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.mixing import START_CAP, START_LIVE, START_SMOOTHING
 from tokenyard.regions.policies.rules import (
@@ -79,8 +79,7 @@ def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:
         ValueError: Unknown name, with the closest one.
     """
     if name not in REGION_BASELINES:
-        close = difflib.get_close_matches(name, REGION_BASELINES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, REGION_BASELINES)
         raise ValueError(
             f"unknown regional policy {name!r}; choose one of {sorted(REGION_BASELINES)}{hint}"
         )

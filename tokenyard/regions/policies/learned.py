@@ -11,12 +11,7 @@ import numpy as np
 
 from tokenyard.network import Network
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.mixing import (
-    START_LIVE,
-    live_of,
-    mix,
-    total_load,
-)
+from tokenyard.regions.mixing import START_LIVE, live_of, mix, total_load
 from tokenyard.regions.observation import LIMIT, Action, encode, observation_size, shares_of
 from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
 from tokenyard.types import FloatArray

@@ -13,9 +13,7 @@ import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.mixing import (
-    START_CAP,
-)
+from tokenyard.regions.mixing import START_CAP
 from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
 from tokenyard.types import FloatArray
 

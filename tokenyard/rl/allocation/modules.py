@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 from gymnasium.spaces import Dict, Discrete
-from ray.rllib.algorithms.dqn.default_dqn_rl_module import QF_PREDS
-from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
-from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
 from ray.rllib.core.columns import Columns
-from torch import Tensor, nn
+from torch import Tensor
 
 from tokenyard.allocation.observation import ALLOWED
 from tokenyard.allocation.policies.learned import MEMORY_OUTPUTS
-from tokenyard.rl.modules import Observes, RunningNormaliser, linear_layers, shrink_last_layer
+from tokenyard.rl.modules import (
+    ActorCritic,
+    QNetwork,
+    RunningNormaliser,
+    shrink_last_layer,
+    weights_of,
+)
 
 STAY_BONUS = "stay_bonus"
 """Key of a module's `model_config`: what is added for what is in force, in logits or in values."""
@@ -41,7 +44,7 @@ def with_stay(preferences: Tensor, observations: Tensor, bonus: float) -> Tensor
     return (preferences + bonus * in_force).masked_fill(fixed & (in_force == 0), -torch.inf)
 
 
-class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
+class AllocationActorCritic(ActorCritic):
     """Actor and critic of PPO and A2C for actions of shape, memory and limit of the batch."""
 
     output_shift: Tensor
@@ -73,40 +76,21 @@ class AllocationActorCritic(Observes, DefaultPPOTorchRLModule):
         self.register_buffer("output_shift", shift, persistent=False)
         self.register_buffer("output_scale", scale, persistent=False)
 
-    @property
-    def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers of the network; ReLU stands between them."""
-        return [*linear_layers(self.encoder.actor_encoder), *linear_layers(self.pi)]
-
     @torch.no_grad()
     def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
         """Weights and biases of a network without shift and scale of the outputs."""
-        *hidden, (weight, bias) = [(layer.weight, layer.bias) for layer in self.policy_layers]
+        *hidden, (weight, bias) = weights_of(self.policy_layers)
         scale = self.output_scale
         return [*hidden, (scale[:, None] * weight, scale * bias + self.output_shift)]
 
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return self._staying(super()._forward(self._normalised(batch), **kwargs), batch)
-
-    def _forward_train(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return self._staying(super()._forward_train(self._normalised(batch), **kwargs), batch)
-
-    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
-        """Value of each observation, shape (num,)."""
-        values: Tensor = super().compute_values(self._normalised(batch), embeddings)
-        return values
-
-    def _normalised(self, batch: dict[str, Any]) -> dict[str, Any]:
-        return {**batch, Columns.OBS: self.normaliser(batch[Columns.OBS])}
-
-    def _staying(self, output: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-        inputs = self.output_shift + self.output_scale * output[Columns.ACTION_DIST_INPUTS]
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        inputs = self.output_shift + self.output_scale * outputs
         *others, shapes = inputs.split(self.output_sizes, -1)
         shapes = with_stay(shapes, batch[Columns.OBS], self.stay_bonus)
-        return {**output, Columns.ACTION_DIST_INPUTS: torch.cat([*others, shapes], -1)}
+        return torch.cat([*others, shapes], -1)
 
 
-class AllocationQNetwork(Observes, DefaultDQNTorchRLModule):
+class AllocationQNetwork(QNetwork):
     """Q-network of DQN over shapes."""
 
     def setup(self) -> None:
@@ -116,17 +100,9 @@ class AllocationQNetwork(Observes, DefaultDQNTorchRLModule):
         self.stay_bonus = float(self.model_config[STAY_BONUS])
         shrink_last_layer(self.af)
 
-    @property
-    def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers from observation to Q-values; ReLU stands between them."""
-        return [*linear_layers(self.encoder), *linear_layers(self.af)]
-
     def exported_layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Their weights and biases."""
-        return [(layer.weight, layer.bias) for layer in self.policy_layers]
+        """Weights and biases of the network."""
+        return weights_of(self.policy_layers)
 
-    def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
-        observations = batch[Columns.OBS]
-        normalised = {**batch, Columns.OBS: self.normaliser(observations)}
-        output = super()._qf_forward_helper(normalised, encoder, head)
-        return {**output, QF_PREDS: with_stay(output[QF_PREDS], observations, self.stay_bonus)}
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        return with_stay(outputs, batch[Columns.OBS], self.stay_bonus)

@@ -10,16 +10,12 @@ from rewards.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.ppo import PPOConfig
-from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from torch.nn import functional
 
 from tokenyard.allocation.artifact import AllocationArtifact, AllocationMetadata
@@ -31,10 +27,11 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.simulator.kernel import SINCE
 from tokenyard.allocation.simulator.run import StreamRunner, autoscale
 from tokenyard.allocation.tabular import TabularLearner
+from tokenyard.rl.algorithms import CLIPPED, dqn_config, ppo_config
 from tokenyard.rl.allocation.modules import STAY_BONUS, AllocationActorCritic, AllocationQNetwork
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.rounds import RoundsDQNConfig
-from tokenyard.rl.columnar.sampling import REPLAY_CAPACITY, Implementation, with_sampling
+from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
+from tokenyard.rl.modules import layer_arrays, module_spec, moment_arrays
 from tokenyard.rl.training import RllibLearner
 from tokenyard.types import FloatArray, IntArray
 
@@ -89,22 +86,10 @@ class TabularTraining:
         """Nothing is held."""
 
 
-class AllocationRllib(RllibLearner):
+class AllocationRllib(RllibLearner[AllocationScenario]):
     """PPO, A2C or DQN over the allocation environment."""
 
-    def __init__(
-        self, config: AlgorithmConfig, scenario: AllocationScenario, trainer: RllibAlgorithm
-    ) -> None:
-        """Build the algorithm and its env runners.
-
-        Args:
-            config: What `allocation_config` returns.
-            scenario: What it is trained for.
-            trainer: Algorithm, for the record.
-        """
-        super().__init__(config, float(config.env_config["reward_scale"]))
-        self._scenario, self._trainer = scenario, trainer
-        self._cloned = False
+    _cloned = False
 
     def clone(self, rule: AutoscalerRule, seed: int) -> float:
         """Teach the actor what an autoscaler does; return how often it then agrees, in [0, 1].
@@ -115,7 +100,7 @@ class AllocationRllib(RllibLearner):
         module = self.module
         if not isinstance(module, AllocationActorCritic):
             raise ValueError("only an actor can be cloned: take ppo or a2c")
-        observations, shapes = demonstrations(self._scenario, rule, seed)
+        observations, shapes = demonstrations(self._trained_for, rule, seed)
         agreement = _fit_actor(module, observations, shapes, seed)
         self._algorithm.env_runner_group.sync_weights(
             from_worker_or_learner_group=self._algorithm.learner_group, inference_only=True
@@ -128,27 +113,17 @@ class AllocationRllib(RllibLearner):
     ) -> AllocationArtifact:
         """The greedy policy of the present weights."""
         module = self.module
-        arrays = {
-            "mean": _float64(module.normaliser.mean),
-            "std": _float64(module.normaliser.std),
-        }
-        for index, (weight, bias) in enumerate(module.exported_layers()):
-            arrays[f"w{index}"], arrays[f"b{index}"] = _float64(weight), _float64(bias)
+        arrays = moment_arrays(module.normaliser) | layer_arrays(module.exported_layers())
         metadata = AllocationMetadata(
             kind="grid_network" if self._trainer == "dqn" else "hybrid_network",
-            scenario=self._scenario,
+            scenario=self._trained_for,
             trainer=f"{self._trainer}_cloned" if self._cloned else self._trainer,
-            forecaster=scenario_forecaster(self._scenario),
+            forecaster=scenario_forecaster(self._trained_for),
             stay_bonus=module.stay_bonus,
             metrics=metrics,
             lineage=lineage,
         )
         return AllocationArtifact(metadata, arrays)
-
-
-def _float64(tensor: torch.Tensor) -> FloatArray:
-    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
-    return array
 
 
 def demonstrations(
@@ -212,14 +187,8 @@ def allocation_config(
     algorithm: RllibAlgorithm,
     env: str,
     scenario: AllocationScenario,
-    *,
+    settings: TrainingSettings = DEFAULT_SETTINGS,
     training: Mapping[str, Any] | None = None,
-    seed: int = 0,
-    num_env_runners: int = 1,
-    cpus_per_env_runner: float = 0.5,
-    train_steps: int = 200_000,
-    steps_per_iteration: int = 4096,
-    implementation: Implementation = "tokenyard",
 ) -> AlgorithmConfig:
     """Configure one algorithm.
 
@@ -227,27 +196,17 @@ def allocation_config(
         algorithm: Which.
         env: Name under which `envs.make_parallelism` is registered with RLlib.
         scenario: What is learned for, its objective included.
+        settings: For how long, on what, and by whose code; steps are slots.
         training: Settings for `AlgorithmConfig.training` in place of ours.
-        seed: Seeds networks, exploration, replay and demand.
-        num_env_runners: Env-runner actors; 0 samples in the calling process.
-        cpus_per_env_runner: What each reserves.
-        train_steps: Slots the training is planned for: schedules end with it.
-        steps_per_iteration: Fewest slots between two results.
-        implementation: Who samples and learns (`sampling.with_sampling`).
     """
     usd = float(plan_table(scenario).usd_per_hour.max()) * scenario.slot_s / 3600
     fragment_steps = _FRAGMENT_STEPS[algorithm]
-    batch_size = NUM_ENVS * fragment_steps * max(num_env_runners, 1)
-    config = _base(algorithm, batch_size, train_steps)
+    batch_size = NUM_ENVS * fragment_steps * max(settings.num_env_runners, 1)
+    config = _base(algorithm, batch_size, settings.train_steps)
     config = config.training(**{"gamma": _GAMMA, **(training or {})})
-    hidden = DefaultModelConfig(
-        fcnet_hiddens=list(HIDDEN), fcnet_activation="relu", vf_share_layers=False
-    )
     module = AllocationQNetwork if algorithm == "dqn" else AllocationActorCritic
-    model_config = {**asdict(hidden), STAY_BONUS: _STAY_BONUS[algorithm]}
-    config = config.rl_module(
-        rl_module_spec=RLModuleSpec(module_class=module, model_config=model_config)
-    ).environment(
+    spec = module_spec(module, HIDDEN, **{STAY_BONUS: _STAY_BONUS[algorithm]})
+    config = config.rl_module(rl_module_spec=spec).environment(
         env,
         env_config={
             "scenario": scenario.model_dump(),
@@ -260,54 +219,30 @@ def allocation_config(
     return with_sampling(
         config,
         algorithm,
-        implementation,
+        settings,
         num_envs=NUM_ENVS,
         fragment_steps=fragment_steps,
         normalise=True,
-        seed=seed,
-        num_env_runners=num_env_runners,
-        cpus_per_env_runner=cpus_per_env_runner,
-        steps_per_iteration=steps_per_iteration,
     )
 
 
 def _base(algorithm: RllibAlgorithm, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    falling = [[0, 3e-4], [train_steps, 3e-5]]
-    clipped: dict[str, Any] = {"grad_clip": 0.5, "grad_clip_by": "global_norm"}
-    if algorithm == "ppo":
-        return PPOConfig().training(
-            lr=falling,
-            lambda_=0.95,
-            train_batch_size_per_learner=batch_size,
-            minibatch_size=512,
-            num_epochs=6,
-            clip_param=0.2,
-            use_kl_loss=False,
-            entropy_coeff=0.0,
-            vf_loss_coeff=0.5,
-            # RLlib clips the squared error of the value, which stops the critic at large returns.
-            vf_clip_param=float("inf"),
-            **clipped,
+    if algorithm == "dqn":
+        return dqn_config(
+            lr=1e-4,
+            train_batch_size_per_learner=256,
+            target_network_update_freq=2_000,
+            num_steps_sampled_before_learning_starts=1_000,
+            # Every random action is a restart.
+            epsilon=[[0, 0.1], [max(train_steps // 2, 1), 0.01]],
+            double_q=True,
         )
+    common: dict[str, Any] = {
+        "lr": [[0, 3e-4], [train_steps, 3e-5]],
+        "lambda_": 0.95,
+        "train_batch_size_per_learner": batch_size,
+        "entropy_coeff": 0.0,
+    }
     if algorithm == "a2c":
-        return A2CConfig().training(
-            lr=falling,
-            lambda_=0.95,
-            entropy_coeff=0.0,
-            train_batch_size_per_learner=batch_size,
-            **clipped,
-        )
-    return RoundsDQNConfig().training(
-        lr=1e-4,
-        train_batch_size_per_learner=256,
-        target_network_update_freq=2_000,
-        num_steps_sampled_before_learning_starts=1_000,
-        replay_buffer_config={"type": "EpisodeReplayBuffer", "capacity": REPLAY_CAPACITY},
-        # Every random action is a restart.
-        epsilon=[[0, 0.1], [max(train_steps // 2, 1), 0.01]],
-        double_q=True,
-        dueling=False,
-        num_atoms=1,
-        grad_clip=10.0,
-        grad_clip_by="global_norm",
-    )
+        return A2CConfig().training(**common, **CLIPPED)
+    return ppo_config(**common, minibatch_size=512, num_epochs=6)

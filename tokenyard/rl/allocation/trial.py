@@ -43,24 +43,15 @@ class AllocationTrialConfig(IteratedConfig):
             raise ValueError(f"{self.algorithm} cannot be cloned: take ppo or a2c")
         if self.algorithm == "policy_search":
             generations, per_iteration = self.generations(search_env_steps(scenario, 1))
-            settings = AllocationSearchConfig(num_generations=generations)
-            return SearchTraining(AllocationSearch(scenario, settings, self.seed), per_iteration)
+            config = AllocationSearchConfig(num_generations=generations)
+            return SearchTraining(AllocationSearch(scenario, config, self.seed), per_iteration)
         if self.algorithm == "q_learning" or self.algorithm == "sarsa":
             table = TabularConfig(self.algorithm, num_steps=self.train_steps)
             learner = TabularLearner(scenario, table, self.seed)
             return TabularTraining(learner, self.steps_per_iteration)
         self.make_env_known()
-        algorithm = allocation_config(
-            self.algorithm,
-            self.env,
-            scenario,
-            training=self.training,
-            seed=self.seed,
-            num_env_runners=self.num_env_runners,
-            cpus_per_env_runner=self.cpus_per_actor,
-            train_steps=self.train_steps,
-            steps_per_iteration=self.steps_per_iteration,
-        )
+        settings = self.settings(self.steps_per_iteration)
+        algorithm = allocation_config(self.algorithm, self.env, scenario, settings, self.training)
         training = AllocationRllib(algorithm, scenario, self.algorithm)
         if self.cloned:
             training.clone(load_tuned_allocation(scenario.name).autoscaler, self.seed)

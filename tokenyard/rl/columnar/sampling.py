@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from gymnasium import VectorizeMode
@@ -26,18 +27,36 @@ REPLAY_CAPACITY = 50_000
 _LEARNERS = {"ppo": PPOColumnarLearner, "a2c": A2CColumnarLearner, "dqn": DQNColumnarLearner}
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What every training is given, whatever its problem and its algorithm."""
+
+    seed: int = 0
+    """Of networks, exploration, replay and environments."""
+    num_env_runners: int = 1
+    """Env-runner actors; 0 samples in the calling process."""
+    cpus_per_env_runner: float = 0.5
+    """CPUs that each of them reserves."""
+    train_steps: int = 200_000
+    """Environment steps the training is planned for: schedules end with it."""
+    steps_per_iteration: int = 4096
+    """Fewest environment steps between two results."""
+    implementation: Implementation = "tokenyard"
+    """"tokenyard" samples, replays and learns from arrays; "rllib_stock" with RLlib's episodes,
+    connectors and learners."""
+
+
+DEFAULT_SETTINGS = TrainingSettings()
+
+
 def with_sampling(
     config: AlgorithmConfig,
     algorithm: str,
-    implementation: Implementation,
+    settings: TrainingSettings,
     *,
     num_envs: int,
     fragment_steps: int,
     normalise: bool,
-    seed: int,
-    num_env_runners: int,
-    cpus_per_env_runner: float,
-    steps_per_iteration: int,
 ) -> AlgorithmConfig:
     """Add how to sample, replay and learn to the configuration of an algorithm.
 
@@ -45,31 +64,27 @@ def with_sampling(
         config: With what the algorithm is trained for; A2C's and DQN's have
             `rounds_per_training_step`.
         algorithm: "ppo", "a2c" or "dqn".
-        implementation: "tokenyard" samples, replays and learns from arrays; "rllib_stock" with
-            RLlib's episodes, connectors and learners.
+        settings: Who samples and learns, with how many env runners.
         num_envs: Copies of the environment that one env runner steps at once.
         fragment_steps: Steps of every copy per training batch (DQN: per sampling round).
         normalise: Whether the module has a normaliser, which has to see what was sampled.
-        seed: Seeds networks, exploration, replay and environments.
-        num_env_runners: Env-runner actors; 0 samples in the calling process.
-        cpus_per_env_runner: CPUs that each of them reserves.
-        steps_per_iteration: Fewest environment steps between two results.
     """
-    columnar = implementation == "tokenyard"
+    columnar = settings.implementation == "tokenyard"
+    steps_per_iteration = settings.steps_per_iteration
     if columnar:
         config = config.learners(learner_class=_LEARNERS[algorithm])
         if algorithm != "ppo":
             config.rounds_per_training_step = -(-steps_per_iteration // (num_envs * fragment_steps))
         if algorithm == "dqn":
-            replay = {"type": COLUMNAR_REPLAY, "capacity": REPLAY_CAPACITY, "seed": seed}
+            replay = {"type": COLUMNAR_REPLAY, "capacity": REPLAY_CAPACITY, "seed": settings.seed}
             config = config.training(replay_buffer_config=replay)
     elif normalise:
         config = config.learners(learner_connector=_update_normaliser)
     return (
         config.env_runners(
             env_runner_cls=ColumnarEnvRunner if columnar else RouterEnvRunner,
-            num_env_runners=num_env_runners,
-            num_cpus_per_env_runner=cpus_per_env_runner,
+            num_env_runners=settings.num_env_runners,
+            num_cpus_per_env_runner=settings.cpus_per_env_runner,
             num_envs_per_env_runner=num_envs,
             gym_env_vectorize_mode=VectorizeMode.VECTOR_ENTRY_POINT,
             rollout_fragment_length=fragment_steps,
@@ -79,7 +94,7 @@ def with_sampling(
         .reporting(
             min_time_s_per_iteration=0, min_sample_timesteps_per_iteration=steps_per_iteration
         )
-        .debugging(seed=seed, log_level="ERROR")
+        .debugging(seed=settings.seed, log_level="ERROR")
     )
 
 

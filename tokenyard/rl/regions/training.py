@@ -10,17 +10,12 @@ on the mean of the policy's distribution, since sampled actions have no gradient
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.ppo.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
 from ray.rllib.core.columns import Columns
-from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
-from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from tokenyard.regions.artifact import RegionArtifact, RegionMetadata
 from tokenyard.regions.demand import sample_stream, stream_rng
@@ -32,11 +27,18 @@ from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import Dispatch
+from tokenyard.rl.algorithms import CLIPPED, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.sampling import with_sampling
-from tokenyard.rl.modules import NORMALISE, RouterActorCritic
+from tokenyard.rl.columnar.sampling import TrainingSettings, with_sampling
+from tokenyard.rl.modules import (
+    NORMALISE,
+    RouterActorCritic,
+    layer_arrays,
+    module_spec,
+    moment_arrays,
+    weights_of,
+)
 from tokenyard.rl.training import RllibLearner
-from tokenyard.types import FloatArray
 
 RllibAlgorithm = Literal["ppo", "a2c", "torta_faithful"]
 NUM_ENVS = 10
@@ -107,51 +109,27 @@ def constraint_values(
     return distance, reactive_step / step.clamp_min(1e-9)
 
 
-class RegionRllib(RllibLearner):
+class RegionRllib(RllibLearner[RegionScenario]):
     """PPO or A2C over the regional environment of one scenario."""
-
-    def __init__(
-        self, config: AlgorithmConfig, scenario: RegionScenario, trainer: RllibAlgorithm
-    ) -> None:
-        """Build the algorithm and its env runners.
-
-        Args:
-            config: What `regions_config` returns.
-            scenario: What it is trained for.
-            trainer: Algorithm, for the record.
-        """
-        super().__init__(config, 1.0)
-        self._scenario, self._trainer = scenario, trainer
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> RegionArtifact:
         """The mean of the present policy."""
         module, env_config = self.module, self._config.env_config
-        arrays = {
-            "mean": _float64(module.normaliser.mean),
-            "std": _float64(module.normaliser.std),
-        }
-        for index, layer in enumerate(module.policy_layers):
-            arrays[f"w{index}"] = _float64(layer.weight)
-            arrays[f"b{index}"] = _float64(layer.bias)
         # The second half of the outputs is the logarithm of the spread.
-        size = action_size(make_cluster(self._scenario).num_regions, env_config["action"])
-        for name in (f"w{index}", f"b{index}"):
-            arrays[name] = arrays[name][:size]
+        size = action_size(make_cluster(self._trained_for).num_regions, env_config["action"])
+        *hidden, (weight, bias) = weights_of(module.policy_layers)
+        layers = [*hidden, (weight[:size], bias[:size])]
+        arrays = moment_arrays(module.normaliser) | layer_arrays(layers)
         metadata = RegionMetadata(
             kind="network",
             action=env_config["action"],
             dispatch=env_config["dispatch"],
-            scenarios=(self._scenario.name,),
+            scenarios=(self._trained_for.name,),
             trainer=self._trainer,
             metrics=metrics,
             lineage=lineage,
         )
         return RegionArtifact(metadata, arrays)
-
-
-def _float64(tensor: torch.Tensor) -> FloatArray:
-    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
-    return array
 
 
 def reactive_step(scenario: RegionScenario, seed: int) -> float:
@@ -166,15 +144,11 @@ def regions_config(
     algorithm: RllibAlgorithm,
     env: str,
     scenario: RegionScenario,
+    settings: TrainingSettings,
     *,
     reward: Mapping[str, float],
     action: Action,
     dispatch: Dispatch,
-    seed: int = 0,
-    num_env_runners: int = 1,
-    cpus_per_env_runner: float = 0.5,
-    train_steps: int = 200_000,
-    steps_per_iteration: int = 4800,
 ) -> AlgorithmConfig:
     """Configure one algorithm.
 
@@ -182,27 +156,16 @@ def regions_config(
         algorithm: Which; `torta_faithful` is PPO as the paper has it.
         env: Name under which `envs.make_regions` is registered with RLlib.
         scenario: What is learned for.
+        settings: For how long, on what, and by whose code; steps are slots.
         reward: Fields of `envs.regions.RegionReward`.
         action: What the network's outputs mean.
         dispatch: How tasks are sent in training, and later.
-        seed: Seeds networks, exploration and demand.
-        num_env_runners: Env-runner actors; 0 samples in the calling process.
-        cpus_per_env_runner: What each reserves.
-        train_steps: Slots the training is planned for: schedules end with it.
-        steps_per_iteration: Fewest slots between two results.
     """
     batch_size = _EPISODES_PER_BATCH * scenario.num_slots
-    config = _base(algorithm, scenario, batch_size, train_steps, seed)
-    hidden = DefaultModelConfig(
-        fcnet_hiddens=list(_PAPER_HIDDEN if algorithm == "torta_faithful" else _HIDDEN),
-        fcnet_activation="relu",
-        vf_share_layers=False,
-    )
-    config = config.rl_module(
-        rl_module_spec=RLModuleSpec(
-            module_class=RegionActorCritic, model_config={**asdict(hidden), NORMALISE: True}
-        )
-    ).environment(
+    config = _base(algorithm, scenario, batch_size, settings)
+    hidden = _PAPER_HIDDEN if algorithm == "torta_faithful" else _HIDDEN
+    spec = module_spec(RegionActorCritic, hidden, **{NORMALISE: True})
+    config = config.rl_module(rl_module_spec=spec).environment(
         env,
         env_config={
             "scenario": scenario.model_dump(),
@@ -214,14 +177,10 @@ def regions_config(
     return with_sampling(
         config,
         algorithm,
-        "rllib_stock",
+        settings,
         num_envs=NUM_ENVS,
-        fragment_steps=max(1, batch_size // NUM_ENVS // max(num_env_runners, 1)),
+        fragment_steps=max(1, batch_size // NUM_ENVS // max(settings.num_env_runners, 1)),
         normalise=True,
-        seed=seed,
-        num_env_runners=num_env_runners,
-        cpus_per_env_runner=cpus_per_env_runner,
-        steps_per_iteration=steps_per_iteration,
     )
 
 
@@ -229,35 +188,28 @@ def _base(
     algorithm: RllibAlgorithm,
     scenario: RegionScenario,
     batch_size: int,
-    train_steps: int,
-    seed: int,
+    settings: TrainingSettings,
 ) -> AlgorithmConfig:
     common: dict[str, Any] = {
+        **CLIPPED,
         "gamma": 0.99,
         "lambda_": 0.95,
         "entropy_coeff": 0.0,
-        "grad_clip": 0.5,
-        "grad_clip_by": "global_norm",
         "train_batch_size_per_learner": batch_size,
     }
     if algorithm == "a2c":
         return A2CConfig().training(lr=3e-4, **common)
     # The learning rate of appendix B: 0.995 of it is left after every hundred episodes.
-    left = 0.995 ** (train_steps / (100 * scenario.num_slots))
-    config = PPOConfig().training(
-        lr=[[0, 3e-4], [train_steps, 3e-4 * left]],
+    left = 0.995 ** (settings.train_steps / (100 * scenario.num_slots))
+    config = ppo_config(
+        lr=[[0, 3e-4], [settings.train_steps, 3e-4 * left]],
         minibatch_size=480,
         num_epochs=10,
-        clip_param=0.2,
-        use_kl_loss=False,
-        vf_loss_coeff=0.5,
-        # RLlib clips the squared error of the value, which stops the critic at large returns.
-        vf_clip_param=float("inf"),
         **common,
     )
     if algorithm == "torta_faithful":
         config = config.training(
             learner_class=ConstrainedPPOLearner,
-            learner_config_dict={"reactive_step": reactive_step(scenario, seed)},
+            learner_config_dict={"reactive_step": reactive_step(scenario, settings.seed)},
         )
     return config

@@ -42,14 +42,10 @@ class RegionTrialConfig(IteratedConfig):
             self.algorithm,
             self.env,
             scenario,
+            self.settings(self.steps_per_iteration, implementation="rllib_stock"),
             reward=self.reward,
             action=self.action,
             dispatch=self.dispatch,
-            seed=self.seed,
-            num_env_runners=self.num_env_runners,
-            cpus_per_env_runner=self.cpus_per_actor,
-            train_steps=self.train_steps,
-            steps_per_iteration=self.steps_per_iteration,
         )
         return RegionRllib(algorithm, scenario, self.algorithm)
 

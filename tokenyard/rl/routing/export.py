@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
-from tokenyard.rl.modules import RouterActorCritic, RouterQNetwork, RunningNormaliser
+from tokenyard.rl.modules import (
+    RouterActorCritic,
+    RouterQNetwork,
+    RunningNormaliser,
+    layer_arrays,
+    moment_arrays,
+    weights_of,
+)
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
@@ -59,29 +66,14 @@ def export_network(
 
 def _arrays(module: RouterModule) -> dict[str, FloatArray]:
     if isinstance(module, Equivariant):
-        arrays = _moments(module.normaliser.request, "request_")
-        arrays |= _moments(module.normaliser.replica, "replica_")
+        arrays = moment_arrays(module.normaliser.request, "request_")
+        arrays |= moment_arrays(module.normaliser.replica, "replica_")
     else:
         arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
-    for index, layer in enumerate(module.policy_layers):
-        arrays[f"w{index}"] = _float64(layer.weight)
-        arrays[f"b{index}"] = _float64(layer.bias)
-    return arrays
+    return arrays | layer_arrays(weights_of(module.policy_layers))
 
 
 def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:
     if not isinstance(normaliser, RunningNormaliser):
         return {"mean": np.zeros(size), "std": np.ones(size)}
-    return _moments(normaliser, "")
-
-
-def _moments(normaliser: RunningNormaliser, prefix: str) -> dict[str, FloatArray]:
-    return {
-        f"{prefix}mean": _float64(normaliser.mean),
-        f"{prefix}std": _float64(normaliser.std),
-    }
-
-
-def _float64(tensor: Tensor) -> FloatArray:
-    array: FloatArray = tensor.detach().cpu().numpy().astype(np.float64)
-    return array
+    return moment_arrays(normaliser)

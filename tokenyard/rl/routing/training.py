@@ -11,18 +11,22 @@ them alike, as a correction of least marginal delay, trained on fleets that diff
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
-from ray.rllib.algorithms.ppo import PPOConfig
-from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from tokenyard.rl.algorithms import dqn_config, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.rounds import RoundsDQNConfig
-from tokenyard.rl.columnar.sampling import REPLAY_CAPACITY, Implementation, with_sampling
-from tokenyard.rl.modules import NORMALISE, RESIDUAL_SCALE, RouterActorCritic, RouterQNetwork
+from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
+from tokenyard.rl.modules import (
+    NORMALISE,
+    RESIDUAL_SCALE,
+    RouterActorCritic,
+    RouterQNetwork,
+    module_spec,
+)
 from tokenyard.rl.routing.equivariant import BASELINE, EquivariantActorCritic, EquivariantQNetwork
 from tokenyard.routing.equivariant import BASELINES
 from tokenyard.routing.fleet import Randomisation
@@ -200,13 +204,7 @@ def build_config(
     recipe: Recipe,
     env: str,
     env_config: Mapping[str, Any],
-    *,
-    seed: int = 0,
-    num_env_runners: int = 1,
-    cpus_per_env_runner: float = 0.5,
-    train_steps: int = 400_000,
-    steps_per_iteration: int = 4096,
-    implementation: Implementation = "tokenyard",
+    settings: TrainingSettings = DEFAULT_SETTINGS,
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -217,12 +215,7 @@ def build_config(
             a vectorised environment where the configuration holds "num_envs".
         env_config: What the environment is made from; reward, expected finish times, length of
             an episode and randomisation are the recipe's.
-        seed: Seeds networks, exploration, replay and traffic.
-        num_env_runners: Env-runner actors; 0 samples in the calling process.
-        cpus_per_env_runner: CPUs that each of them reserves.
-        train_steps: Environment steps the training is planned for: schedules end with it.
-        steps_per_iteration: Fewest environment steps between two results.
-        implementation: Who samples and learns (`sampling.with_sampling`).
+        settings: For how long, on what, and by whose code.
 
     Raises:
         ValueError: Unknown algorithm or baseline, or a residual without finish times in the
@@ -232,8 +225,8 @@ def build_config(
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {sorted(_BUILDERS)}")
     own = recipe.algorithms[algorithm]
     _check_residual(recipe, own)
-    batch_size = recipe.num_envs * own.fragment_steps * max(num_env_runners, 1)
-    config = _BUILDERS[algorithm](own, batch_size, train_steps)
+    batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
+    config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
     config = config.rl_module(rl_module_spec=_module(algorithm, recipe)).environment(
         env,
         env_config={
@@ -247,14 +240,10 @@ def build_config(
     return with_sampling(
         config,
         algorithm,
-        implementation,
+        settings,
         num_envs=recipe.num_envs,
         fragment_steps=own.fragment_steps,
         normalise=recipe.normalise,
-        seed=seed,
-        num_env_runners=num_env_runners,
-        cpus_per_env_runner=cpus_per_env_runner,
-        steps_per_iteration=steps_per_iteration,
     )
 
 
@@ -282,19 +271,13 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
 
 
 def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
-    hidden = DefaultModelConfig(
-        fcnet_hiddens=list(recipe.hidden), fcnet_activation="relu", vf_share_layers=False
-    )
     extra = {
         NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
         BASELINE: recipe.baseline,
     }
     critic, q_network = _MODULES[recipe.network]
-    return RLModuleSpec(
-        module_class=q_network if algorithm == "dqn" else critic,
-        model_config={**asdict(hidden), **extra},
-    )
+    return module_spec(q_network if algorithm == "dqn" else critic, recipe.hidden, **extra)
 
 
 _MODULES: dict[str, tuple[type[Any], type[Any]]] = {
@@ -316,35 +299,19 @@ def _settings(own: AlgorithmRecipe, train_steps: int) -> dict[str, Any]:
 
 
 def _ppo(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    defaults = {
-        "train_batch_size_per_learner": batch_size,
-        "clip_param": 0.2,
-        "use_kl_loss": False,
-        "vf_loss_coeff": 0.5,
-        # RLlib clips the squared error of the value, which stops the critic at large returns.
-        "vf_clip_param": float("inf"),
-        "grad_clip": 0.5,
-        "grad_clip_by": "global_norm",
-    }
-    return PPOConfig().training(**{**defaults, **_settings(own, train_steps)})
+    settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
+    return ppo_config(**settings)
 
 
 def _a2c(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
-    defaults = {"train_batch_size_per_learner": batch_size}
-    return A2CConfig().training(**{**defaults, **_settings(own, train_steps)})
+    settings = {"train_batch_size_per_learner": batch_size, **_settings(own, train_steps)}
+    return A2CConfig().training(**settings)
 
 
 def _dqn(own: AlgorithmRecipe, batch_size: int, train_steps: int) -> AlgorithmConfig:
     first, last = own.epsilon
-    defaults = {
-        "replay_buffer_config": {"type": "EpisodeReplayBuffer", "capacity": REPLAY_CAPACITY},
-        "epsilon": [[0, first], [max(train_steps // 10, 1), last]],
-        "dueling": False,
-        "num_atoms": 1,
-        "grad_clip": 10.0,
-        "grad_clip_by": "global_norm",
-    }
-    return RoundsDQNConfig().training(**{**defaults, **_settings(own, train_steps)})
+    epsilon = [[0, first], [max(train_steps // 10, 1), last]]
+    return dqn_config(**{"epsilon": epsilon, **_settings(own, train_steps)})
 
 
 _BUILDERS: dict[str, Callable[[AlgorithmRecipe, int, int], AlgorithmConfig]] = {

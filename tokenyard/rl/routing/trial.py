@@ -92,12 +92,7 @@ class RoutingTrialConfig(TrialConfig):
             adapted,
             self.env,
             {"scenario": self.scenario},
-            seed=self.seed,
-            num_env_runners=self.num_env_runners,
-            cpus_per_env_runner=self.cpus_per_actor,
-            train_steps=self.train_steps,
-            steps_per_iteration=self.steps_per_iteration,
-            implementation=self.implementation,
+            self.settings(self.steps_per_iteration, implementation=self.implementation),
         )
         return RllibTraining(
             algorithm, StreamSource(scenario), self.algorithm, adapted.reward_scale
