@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from serve_app.allocation.allocator import Allocator
@@ -30,7 +28,7 @@ from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.allocation.types import Plan
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 _WINDOW_S = 600.0
 _TICKS = 4
@@ -175,9 +173,7 @@ def main(args: Args) -> None:
             f"{row['cost_over_best']:.3f}", f"{row['cost_over_attainable']:.3f}",
             str(row["last_plan"]), str(row["best_plan"]), str(row["most_reversals"]),
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows)
+    report(table, rows, args.json, args.seed)
 
 
 if __name__ == "__main__":

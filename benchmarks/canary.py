@@ -16,11 +16,10 @@ from typing import Literal
 
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from serve_app.policy.experiment import ABANDON_AFTER
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.routing.scenario import load_scenario
@@ -291,9 +290,7 @@ def main(args: Args) -> None:
         table.add_row(
             *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in row.values())
         )
-    Console(width=250).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows)
+    report(table, rows, args.json, args.seed, width=250)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ decide; beside them stand those with the lowest mean on training streams of that
 from __future__ import annotations
 
 import csv
-import shlex
 import sys
 from dataclasses import dataclass
 from importlib import resources
@@ -18,11 +17,10 @@ from pathlib import Path
 
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from tokenyard.problem import Row
-from tokenyard.provenance import write_result
+from tokenyard.provenance import report
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.gate import (
     HALF_LOAD,
@@ -146,9 +144,7 @@ def main(args: Args) -> None:
         print(f"{name}: done", file=sys.stderr, flush=True)
         if args.csv:
             write_csv(args.csv, rows)
-    Console(width=140, highlight=False).print(table(rows))
-    if args.json:
-        write_result(args.json, shlex.join(["python", *sys.argv]), args.seed, rows)
+    report(table(rows), rows, args.json, args.seed, width=140)
 
 
 if __name__ == "__main__":

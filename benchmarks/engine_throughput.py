@@ -23,14 +23,13 @@ import numpy as np
 import ray
 import torch
 import tyro
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from serve_app.engines.base import EngineConfig, Sampling
 from serve_app.engines.models import find_model, read_shape
 from serve_app.engines.sharded.engine import ShardedEngine
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 TINY = "tiny"
 
@@ -83,9 +82,7 @@ def main(args: Args) -> None:
     for row in rows:
         cells = asdict(row).values()
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console().print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
+    report(table, [asdict(row) for row in rows], args.json, args.seed)
 
 
 async def _measure(args: Args, name: str, scratch: Path) -> Row:

@@ -9,20 +9,17 @@ with a tuned weight on the service time, for servers (cost = wait + a x service)
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
-from tokenyard.provenance import write_result
+from tokenyard.provenance import report
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.gate import rule_runs
@@ -130,9 +127,7 @@ def table(rows: list[Row]) -> Table:
 
 def main(args: Args) -> None:
     rows = rows_of(args)
-    Console(width=140, highlight=False).print(table(rows))
-    if args.json:
-        write_result(args.json, shlex.join(["python", *sys.argv]), None, rows)
+    report(table(rows), rows, args.json, None, width=140)
 
 
 if __name__ == "__main__":

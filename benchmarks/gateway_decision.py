@@ -8,20 +8,18 @@ offered, what is known of each, which of the prompt its cache may hold), `route`
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from serve_app.cluster import EngineProfile
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.types import Request
@@ -89,9 +87,7 @@ def main(args: Args) -> None:
             str(row["num_replicas"]), f"{row['snapshots_us']:.0f}", f"{row['route_us']:.0f}",
             f"{row['decisions_per_cpu_s']:,.0f}",
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), 0, rows)
+    report(table, rows, args.json, 0, width=100)
 
 
 if __name__ == "__main__":

@@ -20,10 +20,9 @@ from typing import Any, Literal
 import httpx
 import psutil
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 Victim = Literal["rank", "replica"]
 _TITLES: dict[Victim, str] = {"rank": "ray::Rank", "replica": "ray::ServeReplica:"}
@@ -192,9 +191,7 @@ def main(args: Args) -> None:
     for row in rows:
         cells = asdict(row).values()
         table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console().print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), 0, [asdict(row) for row in rows])
+    report(table, [asdict(row) for row in rows], args.json, 0)
 
 
 if __name__ == "__main__":

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -121,9 +120,7 @@ def main(args: Args) -> None:
             f"{row['slo_violation_fraction']:.1%}",
             f"{row['delta_mean_fraction']:+.1%} [{low:+.1%}, {high:+.1%}]",
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, rows)
+    report(table, rows, args.json, args.seed)
 
 
 if __name__ == "__main__":

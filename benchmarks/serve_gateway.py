@@ -18,11 +18,10 @@ from typing import Any
 import httpx
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from serve_app.policy.runner import RAY_DEFAULT
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,7 @@ def main(args: Args) -> None:
         table.add_row(
             name, *(f"{one:.4g}" if isinstance(one, float) else str(one) for one in cells)
         )
-    Console().print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), None, [asdict(row) for row in rows])
+    report(table, [asdict(row) for row in rows], args.json, None)
 
 
 def _switch(client: httpx.Client, policy: str) -> None:

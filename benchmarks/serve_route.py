@@ -16,10 +16,9 @@ from typing import Any
 import httpx
 import numpy as np
 import tyro
-from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,7 @@ def main(args: Args) -> None:
     for row in rows:
         cells = asdict(row).values()
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console().print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), args.seed, [asdict(row) for row in rows])
+    report(table, [asdict(row) for row in rows], args.json, args.seed)
 
 
 def _measure(args: Args, card: dict[str, Any], clients: int) -> Row:

@@ -20,11 +20,10 @@ import httpx
 import numpy as np
 import psutil
 import tyro
-from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 Row = dict[str, str | int | float]
 _TITLE = "ray::ServeReplica:"
@@ -223,9 +222,7 @@ def main(args: Args) -> None:
     table = Table("", "")
     for key, value in row.items():
         table.add_row(key, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console().print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), None, [row])
+    report(table, [row], args.json, None)
 
 
 if __name__ == "__main__":

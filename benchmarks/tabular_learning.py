@@ -5,14 +5,12 @@ python benchmarks/tabular_learning.py --steps 20000000
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
 import tyro
-from rich.console import Console
 from rich.table import Table
 
 from tokenyard.allocation.artifact import learned_allocation
@@ -22,7 +20,7 @@ from tokenyard.allocation.paper.simulator import Update
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.simulator.run import run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import report
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,7 @@ def main(args: Args) -> None:
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*(f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    if args.json is not None:
-        write_result(args.json, command_line(), None, rows)
+    report(table, rows, args.json, None)
 
 
 if __name__ == "__main__":

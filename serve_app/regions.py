@@ -24,9 +24,6 @@ from tokenyard.regions.types import RegionDecision, RegionPolicy, RegionState, c
 logger = logging.getLogger(__name__)
 
 FALLBACKS = ("prox_ot", "local_first")
-REASONS = ("stale_forecast", "no_forecast", "unusable", "error", "missing")
-"""Why another policy decided: the forecast is old or absent; what came out held NaN or rows that
-are no shares; the policy failed; none was found at the start."""
 MAX_FORECAST_AGE_SLOTS = 4.0
 _TIMES_S = (1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.5)
 

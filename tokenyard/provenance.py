@@ -12,6 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
 
 
@@ -79,6 +82,27 @@ def write_result(
     path.parent.mkdir(parents=True, exist_ok=True)
     result = {**head, "rows": list(rows), **more}
     path.write_text(json.dumps(_without_nan(result), indent=2) + "\n", encoding="utf-8")
+
+
+def report(
+    table: Table,
+    rows: Sequence[Mapping[str, Any]],
+    json_path: Path | None,
+    seed: int | None,
+    width: int = 120,
+) -> None:
+    """Print a table, and write its rows to a file where one is named.
+
+    Args:
+        table: What is printed on stdout.
+        rows: Flat objects with units in their keys.
+        json_path: File to write.
+        seed: Of the results.
+        width: Columns where stdout is no terminal.
+    """
+    Console(width=None if sys.stdout.isatty() else width, highlight=False).print(table)
+    if json_path is not None:
+        write_result(json_path, command_line(), seed, rows)
 
 
 def _without_nan(value: Any) -> Any:

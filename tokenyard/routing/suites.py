@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-SuiteName = Literal["paper", "routing", "fleet", "regimes"]
-
 SUITES: dict[str, tuple[str, ...]] = {
     "paper": ("nominal", "high_load"),
     "routing": ("poisson_085", "bursty_serial", "conversation"),

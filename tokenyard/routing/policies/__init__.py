@@ -7,12 +7,12 @@ property tests, the evaluation and the server pick it up by name.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from tokenyard.config import did_you_mean
 from tokenyard.routing.policies.backlog import (
     LeastConnections,
     LeastLoaded,
@@ -134,7 +134,6 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
         ValueError: The name is unknown, or the rule is tuned and its parameters are missing.
     """
     if name not in BASELINES:
-        close = difflib.get_close_matches(name, BASELINES, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
     return BASELINES[name](context)
