@@ -49,8 +49,9 @@ class DecisionRecord:
     fallback_reason: str | None
     decision_us: float
     outcome: str
-    """`stop`, `length`, `abort` (the client left), `timeout`, `failed`, `rejected` (the endpoint
-    has something against the request); `unknown` where only the choice was asked for."""
+    """`stop`, `length`, `abort` (the client left), `timeout`, `cut_off` (the gateway ended),
+    `failed`, `rejected` (the endpoint has something against the request); `unknown` where only the
+    choice was asked for."""
     output_tokens: int
     ttft_s: float
     """Arrival to first token; NaN: there was none."""

@@ -47,6 +47,8 @@ _T = TypeVar("_T")
 _MIN_RETRY_AFTER_S = 1
 _MAX_RETRY_AFTER_S = 60
 _DRAIN_POLL_S = 0.05
+_LAST_EVENTS_S = 1.0
+"""For errors to be sent to those that are cut off."""
 _PATIENCE_S = 20.0
 """How long a request waits for a replica where there is none."""
 
@@ -70,6 +72,10 @@ class Draining(Unserved):
 
 class _OutOfTime(Unserved):
     """A request whose time was over before its answer's end."""
+
+
+class _CutOff(Unserved):
+    """A request that had not been answered when the gateway ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +175,8 @@ class Gateway:
         self._ray: RayDefault | None = None
         self._realtime = RealtimePriority()
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
+        self._waits: set[asyncio.Timeout] = set()
+        self._ends_s = math.inf
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
@@ -218,15 +226,27 @@ class Gateway:
     async def drain(self) -> int:
         """Let nothing more in; return once all is answered, or the time for it is over.
 
+        What is not answered by then ends with an error: of a stream, with an event that says so.
+
         Returns:
-            How many requests are still in flight.
+            How many requests were cut off.
         """
         self.draining = True
+        await self._answered(self.cluster.limits.drain_s)
+        cut = self.in_flight
+        self._ends_s = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            if not wait.expired():
+                wait.reschedule(self._ends_s)
+        await self._answered(_LAST_EVENTS_S)
+        return cut
+
+    async def _answered(self, most_s: float) -> None:
+        """Wait until nothing is in flight, but no longer than that."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.cluster.limits.drain_s):
+            async with asyncio.timeout(most_s):
                 while self.in_flight:
                     await asyncio.sleep(_DRAIN_POLL_S)
-        return self.in_flight
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
@@ -321,15 +341,21 @@ class Gateway:
         which it must not cancel.
 
         Raises:
-            Unserved: The answer's time is over.
+            Unserved: The answer's time is over, or the gateway's.
         """
+        wait = asyncio.timeout_at(min(answer.deadline_s, self._ends_s))
+        self._waits.add(wait)
         try:
-            async with asyncio.timeout_at(answer.deadline_s) as deadline:
+            async with wait:
                 return await work
         except TimeoutError:
-            if not deadline.expired():
+            if not wait.expired():
                 raise
+            if math.isfinite(self._ends_s):
+                raise _CutOff("the gateway ended before the answer did") from None
             raise _OutOfTime(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
+        finally:
+            self._waits.discard(wait)
 
     async def _some_replica(self, arrival_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
@@ -362,6 +388,9 @@ class Gateway:
             outcome = "timeout"
             if isinstance(error, ReplicaTimeout):
                 self._fail(replica, sent_s)
+            raise
+        except _CutOff:
+            outcome = "cut_off"
             raise
         except RequestRejected:
             outcome = "rejected"

@@ -307,17 +307,21 @@ def test_a_gateway_that_drains_finishes_what_it_has_begun_and_lets_nothing_in():
     check(test)
 
 
-def test_draining_ends_in_time_and_tells_how_many_answers_are_left():
+def test_what_is_not_answered_when_draining_ends_is_told_so():
     async def test(client, pools, gateway):
         for pool in pools.values():
             pool.may_go_on.clear()
-        held = asyncio.create_task(client.post("/v1/completions", json=a_body()))
-        while not gateway.in_flight:
+        bodies = [a_body(), a_body(stream=True)]
+        held = [asyncio.create_task(client.post("/v1/completions", json=one)) for one in bodies]
+        while sum(len(pool.requests) for pool in pools.values()) < 2:
             await asyncio.sleep(0)
-        assert await gateway.drain() == 1
-        for pool in pools.values():
-            pool.may_go_on.set()
-        assert (await held).status_code == 200
+        assert await gateway.drain() == 2
+        assert gateway.in_flight == 0
+        whole, stream = await asyncio.gather(*held)
+        assert whole.status_code == 503
+        last = json.loads(stream.text.strip().split("\n\n")[-1].removeprefix("data: "))
+        for answer in (whole.json(), last):
+            assert answer["error"]["message"] == "the gateway ended before the answer did"
 
     check(test, limits={"drain_s": 0.05})
 
