@@ -1,0 +1,190 @@
+"""The rank of the sharded engine on this device, against plain transformers on the CPU.
+
+Logits and tokens; requests in a batch against requests alone; the share of memory that it takes;
+and a cache that is too small for all requests. The model is small and of random weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.gpu.cells import Deadline, Table
+from benchmarks.gpu.grid import device_name
+from benchmarks.gpu.rank_engine import answer, free, saved_model
+from benchmarks.gpu.shapes import SHAPES
+from serve_app.engines.base import EngineConfig, EngineError
+from serve_app.engines.sharded import rank
+
+COLUMNS = ("stage", "check", "dtype", "value", "bound", "passed", "device")
+LOGITS_BOUND = 1e-3
+"""Largest difference of fp32 logits."""
+FP32_TOKENS_BOUND = 0.99
+"""Share of fp32 tokens that are equal, each request up to the first that is not."""
+KV_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Which model, and what it is asked."""
+
+    folder: Path
+    name: str
+    prompts: list[list[int]]
+    num_new: int
+    device: str
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Of one token in fp32."""
+        shape = SHAPES[self.name]
+        return 2 * shape.num_layers * shape.kv_size * 4
+
+    def config(self, dtype: str = "float32", **fields: Any) -> EngineConfig:
+        """Prompts that come in chunks, more of them than run at once."""
+        sizes = {"max_batch": 3, "token_budget": 64, "max_model_tokens": 4096}
+        sizes["kv_bytes"] = KV_BYTES[self.device]
+        return EngineConfig(model=str(self.folder), dtype=dtype, **(sizes | fields))
+
+
+Row = tuple[str, str, float, float | str, bool | str]
+"""Check, dtype, value, bound and whether it is kept; the last two are empty where it is told."""
+
+
+def run(out: Path, device: str, tiny: bool, deadline: Deadline) -> bool:
+    """Check what is not checked yet; return whether all of it is."""
+    name = "tiny" if tiny else "small"
+    folder = saved_model(out / "models", name, torch.float32, "cpu")
+    lengths, num_new = ((5, 17, 33, 60), 12) if tiny else ((5, 33, 60, 150, 400, 700), 64)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, SHAPES[name].vocabulary, n).tolist() for n in lengths]
+    case = Case(folder, name, prompts, num_new, device)
+    table = Table(out / "equality.csv", COLUMNS)
+    for stage, check in STAGES.items():
+        if table.has(stage=stage):
+            continue
+        if deadline.passed:
+            return False
+        rows = [(stage, *row, device_name(device)) for row in check(case)]
+        table.add(*(dict(zip(COLUMNS, row, strict=True)) for row in rows))
+        free()
+    for row in table.rows:
+        print(*(row[name] for name in ("check", "dtype", "value", "bound", "passed")))
+    return True
+
+
+def _reference(dtype: str, case: Case) -> list[Row]:
+    plain = AutoModelForCausalLM.from_pretrained(case.folder, dtype=getattr(torch, dtype)).eval()
+    expected = [_plain_tokens(plain, prompt, case.num_new) for prompt in case.prompts]
+    with torch.no_grad():
+        logits = plain(torch.tensor([case.prompts[-1]])).logits[0].float().numpy()
+    model = rank.load_share(case.config(dtype))
+    ours = np.array(rank.all_logits(model, case.prompts[-1]))
+    off = float(np.abs(ours - logits).max())
+    argmax_equal = float((ours.argmax(1) == logits.argmax(1)).mean())
+    equal = _agreement(
+        answer(model, case.config(dtype), case.prompts, case.num_new).tokens, expected
+    )
+    if dtype != "float32":
+        return [
+            ("largest difference of logits", dtype, off, "", ""),
+            ("share of likeliest tokens equal", dtype, argmax_equal, "", ""),
+            ("share of generated tokens equal", dtype, equal, "", ""),
+        ]
+    return [
+        ("largest difference of logits", dtype, off, LOGITS_BOUND, off <= LOGITS_BOUND),
+        ("share of likeliest tokens equal", dtype, argmax_equal, "", ""),
+        ("share of generated tokens equal", dtype, equal, FP32_TOKENS_BOUND,
+         equal >= FP32_TOKENS_BOUND),
+    ]  # fmt: skip
+
+
+def _plain_tokens(model: Any, prompt: list[int], num_new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None,
+        max_new_tokens=num_new, min_new_tokens=num_new, pad_token_id=0,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def _agreement(ours: list[list[int]], expected: list[list[int]]) -> float:
+    """Share of tokens before the first that differs, over all requests."""
+    equal = total = 0
+    for one, other in zip(ours, expected, strict=True):
+        differs = [a != b for a, b in zip(one, other, strict=True)]
+        equal += differs.index(True) if True in differs else len(differs)
+        total += len(differs)
+    return equal / total
+
+
+def _batching(case: Case) -> list[Row]:
+    model = rank.load_share(case.config())
+    together = answer(model, case.config(), case.prompts, case.num_new)
+    alone = [
+        answer(model, case.config(), [prompt], case.num_new).tokens[0] for prompt in case.prompts
+    ]
+    equal = _agreement(together.tokens, alone)
+    most, limit = together.most_running, case.config().max_batch
+    return [
+        ("tokens in a batch equal to those alone", "float32", equal, FP32_TOKENS_BOUND,
+         equal >= FP32_TOKENS_BOUND),
+        ("most sequences at once", "float32", most, limit, 1 < most <= limit),
+    ]  # fmt: skip
+
+
+def _memory(case: Case) -> list[Row]:
+    model = rank.load_share(case.config())
+    rows: list[Row] = []
+    for fraction in (0.25, 0.5):
+        # Without a GPU it is a share of what is stated, with one it is of the card's memory.
+        kv_bytes = KV_BYTES["cpu"] if case.device == "cpu" else None
+        config = case.config(memory_fraction=fraction, kv_bytes=kv_bytes)
+        found = answer(model, config, case.prompts, case.num_new)
+        used = found.gpu_used_fraction
+        if kv_bytes is not None:
+            used = found.kv_capacity_tokens * case.kv_token_bytes / kv_bytes
+        check = f"memory taken of {fraction}"
+        rows.append((check, "float32", used, fraction, used <= fraction))
+        rows.append((f"KV tokens at {fraction}", "float32", found.kv_capacity_tokens, "", ""))
+    return rows
+
+
+def _limit(case: Case) -> list[Row]:
+    model = rank.load_share(case.config())
+    expected = answer(model, case.config(), case.prompts, case.num_new).tokens
+    longest = max(map(len, case.prompts)) + case.num_new
+    page_bytes = rank.PAGE_TOKENS * case.kv_token_bytes
+    pages = ceil(1.25 * longest / rank.PAGE_TOKENS) + 1
+    small = case.config(kv_bytes=(pages + 2) * page_bytes, memory_fraction=1.0)
+    found = answer(model, small, case.prompts, case.num_new)
+    equal = _agreement(found.tokens, expected)
+    refused = False
+    try:
+        answer(model, case.config(kv_bytes=page_bytes), case.prompts, case.num_new)
+    except EngineError:
+        refused = True
+    return [
+        ("tokens with a small cache equal", "float32", equal, FP32_TOKENS_BOUND,
+         equal >= FP32_TOKENS_BOUND),
+        ("KV tokens of the small cache", "float32", found.kv_capacity_tokens, "", ""),
+        ("preemptions", "float32", found.num_preemptions, "", ""),
+        ("a cache of no page refused", "float32", float(refused), 1.0, refused),
+    ]  # fmt: skip
+
+
+STAGES: dict[str, Callable[[Case], list[Row]]] = {
+    "fp32": partial(_reference, "float32"),
+    "bf16": partial(_reference, "bfloat16"),
+    "batching": _batching,
+    "memory": _memory,
+    "limit": _limit,
+}
