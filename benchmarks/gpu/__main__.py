@@ -1,6 +1,6 @@
 """The parts, each of which takes up where it stopped.
 
-python -m benchmarks.gpu equality|grid.. --out FOLDER [--device cpu|cuda] [--tiny]
+python -m benchmarks.gpu equality|grid|fleet|summary.. --out FOLDER [--device cpu|cuda] [--tiny]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.gpu.cells import Deadline
 
-PARTS = ("equality", "grid")
+PARTS = ("equality", "grid", "fleet", "summary")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a few cells of models of no size")
-    parser.add_argument("--minutes", type=float, default=8.0, help="for each part")
+    parser.add_argument(
+        "--minutes", type=float, default=6.5, help="after which a part begins nothing"
+    )
     args = parser.parse_args(arguments)
     if args.device == "cpu":
         # A rank takes the GPU that it sees.

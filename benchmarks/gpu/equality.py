@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.cells import Deadline, Table
 from benchmarks.gpu.grid import device_name
-from benchmarks.gpu.rank_engine import answer, free, saved_model
+from benchmarks.gpu.rank_engine import answer, free, save_models
 from benchmarks.gpu.shapes import SHAPES
 from serve_app.engines.base import EngineConfig, EngineError
 from serve_app.engines.sharded import rank
@@ -62,11 +62,11 @@ Row = tuple[str, str, float, float | str, bool | str]
 def run(out: Path, device: str, tiny: bool, deadline: Deadline) -> bool:
     """Check what is not checked yet; return whether all of it is."""
     name = "tiny" if tiny else "small"
-    folder = saved_model(out / "models", name, torch.float32, "cpu")
+    save_models(out / "models", [name], torch.float32, "cpu")
     lengths, num_new = ((5, 17, 33, 60), 12) if tiny else ((5, 33, 60, 150, 400, 700), 64)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, SHAPES[name].vocabulary, n).tolist() for n in lengths]
-    case = Case(folder, name, prompts, num_new, device)
+    case = Case(out / "models" / name, name, prompts, num_new, device)
     table = Table(out / "equality.csv", COLUMNS)
     for stage, check in STAGES.items():
         if table.has(stage=stage):

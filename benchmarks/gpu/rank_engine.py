@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,45 +12,45 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu.shapes import SHAPES
+from benchmarks.gpu.shapes import SHAPES, Shape
 from serve_app.engines.base import EngineConfig, EngineError, Sampling
 from serve_app.engines.sharded import rank
 
 _STOP_S = 30.0
 
 
-def saved_model(folder: Path, name: str, dtype: torch.dtype, device: str) -> Path:
-    """Return the folder of a model of random weights, written once.
+def save_models(folder: Path, names: Iterable[str], dtype: torch.dtype, device: str) -> None:
+    """Write models of random weights that are not there yet.
 
     Args:
         folder: Of all models.
-        name: In `SHAPES`.
-        dtype: It is stored in.
-        device: Where its weights are drawn.
+        names: In `SHAPES`.
+        dtype: They are stored in.
+        device: Where weights are drawn.
     """
-    path = folder / name
-    if not (path / "config.json").is_file():
-        shape = SHAPES[name]
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=shape.vocabulary,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.mlp_size,
-            num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads,
-            num_key_value_heads=shape.num_kv_heads,
-            tie_word_embeddings=shape.tied_embeddings,
-            max_position_embeddings=8192,
-            # Large weights, or every token would be as likely as any other.
-            initializer_range=1.6 * shape.hidden_size**-0.5,
-        )
-        with torch.device(device):
-            model = LlamaForCausalLM(config).to(dtype)
-        partial = folder / f"{name}.partial"
-        model.save_pretrained(partial)
-        partial.rename(path)
-        free()
-    return path
+    for name in names:
+        if not (folder / name / "config.json").is_file():
+            torch.manual_seed(0)
+            with torch.device(device):
+                model = LlamaForCausalLM(_config(SHAPES[name])).to(dtype)
+            model.save_pretrained(folder / f"{name}.partial")
+            (folder / f"{name}.partial").rename(folder / name)
+            free()
+
+
+def _config(shape: Shape) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.mlp_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        tie_word_embeddings=shape.tied_embeddings,
+        max_position_embeddings=8192,
+        # Large weights, or every token would be as likely as any other.
+        initializer_range=1.6 * shape.hidden_size**-0.5,
+    )
 
 
 def free() -> None:
