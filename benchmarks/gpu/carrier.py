@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -16,7 +16,7 @@ from tokenyard.routing.types import Request, RoutingPolicy
 from tokenyard.workload.trace import Trace
 
 _SILENCE_S = 120.0
-"""After so long without a word from any engine that owes tokens, it is given up."""
+"""After so long without a word from any engine while requests are open, all is given up."""
 _SMALLEST_VOCABULARY = 128
 
 
@@ -34,55 +34,53 @@ class Sent:
     last_s: float = 0.0
 
 
-@dataclass
 class Carrier:
     """All engines, and what is on its way to them."""
 
-    pipes: Mapping[str, Connection]
-    iterations: dict[str, list[tuple[int, int, int, float]]] = field(default_factory=dict)
-    """Those that each engine told of: prefill tokens, sequences, KV tokens read, seconds."""
-    open: dict[str, Sent] = field(default_factory=dict)
-    _heard_s: float = 0.0
+    def __init__(self, pipes: Mapping[str, Connection]) -> None:
+        """Know the pipe to each engine, by its name."""
+        self._pipes = pipes
+        self._open: dict[str, Sent] = {}
+        self._heard_s = time.time()
+        self.iterations: dict[str, list[tuple[int, int, int, float]]] = {name: [] for name in pipes}
+        """Those that each engine told of: prefill tokens, sequences, KV tokens read, seconds."""
 
-    def send(self, request_id: str, sent: Sent) -> None:
-        """Hand a request of random tokens to its engine."""
+    def _send(self, request_id: str, sent: Sent) -> None:
         rng = np.random.default_rng([sent.context_tokens, sent.num_new])
         tokens = rng.integers(3, _SMALLEST_VOCABULARY, sent.context_tokens).tolist()
-        self.open[request_id] = sent
+        self._open[request_id] = sent
         self._heard_s = time.time()
-        self.pipes[sent.engine].send((request_id, tokens, sent.num_new))
+        self._pipes[sent.engine].send((request_id, tokens, sent.num_new))
 
-    def listen(self, timeout_s: float) -> list[tuple[str, Any, list[tuple[str, Sent]]]]:
-        """Return the engines that had something to say: name, report, what grew.
+    def _listen(self, timeout_s: float) -> Iterator[tuple[str, float, Any, list[str]]]:
+        """Yield of engines that had something to say: name, when, its stats, whose tokens came.
 
         Raises:
-            RuntimeError: An engine died, refused a request, or says nothing any more.
+            RuntimeError: An engine died, failed a request, or none says anything any more.
         """
-        names = {pipe: name for name, pipe in self.pipes.items()}
-        heard = [self._hear(names[pipe], pipe) for pipe in wait(list(names), max(timeout_s, 0))]
-        now_s = time.time()
-        self._heard_s = now_s if heard else self._heard_s
-        if self.open and now_s - self._heard_s > _SILENCE_S:
+        heard = wait(list(self._pipes.values()), max(timeout_s, 0.0))
+        self._heard_s = time.time() if heard or not self._open else self._heard_s
+        if time.time() - self._heard_s > _SILENCE_S:
             raise RuntimeError(f"no engine has said anything for {_SILENCE_S:.0f} s")
-        return heard
+        for name, pipe in self._pipes.items():
+            if pipe in heard:
+                try:
+                    told_s, progress, stats, iterations = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(f"engine {name} has died") from None
+                self.iterations[name] += iterations
+                yield name, told_s, stats, [self._note(name, one) for one in progress]
 
-    def _hear(self, name: str, pipe: Connection) -> tuple[str, Any, list[tuple[str, Sent]]]:
-        try:
-            told_s, progress, stats, iterations = pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"engine {name} has died") from None
-        self.iterations.setdefault(name, []).extend(iterations)
-        now_s, grown = time.time(), []
-        for one in progress:
-            if one.error is not None:
-                raise RuntimeError(f"engine {name} failed {one.request_id}: {one.error}")
-            sent = self.open[one.request_id]
-            sent.first_s, sent.last_s = sent.first_s or now_s, now_s
-            sent.num_generated += 1
-            grown.append((one.request_id, sent))
-            if sent.num_generated == sent.num_new:
-                del self.open[one.request_id]
-        return name, (told_s, stats), grown
+    def _note(self, name: str, progress: Any) -> str:
+        if progress.error is not None:
+            raise RuntimeError(f"engine {name} failed {progress.request_id}: {progress.error}")
+        request_id, now_s = progress.request_id, time.time()
+        sent = self._open[request_id]
+        sent.first_s, sent.last_s = sent.first_s or now_s, now_s
+        sent.num_generated += 1
+        if sent.num_generated == sent.num_new:
+            del self._open[request_id]
+        return str(request_id)
 
     def drive(self, waves: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> None:
         """Give every engine its waves of (context, output) tokens, all engines at once.
@@ -90,13 +88,14 @@ class Carrier:
         An engine's next wave begins when its last one is answered.
         """
         left = {name: list(reversed(some)) for name, some in waves.items()}
-        while any(left.values()) or self.open:
-            busy = {sent.engine for sent in self.open.values()}
+        while any(left.values()) or self._open:
+            busy = {sent.engine for sent in self._open.values()}
             for name in left.keys() - busy:
                 for number, (context, new) in enumerate(left[name].pop() if left[name] else ()):
                     sent = Sent(name, time.time(), context, new)
-                    self.send(f"{name}-{len(left[name])}-{number}", sent)
-            self.listen(1.0)
+                    self._send(f"{name}-{len(left[name])}-{number}", sent)
+            for _ in self._listen(1.0):
+                pass
 
     def replay(
         self,
@@ -114,41 +113,38 @@ class Carrier:
             predicted_output: Output that the policy is told of, tokens, by context.
         """
         lengths = float(trace.context_tokens.mean()), float(trace.generated_tokens.mean())
-        states = [
-            ReplicaState(name, "fleet", profile, 0, time.time(), lengths)
+        states = {
+            name: ReplicaState(name, "fleet", profile, 0, time.time(), lengths)
             for name, profile in profiles.items()
-        ]
-        known = {state.replica_id: state for state in states}
+        }
         # What it compiles at its first decision must not count: another one makes that.
-        make_policy().route(Request(0.0, 8, 16.0), [state.snapshot(0) for state in states])
-        policy, begun_s = make_policy(), time.time()
-        due_s = (begun_s + trace.arrival_s).tolist()
-        done: list[Sent] = []
-        while len(done) < trace.num_requests or self.open:
-            for name, (told_s, stats), grown in self.listen(
-                due_s[len(done)] - time.time() if len(done) < len(due_s) else 1.0
-            ):
-                _note(known[name], told_s, stats, grown)
-            while len(done) < len(due_s) and due_s[len(done)] <= time.time():
-                number = len(done)
-                context = int(trace.context_tokens[number])
+        first = Request(0.0, 8, 16.0)
+        make_policy().route(first, [state.snapshot(0) for state in states.values()])
+        policy, sent = make_policy(), []
+        due_s = (time.time() + trace.arrival_s).tolist()
+        while len(sent) < len(due_s) or self._open:
+            until_s = due_s[len(sent)] - time.time() if len(sent) < len(due_s) else 1.0
+            for name, told_s, stats, grown in self._listen(until_s):
+                _publish(states[name], told_s, stats, [(one, sent[int(one)]) for one in grown])
+            while len(sent) < len(due_s) and due_s[len(sent)] <= time.time():
+                context, new = (
+                    int(of[len(sent)]) for of in (trace.context_tokens, trace.generated_tokens)
+                )
                 output = predicted_output(context)
-                request = Request(due_s[number], context, context + output)
-                snapshots = [state.snapshot(0) for state in states]
-                chosen = states[policy.route(request, snapshots)]
-                new = int(trace.generated_tokens[number])
-                sent = Sent(chosen.replica_id, due_s[number], context, new)
-                chosen.send(str(number), Prompt([0] * context), 0, output, time.time())
-                self.send(str(number), sent)
-                done.append(sent)
-        return done
+                request = Request(due_s[len(sent)], context, context + output)
+                snapshots = [state.snapshot(0) for state in states.values()]
+                chosen = list(states.values())[policy.route(request, snapshots)]
+                name = str(len(sent))
+                chosen.send(name, Prompt([0] * context), 0, output, time.time())
+                sent.append(Sent(chosen.replica_id, request.arrival_s, context, new))
+                self._send(name, sent[-1])
+        return sent
 
 
-def _note(state: ReplicaState, told_s: float, stats: Any, grown: list[tuple[str, Sent]]) -> None:
+def _publish(state: ReplicaState, told_s: float, stats: Any, grown: list[tuple[str, Sent]]) -> None:
     if stats is not None:
-        state.publish(
-            EngineStatus(stats.num_waiting, stats.num_running, stats.kv_used_fraction, told_s)
-        )
+        seen = (stats.num_waiting, stats.num_running, stats.kv_used_fraction, told_s)
+        state.publish(EngineStatus(*seen))
     for request_id, sent in grown:
         state.in_flight.receive(request_id, sent.num_generated)
         if sent.num_generated == sent.num_new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +13,28 @@ class Table:
     """A CSV file whose rows are appended and kept; a row that was cut off is dropped."""
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """Take up the rows that the file has.
-
-        Raises:
-            ValueError: The file has other columns.
-        """
-        self._path, self._columns = path, tuple(columns)
+        """Take up the rows that the file has."""
+        self._path, self._columns = path, columns
         self.rows: list[dict[str, str]] = []
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file():
             with path.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                if reader.fieldnames and tuple(reader.fieldnames) != self._columns:
-                    raise ValueError(f"{path} has other columns: take another folder")
-                self.rows = [row for row in reader if None not in (*row, *row.values())]
-        self._rewrite()
-
-    def _rewrite(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self._columns)
-            writer.writeheader()
-            writer.writerows(self.rows)
+                rows = [row for row in csv.DictReader(file) if None not in (*row, *row.values())]
+        else:
+            rows = []
+        path.write_text(",".join(columns) + "\n", encoding="utf-8")
+        self.add(*([row[name] for name in columns] for row in rows))
 
     def has(self, **cell: Any) -> bool:
         """Whether a row has these values."""
         wanted = {key: str(value) for key, value in cell.items()}
         return any(wanted.items() <= row.items() for row in self.rows)
 
-    def add(self, *rows: Mapping[str, Any]) -> None:
-        """Append rows, which are on the disk when this returns."""
-        texts = [{name: str(row[name]) for name in self._columns} for row in rows]
+    def add(self, *rows: Sequence[Any]) -> None:
+        """Append rows of all columns, which are on the disk when this returns."""
         with self._path.open("a", newline="", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns).writerows(texts)
-        self.rows += texts
+            csv.writer(file, lineterminator="\n").writerows(rows)
+        self.rows += [dict(zip(self._columns, map(str, row), strict=True)) for row in rows]
 
 
 class Deadline:

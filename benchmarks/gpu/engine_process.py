@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import shutil
 import subprocess
@@ -10,21 +11,20 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.gpu.grid import device_name
 from benchmarks.gpu.rank_engine import RankEngine
-from serve_app.engines.base import EngineConfig, Sampling
+from serve_app.engines.base import EngineConfig
 from serve_app.engines.sharded import rank
 
 _MPS = "nvidia-cuda-mps-control"
+_FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 _SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 _PROBE = "import torch; torch.zeros(1, device='cuda')"
-_WAIT_S = 120.0
 
 
 def start(config: EngineConfig, share_percent: int | None) -> tuple[Any, Connection]:
@@ -36,14 +36,23 @@ def start(config: EngineConfig, share_percent: int | None) -> tuple[Any, Connect
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, config), daemon=True)
-    with _environment({} if share_percent is None else {_SHARE: str(share_percent)}):
-        process.start()
+    process = context.Process(target=_serve, args=(theirs, config, share_percent), daemon=True)
+    process.start()
     theirs.close()
     return process, ours
 
 
-def _serve(pipe: Connection, config: EngineConfig) -> None:
+def end(process: Any, pipe: Connection) -> None:
+    """End an engine."""
+    with suppress(OSError):
+        pipe.send(None)
+        process.join(30)
+    process.kill()
+
+
+def _serve(pipe: Connection, config: EngineConfig, share_percent: int | None) -> None:
+    if share_percent is not None:  # Read when the process first uses the card.
+        os.environ[_SHARE] = str(share_percent)
     asyncio.run(_generate(pipe, rank.load_share(config), config))
 
 
@@ -53,12 +62,10 @@ async def _generate(pipe: Connection, model: Any, config: EngineConfig) -> None:
     def read() -> None:
         with suppress(EOFError, OSError):
             while (wanted := pipe.recv()) is not None:
-                request_id, token_ids, num_new = wanted
-                engine.manager.submit(request_id, token_ids, Sampling(num_new, ignore_eos=True))
+                engine.submit(*wanted)
         ended.set()
 
-    device = "cuda" if model.device.type == "cuda" else "cpu"
-    pipe.send((engine.manager.limits.kv_capacity_tokens, device_name(device)))
+    pipe.send((engine.manager.limits.kv_capacity_tokens, device_name(model.device.type)))
     threading.Thread(target=read, daemon=True).start()
     num_told = 0
     while not ended.is_set():
@@ -70,46 +77,27 @@ async def _generate(pipe: Connection, model: Any, config: EngineConfig) -> None:
     engine.stop()
 
 
-@contextmanager
-def _environment(more: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in more}
-    os.environ.update(more)
-    yield
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextmanager
-def mps(wanted: bool) -> Iterator[bool]:
-    """Start MPS where its daemon starts and a process then finds the GPU; yields whether it does.
+def start_mps() -> bool:
+    """Start MPS for the engines to come; return whether its daemon and then a process with it run.
 
     No setting of the card is changed: without the daemon, engines take turns on it.
     """
-    if not wanted or shutil.which(_MPS) is None:
-        yield False
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        place = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        with _environment(place):
-            begun = _succeeds([_MPS, "-d"])
-            works = begun and _succeeds([sys.executable, "-c", _PROBE])
-            if begun and not works:
-                _quit()
-            if works:
-                try:
-                    yield True
-                finally:
-                    _quit()
-        if not works:
-            yield False
+    if shutil.which(_MPS) is None:
+        return False
+    folder = tempfile.mkdtemp()
+    os.environ.update(dict.fromkeys(_FOLDERS, folder))
+    if _succeeds(_MPS, "-d"):
+        quit_it = {"input": b"quit\n", "env": dict(os.environ)}
+        atexit.register(subprocess.run, [_MPS], **quit_it)
+        if _succeeds(sys.executable, "-c", _PROBE):
+            return True
+    for name in _FOLDERS:
+        del os.environ[name]
+    return False
 
 
-def _succeeds(command: list[str]) -> bool:
+def _succeeds(*command: str) -> bool:
     try:
-        return subprocess.run(command, timeout=_WAIT_S).returncode == 0
+        return subprocess.run(command, timeout=120).returncode == 0
     except (OSError, subprocess.TimeoutExpired):
         return False
-
-
-def _quit() -> None:
-    subprocess.run([_MPS], input="quit\n", text=True, timeout=_WAIT_S, check=False)

@@ -6,6 +6,7 @@ and a cache that is too small for all requests. The model is small and of random
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.cells import Deadline, Table
 from benchmarks.gpu.grid import device_name
-from benchmarks.gpu.rank_engine import answer, free, save_models
+from benchmarks.gpu.rank_engine import Answers, answer, free, save_models
 from benchmarks.gpu.shapes import SHAPES
 from serve_app.engines.base import EngineConfig, EngineError
 from serve_app.engines.sharded import rank
@@ -27,7 +28,7 @@ from serve_app.engines.sharded import rank
 COLUMNS = ("stage", "check", "dtype", "value", "bound", "passed", "device")
 LOGITS_BOUND = 1e-3
 """Largest difference of fp32 logits."""
-FP32_TOKENS_BOUND = 0.99
+TOKENS_BOUND = 0.99
 """Share of fp32 tokens that are equal, each request up to the first that is not."""
 KV_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
 
@@ -37,7 +38,6 @@ class Case:
     """Which model, and what it is asked."""
 
     folder: Path
-    name: str
     prompts: list[list[int]]
     num_new: int
     device: str
@@ -45,14 +45,17 @@ class Case:
     @property
     def kv_token_bytes(self) -> int:
         """Of one token in fp32."""
-        shape = SHAPES[self.name]
-        return 2 * shape.num_layers * shape.kv_size * 4
+        shape = SHAPES[self.folder.name]
+        return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * 4
 
     def config(self, dtype: str = "float32", **fields: Any) -> EngineConfig:
         """Prompts that come in chunks, more of them than run at once."""
-        sizes = {"max_batch": 3, "token_budget": 64, "max_model_tokens": 4096}
-        sizes["kv_bytes"] = KV_BYTES[self.device]
+        sizes = {"max_batch": 3, "token_budget": 64, "kv_bytes": KV_BYTES[self.device]}
         return EngineConfig(model=str(self.folder), dtype=dtype, **(sizes | fields))
+
+    def answer(self, model: Any, config: EngineConfig) -> Answers:
+        """Answer all prompts at once."""
+        return asyncio.run(answer(model, config, self.prompts, self.num_new))
 
 
 Row = tuple[str, str, float, float | str, bool | str]
@@ -66,19 +69,26 @@ def run(out: Path, device: str, tiny: bool, deadline: Deadline) -> bool:
     lengths, num_new = ((5, 17, 33, 60), 12) if tiny else ((5, 33, 60, 150, 400, 700), 64)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, SHAPES[name].vocabulary, n).tolist() for n in lengths]
-    case = Case(out / "models" / name, name, prompts, num_new, device)
+    case = Case(out / "models" / name, prompts, num_new, device)
     table = Table(out / "equality.csv", COLUMNS)
     for stage, check in STAGES.items():
         if table.has(stage=stage):
             continue
         if deadline.passed:
             return False
-        rows = [(stage, *row, device_name(device)) for row in check(case)]
-        table.add(*(dict(zip(COLUMNS, row, strict=True)) for row in rows))
+        table.add(*((stage, *row, device_name(device)) for row in check(case)))
         free()
     for row in table.rows:
-        print(*(row[name] for name in ("check", "dtype", "value", "bound", "passed")))
+        print("equality:", *list(row.values())[1:6])
     return True
+
+
+def _told(check: str, value: float, dtype: str = "float32") -> Row:
+    return check, dtype, value, "", ""
+
+
+def _judged(check: str, value: float) -> Row:
+    return check, "float32", value, TOKENS_BOUND, value >= TOKENS_BOUND
 
 
 def _reference(dtype: str, case: Case) -> list[Row]:
@@ -88,23 +98,14 @@ def _reference(dtype: str, case: Case) -> list[Row]:
         logits = plain(torch.tensor([case.prompts[-1]])).logits[0].float().numpy()
     model = rank.load_share(case.config(dtype))
     ours = np.array(rank.all_logits(model, case.prompts[-1]))
-    off = float(np.abs(ours - logits).max())
-    argmax_equal = float((ours.argmax(1) == logits.argmax(1)).mean())
-    equal = _agreement(
-        answer(model, case.config(dtype), case.prompts, case.num_new).tokens, expected
-    )
-    if dtype != "float32":
-        return [
-            ("largest difference of logits", dtype, off, "", ""),
-            ("share of likeliest tokens equal", dtype, argmax_equal, "", ""),
-            ("share of generated tokens equal", dtype, equal, "", ""),
-        ]
-    return [
-        ("largest difference of logits", dtype, off, LOGITS_BOUND, off <= LOGITS_BOUND),
-        ("share of likeliest tokens equal", dtype, argmax_equal, "", ""),
-        ("share of generated tokens equal", dtype, equal, FP32_TOKENS_BOUND,
-         equal >= FP32_TOKENS_BOUND),
-    ]  # fmt: skip
+    off, check = float(np.abs(ours - logits).max()), "largest difference of logits"
+    likeliest = float((ours.argmax(1) == logits.argmax(1)).mean())
+    equal = _agreement(case.answer(model, case.config(dtype)).tokens, expected)
+    told = _told("share of likeliest tokens equal", likeliest, dtype)
+    if dtype == "float32":
+        kept = (check, dtype, off, LOGITS_BOUND, off <= LOGITS_BOUND)
+        return [kept, told, _judged("share of generated tokens equal", equal)]
+    return [_told(check, off, dtype), told, _told("share of generated tokens equal", equal, dtype)]
 
 
 def _plain_tokens(model: Any, prompt: list[int], num_new: int) -> list[int]:
@@ -117,68 +118,55 @@ def _plain_tokens(model: Any, prompt: list[int], num_new: int) -> list[int]:
 
 
 def _agreement(ours: list[list[int]], expected: list[list[int]]) -> float:
-    """Share of tokens before the first that differs, over all requests."""
-    equal = total = 0
-    for one, other in zip(ours, expected, strict=True):
-        differs = [a != b for a, b in zip(one, other, strict=True)]
-        equal += differs.index(True) if True in differs else len(differs)
-        total += len(differs)
-    return equal / total
+    """Share of tokens before the first that differs, over all requests of equal length."""
+    equal = np.array(ours) == np.array(expected)
+    return float(np.cumprod(equal, axis=1).mean())
 
 
 def _batching(case: Case) -> list[Row]:
-    model = rank.load_share(case.config())
-    together = answer(model, case.config(), case.prompts, case.num_new)
-    alone = [
-        answer(model, case.config(), [prompt], case.num_new).tokens[0] for prompt in case.prompts
-    ]
-    equal = _agreement(together.tokens, alone)
-    most, limit = together.most_running, case.config().max_batch
+    model, config = rank.load_share(case.config()), case.config()
+    together = case.answer(model, config)
+    alone = [asyncio.run(answer(model, config, [one], case.num_new)) for one in case.prompts]
+    equal = _agreement(together.tokens, [one.tokens[0] for one in alone])
+    most, limit = together.most_running, config.max_batch
     return [
-        ("tokens in a batch equal to those alone", "float32", equal, FP32_TOKENS_BOUND,
-         equal >= FP32_TOKENS_BOUND),
+        _judged("tokens in a batch equal to those alone", equal),
         ("most sequences at once", "float32", most, limit, 1 < most <= limit),
-    ]  # fmt: skip
+    ]
 
 
 def _memory(case: Case) -> list[Row]:
-    model = rank.load_share(case.config())
-    rows: list[Row] = []
+    model, rows = rank.load_share(case.config()), []
+    # Without a GPU it is a share of what is stated, with one it is of the card's memory.
+    kv_bytes = KV_BYTES["cpu"] if case.device == "cpu" else None
     for fraction in (0.25, 0.5):
-        # Without a GPU it is a share of what is stated, with one it is of the card's memory.
-        kv_bytes = KV_BYTES["cpu"] if case.device == "cpu" else None
-        config = case.config(memory_fraction=fraction, kv_bytes=kv_bytes)
-        found = answer(model, config, case.prompts, case.num_new)
-        used = found.gpu_used_fraction
+        found = case.answer(model, case.config(memory_fraction=fraction, kv_bytes=kv_bytes))
+        used, tokens = found.gpu_used_fraction, found.kv_capacity_tokens
         if kv_bytes is not None:
-            used = found.kv_capacity_tokens * case.kv_token_bytes / kv_bytes
-        check = f"memory taken of {fraction}"
-        rows.append((check, "float32", used, fraction, used <= fraction))
-        rows.append((f"KV tokens at {fraction}", "float32", found.kv_capacity_tokens, "", ""))
+            used = tokens * case.kv_token_bytes / kv_bytes
+        rows.append((f"memory taken of {fraction}", "float32", used, fraction, used <= fraction))
+        rows.append(_told(f"KV tokens at {fraction}", tokens))
     return rows
 
 
 def _limit(case: Case) -> list[Row]:
     model = rank.load_share(case.config())
-    expected = answer(model, case.config(), case.prompts, case.num_new).tokens
+    expected = case.answer(model, case.config()).tokens
     longest = max(map(len, case.prompts)) + case.num_new
     page_bytes = rank.PAGE_TOKENS * case.kv_token_bytes
-    pages = ceil(1.25 * longest / rank.PAGE_TOKENS) + 1
-    small = case.config(kv_bytes=(pages + 2) * page_bytes, memory_fraction=1.0)
-    found = answer(model, small, case.prompts, case.num_new)
-    equal = _agreement(found.tokens, expected)
-    refused = False
+    pages = ceil(1.25 * longest / rank.PAGE_TOKENS) + 3
+    small = case.config(kv_bytes=pages * page_bytes, memory_fraction=1.0)
+    found, refused = case.answer(model, small), False
     try:
-        answer(model, case.config(kv_bytes=page_bytes), case.prompts, case.num_new)
+        case.answer(model, case.config(kv_bytes=page_bytes))
     except EngineError:
         refused = True
     return [
-        ("tokens with a small cache equal", "float32", equal, FP32_TOKENS_BOUND,
-         equal >= FP32_TOKENS_BOUND),
-        ("KV tokens of the small cache", "float32", found.kv_capacity_tokens, "", ""),
-        ("preemptions", "float32", found.num_preemptions, "", ""),
+        _judged("tokens with a small cache equal", _agreement(found.tokens, expected)),
+        _told("KV tokens of the small cache", found.kv_capacity_tokens),
+        _told("preemptions", found.num_preemptions),
         ("a cache of no page refused", "float32", float(refused), 1.0, refused),
-    ]  # fmt: skip
+    ]
 
 
 STAGES: dict[str, Callable[[Case], list[Row]]] = {

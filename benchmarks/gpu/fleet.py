@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ PROFILE = (
     "engine", "model", "device", "mps_percent", "max_batch", "token_budget", "iteration_s",
     "prefill_token_s", "sequence_s", "kv_token_s", "kv_capacity_tokens",
 )  # fmt: skip
+SPEED = PROFILE[4:]
+"""Those that are an `EngineProfile`."""
 REQUESTS = (
     "policy", "request", "engine", "arrival_s", "context_tokens", "generated_tokens", "response_s",
     "ttft_s",
@@ -53,6 +56,20 @@ class Member:
     kv_bytes: int
     mps_percent: int
 
+    def config(self, models: Path, device: str) -> EngineConfig:
+        """What its process runs."""
+        return EngineConfig(
+            model=str(models / self.model), max_batch=self.max_batch, kv_bytes=self.kv_bytes,
+            token_budget=self.token_budget, max_model_tokens=4096, memory_fraction=1.0,
+            dtype="bfloat16" if device == "cuda" else "float32",
+        )  # fmt: skip
+
+    def waves(self, longest: int, output: int) -> list[list[tuple[int, int]]]:
+        """Batches of 1, 2, 4, .. sequences at three contexts, by which it is timed."""
+        sizes = [2**i for i in range(self.max_batch.bit_length())]
+        contexts = (longest // 16 + 1, longest // 4, longest // 2)
+        return [[(context, output)] * size for size in sizes for context in contexts]
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -67,6 +84,23 @@ class Fleet:
     duration_s: float
     most_requests: int
     wave_output: int
+
+    def traffic(self, profiles: list[EngineProfile]) -> Trace:
+        """Return the requests that every policy gets; equal profiles give equal ones."""
+        rng = np.random.default_rng(0)
+        model = load_model(load_scenario(self.scenario).workload)
+        context, output = model.sample_lengths(self.most_requests, rng)
+        context, output = context.clip(4, self.most_context), output.clip(2, self.most_output)
+        lengths = float(context.mean()), float(output.mean())
+        capacity_per_s = sum(
+            requests_per_s(
+                one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
+            )
+            for one in profiles
+        )
+        rate_per_s = self.load * capacity_per_s
+        num = max(8, min(self.most_requests, int(rate_per_s * self.duration_s)))
+        return Trace(poisson_arrivals(num, rate_per_s, rng), context[:num], output[:num])
 
 
 FULL = Fleet(
@@ -83,52 +117,23 @@ TINY = Fleet(
 )  # fmt: skip
 
 
-def traffic(fleet: Fleet, scenario: Scenario, profiles: list[EngineProfile]) -> Trace:
-    """Return the requests that every policy gets; equal profiles give equal ones."""
-    rng = np.random.default_rng(0)
-    context, output = load_model(scenario.workload).sample_lengths(fleet.most_requests, rng)
-    context, output = np.clip(context, 4, fleet.most_context), np.clip(output, 2, fleet.most_output)
-    capacity = sum(
-        requests_per_s(
-            one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens,
-            float(context.mean()), float(output.mean()),
-        )
-        for one in profiles
-    )  # fmt: skip
-    rate_per_s = fleet.load * capacity
-    num = max(8, min(fleet.most_requests, int(rate_per_s * fleet.duration_s)))
-    return Trace(poisson_arrivals(num, rate_per_s, rng), context[:num], output[:num])
-
-
-def live_policy(name: str, scenario: Scenario, num_replicas: int) -> RoutingPolicy:
-    """Make a rule or the learned policy for any cluster."""
-    if name == "generic":
-        return learned_policy(resolve_champion("routing", "generic")[0], slo=scenario.slo)
-    context = PolicyContext(scenario.name, scenario.slo, np.random.default_rng(0), num_replicas)
-    return make_policy(name, context)
-
-
 def run(out: Path, device: str, tiny: bool, deadline: Deadline) -> bool:
     """Time the engines, and run the policies that were not run yet; return whether all were."""
-    fleet = TINY if tiny else FULL
-    profiles, requests = Table(out / "fleet_profiles.csv", PROFILE), Table(
-        out / "fleet_requests.csv", REQUESTS
-    )  # fmt: skip
+    fleet, requests = TINY if tiny else FULL, Table(out / "fleet_requests.csv", REQUESTS)
     missing = [name for name in POLICIES if not requests.has(policy=name)]
     if not missing:
         return True
     _save_models(fleet, out / "models", device)
+    shares = device == "cuda" and engine_process.start_mps()
     with ExitStack() as stack:
-        shares = stack.enter_context(engine_process.mps(device == "cuda"))
         pipes = {}
         for member in fleet.members:
-            config = _config(member, out / "models", device)
-            started = engine_process.start(config, member.mps_percent if shares else None)
-            stack.callback(_end, *started)
-            pipes[member.name] = started[1]
+            config, percent = member.config(out / "models", device), member.mps_percent
+            process, pipes[member.name] = engine_process.start(config, percent if shares else None)
+            stack.callback(engine_process.end, process, pipes[member.name])
         told = {name: pipe.recv() for name, pipe in pipes.items()}
         carrier = Carrier(pipes)
-        _time_engines(fleet, carrier, told, shares, out, profiles)
+        profiles = _profiles(fleet, carrier, told, shares, out)
         for name in missing:
             if deadline.passed:
                 return False
@@ -137,19 +142,9 @@ def run(out: Path, device: str, tiny: bool, deadline: Deadline) -> bool:
     return True
 
 
-def _config(member: Member, models: Path, device: str) -> EngineConfig:
-    return EngineConfig(
-        model=str(models / member.model), max_batch=member.max_batch, kv_bytes=member.kv_bytes,
-        token_budget=member.token_budget, max_model_tokens=4096, memory_fraction=1.0,
-        dtype="bfloat16" if device == "cuda" else "float32",
-    )  # fmt: skip
-
-
 def _save_models(fleet: Fleet, folder: Path, device: str) -> None:
-    names = {member.model for member in fleet.members}
-    if all((folder / name / "config.json").is_file() for name in names):
-        return
     # In a process of its own: this one must hold nothing on the card.
+    names = {member.model for member in fleet.members}
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     process = get_context("spawn").Process(target=save_models, args=(folder, names, dtype, device))
     process.start()
@@ -158,71 +153,65 @@ def _save_models(fleet: Fleet, folder: Path, device: str) -> None:
         raise RuntimeError("the models could not be written")
 
 
-def _time_engines(
-    fleet: Fleet, carrier: Carrier, told: dict, shares: bool, out: Path, profiles: Table
-) -> None:
-    """Warm all engines together; the first time, fit what they told of their iterations."""
+def _profiles(
+    fleet: Fleet, carrier: Carrier, told: dict[str, tuple[int, str]], shares: bool, out: Path
+) -> dict[str, EngineProfile]:
+    """Warm all engines together; the first time, fit what they tell of their iterations."""
     carrier.drive({member.name: [[(8, 2)]] for member in fleet.members})
-    if profiles.rows:
-        return
-    carrier.iterations.clear()
-    carrier.drive({member.name: _waves(fleet, member) for member in fleet.members})
-    for member in fleet.members:
-        rows = np.array(carrier.iterations[member.name])
-        path = out / f"fleet_iterations_{member.name}.csv"
-        path.unlink(missing_ok=True)  # Of a run that ended before it had all profiles.
-        table = Table(path, ITERATION_COLUMNS)
-        table.add(*(dict(zip(ITERATION_COLUMNS, row, strict=True)) for row in rows.tolist()))
-        found = fit_iterations(IterationProfile(rows[:, :3].T, rows[:, 3]))
-        capacity, device = told[member.name]
-        speeds = (max(found.base_s, 1e-9), *found.values.tolist()[1:])
-        row = (
-            member.name, member.model, device, member.mps_percent if shares else "",
-            member.max_batch, member.token_budget, *speeds, capacity,
-        )  # fmt: skip
-        profiles.add(dict(zip(PROFILE, row, strict=True)))
+    table = Table(out / "fleet_profiles.csv", PROFILE)
+    if not table.rows:
+        for some in carrier.iterations.values():
+            some.clear()
+        waves = {
+            one.name: one.waves(fleet.most_context, fleet.wave_output) for one in fleet.members
+        }
+        carrier.drive(waves)
+        rows = [_timed(one, carrier, told[one.name], shares, out) for one in fleet.members]
+        table.add(*rows)
+    return read_profiles(table)
 
 
-def _waves(fleet: Fleet, member: Member) -> list[list[tuple[int, int]]]:
-    """Batches of 1, 2, 4, .. sequences at three contexts."""
-    sizes = [2**i for i in range(member.max_batch.bit_length()) if 2**i <= member.max_batch]
-    contexts = (fleet.most_context // 16 + 1, fleet.most_context // 4, fleet.most_context // 2)
-    return [[(context, fleet.wave_output)] * size for size in sizes for context in contexts]
+def _timed(
+    member: Member, carrier: Carrier, told: tuple[int, str], shares: bool, out: Path
+) -> tuple[Any, ...]:
+    rows = np.array(carrier.iterations[member.name])
+    path = out / f"fleet_iterations_{member.name}.csv"
+    path.unlink(missing_ok=True)  # Of a run that ended before it had all profiles.
+    Table(path, ITERATION_COLUMNS).add(*rows.tolist())
+    base_s, *more = fit_iterations(IterationProfile(rows[:, :3].T, rows[:, 3])).values.tolist()
+    percent, limits = member.mps_percent if shares else "", (member.max_batch, member.token_budget)
+    return (
+        member.name, member.model, told[1], percent, *limits, max(base_s, 1e-9), *more, told[0],
+    )  # fmt: skip
 
 
-def measured_profiles(profiles: Table) -> dict[str, EngineProfile]:
+def read_profiles(table: Table) -> dict[str, EngineProfile]:
     """Return the profiles of the engines by name."""
     return {
-        row["engine"]: EngineProfile(
-            **{name: float(row[name]) for name in PROFILE[6:]}, max_batch=int(row["max_batch"]),
-            token_budget=int(row["token_budget"]), source="measured",
-        )
-        for row in profiles.rows
-    }  # fmt: skip
+        row["engine"]: EngineProfile.model_validate({name: row[name] for name in SPEED})
+        for row in table.rows
+    }
 
 
-def _replay(fleet: Fleet, carrier: Carrier, profiles: Table, name: str) -> list[dict]:
-    scenario, engines = load_scenario(fleet.scenario), measured_profiles(profiles)
-    trace = traffic(fleet, scenario, list(engines.values()))
+def live_policy(name: str, scenario: Scenario, num_replicas: int) -> RoutingPolicy:
+    """Make a rule, or the learned policy for any cluster."""
+    if name == "generic":
+        return learned_policy(resolve_champion("routing", "generic")[0], slo=scenario.slo)
+    context = PolicyContext(scenario.name, scenario.slo, np.random.default_rng(0), num_replicas)
+    return make_policy(name, context)
+
+
+def _replay(
+    fleet: Fleet, carrier: Carrier, profiles: dict[str, EngineProfile], name: str
+) -> list[tuple[Any, ...]]:
+    scenario, trace = load_scenario(fleet.scenario), fleet.traffic(list(profiles.values()))
     predictor = length_predictor(load_model(scenario.workload))
-    make_policy = partial(live_policy, name, scenario, len(engines))
-    done = carrier.replay(trace, make_policy, engines, predictor.generated_tokens)
+    make = partial(live_policy, name, scenario, len(profiles))
+    done = carrier.replay(trace, make, profiles, predictor.generated_tokens)
     return [_row(name, number, sent, done[0].due_s) for number, sent in enumerate(done)]
 
 
-def _row(policy: str, number: int, sent: Sent, first_s: float) -> dict:
-    row = (
-        policy, number, sent.engine, sent.due_s - first_s, sent.context_tokens, sent.num_generated,
-        sent.last_s - sent.due_s, sent.first_s - sent.due_s,
-    )  # fmt: skip
-    return dict(zip(REQUESTS, row, strict=True))
-
-
-def _end(process, pipe) -> None:
-    try:
-        pipe.send(None)
-        process.join(30)
-    except OSError:
-        pass
-    finally:
-        process.kill()
+def _row(policy: str, number: int, sent: Sent, first_s: float) -> tuple[Any, ...]:
+    sizes = sent.context_tokens, sent.num_generated
+    times_s = sent.last_s - sent.due_s, sent.first_s - sent.due_s
+    return policy, number, sent.engine, sent.due_s - first_s, *sizes, *times_s

@@ -39,7 +39,8 @@ class Layer(nn.Module):
         super().__init__()
         self.shape, hidden, mlp = shape, shape.hidden_size, shape.mlp_size
         self.before_attention = nn.RMSNorm(hidden, eps=1e-5, **place)
-        self.qkv = nn.Linear(hidden, hidden + 2 * shape.kv_size, bias=False, **place)
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        self.qkv = nn.Linear(hidden, heads * shape.head_size, bias=False, **place)
         self.out = nn.Linear(hidden, hidden, bias=False, **place)
         self.before_mlp = nn.RMSNorm(hidden, eps=1e-5, **place)
         self.gate_up = nn.Linear(hidden, 2 * mlp, bias=False, **place)
@@ -49,22 +50,15 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
         """Compute; shape (tokens, hidden) to the same."""
-        x = x + self.out(self._attend(self.qkv(self.before_attention(x)), rotation, batch))
-        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
-        return x + self.down(silu(gate) * up)
-
-    def _attend(self, qkv: Tensor, rotation: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-        shape = self.shape
-        heads = qkv.view(len(qkv), -1, shape.head_size)
+        shape, num = self.shape, batch.decoding_sequences
+        heads = self.qkv(self.before_attention(x)).view(len(x), -1, shape.head_size)
         q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
         q, k = _rotated(q, rotation), _rotated(k, rotation)
-        decoding = batch.decoding_sequences
-        parts = []
-        if decoding:
-            parts.append(self._decode(q[:decoding], k[:decoding], v[:decoding], batch))
-        if batch.prefill_tokens:
-            parts.append(self._prefill(q[decoding:], k[decoding:], v[decoding:], batch))
-        return torch.cat(parts).view(len(qkv), shape.hidden_size)
+        decoded = self._decode(q[:num], k[:num], v[:num], batch) if num else q[:0]
+        prompt = self._prefill(q[num:], k[num:], v[num:], batch) if len(x) > num else q[:0]
+        x = x + self.out(torch.cat([decoded, prompt]).flatten(1))
+        gate, up = self.gate_up(self.before_mlp(x)).chunk(2, dim=-1)
+        return x + self.down(silu(gate) * up)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         num, keys = batch.decoding_sequences, batch.context_tokens + 1
@@ -75,43 +69,30 @@ class Layer(nn.Module):
         return out.squeeze(2)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
-        first = batch.cache_tokens - batch.prefill_tokens
-        self.cache[0, first : batch.cache_tokens] = k
-        self.cache[1, first : batch.cache_tokens] = v
+        place = slice(batch.cache_tokens - batch.prefill_tokens, batch.cache_tokens)
+        self.cache[0, place], self.cache[1, place] = k, v
         q, k, v = (one.transpose(0, 1).unsqueeze(0) for one in (q, k, v))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 
 
 class Llama(nn.Module):
-    """All layers, embedding and head."""
+    """All layers, embedding and head, with a cache of so many tokens in all."""
 
-    def __init__(
-        self, shape: Shape, cache_tokens: int, positions: int, device: str, dtype: torch.dtype
-    ) -> None:
-        """Draw the weights.
-
-        Args:
-            shape: Of the model.
-            cache_tokens: Most tokens whose keys and values a batch holds.
-            positions: Longest sequence.
-            device: Where it is.
-            dtype: Of weights, cache and activations.
-        """
+    def __init__(self, shape: Shape, cache_tokens: int, positions: int, place: dict) -> None:
+        """Draw the weights, for sequences of up to `positions` tokens; `place`: device, dtype."""
         super().__init__()
-        place = {"device": device, "dtype": dtype}
         size = (shape.vocabulary, shape.hidden_size)
         self.table = nn.Parameter(torch.randn(size, **place) * 0.02)
         untied = not shape.tied_embeddings
         self.head = nn.Parameter(torch.randn(size, **place) * 0.02) if untied else self.table
-        self.layers = nn.ModuleList(
-            Layer(shape, cache_tokens, place) for _ in range(shape.num_layers)
-        )
+        layers = (Layer(shape, cache_tokens, place) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(shape.hidden_size, eps=1e-5, **place)
-        exponent = torch.arange(0, shape.head_size, 2, device=device) / shape.head_size
-        angles = torch.arange(positions, device=device)[:, None] * 5e5**-exponent
-        self.register_buffer("cos", angles.cos().to(dtype))
-        self.register_buffer("sin", angles.sin().to(dtype))
+        exponents = torch.arange(0, shape.head_size, 2) / shape.head_size
+        angles = torch.arange(positions)[:, None, None] * 5e5**-exponents
+        self.register_buffer("cos", angles.cos().to(**place))
+        self.register_buffer("sin", angles.sin().to(**place))
 
     def forward(self, token_ids: Tensor, positions: Tensor, batch: Batch) -> Tensor:
         """Return the likeliest next token of every sequence, the prompt last.
@@ -121,13 +102,12 @@ class Llama(nn.Module):
             positions: Of each, shape (tokens,).
             batch: How many of which.
         """
-        x = embedding(token_ids, self.table)
-        rotation = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        x, rotation = embedding(token_ids, self.table), (self.cos[positions], self.sin[positions])
         for layer in self.layers:
             x = layer(x, rotation, batch)
-        ends = batch.decoding_sequences + (batch.prefill_tokens > 0)
-        last = torch.cat([x[: batch.decoding_sequences], x[-1:]])[:ends]
-        return linear(self.norm(last), self.head).argmax(-1)
+        if batch.prefill_tokens:
+            x = torch.cat([x[: batch.decoding_sequences], x[-1:]])
+        return linear(self.norm(x), self.head).argmax(-1)
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

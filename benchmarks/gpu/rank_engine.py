@@ -16,20 +16,11 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 from serve_app.engines.base import EngineConfig, EngineError, Sampling
 from serve_app.engines.sharded import rank
 
-_STOP_S = 30.0
-
 
 def save_models(folder: Path, names: Iterable[str], dtype: torch.dtype, device: str) -> None:
-    """Write models of random weights that are not there yet.
-
-    Args:
-        folder: Of all models.
-        names: In `SHAPES`.
-        dtype: They are stored in.
-        device: Where weights are drawn.
-    """
+    """Write models of `SHAPES`, of random weights, that are not in the folder yet."""
     for name in names:
-        if not (folder / name / "config.json").is_file():
+        if not (folder / name).is_dir():
             torch.manual_seed(0)
             with torch.device(device):
                 model = LlamaForCausalLM(_config(SHAPES[name])).to(dtype)
@@ -56,18 +47,14 @@ def _config(shape: Shape) -> LlamaConfig:
 def free() -> None:
     """Give back the memory of what is no longer used."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 class NotingManager(rank.LockstepManager):
     """Continuous batching that notes every iteration."""
 
-    def __init__(self, model: Any, config: EngineConfig, outbox: rank.Outbox) -> None:
-        """Size the cache."""
-        super().__init__(model, config, outbox)
-        self.iterations: list[tuple[int, int, int, float]] = []
-        """Prefill tokens, decoding sequences, KV tokens read, seconds."""
+    iterations: list[tuple[int, int, int, float]]
+    """Prefill tokens, decoding sequences, KV tokens read, seconds."""
 
     def _generation_step(self) -> None:
         super()._generation_step()
@@ -92,11 +79,16 @@ class RankEngine:
         """
         self.outbox = rank.Outbox(asyncio.get_running_loop())
         self.manager = NotingManager(model, config, self.outbox)
+        self.manager.iterations = []
         self.manager.start()
+
+    def submit(self, request_id: str, token_ids: list[int], num_new: int) -> None:
+        """Queue a request, whose tokens are the likeliest ones."""
+        self.manager.submit(request_id, token_ids, Sampling(num_new, ignore_eos=True))
 
     def stop(self) -> None:
         """End the generation, and free the cache."""
-        self.manager.stop(block=True, timeout=_STOP_S, hard_stop=True)
+        self.manager.stop(block=True, timeout=30.0, hard_stop=True)
         free()
 
 
@@ -113,23 +105,19 @@ class Answers:
     """Of the card's memory, whoever uses it, when all was answered."""
 
 
-def answer(model: Any, config: EngineConfig, prompts: Sequence[list[int]], num_new: int) -> Answers:
+async def answer(
+    model: Any, config: EngineConfig, prompts: Sequence[list[int]], num_new: int
+) -> Answers:
     """Answer prompts that come at once, greedily, each with `num_new` tokens.
 
     Raises:
         EngineError: The engine could not start, or a request failed.
     """
-    return asyncio.run(_answer(model, config, prompts, num_new))
-
-
-async def _answer(
-    model: Any, config: EngineConfig, prompts: Sequence[list[int]], num_new: int
-) -> Answers:
     engine = RankEngine(model, config)
     try:
         found = Answers([[] for _ in prompts], engine.manager.limits.kv_capacity_tokens)
         for number, prompt in enumerate(prompts):
-            engine.manager.submit(str(number), prompt, Sampling(num_new, ignore_eos=True))
+            engine.submit(str(number), prompt, num_new)
         while any(len(tokens) < num_new for tokens in found.tokens):
             _take(await engine.outbox.take(1.0), found)
         if torch.cuda.is_available():

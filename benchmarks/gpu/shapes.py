@@ -1,12 +1,9 @@
-"""Shapes of the models, in the fields of `tokenyard.perf.models.Llm`, with no import at all."""
+"""Shapes of the models, in the fields of `tokenyard.perf.models.Llm`, with no import of ours."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """A Llama-style decoder: grouped-query attention, gated MLP, no biases."""
 
     num_layers: int
@@ -21,11 +18,6 @@ class Shape:
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_heads
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys of one token in one layer."""
-        return self.head_size * self.num_kv_heads
 
 
 SHAPES = {

@@ -85,13 +85,12 @@ def _errors(out: Path, name: str, model: str, device: str) -> Row:
     kind = next((KINDS[word] for word in device.replace("-", " ").split() if word in KINDS), None)
     if kind is None:  # The model knows no such device, so it has nothing to say before.
         return row | {"before_error_fraction": None, "after_error_fraction": None}
-    llm = Llm(name=model, source="random weights", **asdict(SHAPES[model]))
+    llm = Llm(name=model, source="random weights", **SHAPES[model]._asdict())
     before = Replica(load_gpu(kind), llm)
     after = replace(before, calibration=fit_replica(fitted, before))
     for when, replica in (("before", before), ("after", after)):
-        row[f"{when}_error_fraction"] = mape(
-            iteration_s(replica, *held_out.batches), held_out.time_s
-        )
+        told_s = iteration_s(replica, *held_out.batches)
+        row[f"{when}_error_fraction"] = mape(told_s, held_out.time_s)
     return row
 
 
@@ -122,7 +121,7 @@ def _forecast(
     out: Path, known: fleet.Fleet, sent: pd.DataFrame, names: list[str]
 ) -> dict[str, dict[str, float]]:
     """Simulate the same requests on the engines as they were timed."""
-    profiles = fleet.measured_profiles(Table(out / "fleet_profiles.csv", fleet.PROFILE))
+    profiles = fleet.read_profiles(Table(out / "fleet_profiles.csv", fleet.PROFILE))
     replicas = [
         MeasuredReplica(name=name, **profile.model_dump(exclude={"source"}))
         for name, profile in profiles.items()

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 
 import pandas as pd
 import pytest
@@ -106,4 +105,25 @@ def test_the_large_model_is_the_one_of_the_performance_model(monkeypatch):
     from benchmarks.gpu.shapes import SHAPES
 
     known = load_llm("llama3_8b").model_dump()
-    assert asdict(SHAPES["llama3_8b"]).items() <= known.items()
+    assert SHAPES["llama3_8b"]._asdict().items() <= known.items()
+
+
+def test_a_decoded_token_is_what_the_whole_prompt_gives(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    torch = pytest.importorskip("torch")
+    from benchmarks.gpu.llama import Batch, Llama
+    from benchmarks.gpu.shapes import SHAPES
+
+    torch.manual_seed(0)
+    model = Llama(SHAPES["tiny_deep"], 64, 64, {"device": "cpu", "dtype": torch.float32})
+    with torch.inference_mode():
+        for _ in range(5):
+            tokens, places = torch.randint(128, (20,)), torch.arange(20)
+            whole = model(tokens, places, Batch(20, 0, 0))
+            model(tokens[:19], places[:19], Batch(19, 0, 0))
+            assert model(tokens[19:], places[19:], Batch(0, 1, 19)) == whole
+            other = torch.randint(128, (7,))
+            alone = model(other, places[:7], Batch(7, 0, 0))
+            model(tokens[:19], places[:19], Batch(19, 0, 0))
+            both = torch.cat([tokens[19:], other]), torch.cat([places[19:], places[:7]])
+            assert model(*both, Batch(7, 1, 19)).tolist() == [whole.item(), alone.item()]
