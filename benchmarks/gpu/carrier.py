@@ -127,17 +127,26 @@ class Carrier:
             for name, told_s, stats, grown in self._listen(until_s):
                 _publish(states[name], told_s, stats, [(one, sent[int(one)]) for one in grown])
             while len(sent) < len(due_s) and due_s[len(sent)] <= time.time():
+                number = len(sent)
                 context, new = (
-                    int(of[len(sent)]) for of in (trace.context_tokens, trace.generated_tokens)
+                    int(trace.context_tokens[number]),
+                    int(trace.generated_tokens[number]),
                 )
-                output = predicted_output(context)
-                request = Request(due_s[len(sent)], context, context + output)
-                snapshots = [state.snapshot(0) for state in states.values()]
-                chosen = list(states.values())[policy.route(request, snapshots)]
-                name = str(len(sent))
-                chosen.send(name, Prompt([0] * context), 0, output, time.time())
-                sent.append(Sent(chosen.replica_id, request.arrival_s, context, new))
-                self._send(name, sent[-1])
+                size = context + predicted_output(context)
+                request = Request(due_s[number], context, size)
+                sent.append(self._place(str(number), request, new, policy, list(states.values())))
+        return sent
+
+    def _place(
+        self, name: str, request: Request, num_new: int, policy: RoutingPolicy,
+        states: list[ReplicaState],
+    ) -> Sent:  # fmt: skip
+        chosen = states[policy.route(request, [state.snapshot(0) for state in states])]
+        context, now_s = request.context_tokens, time.time()
+        output = request.predicted_total_tokens - context
+        chosen.send(name, Prompt([0] * context), 0, output, now_s)
+        sent = Sent(chosen.replica_id, request.arrival_s, context, num_new)
+        self._send(name, sent)
         return sent
 
 
