@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 
 from tokenyard.perf.coefficients import LinearCoefficients
 from tokenyard.perf.hardware import Calibration, Collective, Engine, Gpu, Kernels, Link
-from tokenyard.perf.iteration import layer_work, soft_roofline_s
+from tokenyard.perf.iteration import iteration_s, layer_work, soft_roofline_s
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.profiles import (
     CollectiveProfile,
@@ -25,6 +25,7 @@ from tokenyard.perf.profiles import (
     read_collective_profiles,
 )
 from tokenyard.perf.published import Published
+from tokenyard.perf.replica import Replica
 from tokenyard.types import FloatArray, IntArray
 
 _OUTLIER_LOG_RATIO = 0.1
@@ -283,6 +284,47 @@ def fit_iterations(profile: IterationProfile) -> LinearCoefficients:
     )
     fitted = fit.x * unit
     return LinearCoefficients.from_fit(fitted, np.abs(fitted @ design / profile.time_s - 1))
+
+
+def fit_replica(profile: IterationProfile, replica: Replica) -> Calibration:
+    """Fit the kernels and the engine of a replica on one GPU to its own iterations.
+
+    Fixed costs of layers and of the iteration cannot be told apart by one model's times: the fit is
+    good for that model, and for no other.
+
+    Args:
+        profile: What was measured; prompt tokens of an iteration are taken as one whole prompt.
+        replica: On what; its own calibration is where the fit begins.
+    """
+    known = replica.calibration
+
+    def calibration(parameters: FloatArray) -> Calibration:
+        kernels = _kernels(parameters[:4], replica.kernels.elementwise_overhead_s)
+        fitted = {**known.kernels, replica.gpu.kernels: kernels}
+        engine = _engine(np.append(parameters[4:], known.engine.overhead_scale))
+        return with_engine(known.model_copy(update={"kernels": fitted}), engine)
+
+    def predict(parameters: FloatArray) -> FloatArray:
+        return iteration_s(replace(replica, calibration=calibration(parameters)), *profile.batches)
+
+    start = (0.75, 0.9, 1.4, 2e-5, 0.8, 0.6, 1e-3)
+    lower = (0.02, 0.02, 1.0, 1e-7, 0.02, 0.02, 1e-6)
+    upper = (1.5, 1.5, 20.0, 1e-2, 1.5, 1.5, 1.0)
+    return calibration(_fit_positive(predict, profile.time_s, start, lower, upper))
+
+
+def held_out_third(profile: IterationProfile) -> tuple[IterationProfile, IterationProfile]:
+    """Divide iterations into two thirds to fit and one to predict, by batch composition.
+
+    Raises:
+        ValueError: There are fewer than three compositions.
+    """
+    composition = _composition(profile)
+    num_compositions = int(composition.max()) + 1
+    if num_compositions < 3:
+        raise ValueError(f"{num_compositions} batch compositions have no third; measure more")
+    held_out = np.random.default_rng(0).permutation(num_compositions)[composition] % 3 == 0
+    return _select(profile, ~held_out), _select(profile, held_out)
 
 
 def iterations_held_out_mape(profile: IterationProfile, num_folds: int = 5) -> float:

@@ -467,7 +467,7 @@ class LockstepManager(ContinuousBatchingManager):
     def _generation_step(self) -> None:
         super()._generation_step()
         if self._pace is not None:
-            self._pace.hold(self._begun_s, *_composition(self.batch_processor.inputs_and_outputs))
+            self._pace.hold(self._begun_s, *composition(self.batch_processor.inputs_and_outputs))
 
     def _stats(self, batch_processor: ContinuousBatchProcessor) -> EngineStats:
         scheduler, cache = batch_processor.scheduler, batch_processor.cache
@@ -482,7 +482,7 @@ class LockstepManager(ContinuousBatchingManager):
         )
 
 
-def _composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
+def composition(batch: ContinuousBatchingIOs) -> tuple[int, int, int]:
     """Return prefill tokens, decoding sequences and KV tokens read of what was just computed."""
     prefill_tokens = sequences = kv_tokens = 0
     for future in batch.requests_in_batch:

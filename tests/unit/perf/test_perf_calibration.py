@@ -11,13 +11,18 @@ from tokenyard.perf.calibration import (
     fit_engine,
     fit_iterations,
     fit_kernels,
+    fit_replica,
+    held_out_third,
     iterations_held_out_mape,
     kernel_cross_validated_mape,
     kernel_transfer_mape,
+    mape,
     predicted,
     with_engine,
 )
+from tokenyard.perf.coefficients import batch_grid
 from tokenyard.perf.hardware import Engine, load_gpu, shipped_calibration
+from tokenyard.perf.iteration import iteration_s
 from tokenyard.perf.models import load_llm
 from tokenyard.perf.profiles import (
     CollectiveProfile,
@@ -26,6 +31,7 @@ from tokenyard.perf.profiles import (
     read_iterations,
 )
 from tokenyard.perf.published import read_published
+from tokenyard.perf.replica import make_replica
 
 A100 = load_gpu("a100_80g_sxm")
 TOKENS = np.unique(np.geomspace(1, 4096, 80).astype(int))
@@ -171,3 +177,30 @@ def test_a_file_that_cannot_be_fitted_is_refused_with_the_line(tmp_path, text, m
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         read_iterations(path)
+
+
+def test_a_replica_fitted_to_its_iterations_predicts_those_held_out():
+    shipped = make_replica("h100_sxm", "llama3_8b")
+    kernels = shipped.kernels.model_copy(update={"memory_efficiency": 0.6, "sharpness": 3.0})
+    engine = Engine(
+        kv_efficiency=0.5, attention_efficiency=0.3, iteration_overhead_s=4e-3, overhead_scale=1.0
+    )
+    true = with_engine(
+        shipped.calibration.model_copy(update={"kernels": {"h100": kernels}}), engine
+    )
+    batches = batch_grid(shipped)
+    time_s = iteration_s(make_replica("h100_sxm", "llama3_8b", calibration=true), *batches)
+    fitted, held_out = held_out_third(IterationProfile(batches, time_s))
+    assert len(fitted.time_s) + len(held_out.time_s) == len(time_s)
+    assert 0.25 < len(held_out.time_s) / len(time_s) < 0.4
+    before = mape(iteration_s(shipped, *held_out.batches), held_out.time_s)
+    found = replace(shipped, calibration=fit_replica(fitted, shipped))
+    after = mape(iteration_s(found, *held_out.batches), held_out.time_s)
+    assert before > 0.1
+    assert after < 0.01
+
+
+def test_three_batch_compositions_are_the_least_to_hold_a_third_out():
+    few = IterationProfile(np.array([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]), np.array([1.0, 2.0]))
+    with pytest.raises(ValueError, match="2 batch compositions"):
+        held_out_third(few)
