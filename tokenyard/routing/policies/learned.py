@@ -96,8 +96,19 @@ class AnyClusterPolicy(ScoringPolicy):
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
         self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
 
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the cheapest replica."""
+        # A tuple of the costs would take a twentieth of the time.
+        return self._cheapest(request, snapshots)[0]
+
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the cluster."""
+        best, costs = self._cheapest(request, snapshots)
+        return Decision(best, tuple(costs.tolist()))
+
+    def _cheapest(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray]:
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
@@ -113,7 +124,7 @@ class AnyClusterPolicy(ScoringPolicy):
             best = server_scores(
                 self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
             )
-        return Decision(best, tuple(costs.tolist()))
+        return best, costs
 
 
 class NetworkPolicy(ScoringPolicy):
