@@ -62,14 +62,14 @@ def policy_router(gateway: Gateway, access: Access) -> APIRouter:
 
     @router.get("/v1/policies", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def policies() -> PoliciesAnswer:
-        """Say who decides, who did before, and how the trial goes."""
+        """Say who decides, who did before, and how the experiment goes."""
         return lifecycle.describe()
 
     @router.post(
         "/v1/policies", dependencies=may_change, responses={**PROBLEMS, 409: {"model": Problem}}
     )
     async def change_policies(body: PoliciesChange) -> PoliciesAnswer:
-        """Put a policy on trial, end the trial, promote what is on trial, or roll back."""
+        """Try a policy in an experiment, end that, promote what was tried, or roll back."""
         try:
             return await lifecycle.change(body)
         except Conflict as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from starlette._utils import get_route_path
 from starlette.requests import HTTPConnection, Request
@@ -28,6 +28,11 @@ class TooMuch(Exception):
         """Say why, with the HTTP status."""
         super().__init__(reason)
         self.status = status
+
+
+def are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether headers are longer together than `MAX_HEADER_BYTES`."""
+    return sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
 
 
 class PendingBodies:
@@ -114,7 +119,7 @@ class Intake:
             await self._app(scope, _replay(body, receive), send)
 
     def _check_head(self, scope: Scope) -> None:
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+        if are_too_large(scope["headers"]):
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
         if get_route_path(scope).startswith(_NEEDS_TOKEN):
             self._access.check_use(HTTPConnection(scope))

@@ -38,7 +38,7 @@ class PoliciesChange(BaseModel):
     model_config = {"extra": "forbid", "strict": True}
 
     action: Literal["shadow", "canary", "stop", "promote", "rollback"]
-    """Put a policy on trial, end the trial, let the policy on trial decide, or go back."""
+    """Try a policy in an experiment, end that, let the policy decide that was tried, or go back."""
     policy: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     """For `shadow` and `canary`: as in `POST /v1/policy`."""
     share: Annotated[float, Field(gt=0, le=MAX_SHARE, allow_inf_nan=False)] = 0.2
@@ -65,7 +65,7 @@ class EstimateAnswer(BaseModel):
 
 
 class ExperimentAnswer(BaseModel):
-    """A trial so far."""
+    """An experiment so far."""
 
     mode: Mode
     policy: BreakerAnswer
@@ -146,14 +146,14 @@ class Lifecycle:
                 manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
             elif body.action == "stop":
                 if manager.experiment is None or not manager.experiment.running:
-                    raise Conflict("no policy is on trial")
+                    raise Conflict("no experiment runs")
                 manager.end_experiment("asked")
             else:
                 await self._promote()
         return self.describe()
 
     def describe(self) -> PoliciesAnswer:
-        """Say who decides, who did before, and how the trial goes."""
+        """Say who decides, who did before, and how the experiment goes."""
         manager = self._manager
         previous = None if manager.previous is None else _reference(manager.previous)
         return PoliciesAnswer(
@@ -191,7 +191,7 @@ class Lifecycle:
         manager = self._manager
         experiment = manager.experiment
         if experiment is None or not experiment.running:
-            raise Conflict("no policy is on trial")
+            raise Conflict("no experiment runs")
         artifact = experiment.policy.loaded.artifact
         if manager.registry is not None and artifact is not None:
             await self._write_champion(manager.registry, experiment, artifact)
@@ -206,7 +206,7 @@ class Lifecycle:
         """Move the alias, and move it back where the promotion does not come about.
 
         Raises:
-            Conflict: The registry was not written in time, or the trial has ended meanwhile.
+            Conflict: The registry was not written in time, or the experiment has ended meanwhile.
         """
         tags = promotion_tags(experiment, artifact.metadata.lineage, self._manager.policy)
         writing = self._keep(self._in_registry(_promote_in, uri, self._model, artifact, tags))
@@ -225,7 +225,7 @@ class Lifecycle:
             raise Conflict(self._registry_note) from None
         if self._manager.experiment is not experiment or not experiment.running:
             await asyncio.shield(self._keep(self._undo(uri, writing)))
-            raise Conflict(f"the trial ended meanwhile: {experiment.why}")
+            raise Conflict(f"the experiment ended meanwhile: {experiment.why}")
         self._registry_note = f"{self._model} version {writing.result()[0]} is champion"
 
     async def _undo(self, uri: str, writing: asyncio.Task[tuple[str, dict[str, str]]]) -> None:

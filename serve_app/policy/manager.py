@@ -186,7 +186,7 @@ class PolicyManager:
             ValueError: It cannot be used, or nobody decides whom it could be compared to.
         """
         if RAY_DEFAULT in (policy, self.policy.name):
-            raise ValueError(f"{RAY_DEFAULT} scores nothing that a trial could be compared on")
+            raise ValueError(f"{RAY_DEFAULT} scores nothing that an experiment could compare")
         # A canary explores as the champion does, or its log could judge nobody.
         explore = self.policy.explore_fraction if mode == "canary" else 0.0
         runner = self.runner(policy, prepared or self.prepare(policy), explore)
@@ -209,11 +209,11 @@ class PolicyManager:
             ValueError: There is none.
         """
         if self.experiment is None or not self.experiment.running:
-            raise ValueError("no policy is on trial")
+            raise ValueError("no experiment runs")
         tried = self.experiment.policy
         runner = self.runner(tried.name, tried.loaded, self.policy.explore_fraction)
         self.end_experiment("it was promoted")
-        self._install(runner, "promoted", "after its trial")
+        self._install(runner, "promoted", "after its experiment")
 
     def roll_back(self, why: str = "asked") -> None:
         """Let what decided before decide again; at once, since it was kept.

@@ -10,7 +10,7 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.http.intake import MAX_HEADER_BYTES
+from serve_app.http.intake import MAX_HEADER_BYTES, are_too_large
 
 CALLBACK = "serve_app.ray_serve.proxy:middlewares"
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -34,7 +34,7 @@ class HeaderGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         headers = scope.get("headers", [])
-        if sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        if are_too_large(headers):
             text = f"headers are larger than {MAX_HEADER_BYTES} bytes"
             answer = PlainTextResponse(text, 431, {"connection": "close"})
             await answer(scope, receive, send)

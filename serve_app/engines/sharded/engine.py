@@ -331,15 +331,15 @@ class ShardedEngine:
 
     async def _start_connected(self) -> None:
         """Start; anew with other processes where ranks did not reach each other."""
-        for left in reversed(range(_MOST_STARTS)):
+        for _ in range(_MOST_STARTS - 1):
             try:
                 return await self._start()
             except EngineError as error:
-                if left == 0 or _NOT_CONNECTED not in str(error):
+                if _NOT_CONNECTED not in str(error):
                     raise
                 logger.warning("ranks are started anew: %s", error)
                 await self._clear()
-        return None
+        return await self._start()
 
     async def _start(self) -> None:
         self._reported = None

@@ -302,8 +302,8 @@ def test_a_promotion_that_does_not_come_about_leaves_the_registry_as_it_was(
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
     [
-        ({"action": "promote"}, 409, "no policy is on trial"),
-        ({"action": "stop"}, 409, "no policy is on trial"),
+        ({"action": "promote"}, 409, "no experiment runs"),
+        ({"action": "stop"}, 409, "no experiment runs"),
         ({"action": "canary"}, 422, "policy is missing"),
         ({"action": "canary", "policy": "bogus"}, 422, "unknown policy"),
         ({"action": "canary", "policy": "sed", "share": 0.9}, 422, "share"),
