@@ -114,10 +114,10 @@ def _candidate(scenario: Scenario, registry_uri: str | None) -> LoadedPolicy:
     if registry_uri is None:
         raise ArtifactError("candidate is an alias of the registry, and there is no registry")
     model = f"tokenyard-routing-{scenario.name}"
-    path = mlflow_lookup(registry_uri, CANDIDATE)(model)
-    if path is None:
+    found = mlflow_lookup(registry_uri, CANDIDATE)(model)
+    if found is None:
         raise ArtifactError(f"registry {registry_uri}: {model} has no candidate")
-    artifact = PolicyArtifact.load(path)
+    artifact = PolicyArtifact.load(found.path)
     return from_artifact(CANDIDATE, artifact, f"registry {model}@candidate", scenario)
 
 
