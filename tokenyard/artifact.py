@@ -186,12 +186,14 @@ class RegisteredPolicy:
     path: Path
     """The policy file, on this machine."""
     version: str
+    alias: str
+    """By which it was looked up."""
     run_id: str | None
     """MLflow run that logged it; None: it was registered without one."""
 
 
 RegistryLookup = Callable[[str], RegisteredPolicy | None]
-"""Gives a registered model's champion, by the model's name; None: it has none."""
+"""Finds a version of a registered model by the model's name; None: there is none."""
 ANY_CLUSTER = "generic"
 """Name of the shipped artifact that works on any cluster."""
 
@@ -235,7 +237,7 @@ def find_champion(
         name = model_name(problem, scenario)
         registered = registry(name)
         if registered is not None:
-            return load(registered.path), f"registry {name}@champion"
+            return load(registered.path), f"registry {name}@{registered.alias}"
     for shipped in (scenario, ANY_CLUSTER):
         file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
         with resources.as_file(file) as local:

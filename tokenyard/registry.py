@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.artifact import ArtifactError, RegisteredPolicy, RegistryError, RegistryLookup
+from tokenyard.artifact import (
+    ArtifactError,
+    RegisteredPolicy,
+    RegistryError,
+    RegistryLookup,
+    model_name,
+)
 from tokenyard.problem import Artifact
 
 # MLflow takes seconds to import, and most servers run without a registry: functions import it.
@@ -79,9 +85,22 @@ def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
         with _named(f"{tracking_uri}: files of {what} cannot be read"):
             folder = _download(client, version)
         path = _policy_file(folder, what)
-        return RegisteredPolicy(path, str(version.version), version.run_id or None)
+        return RegisteredPolicy(path, str(version.version), alias, version.run_id or None)
 
     return lookup
+
+
+def find_registered(
+    tracking_uri: str, problem: str, scenario: str, alias: str = CHAMPION
+) -> RegisteredPolicy | None:
+    """Look up what a server is to serve; None: no version has that alias.
+
+    Raises:
+        RegistryError: The registry cannot be read, or is a file that is not there.
+    """
+    if is_missing(tracking_uri):
+        raise RegistryError(f"registry {tracking_uri}: there is no such file")
+    return mlflow_lookup(tracking_uri, alias)(model_name(problem, scenario))
 
 
 def is_missing(tracking_uri: str) -> bool:

@@ -194,7 +194,7 @@ def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
     named, registered = tmp_path / "named.npz", tmp_path / "registered.npz"
     a_linear_policy(trainer="ppo").save(named)
     a_linear_policy(trainer="dqn").save(registered)
-    version = RegisteredPolicy(registered, "1", None)
+    version = RegisteredPolicy(registered, "1", "champion", None)
     by_path = resolve_champion("routing", "poisson_085", named, lambda name: version)
     assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
     asked = []

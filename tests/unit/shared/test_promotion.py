@@ -30,7 +30,7 @@ def judged(level, problem=TOY, registry=None):
 
 def registered(tmp_path, level):
     ToyArtifact.keeping(level, trainer="x").save(tmp_path / "artifact.npz")
-    return lambda model: RegisteredPolicy(tmp_path / "artifact.npz", "1", "run")
+    return lambda model: RegisteredPolicy(tmp_path / "artifact.npz", "1", "champion", "run")
 
 
 def test_without_a_champion_the_rule_is_to_be_beaten():
