@@ -19,6 +19,7 @@ from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from tokenyard.problem import AnyProblem
+from tokenyard.rl.trainable import PolicyTrainable
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
@@ -40,7 +41,7 @@ class Experiment:
     """`tokenyard.routing.problem.PROBLEM`, for example: draws streams and compares policies."""
     scenario: str
     """Scenario that all trials are trained and judged on."""
-    trainable: type[tune.Trainable]
+    trainable: type[PolicyTrainable]
     """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
     trials: tuple[TrialConfig, ...]
     """The trials that are run for certain, in this order; all have the same keys."""

@@ -200,8 +200,9 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
         if resume:
             return fit(resumed(), resumed)
         log = mlflow_log.TrialLog(
-            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name}
-        )
+            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name},
+            sweep.experiment.trainable.hyperparameters,
+        )  # fmt: skip
         # Tune reads a trial's last result back from its own JSON lines.
         callbacks = [log, JsonLoggerCallback()]
         tuner = new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks)

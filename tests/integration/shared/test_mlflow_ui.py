@@ -12,7 +12,7 @@ import time
 import urllib.request
 
 import pytest
-from integration.toy_sweeps import toy_trial
+from integration.toy_sweeps import ToyRouter, toy_trial
 from mlflow import MlflowClient
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -50,7 +50,7 @@ def store(tmp_path_factory):
     client = MlflowClient(mlflow_log.tracking_uri(folder))
     experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", folder)
     parent = mlflow_log.open_sweep_run(client, experiment_id, str(folder), "night-sweep", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, ToyRouter.hyperparameters)
     for skill, algorithm in enumerate(("fast", "slow")):
         trial = Trial(algorithm)
         log.on_trial_start(0, [], trial)

@@ -200,3 +200,17 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
     assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
     hopeless = Fitted(ActorDiedError())
     assert fit(hopeless, lambda: hopeless) is hopeless
+
+
+@pytest.mark.parametrize("module", ["routing", "allocation", "regions"])
+def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
+    experiment = load_experiment(f"{module}:default")
+    for trial in experiment.trials:
+        found = experiment.trainable.hyperparameters(trial)
+        assert all(isinstance(value, float | int | str) for value in found.values())
+        if trial["algorithm"].removeprefix("cloned_") in ("ppo", "a2c", "dqn"):
+            assert {"lr", "gamma", "train_batch_size", "network"} <= found.keys()
+            weights = [value for key, value in found.items() if key.startswith("reward.")]
+            assert any(weights), "nothing is rewarded"
+        else:
+            assert found
