@@ -64,7 +64,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 @pytest.mark.parametrize(
     "name",
     [
-        "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "asha", "optuna",
+        "default", "smoke", "paper", "paper_high_load", "ablation", "ours",
         "fleet", "fleet_smoke",
     ],
 )  # fmt: skip
@@ -166,9 +166,9 @@ def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
     for trial in designed.designed_trials(0):
         request = designed.trainable.default_resource_request(trial)
         assert request.bundles == [{"CPU": 2.0}] * 4
-    drawn = load_experiment("routing:optuna").fitted({"placement": "SPREAD"})
+    drawn = load_experiment("routing:weights").fitted({"placement": "SPREAD"})
     assert drawn.param_space(0)["placement"] == "SPREAD"
-    assert drawn.max_failures == load_experiment("routing:optuna").max_failures
+    assert drawn.max_failures == load_experiment("routing:weights").max_failures
 
 
 def test_where_a_trial_runs_does_not_change_what_it_is():
