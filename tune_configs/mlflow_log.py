@@ -24,7 +24,7 @@ from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
 from tokenyard.problem import Row
-from tune_configs.experiment import ENV_STEPS, TrialConfig
+from tune_configs.experiment import ENV_STEPS, WEIGHTS, TrialConfig
 
 SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
@@ -182,7 +182,8 @@ class TrialLog(Callback):
         return str(self._client.get_run(self._parent_run_id).info.experiment_id)
 
     def _create_run(self, trial: Trial) -> Run:
-        params = flatten_dict(dict(trial.config), delimiter=".")
+        # Drawn weights come back among those that the trial is rewarded by.
+        params = {key: value for key, value in trial.config.items() if key != WEIGHTS}
         tags = {key: str(params[key]) for key in _TAGGED_PARAMS if key in params}
         run = self._client.create_run(
             self._experiment_id(),

@@ -38,7 +38,7 @@ class ToyRouter(tune.Trainable):
 
     @classmethod
     def hyperparameters(cls, config: dict[str, Any]) -> dict[str, float]:
-        return {"gamma": 0.5}
+        return {"gamma": 0.5, "reward.response": -1.0}
 
     def step(self) -> dict[str, Any]:
         time.sleep(float(os.environ.get("TOY_STEP_S", "0.01")))
