@@ -130,6 +130,7 @@ class Measure:
     keys have `_ci_low` and `_ci_high` in place of the last word."""
     table: str = "means over streams ± 95 % interval"
     """Title of the table that it is printed in."""
+    more_is_better: bool = False
 
     @property
     def relative(self) -> bool:
@@ -212,6 +213,9 @@ class Problem(Protocol[S, A, D, R]):
     """Name of the candidate that stands for the best trained policy."""
     rivals: Sequence[str] = ()
     """Candidates that `learned` is set beside one by one, each as its baseline."""
+    trade_offs: Sequence[tuple[str, str]] = ()
+    """Keys of pairs of measures that reward weights trade for each other: a sweep draws each pair
+    with its Pareto front."""
     num_validation_streams: int = 2
     """Streams by which trials are ranked; their seed is 0, so that all sweeps can be compared."""
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining, TrialScheduler
 
 import envs
 from tokenyard.allocation.problem import PROBLEM
@@ -16,7 +15,8 @@ from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocat
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation.trial import AllocationTrainable, search_env_steps
-from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "a100x8_13b"
 RULES = ("best_static", "autoscaler_70", "autoscaler_tuned", "planner")
@@ -48,20 +48,20 @@ class AllocationTrial(AllocationTrainable):
     spelled_out = staticmethod(trainer_config)
 
 
-def _objective(trial: Mapping[str, Any]) -> Objective | None:
-    """What a trial is rewarded for.
+def _objective(trial: Mapping[str, Any]) -> Objective:
+    """What a trial is rewarded for: weights by name, with those in their place that it draws.
 
     Raises:
         ValueError: Unknown reward weights.
     """
-    if trial["reward_weights"] == PAPER:
-        return PAPER_WEIGHTS
-    if trial["reward_weights"] != COST:
+    violation_usd = load_allocation(trial["scenario"]).violation_usd
+    known = {COST: Objective(usd=1.0, violations=violation_usd), PAPER: PAPER_WEIGHTS}
+    if trial["reward_weights"] not in known:
         raise ValueError(
             f"unknown reward weights {trial['reward_weights']!r}; choose {COST!r} or {PAPER!r}"
         )
-    violation_usd = load_allocation(trial["scenario"]).violation_usd
-    return Objective(usd=1.0, violations=violation_usd * trial["violation_factor"])
+    named = known[trial["reward_weights"]].model_dump()
+    return Objective.model_validate(named | dict(trial.get(WEIGHTS, {})))
 
 
 def _trial(
@@ -70,7 +70,6 @@ def _trial(
     return {
         "algorithm": algorithm,
         "reward_weights": weights,
-        "violation_factor": 1.0,
         "scenario": SCENARIO,
         "env_steps": env_steps,
         "iterations": iterations,
@@ -151,30 +150,20 @@ def paper_weights() -> Experiment:
     return replace(default(), trials=tuple(trials))
 
 
-def population() -> Experiment:
-    """Population-based training of what an SLO violation weighs.
+def weights() -> Experiment:
+    """PPO after cloning, under weights of violations and energy that are drawn as numbers.
 
-    The score counts SLO violations at the scenario's price; in training they may cost more or
-    less, and every second result the worse half of the population copies the better one.
+    Every trial is scored by dollars, violations at the scenario's price. In training a violation
+    weighs a quarter to four times that, and a megajoule up to 3 dollars: about what an A100 costs
+    in the time in which it takes one.
     """
-    trials = [
-        {**_trial("cloned_ppo", 160_000, seed, iterations=8), "violation_factor": factor}
-        for seed, factor in enumerate((0.5, 1.0, 1.5, 2.5))
-    ]
-    return replace(
-        default(),
-        trials=tuple(trials),
-        scheduler=_population_scheduler,
-        max_concurrent_trials=len(trials),
-        checkpoints_kept=None,
-    )
-
-
-def _population_scheduler() -> TrialScheduler:
-    return PopulationBasedTraining(
-        time_attr="training_iteration",
-        metric=None,
-        perturbation_interval=2,
-        hyperparam_mutations={"violation_factor": tune.uniform(0.5, 3.0)},
-        quantile_fraction=0.5,
-    )
+    violation_usd = load_allocation(SCENARIO).violation_usd
+    space = {
+        **_trial("cloned_ppo", 100_000, iterations=5),
+        WEIGHTS: {
+            "violations": tune.loguniform(violation_usd / 4, violation_usd * 4),
+            "energy": tune.uniform(0.0, 3.0),
+        },
+        "seed": tune.randint(0, 1_000),
+    }
+    return drawn_weights(default(), space, num_samples=12)

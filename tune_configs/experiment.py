@@ -19,11 +19,15 @@ from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from tokenyard.problem import AnyProblem
+from tokenyard.rl.trainable import PolicyTrainable
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
 SCORE = "score"
 """Result key that trials are ranked on, higher is better, whatever rewards they train on."""
+
+WEIGHTS = "weights"
+"""Key of a trial: weights of its reward in place of some of those that `reward_weights` names."""
 
 RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
 """Keys of a trial that say what it reserves, and where; absent ones are the trainable's."""
@@ -40,7 +44,7 @@ class Experiment:
     """`tokenyard.routing.problem.PROBLEM`, for example: draws streams and compares policies."""
     scenario: str
     """Scenario that all trials are trained and judged on."""
-    trainable: type[tune.Trainable]
+    trainable: type[PolicyTrainable]
     """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
     trials: tuple[TrialConfig, ...]
     """The trials that are run for certain, in this order; all have the same keys."""
@@ -56,9 +60,6 @@ class Experiment:
     max_concurrent_trials: int = 2
     checkpoint_every: int = 1
     """Iterations between checkpoints; what comes after the last one is lost with a killed trial."""
-    checkpoints_kept: int | None = 2
-    """Best checkpoints of a trial that are kept beside its latest; None: all, which a population
-    needs, since a trial may go on from another's after that one has gone on too."""
     max_failures: int = 2
     """How often a trial is started again from its checkpoint before it counts as failed."""
     baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")

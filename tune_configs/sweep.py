@@ -20,7 +20,7 @@ from ray.tune.logger import JsonLoggerCallback
 from tokenyard import registry
 from tokenyard.artifact import model_name
 from tokenyard.evaluation import Comparison, rank
-from tokenyard.figures import learning_curves
+from tokenyard.figures import draw_trade_off, learning_curves
 from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
 from tokenyard.promotion import Verdict, judge_candidate, rivals
 from tokenyard.provenance import git_sha, versions
@@ -224,8 +224,9 @@ def train(sweep: Sweep, resume: bool) -> ResultGrid:
         if resume:
             return fit(resumed(), resumed)
         log = mlflow_log.TrialLog(
-            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name}
-        )
+            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name},
+            sweep.experiment.trainable.hyperparameters,
+        )  # fmt: skip
         # Tune reads a trial's last result back from its own JSON lines.
         callbacks = [log, JsonLoggerCallback()]
         tuner = new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks)
@@ -343,7 +344,7 @@ def record(
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
     ranking = report.ranking
     figures = sweep.problem.figures(sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
-    figures |= draw_learning_curves(sweep, trials, report)
+    figures |= draw_learning_curves(sweep, trials, report) | draw_trade_offs(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
     provenance = {
@@ -392,6 +393,21 @@ def draw_learning_curves(
             f"Reward weights in training: {weights}",
         )
         for weights, by_algorithm in curves.items()
+    }
+
+
+def draw_trade_offs(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> dict[str, Figure]:
+    """Draw the problem's trade-offs with all trials and rules, by names of files.
+
+    Those are left out in which the scenario measures nothing, such as the energy of servers.
+    """
+    measures = {one.key: one for one in sweep.problem.measures(sweep.scenario)}
+    kinds = {trial.label: str(trial.config["algorithm"]) for trial in trials}
+    rows, credit = report.ranking.rows, report.ranking.streams.described
+    return {
+        f"pareto_{x}_{y}": draw_trade_off(rows, measures[x], measures[y], kinds, credit)
+        for x, y in sweep.problem.trade_offs
+        if {x, y} <= measures.keys() and all(len({row[key] for row in rows}) > 1 for key in (x, y))
     }
 
 

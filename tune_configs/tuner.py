@@ -174,7 +174,7 @@ def new_tuner(
             failure_config=FailureConfig(max_failures=experiment.max_failures),
             checkpoint_config=CheckpointConfig(
                 # The best one is exported, and the latest one, which Tune always keeps, resumes.
-                num_to_keep=experiment.checkpoints_kept,
+                num_to_keep=2,
                 checkpoint_score_attribute=SCORE,
                 checkpoint_frequency=experiment.checkpoint_every,
                 checkpoint_at_end=True,

@@ -82,6 +82,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     default_baseline = "autoscaler_tuned"
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
+    trade_offs = (("cost_per_hour", "slo_attainment"), ("energy_j_per_token", "slo_attainment"))
     scenario_names = staticmethod(allocation_names)
     load_scenario = staticmethod(load_allocation)
     load_artifact = staticmethod(AllocationArtifact.load)

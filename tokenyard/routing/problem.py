@@ -57,6 +57,11 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     default_streams = 30
     score = Score("score", 1, "s")
     headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
+    trade_offs = (
+        ("mean_response_s", "p99_response_s"),
+        ("mean_response_s", "slo_violation_fraction"),
+        ("energy_j_per_token", "mean_response_s"),
+    )
     num_validation_streams = 8
     scenario_names = staticmethod(scenario_names)
     load_scenario = staticmethod(load_scenario)

@@ -9,10 +9,10 @@ from tokenyard.allocation.problem import PROBLEM, Demands
 from tokenyard.evaluation import rank
 from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
-from tune_configs.allocation import trainer_config
+from tune_configs.allocation import AllocationTrial, trainer_config
 from tune_configs.experiment import load_experiment
 
-EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights", "population")
+EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -26,25 +26,17 @@ def test_every_trial_of_every_experiment_can_be_built(name):
         assert config.cloned == str(trial["algorithm"]).startswith("cloned")
 
 
-def test_a_population_keeps_every_checkpoint_since_others_may_still_go_on_from_it():
-    experiment = load_experiment("allocation:population")
-    assert experiment.checkpoints_kept is None
-    assert experiment.max_concurrent_trials == len(experiment.trials)
-
-
 def test_reward_weights_that_are_unknown_are_refused():
     trial = dict(load_experiment("allocation:smoke").trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
         trainer_config({**trial, "reward_weights": "beauty"})
 
 
-def test_what_an_slo_violation_weighs_in_training_is_a_parameter_of_the_trial():
+def test_a_weight_that_is_drawn_takes_the_place_of_the_named_one():
     trial = dict(load_experiment("allocation:smoke").trials[0])
-    once, twice = (
-        trainer_config({**trial, "violation_factor": f})["objective"] for f in (1.0, 2.0)
-    )
-    assert twice.violations == 2 * once.violations
-    assert twice.usd == once.usd == 1
+    found = trainer_config({**trial, "weights": {"violations": 0.5, "energy": 0.1}})["objective"]
+    assert (found.usd, found.violations, found.energy) == (1.0, 0.5, 0.1)
+    assert AllocationTrial.hyperparameters(trial)["reward.energy"] == 0.0
 
 
 @pytest.fixture(scope="module")

@@ -85,6 +85,10 @@ def test_a_sweep_has_one_parent_run_however_often_it_is_opened(client, experimen
     assert other not in opened
 
 
+def hyperparameters(config):
+    return {"gamma": 0.5, "reward.slo": -2.0}
+
+
 def report(log, trial, steps):
     log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": float(steps)})
 
@@ -93,7 +97,7 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     client, experiment_id
 ):
     parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/restart", "restart", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, hyperparameters)
     before = FakeTrial("abc_00001")
     log.on_trial_start(0, [], before)
     for steps in (1000, 2000, 3000):
@@ -109,6 +113,7 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     curve = mlflow_log.learning_curve(client, runs[0].info.run_id, "score")
     assert curve == [(1000, 1000.0), (2500, 2500.0)]
     assert runs[0].data.params["algorithm"] == "fast"
+    assert runs[0].data.params["reward.slo"] == "-2.0"
     assert list(mlflow_log.trial_runs(client, parent)) == ["abc_00001"]
 
 
@@ -121,7 +126,7 @@ def test_nothing_is_replaced_where_nothing_has_to_go(client, experiment_id):
 
 def test_a_failed_trial_ends_as_failed(client, experiment_id):
     parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/failed", "failed", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, hyperparameters)
     trial = FakeTrial("abc_00002")
     log.on_trial_start(0, [], trial)
     log.on_trial_error(0, [], trial)

@@ -64,7 +64,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 @pytest.mark.parametrize(
     "name",
     [
-        "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "asha", "optuna",
+        "default", "smoke", "paper", "paper_high_load", "ablation", "ours",
         "fleet", "fleet_smoke",
     ],
 )  # fmt: skip
@@ -166,9 +166,9 @@ def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
     for trial in designed.designed_trials(0):
         request = designed.trainable.default_resource_request(trial)
         assert request.bundles == [{"CPU": 2.0}] * 4
-    drawn = load_experiment("routing:optuna").fitted({"placement": "SPREAD"})
+    drawn = load_experiment("routing:weights").fitted({"placement": "SPREAD"})
     assert drawn.param_space(0)["placement"] == "SPREAD"
-    assert drawn.max_failures == load_experiment("routing:optuna").max_failures
+    assert drawn.max_failures == load_experiment("routing:weights").max_failures
 
 
 def test_where_a_trial_runs_does_not_change_what_it_is():
@@ -200,3 +200,17 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
     assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
     hopeless = Fitted(ActorDiedError())
     assert fit(hopeless, lambda: hopeless) is hopeless
+
+
+@pytest.mark.parametrize("module", ["routing", "allocation", "regions"])
+def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
+    experiment = load_experiment(f"{module}:default")
+    for trial in experiment.trials:
+        found = experiment.trainable.hyperparameters(trial)
+        assert all(isinstance(value, float | int | str) for value in found.values())
+        if trial["algorithm"].removeprefix("cloned_") in ("ppo", "a2c", "dqn"):
+            assert {"lr", "gamma", "train_batch_size", "network"} <= found.keys()
+            weights = [value for key, value in found.items() if key.startswith("reward.")]
+            assert any(weights), "nothing is rewarded"
+        else:
+            assert found
