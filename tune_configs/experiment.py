@@ -1,7 +1,8 @@
 """What a sweep is: which trials, for how long, scheduled and judged how.
 
-An experiment is a Python function that returns one `Experiment`; a variant calls it and uses
-`dataclasses.replace`. `load_experiment` finds them by "MODULE:FUNCTION".
+An experiment is a Python function that returns one `Experiment`, or a chain of them, each of
+another problem; a variant calls it and uses `dataclasses.replace`. `load_experiments` finds them by
+"MODULE:FUNCTION".
 """
 
 from __future__ import annotations
@@ -170,8 +171,8 @@ def stop_at_budget(trial_id: str, result: Mapping[str, Any]) -> bool:
     return float(result[ENV_STEPS]) >= float(result["config"]["env_steps"])
 
 
-def load_experiment(reference: str) -> Experiment:
-    """Call the experiment function that "MODULE:FUNCTION" names.
+def load_experiments(reference: str) -> tuple[Experiment, ...]:
+    """Call the function that "MODULE:FUNCTION" names: one experiment, or a chain of them.
 
     MODULE is one of `tune_configs`, or any importable module of your own.
 
@@ -184,10 +185,28 @@ def load_experiment(reference: str) -> Experiment:
     function = getattr(_find_module(module_name), function_name, None)
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no experiment function {function_name!r}")
-    experiment = function()
-    if not isinstance(experiment, Experiment):
-        raise ValueError(f"{reference} returns {type(experiment).__name__}, not an Experiment")
-    return experiment
+    made = function()
+    chain = made if isinstance(made, tuple) else (made,)
+    if not chain or not all(isinstance(one, Experiment) for one in chain):
+        raise ValueError(
+            f"{reference} returns {type(made).__name__}, not an Experiment nor a tuple of them"
+        )
+    problems = [one.problem.name for one in chain]
+    if len(set(problems)) < len(problems):
+        raise ValueError(f"{reference} has two experiments of one problem: {problems}")
+    return chain
+
+
+def load_experiment(reference: str) -> Experiment:
+    """As `load_experiments`, for one that is no chain.
+
+    Raises:
+        ValueError: It is one.
+    """
+    chain = load_experiments(reference)
+    if len(chain) > 1:
+        raise ValueError(f"{reference} is a chain of {len(chain)} experiments")
+    return chain[0]
 
 
 def _find_module(name: str) -> ModuleType:

@@ -18,7 +18,7 @@ from pipelines import sweep
 from tokenyard import registry
 from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs import mlflow_log
-from tune_configs.sweep import open_sweep
+from tune_configs.sweep import open_chain
 
 REPOSITORY = Path(__file__).parents[3]
 NUM_TRIALS = 4
@@ -194,7 +194,7 @@ def test_a_sweep_that_cannot_be_opened_says_why(
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=reason):
-        open_sweep(reference, str(storage), name, resume=resume)
+        open_chain(reference, str(storage), name, resume=resume)
 
 
 def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(run_sweep, tmp_path):
@@ -209,7 +209,7 @@ def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(run
     assert row["score"] > rules["sed"]["score"]
     assert rules["marginal_delay"]["delta_mean_fraction"] == 0.0
     lookup = registry.mlflow_lookup(f"sqlite:///{tmp_path}/mlflow.db", registry.CANDIDATE)
-    swept = PolicyArtifact.load(lookup(result["registration"]["model"]).path)
+    swept = PolicyArtifact.load(lookup(result["registrations"][0]["model"]).path)
     assert (swept.metadata.kind, swept.metadata.num_replicas) == ("equivariant", None)
     assert swept.metadata.baseline == "marginal_delay"
 

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
-from tune_configs.experiment import load_experiment, stop_at_budget
+from tune_configs.experiment import load_experiment, load_experiments, stop_at_budget
 from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.tuner import check_resources, fit, trial_label
 
@@ -42,6 +42,19 @@ def test_an_experiment_without_trials_is_refused():
         replace(tiny(), trials=())
 
 
+@pytest.mark.parametrize("size", ["default", "smoke"])
+def test_what_is_swept_by_default_is_one_experiment_of_each_problem_that_is_served(size):
+    chain = load_experiments(f"default:{size}")
+    assert [one.problem.name for one in chain] == ["routing", "allocation"]
+    assert chain[0] == load_experiment(f"routing:{size}")
+
+
+def test_a_chain_of_two_experiments_of_one_problem_is_refused(monkeypatch):
+    monkeypatch.setattr(routing, "smoke", lambda: (routing.default(), routing.default()))
+    with pytest.raises(ValueError, match="two experiments of one problem"):
+        load_experiments("routing:smoke")
+
+
 @pytest.mark.parametrize("reference", ["routing", "routing:", ":default", ""])
 def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     with pytest.raises(ValueError, match="MODULE:FUNCTION"):
@@ -54,6 +67,7 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
         ("routing:reward_names", "returns tuple"),
+        ("default:smoke", "chain of 2 experiments"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
