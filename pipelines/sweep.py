@@ -35,14 +35,17 @@ import tyro  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from serve_app.cluster import load_cluster  # noqa: E402
 from tokenyard.evaluation import difference, level  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
 from tokenyard.provenance import command_line, write_result  # noqa: E402
-from tokenyard.registry import Registration  # noqa: E402
+from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
+from tokenyard.statistics.intervals import Interval  # noqa: E402
 from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
     FinishedTrial,
+    Outcome,
     Report,
     Sweep,
     finished_trials,
@@ -52,6 +55,9 @@ from tune_configs.sweep import (  # noqa: E402
     register_best,
     train,
 )
+
+DEFAULT_CLUSTER = "local_cpu"
+"""What `make serve` serves."""
 
 
 @dataclass(frozen=True)
@@ -113,20 +119,25 @@ def main(args: Args) -> None:
     report = judge(sweep, trials)
     console = Console(width=None if sys.stdout.isatty() else 160)
     print_report(console, sweep, trials, report)
-    registration = register_best(sweep, trials, report)
-    print_registration(console, report.best, registration)
+    try:
+        outcome = register_best(sweep, trials, report)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print_outcome(console, sweep, report.best, outcome)
+    console.print(f"serve it: {serve_command(sweep, outcome, args.storage)}", soft_wrap=True)
     console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
-    record(sweep, trials, report, registration, command)
+    record(sweep, trials, report, outcome, command)
     if args.json is not None:
         labels = {trial.label for trial in trials}
         write_result(
             args.json,
             command,
             sweep.seed,
-            report.trial_rows(sweep.problem.name, trials),
+            outcome.trial_rows(sweep.problem.name, trials, report),
             baselines=[row for row in report.ranking.rows if row["policy"] not in labels],
             evaluation=report.evaluation.rows,
-            registration=asdict(registration),
+            registration=asdict(outcome.registration),
+            verdict=[] if outcome.verdict is None else outcome.verdict.rows,
         )
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
     sys.exit(1 if results.errors else 0)
@@ -186,14 +197,52 @@ def print_report(
     console.print(fresh)
 
 
-def print_registration(console: Console, best: FinishedTrial, made: Registration) -> None:
+def print_outcome(console: Console, sweep: Sweep, best: FinishedTrial, outcome: Outcome) -> None:
+    """Say what was registered, by how much it won or lost, and what that makes it."""
+    made = outcome.registration
     console.print(
         f"best: trainer {best.artifact.metadata.trainer}, trial {best.label}, policy "
-        f"{best.artifact.sha256}, registered as {made.model} version {made.version}, "
-        f"alias {made.alias}",
+        f"{made.sha256}, registered as {made.model} version {made.version}, MLflow run "
+        f"{made.run_id}",
         soft_wrap=True,
     )
-    console.print(f"champion: trainer {made.champion_trainer}", soft_wrap=True)
+    if outcome.verdict is not None:
+        unit = sweep.problem.score.unit
+        streams = sweep.experiment.promotion_streams
+        title = f"gain in score over its rivals on {streams} further validation streams"
+        table = Table("rival", "gain \\[95 % interval]", "", "where it comes from", title=title)
+        for gain in outcome.verdict.gains:
+            won = "won" if gain.won else "not won"
+            table.add_row(gain.rival, f"{_interval(gain.interval)} {unit}", won, gain.source)
+        for row in outcome.verdict.losses:
+            table.add_row(f"{row['baseline']}, {row['part']}", "", "lost", "the gate")
+        console.print(table)
+    console.print(outcome.sentence, soft_wrap=True)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.estimate:+.4g} \\[{interval.low:+.4g}, {interval.high:+.4g}]"
+
+
+def serve_command(sweep: Sweep, outcome: Outcome, storage: str) -> str:
+    """The command that serves what was registered, by its alias."""
+    candidate = outcome.registration.alias == CANDIDATE
+    default = load_cluster(DEFAULT_CLUSTER)
+    served = {"routing": default.scenario}
+    if default.allocation is not None:
+        served["allocation"] = default.allocation.scenario
+    scenario = sweep.scenario.name
+    if served.get(sweep.problem.name) == scenario:
+        where = "" if storage == Args.storage else f" STORAGE={storage}"
+        return f"make serve{where}{' POLICY=candidate' if candidate else ''}"
+    asked = " --policy candidate" if candidate else ""
+    registry = f"--registry {sweep.client.tracking_uri}"
+    if sweep.problem.name == "routing":
+        return f"python pipelines/deploy.py --cluster none --scenario {scenario} {registry}{asked}"
+    return (
+        f"python pipelines/deploy.py --cluster FILE {registry}{asked}, with a cluster file that "
+        f"names {sweep.problem.name} scenario {scenario}"
+    )
 
 
 def _table(title: str, columns: Columns, *first: str) -> Table:

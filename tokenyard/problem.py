@@ -303,6 +303,23 @@ class Problem(Protocol[S, A, D, R]):
 
         return validate
 
+    def best_tuned_rule(self, scenario: S) -> str | None:
+        """Name of the rule that a champion must beat; None: none was tuned for the scenario."""
+        return None
+
+    def gate(self, scenario: S, num_streams: int) -> Callable[[A], list[Row]]:
+        """What keeps a policy from being champion besides its score.
+
+        Args:
+            scenario: Whose champion it would be.
+            num_streams: Streams that are drawn, where any are.
+
+        Returns:
+            A function from an artifact to rows of `tokenyard.evaluation.compare` with `part` and
+            `loses` (0 or 1); here there is nothing to lose.
+        """
+        return lambda artifact: []
+
     def figures(
         self, scenario: S, streams: D, runs: Mapping[str, Sequence[R]], rows: Sequence[Row]
     ) -> dict[str, Figure]:

@@ -18,9 +18,11 @@ from ray.tune import Result, ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
-from tokenyard.evaluation import Comparison, is_better, rank
+from tokenyard.artifact import model_name
+from tokenyard.evaluation import Comparison, rank
 from tokenyard.figures import draw_trade_off, learning_curves
 from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
+from tokenyard.promotion import Verdict, judge_candidate, rivals
 from tokenyard.provenance import git_sha, versions
 from tokenyard.registry import ARTIFACT_FILE, Registration
 from tune_configs import mlflow_log
@@ -100,6 +102,7 @@ class FinishedTrial:
             "reward_weights": self.config["reward_weights"],
             "env_steps": self.env_steps,
             "wall_s": self.wall_s,
+            "sha256": self.artifact.sha256,
         }
 
 
@@ -113,13 +116,34 @@ class Report:
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
 
-    def trial_rows(self, problem: str, trials: list[FinishedTrial]) -> list[Row]:
-        """The ranking's rows of trials, told what each of them was."""
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the best trial."""
+
+    registration: Registration
+    verdict: Verdict | None
+    """Of the best trial against its rivals; None: it was champion before the sweep ended."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        reason = "it was champion already" if self.verdict is None else self.verdict.reason
+        return f"{self.registration.alias}: {reason}"
+
+    def trial_rows(self, problem: str, trials: list[FinishedTrial], report: Report) -> list[Row]:
+        """The ranking's rows of trials, told what each of them was and became."""
         described = {trial.label: trial.described() for trial in trials}
+        registered = {report.best.label: self.registration.alias}
         return [
-            {"problem": problem, **described[str(row["policy"])], **row}
-            for row in self.ranking.rows
-            if row["policy"] in described
+            {
+                "problem": problem,
+                **described[label],
+                "registered": registered.get(label, "none"),
+                **row,
+            }
+            for row in report.ranking.rows
+            if (label := str(row["policy"])) in described
         ]
 
 
@@ -267,37 +291,55 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
     return Report(ranking, evaluation, best)
 
 
-def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Registration:
-    """Log every trial's policy to its run, register the best, and settle who is champion."""
-    experiment, best = sweep.experiment, report.best
+def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Outcome:
+    """Log every trial's policy to its run, register the best, and settle who is champion.
+
+    Raises:
+        ValueError: The present champion cannot be read.
+    """
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         registry.log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial.artifact)
-    problem, scenario = sweep.problem, sweep.scenario
+    verdicts: list[Verdict] = []
+
+    def accepted() -> bool:
+        verdicts.append(against_rivals(sweep, report.best.artifact))
+        return verdicts[0].accepted
+
+    registration = registry.register(
+        sweep.client,
+        model_name(sweep.problem.name, sweep.scenario.name),
+        runs[report.best.trial_id].info.run_id,
+        report.best.artifact,
+        accepted,
+    )
+    return Outcome(registration, verdicts[0] if verdicts else None)
+
+
+def against_rivals(sweep: Sweep, artifact: Artifact) -> Verdict:
+    """Set a policy against the present champion and the best tuned rule."""
+    experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
+    registered = registry.mlflow_lookup(sweep.client.tracking_uri)
     # Further validation streams: what was ranked on the first ones may owe its place to them.
     streams = problem.streams(
         scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
     )
-    return registry.register(
-        sweep.client,
-        registry.model_name(problem.name, experiment.scenario),
-        runs[best.trial_id].info.run_id,
-        best.artifact,
-        lambda champion: is_better(problem, scenario, best.artifact, champion, streams, sweep.seed),
-        problem.load_artifact,
-    )
+    against = rivals(problem, scenario, experiment.baseline, registered)
+    return judge_candidate(problem, scenario, artifact, against, streams, sweep.seed)
 
 
 def record(
     sweep: Sweep,
     trials: list[FinishedTrial],
     report: Report,
-    registration: Registration,
+    outcome: Outcome,
     command: str,
 ) -> None:
     """Put tables, figures, settings and provenance onto the sweep's parent run."""
     client, run_id = sweep.client, sweep.run_id
     tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
+    if outcome.verdict is not None:
+        tables["verdict"] = outcome.verdict.rows
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
     ranking = report.ranking
@@ -313,8 +355,9 @@ def record(
     }
     client.log_dict(run_id, provenance, "provenance.json")
     client.log_dict(run_id, _described(sweep), "experiment.json")
-    registered = {f"registered_{key}": value for key, value in asdict(registration).items()}
-    mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **registered})
+    registered = {f"registered_{key}": value for key, value in asdict(outcome.registration).items()}
+    told = {"best_trial": report.best.label, "verdict": outcome.sentence}
+    mlflow_log.set_tags(client, run_id, {**told, **registered})
     best = next(row for row in report.ranking.rows if row["policy"] == report.best.label)
     client.log_metric(run_id, SCORE, float(best[SCORE]))
 
@@ -369,7 +412,8 @@ def draw_trade_offs(sweep: Sweep, trials: list[FinishedTrial], report: Report) -
 
 
 def _columns(rows: list[Row]) -> dict[str, list[Any]]:
-    return {key: [row.get(key) for row in rows] for key in rows[0]}
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [row.get(key) for row in rows] for key in keys}
 
 
 def _described(sweep: Sweep) -> dict[str, Any]:

@@ -61,16 +61,28 @@ def test_a_sweep_trains_ranks_and_registers_it(swept_long):
         assert row["score"] == -row["cost"]
     assert swept_long["registration"]["model"] == MODEL
     assert swept_long["registration"]["alias"] == "champion"
+    # Nothing is registered or ships, so the rule is all that there is to beat.
+    (rule,) = swept_long["verdict"]
+    assert (rule["rival"], rule["won"]) == ("one", 1)
+    assert rule["gain_ci_low"] > 0
+    assert {row["registered"] for row in swept_long["rows"]} == {"champion", "none"}
+    champion = next(row for row in swept_long["rows"] if row["registered"] == "champion")
+    assert champion["sha256"] == swept_long["registration"]["sha256"]
     assert [row["policy"] for row in swept_long["evaluation"]][-1] == "one"
 
 
 def test_what_is_worse_than_the_champion_is_a_candidate(swept_long, runs, uri):
-    worse = swept("short", runs)["registration"]
+    result = swept("short", runs)
+    worse = result["registration"]
+    champion, one = result["verdict"]
+    assert (champion["rival"], champion["won"]) == ("champion", 0)
+    assert champion["gain_ci_high"] < 0
+    assert (one["rival"], one["source"]) == ("one", "baseline")
     client = MlflowClient(uri)
     champion = registry.version_of(client, MODEL)
     assert worse["alias"] == "candidate"
     assert str(champion.version) == swept_long["registration"]["version"]
-    level = registry.load_version(client, champion, TOY.load_artifact).level
+    level = TOY.load_artifact(registry.mlflow_lookup(uri)(MODEL).path).level
     assert level == pytest.approx(SCENARIOS["toy_low"].mean, abs=1.0)
 
 
@@ -89,8 +101,8 @@ def test_a_champion_is_promoted_and_taken_back(swept_long, uri):
     better = ToyArtifact.keeping(3.0, trainer="by hand")
     before = registry.version_of(MlflowClient(uri), MODEL)
     now = registry.promote(uri, MODEL, better, {"why": "a test"})
-    path = registry.mlflow_lookup(uri)(MODEL)
-    assert TOY.load_artifact(path).level == 3.0
+    found = registry.mlflow_lookup(uri)(MODEL)
+    assert TOY.load_artifact(found.path).level == 3.0
     assert registry.restore(uri, MODEL) == str(before.version) != now
 
 

@@ -6,7 +6,8 @@ import pytest
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.problem import PROBLEM, Demands
-from tokenyard.evaluation import is_better, rank
+from tokenyard.evaluation import rank
+from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial, trainer_config
 from tune_configs.experiment import load_experiment
@@ -63,9 +64,17 @@ def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams
     assert list(figures) == ["differences"]
 
 
-def test_no_policy_beats_itself(scenario, streams):
-    champion, _ = resolve_allocation_champion("a100x8_13b")
-    assert not is_better(PROBLEM, scenario, champion, champion, streams, seed=0)
+def test_no_policy_beats_itself_and_what_ships_beats_the_best_tuned_rule(scenario, streams):
+    shipped, _ = resolve_allocation_champion("a100x8_13b")
+    against = rivals(PROBLEM, scenario, "best_static")
+    assert [one.name for one in against] == ["champion", "autoscaler_forecast"]
+    verdict = judge_candidate(PROBLEM, scenario, shipped, against, streams, seed=0)
+    itself, rule = verdict.gains
+    assert tuple(itself.interval) == (0.0, 0.0, 0.0)
+    assert not itself.won
+    assert rule.interval.estimate > 0
+    assert not verdict.accepted
+    assert verdict.reason.startswith("it does not beat champion")
 
 
 def test_a_policy_in_training_is_scored_on_streams_of_its_own(scenario):
