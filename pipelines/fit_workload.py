@@ -56,9 +56,13 @@ class Recipe:
         return self.trace + self.suffix
 
 
-CONV = Recipe("azure_conv", 7000, 2.0, 3)
-RECIPES = (Recipe("azure_code", 5000, 0.5, 6), CONV)
-SHIPPED = (*RECIPES, replace(CONV, length_scale=0.1, suffix="_tenth"))
+CODE, CONV = Recipe("azure_code", 5000, 0.5, 6), Recipe("azure_conv", 7000, 2.0, 3)
+RECIPES = (CODE, CONV)
+SHIPPED = (
+    *RECIPES,
+    replace(CODE, length_scale=0.2, suffix="_fifth"),
+    replace(CONV, length_scale=0.1, suffix="_tenth"),
+)
 MAX_STATES = 6
 """Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 

@@ -4,4 +4,6 @@ import yaml
 
 from tokenyard.perf.hardware import read_table
 
-GPU_KINDS = sorted(yaml.safe_load(read_table("gpus.yaml")))
+RANK_KINDS = sorted(yaml.safe_load(read_table("gpus.yaml")))
+"""With the cores that run a rank of our own engine."""
+GPU_KINDS = [name for name in RANK_KINDS if name != "cpu_core"]

@@ -24,9 +24,9 @@ from scipy.special import ndtr
 from tokenyard.allocation.types import Parallelism, Plan
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_parts
-from tokenyard.perf.models import load_llm
+from tokenyard.perf.models import Precision
 from tokenyard.perf.power import flop_utilisation, power_w
-from tokenyard.perf.replica import Replica
+from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import prefill_s
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
@@ -84,13 +84,8 @@ def replicas_of(scenario: AllocationScenario, plan: Plan) -> list[Replica] | Non
 @functools.cache
 def _replica(gpu: str, llm: str, t: int, precision: str, memory_fraction: float) -> Replica:
     assert precision in ("fp16", "fp8")
-    return Replica(
-        gpu=load_gpu(gpu),
-        llm=load_llm(llm),
-        tensor_parallel=t,
-        precision="fp8" if precision == "fp8" else "fp16",
-        memory_fraction=memory_fraction,
-    )
+    stored: Precision = "fp8" if precision == "fp8" else "fp16"
+    return make_replica(gpu, llm, t, precision=stored, memory_fraction=memory_fraction)
 
 
 def shapes(scenario: AllocationScenario) -> list[tuple[Parallelism, int]]:

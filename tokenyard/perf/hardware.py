@@ -103,9 +103,15 @@ class Calibration(FrozenModel):
 
 
 @functools.cache
-def shipped_calibration() -> Calibration:
-    """Return the parameters that ship with the package."""
-    return Calibration.model_validate_json(read_table("fitted.json"))
+def shipped_calibration(file: str = "fitted.json") -> Calibration:
+    """Return parameters that ship with the package: `fitted.json` of GPUs, else a table's name."""
+    return Calibration.model_validate_json(read_table(file))
+
+
+def calibration_of(gpu: Gpu) -> Calibration:
+    """Return the shipped parameters that know a kind's kernels: of GPUs, or of CPU ranks."""
+    of_gpus = shipped_calibration()
+    return of_gpus if gpu.kernels in of_gpus.kernels else shipped_calibration("cpu_ranks.json")
 
 
 def load_gpu(name: str) -> Gpu:

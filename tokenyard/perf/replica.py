@@ -10,6 +10,7 @@ from tokenyard.perf.hardware import (
     Gpu,
     Kernels,
     Link,
+    calibration_of,
     load_gpu,
     load_link,
     shipped_calibration,
@@ -147,17 +148,20 @@ def make_replica(
     pipeline_parallel: int = 1,
     precision: Precision = "fp16",
     calibration: Calibration | None = None,
+    memory_fraction: float = 0.9,
 ) -> Replica:
     """Build a replica from names.
 
     Raises:
         ValueError: An unknown name, or a replica that cannot be built.
     """
+    kind = load_gpu(gpu)
     return Replica(
-        gpu=load_gpu(gpu),
+        gpu=kind,
         llm=load_llm(llm),
         tensor_parallel=tensor_parallel,
         pipeline_parallel=pipeline_parallel,
         precision=precision,
-        calibration=calibration or shipped_calibration(),
+        memory_fraction=memory_fraction,
+        calibration=calibration or calibration_of(kind),
     )

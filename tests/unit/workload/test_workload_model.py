@@ -24,7 +24,7 @@ def training_part(name):
 
 
 def test_the_public_traces_ship_as_models():
-    assert model_names() == ["azure_code", "azure_conv", "azure_conv_tenth"]
+    assert model_names() == ["azure_code", "azure_code_fifth", "azure_conv", "azure_conv_tenth"]
 
 
 @pytest.mark.parametrize("name", NUM_TRAIN)
