@@ -211,7 +211,7 @@ def load_experiment(reference: str) -> Experiment:
 
 def _find_module(name: str) -> ModuleType:
     inside = f"tune_configs.{name}"
-    if importlib.util.find_spec(inside) is not None:
+    if "." not in name and importlib.util.find_spec(inside) is not None:
         return importlib.import_module(inside)
     try:
         return importlib.import_module(name)
