@@ -73,6 +73,10 @@ class SlowPool:
                 held[shape] = Held(len(at_s), ready, len(at_s) - ready)
         return held
 
+    async def limit_batch(self, shape: Shape, max_batch: int) -> bool:
+        """Nothing runs here that could be limited."""
+        return True
+
     async def want(self, shape: Shape, count: int) -> None:
         """Start or stop; those that are not ready yet stop first."""
         at_s = self._ready_at_s.setdefault(shape, [])

@@ -23,7 +23,6 @@ from tokenyard.allocation.dynamics import (
 )
 from tokenyard.allocation.forecast import scenario_forecaster
 from tokenyard.allocation.observation import OBSERVATION_LIMIT, observation_size
-from tokenyard.allocation.plans import PARALLELISM
 from tokenyard.allocation.scenario import AllocationScenario, Objective, load_allocation
 from tokenyard.allocation.simulator import AllocationSim, Observations
 from tokenyard.config import FrozenModel
@@ -92,7 +91,7 @@ class _Feed:
         if self.config.action == "shape":
             parts["shape"] = gymnasium.spaces.Discrete(len(self._shape_index))
         else:
-            parts["parallelism"] = gymnasium.spaces.Discrete(len(PARALLELISM))
+            parts["parallelism"] = gymnasium.spaces.Discrete(len(table.parallelism))
             parts["num_gpus"] = gymnasium.spaces.Discrete(scenario.num_gpus, start=1)
         if len(scenario.max_batches) > 1:
             parts["max_batch"] = gymnasium.spaces.Discrete(len(scenario.max_batches))
@@ -144,7 +143,7 @@ class _Feed:
         frozen = not sim.may_switch(copy)
         mask = sim.table.shape_mask & (not frozen)
         plan = sim.table.plans[sim.plan(copy)]
-        mask[PARALLELISM.index(plan.parallelism), plan.num_gpus - 1] = True
+        mask[sim.table.parallelism.index(plan.parallelism), plan.num_gpus - 1] = True
         if self.config.action != "hybrid":
             mask = mask[tuple(self._shape_index.T)]
         return mask.astype(np.int8)
@@ -170,7 +169,7 @@ class ParallelismEnv(gymnasium.Env[Observations, Any]):
         plan's shape. All within [-5, 5]; `sim.num_saturated` counts numbers set to the limit.
 
     Action:
-        Dict: `parallelism`, index of `tokenyard.allocation.plans.PARALLELISM`; `num_gpus`;
+        Dict: `parallelism`, index of the plan table's `parallelism`; `num_gpus`;
         `memory_fraction` in [0, 1], rounded down to the scenario's steps and raised to the plan's
         least; `max_batch`, index, where the scenario has several. With `action="shape"` an index
         of the feasible pairs in the place of the first two; with "grid" it is the action.

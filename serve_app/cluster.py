@@ -134,7 +134,7 @@ class AllocatedPool(FrozenModel):
     YAML path."""
     template: Pool
     """What every replica has in common; its name is the first part of the pools' names. The plan
-    sets `tensor_parallel` and `memory_fraction`, and lowers `max_batch`."""
+    sets `tensor_parallel`, `pipeline_parallel` and `memory_fraction`, and lowers `max_batch`."""
     policy: str = "champion"
     """`champion`, a policy file (.npz) or an allocation baseline's name."""
     start: PlanMessage | None = None
@@ -152,13 +152,10 @@ class AllocatedPool(FrozenModel):
 
     @model_validator(mode="after")
     def _takes_what_the_plan_says(self) -> Self:
-        stages = self.template.config.pipeline_parallel
-        if stages > 1:
-            # The plan counts the GPUs of a replica by tensor_parallel alone.
-            raise ValueError(
-                f"template: pipeline_parallel {stages} would take {stages} times the GPUs of the "
-                "plan; leave it out"
-            )
+        config = self.template.config
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            if getattr(config, name) > 1:
+                raise ValueError(f"template: the plan sets {name}; leave it out")
         return self
 
     @property

@@ -291,4 +291,5 @@ def status_of(replica: RunningReplica) -> EngineStatus | None:
         kv_used_fraction=float(stats["kv_used_fraction"]),
         observed_at_s=float(stats["observed_at_s"]),
         accepting=bool(stats.get("accepting", True)),
+        max_batch=stats.get("max_batch"),
     )

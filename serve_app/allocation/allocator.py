@@ -82,6 +82,10 @@ class PoolControl(Protocol):
         """Ask for so many replicas of a shape; returns before they are there."""
         ...
 
+    async def limit_batch(self, shape: Shape, max_batch: int) -> bool:
+        """Let replicas of a shape run so many sequences at once; False while some do not yet."""
+        ...
+
     def num_offered(self) -> int:
         """Requests that have ever asked to be let in."""
         ...
@@ -179,6 +183,8 @@ class Allocator:
         self._model = make_model(scenario)
         self._out = np.zeros(NUM_OUT)
         self._change: Change | None = None
+        self._limited = True
+        """Whether all replicas of the plan run as many sequences at once as it says."""
         self._began_s = 0.0
         self._since_slots = _FOREVER_SLOTS
         self._grown_slot = -_FOREVER_SLOTS
@@ -224,6 +230,7 @@ class Allocator:
         for one, wanted in next_wanted(self.held, shape, count, self.budget, minimum).items():
             if wanted != self.held.get(one, Held()).wanted:
                 await self._pool.want(one, wanted)
+        self._limited = await self._pool.limit_batch(shape, self.plan.max_batch)
         self._keep_time()
 
     def set_policy(
@@ -464,7 +471,7 @@ class Allocator:
             change.phases_s.setdefault("first_ready", now_s)
         if here.num_serving == change.new.num_replicas:
             change.phases_s.setdefault("all_ready", now_s)
-        if is_done(self.held, shape_of(change.new), change.new.num_replicas):
+        if self._limited and is_done(self.held, shape_of(change.new), change.new.num_replicas):
             change.phases_s["done"] = now_s
             change.outcome, self._change = "done", None
         elif now_s > self.settings.change_timeout_s and change.by not in ("start", "undo"):

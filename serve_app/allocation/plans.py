@@ -116,6 +116,11 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
             f"the template emulates {emulates.llm} on {emulates.gpu}, allocation scenario "
             f"{scenario.name!r} is {modelled[1]} on {modelled[0]}"
         )
+    if emulates is not None and scenario.pipeline_stages:
+        raise ValueError(
+            f"an emulated replica has no pipeline stages; allocation scenario {scenario.name!r} "
+            "must name no pipeline_stages"
+        )
     load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
     start_of(allocation, scenario)
     return scenario
@@ -151,11 +156,13 @@ def plan_of(table: PlanTable, held: Mapping[Shape, Held]) -> Plan | None:
     serving = {shape: one.wanted for shape, one in held.items() if one.wanted}
     if not serving:
         return None
-    shape = max(serving, key=lambda one: (serving[one] * one.tensor_parallel, one))
+    shape = max(serving, key=lambda one: (serving[one] * one.num_gpus, one))
     alike = [plan for plan in table.plans if shape_of(plan) == shape]
     if not alike:
         return None
-    return min(alike, key=lambda plan: abs(plan.num_replicas - serving[shape]))
+    best = {table.plans[i] for i in table.best_memory}
+    # Of the batch limit nothing is known: the best one is set anew.
+    return min(alike, key=lambda plan: (abs(plan.num_replicas - serving[shape]), plan not in best))
 
 
 def find_plan(

@@ -122,6 +122,17 @@ class ServeReplicaSets:
                 private.scale_deployment, name, pool_of(self._template, shape).name, count
             )
 
+    async def limit_batch(self, shape: Shape, max_batch: int) -> bool:
+        """Let replicas of a shape run so many sequences at once; False while some do not yet."""
+        limit = min(self._template.config.max_batch, max_batch)
+        name = pool_of(self._template, shape).name
+        replicas = [one for one in self._gateway.table.replicas.values() if one.pool == name]
+        others = [one.replica_id for one in replicas if one.profile.max_batch != limit]
+        backend = self._backends.get(name)
+        if others and isinstance(backend, ServeBackend):
+            await asyncio.gather(*(backend.limit_batch(one, limit) for one in others))
+        return not others
+
     def _run(self, shape: Shape, count: int, name: str) -> None:
         pool = pool_of(self._template, shape).model_copy(update={"replicas": count})
         period_s = self._gateway.cluster.routing_stats_period_s
@@ -176,12 +187,10 @@ def make_allocator(
 def pool_of(template: Pool, shape: Shape) -> Pool:
     """The pool of equal replicas of one shape."""
     config = template.config
-    changes: dict[str, Any] = {
-        "memory_fraction": shape.memory_fraction,
-        "max_batch": min(config.max_batch, shape.max_batch),
-    }
+    changes: dict[str, Any] = {"memory_fraction": shape.memory_fraction}
     if config.emulates is None:
         changes["tensor_parallel"] = shape.tensor_parallel
+        changes["pipeline_parallel"] = shape.pipeline_parallel
     else:
         # One process stands in for all GPUs of the replica.
         changes["emulates"] = config.emulates.model_copy(
@@ -196,7 +205,7 @@ def pool_of(template: Pool, shape: Shape) -> Pool:
 def parse_shape(name: str) -> Shape | None:
     """Read `Shape.name`; None: it is none."""
     parts = name.split("-")
-    if len(parts) != 3 or [part.rstrip("0123456789") for part in parts] != ["tp", "m", "b"]:
+    if len(parts) != 3 or [part.rstrip("0123456789") for part in parts] != ["tp", "pp", "m"]:
         return None
-    t, memory, batch = (int(part.lstrip("tpmb")) for part in parts)
-    return Shape(t, memory / 100, batch)
+    t, p, memory = (int(part.lstrip("tpm")) for part in parts)
+    return Shape(t, p, memory / 100)

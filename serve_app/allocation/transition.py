@@ -20,19 +20,26 @@ class Shape:
     """What one replica of a plan looks like."""
 
     tensor_parallel: int
-    """GPUs that share every layer; all that the replica holds."""
+    """GPUs that share every layer."""
+    pipeline_parallel: int
+    """Stages that the layers are divided into."""
     memory_fraction: float
-    max_batch: int
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that the replica holds."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def name(self) -> str:
         """Part of the name of its deployment."""
-        return f"tp{self.tensor_parallel}-m{round(100 * self.memory_fraction)}-b{self.max_batch}"
+        memory = round(100 * self.memory_fraction)
+        return f"tp{self.tensor_parallel}-pp{self.pipeline_parallel}-m{memory}"
 
 
 def shape_of(plan: Plan) -> Shape:
-    """The shape of a plan's replicas."""
-    return Shape(plan.tensor_parallel, plan.memory_fraction, plan.max_batch)
+    """The shape of a plan's replicas; its batch limit is changed while they run."""
+    return Shape(plan.tensor_parallel, plan.pipeline_parallel, plan.memory_fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Held:
 
 def gpus_held(held: Mapping[Shape, Held]) -> int:
     """GPUs that are taken now."""
-    return sum(one.num_alive * shape.tensor_parallel for shape, one in held.items())
+    return sum(one.num_alive * shape.num_gpus for shape, one in held.items())
 
 
 def is_done(held: Mapping[Shape, Held], target: Shape, count: int) -> bool:
@@ -90,7 +97,7 @@ def next_wanted(
         return wanted
     if here.num_serving == count:
         return {shape: count if shape == target else 0 for shape in wanted}
-    room = (budget - gpus_held(held)) // target.tensor_parallel
+    room = (budget - gpus_held(held)) // target.num_gpus
     if here.wanted < count and room > 0:
         wanted[target] = min(count, here.wanted + room)
         return wanted
@@ -109,11 +116,11 @@ def _make_room(
     minimum: int,
 ) -> None:
     """Ask for fewer of the others, at most half: the other half serves until new ones are ready."""
-    missing = (count - wanted[target]) * target.tensor_parallel - (budget - gpus_held(held))
+    missing = (count - wanted[target]) * target.num_gpus - (budget - gpus_held(held))
     serving = sum(one.num_serving for one in held.values())
     others = [shape for shape, one in held.items() if shape != target and one.num_serving]
-    gpus = sum(held[shape].num_serving * shape.tensor_parallel for shape in others)
-    least = target.tensor_parallel - (budget - gpus_held(held))
+    gpus = sum(held[shape].num_serving * shape.num_gpus for shape in others)
+    least = target.num_gpus - (budget - gpus_held(held))
     freed = 0
     while freed < min(missing, max(least, gpus // 2)) and serving > minimum:
         shape = max(
@@ -123,7 +130,7 @@ def _make_room(
             return
         wanted[shape] -= 1
         serving -= 1
-        freed += shape.tensor_parallel
+        freed += shape.num_gpus
 
 
 def is_reachable(now: Plan, target: Plan, budget: int, minimum: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Sequence
 
 from serve_app.engines.base import EngineError, Sampling
@@ -85,6 +86,66 @@ class Admission:
     def __contains__(self, name: str) -> bool:
         """Tell whether one of that name is not answered yet."""
         return name in self._names
+
+
+class BatchLimit:
+    """Lets so many requests into an engine at once; the others wait in the order they came.
+
+    The engine's own limit is the highest, and as long as it holds the engine queues by itself.
+    """
+
+    def __init__(self, highest: int) -> None:
+        """Hold nobody back: `highest` is the engine's own limit."""
+        self._highest = self.limit = highest
+        self._num_inside = 0
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._changed = asyncio.Event()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are held back."""
+        return len(self._waiting)
+
+    def resize(self, limit: int) -> None:
+        """Let so many in from now on, at most the engine's own limit; those inside stay."""
+        self.limit = min(max(limit, 1), self._highest)
+        self._let_in()
+
+    async def enter(self) -> None:
+        """Return once there is room; every call that returned is followed by a `leave`."""
+        if not self._waiting and self._has_room():
+            self._num_inside += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._waiting.remove(turn)
+            else:
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Make room."""
+        self._num_inside -= 1
+        self._let_in()
+        self._changed.set()
+
+    async def emptied(self) -> None:
+        """Return once nobody is inside and nobody waits."""
+        while self._num_inside or self._waiting:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _has_room(self) -> bool:
+        return self.limit == self._highest or self._num_inside < self.limit
+
+    def _let_in(self) -> None:
+        while self._waiting and self._has_room():
+            self._num_inside += 1
+            self._waiting.popleft().set_result(None)
 
 
 def check_request(

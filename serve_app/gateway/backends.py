@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RunningReplica
@@ -54,6 +55,9 @@ class Backend(Protocol):
         ...
 
 
+logger = logging.getLogger(__name__)
+
+_LIMIT_S = 5.0
 _HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 
 
@@ -66,6 +70,7 @@ class ServeBackend:
         self.max_model_tokens = max_model_tokens(pool)
         self._pool = pool
         self._handle = handle.options(stream=True, method_name="generate")
+        self._limit = handle.options(method_name="limit_batch")
         self._app_name = handle.app_name
         self._seen_version = -1
 
@@ -110,6 +115,15 @@ class ServeBackend:
             }
             for replica in self._live
         }
+
+    async def limit_batch(self, replica_id: str, max_batch: int) -> None:
+        """Let a replica run so many sequences at once; it publishes when it does."""
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                await self._limit.remote(max_batch, replica_id=replica_id)
+        except (TimeoutError, ReplicaFailed, RayError, RayServeException) as error:
+            # Whoever asked sees that it is not published, and asks again.
+            logger.warning("replica %s took no batch limit: %s", replica_id, type(error).__name__)
 
     async def stream(
         self, replica_id: str, request: GenerationRequest

@@ -36,6 +36,8 @@ class EngineStatus:
     """Unix time, seconds."""
     accepting: bool = True
     """Whether it takes requests; false while it drains."""
+    max_batch: int | None = None
+    """Most sequences that it runs at once now; None: as its profile says."""
 
 
 @dataclass(slots=True)
@@ -188,10 +190,9 @@ class ReplicaState:
     ) -> None:
         """Believe that the replica is idle until it says otherwise."""
         self._mean_lengths_tokens = mean_lengths_tokens
-        self._tokens_per_s = profile.slot_tokens_per_s(*mean_lengths_tokens)
+        self._set_profile(profile)
         self.replica_id = replica_id
         self.pool = pool
-        self.profile = profile
         self.block_tokens = block_tokens
         self.in_flight = InFlight()
         self.status = EngineStatus(0, 0, 0.0, now_s)
@@ -206,6 +207,12 @@ class ReplicaState:
         if status.observed_at_s > self.status.observed_at_s:
             self.status = status
             self._count_when_published = self.in_flight.count_at(status.observed_at_s)
+            if status.max_batch not in (None, self.profile.max_batch):
+                self._set_profile(self.profile.model_copy(update={"max_batch": status.max_batch}))
+
+    def _set_profile(self, profile: EngineProfile) -> None:
+        self.profile = profile
+        self._tokens_per_s = profile.slot_tokens_per_s(*self._mean_lengths_tokens)
 
     def match_tokens(self, prompt: Prompt) -> int:
         """Leading tokens of a prompt that are believed to be cached; never the last one."""

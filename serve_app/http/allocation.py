@@ -29,6 +29,7 @@ class PlanCard(BaseModel):
     num_gpus: int
     num_replicas: int
     tensor_parallel: int
+    pipeline_parallel: int
     memory_fraction: float
     max_batch: int
     goodput_capacity_per_s: float
@@ -43,6 +44,7 @@ class ShapeCard(BaseModel):
 
     shape: str
     tensor_parallel: int
+    pipeline_parallel: int
     wanted: int
     ready: int
     starting: int
@@ -165,7 +167,12 @@ def describe(allocator: Allocator) -> AllocationAnswer:
         demand_per_s=list(allocator.demand_per_s),
         fallbacks=dict(allocator.fallbacks),
         shapes=[
-            ShapeCard(shape=shape.name, tensor_parallel=shape.tensor_parallel, **asdict(held))
+            ShapeCard(
+                shape=shape.name,
+                tensor_parallel=shape.tensor_parallel,
+                pipeline_parallel=shape.pipeline_parallel,
+                **asdict(held),
+            )
             for shape, held in sorted(allocator.held.items())
         ],
         changes=[_change(one) for one in reversed(allocator.changes)],
@@ -180,6 +187,7 @@ def _card(allocator: Allocator, plan: Plan) -> PlanCard:
         num_gpus=plan.num_gpus,
         num_replicas=plan.num_replicas,
         tensor_parallel=plan.tensor_parallel,
+        pipeline_parallel=plan.pipeline_parallel,
         memory_fraction=plan.memory_fraction,
         max_batch=plan.max_batch,
         goodput_capacity_per_s=float(

@@ -15,6 +15,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.cluster import Pool
+from serve_app.engines.admission import BatchLimit
 from serve_app.engines.base import Engine, EngineConfig, EngineError
 from serve_app.engines.models import find_model
 from serve_app.engines.profiling import start_and_measure
@@ -48,7 +49,7 @@ class EngineReplica:
         self._tokenizer: Tokenizer = await loading
         self._host = HostMetrics()
         self._published_s = 0.0
-        self._num_in_flight = 0
+        self._slots = BatchLimit(pool.config.max_batch)
         self._draining = False
 
     async def generate(
@@ -64,12 +65,12 @@ class EngineReplica:
             ReplicaFull: As many requests wait as may.
             EngineError: The engine refuses the request, or failed.
         """
-        num_waiting = self._engine.stats().num_waiting
+        num_waiting = self._engine.stats().num_waiting + self._slots.num_waiting
         if num_waiting >= max(self._pool.config.max_waiting, 1):
             raise ReplicaFull(f"{num_waiting} requests wait already")
-        chunks = self._engine.generate(request.request_id, request.token_ids, request.sampling)
-        self._num_in_flight += 1
         done = False
+        await self._slots.enter()
+        chunks = self._engine.generate(request.request_id, request.token_ids, request.sampling)
         try:
             async for chunk in read_texts(chunks, self._tokenizer, request.stop):
                 done = chunk.finish_reason is not None
@@ -77,9 +78,18 @@ class EngineReplica:
                     chunk.text, chunk.num_tokens, chunk.finish_reason, self._publish_maybe(done)
                 )
         finally:
-            self._num_in_flight -= 1
+            self._slots.leave()
             if not done:
                 await self._engine.abort(request.request_id)
+
+    async def limit_batch(self, max_batch: int, replica_id: str) -> None:
+        """Run so many sequences at once from now on; those that run go on.
+
+        Args:
+            max_batch: At least 1; above what the engine was started with it changes nothing.
+            replica_id: Chosen by the caller; read by its router.
+        """
+        self._slots.resize(max_batch)
 
     async def check_health(self) -> None:
         """Raise where the engine is not well, so that Serve replaces the replica."""
@@ -103,6 +113,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Answer what was accepted, then free the ranks; Serve awaits this."""
         self._draining = True
+        await self._slots.emptied()
         await self._engine.drain()
         await self._engine.stop()
 
@@ -116,11 +127,12 @@ class EngineReplica:
     def _publish(self) -> EngineStatus:
         stats = self._engine.stats()
         return EngineStatus(
-            num_waiting=stats.num_waiting,
+            num_waiting=stats.num_waiting + self._slots.num_waiting,
             num_running=stats.num_running,
             kv_used_fraction=stats.kv_used_fraction,
             observed_at_s=time.time(),
             accepting=stats.accepting and not self._draining,
+            max_batch=self._slots.limit,
         )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from scipy.special import ndtr
 from tokenyard.allocation.types import Parallelism, Plan
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.iteration import iteration_parts
-from tokenyard.perf.models import Precision
+from tokenyard.perf.models import load_llm
 from tokenyard.perf.power import flop_utilisation, power_w
 from tokenyard.perf.replica import Replica, make_replica
 from tokenyard.perf.serving import prefill_s
@@ -33,8 +34,8 @@ from tokenyard.types import BoolArray, FloatArray, IntArray
 if TYPE_CHECKING:
     from tokenyard.allocation.scenario import AllocationScenario
 
-PARALLELISM: tuple[Parallelism, ...] = ("data", "model", "hybrid_tp2", "hybrid_tp4")
-"""In the order of the action's first part."""
+MOST_HYBRID_TP = 4
+"""Most GPUs of one of several tensor-parallel replicas."""
 UTILISATION: FloatArray = 1.0 - (1.0 - np.linspace(0.0, 1.0, 65)) ** 1.5
 """Points of the curves: share of the highest rate of requests, denser where queues form."""
 ATTAINMENT_TARGET = 0.99
@@ -62,35 +63,47 @@ class _Curves:
     network_share: FloatArray
 
 
+def parallelism_kinds(scenario: AllocationScenario) -> tuple[Parallelism, ...]:
+    """Every kind of parallelism that model and scenario allow, in the order of the action.
+
+    Heads and key-value heads are divided, so their common divisors are the degrees of tensor
+    parallelism: 1, 2, 4, 8 for Llama-3, 1 and 3 for SmolLM2.
+    """
+    llm = load_llm(scenario.llm)
+    heads = math.gcd(llm.num_heads, llm.num_kv_heads)
+    hybrid = (t for t in range(2, MOST_HYBRID_TP + 1) if heads % t == 0)
+    pipelines = (f"pipeline_{stages}" for stages in scenario.pipeline_stages)
+    return "data", "model", *(f"hybrid_tp{t}" for t in hybrid), *pipelines
+
+
 def replicas_of(scenario: AllocationScenario, plan: Plan) -> list[Replica] | None:
     """Return the replicas of a plan; None where the pool cannot have it or memory is too small."""
-    t, n = plan.tensor_parallel, plan.num_gpus
-    is_a_split = plan.parallelism in ("data", "model") or n > t
-    if n % t or not is_a_split or (plan.parallelism == "model" and n == 1):
+    size, n = plan.replica_gpus, plan.num_gpus
+    is_several = n > size or not plan.parallelism.startswith("hybrid")
+    if n % size or not is_several or (plan.parallelism == "model" and n == 1):
         return None
     replicas: list[Replica] = []
     for group in scenario.pool:
-        for _ in range(min(group.count // t, n // t - len(replicas))):
+        for _ in range(min(group.count // size, n // size - len(replicas))):
             try:
-                one = _replica(group.gpu, scenario.llm, t, scenario.precision, plan.memory_fraction)
+                one = _replica(
+                    group.gpu, scenario.llm, plan.tensor_parallel, plan.pipeline_parallel,
+                    scenario.precision, memory_fraction=plan.memory_fraction,
+                )  # fmt: skip
             except ValueError:
                 return None  # Heads not divisible, or a collective that was never measured.
             replicas.append(one)
     longest = scenario.context_tokens + scenario.generated_tokens
     fit = all(one.kv_capacity_tokens >= longest for one in replicas)
-    return replicas if fit and len(replicas) == n // t else None
+    return replicas if fit and len(replicas) == n // size else None
 
 
-@functools.cache
-def _replica(gpu: str, llm: str, t: int, precision: str, memory_fraction: float) -> Replica:
-    assert precision in ("fp16", "fp8")
-    stored: Precision = "fp8" if precision == "fp8" else "fp16"
-    return make_replica(gpu, llm, t, precision=stored, memory_fraction=memory_fraction)
+_replica = functools.cache(make_replica)
 
 
 def shapes(scenario: AllocationScenario) -> list[tuple[Parallelism, int]]:
     """Every kind of parallelism with every number of GPUs, feasible or not."""
-    return list(itertools.product(PARALLELISM, range(1, scenario.num_gpus + 1)))
+    return list(itertools.product(parallelism_kinds(scenario), range(1, scenario.num_gpus + 1)))
 
 
 def feasible_plans(scenario: AllocationScenario) -> list[Plan]:
@@ -128,10 +141,12 @@ class PlanTable:
     """Power of the GPUs without work, watts, shape (P,)."""
     curves: FloatArray
     """Steady state, shape (P, U, NUM_CURVES)."""
+    parallelism: tuple[Parallelism, ...]
+    """Kinds of parallelism, in the order of the action's first part, shape (K,)."""
     during: IntArray
     """What serves while the plan of the row becomes that of the column, shape (P, P): a plan, or
-    -1 for none. A change of the number of equal replicas leaves those that stay at work; any other
-    change stops all."""
+    -1 for none. A change of the number of equal replicas leaves those that stay at work, and so
+    does one of the batch limit, which needs no restart; any other change stops all."""
     index: IntArray
     """Plan by kind of parallelism, GPUs - 1, memory step and batch limit; memory too small for the
     plan counts as the smallest that is enough; -1: infeasible."""
@@ -150,7 +165,7 @@ class PlanTable:
 
     @property
     def shape_mask(self) -> BoolArray:
-        """Whether a kind of parallelism is feasible on so many GPUs, shape (4, GPUs)."""
+        """Whether a kind of parallelism is feasible on so many GPUs, shape (K, GPUs)."""
         return np.asarray((self.index >= 0).any(axis=(2, 3)))
 
     @functools.cached_property
@@ -159,10 +174,10 @@ class PlanTable:
 
         Chosen once for all plans with replicas of one size, so that they can grow into each other.
         """
-        chosen: dict[int, tuple[float, int]] = {}
-        most: dict[int, tuple[int, float]] = {}
+        chosen: dict[tuple[int, int], tuple[float, int]] = {}
+        most: dict[tuple[int, int], tuple[int, float]] = {}
         for plan, attained in zip(self.plans, self.goodput_capacity_per_s.tolist(), strict=True):
-            size = plan.tensor_parallel
+            size = plan.tensor_parallel, plan.pipeline_parallel
             gpus, best = most.get(size, (0, 0.0))
             if plan.num_gpus > gpus or (plan.num_gpus == gpus and attained > 1.005 * best):
                 most[size] = plan.num_gpus, attained
@@ -170,7 +185,8 @@ class PlanTable:
         return tuple(
             i
             for i, plan in enumerate(self.plans)
-            if (plan.memory_fraction, plan.max_batch) == chosen[plan.tensor_parallel]
+            if (plan.memory_fraction, plan.max_batch)
+            == chosen[plan.tensor_parallel, plan.pipeline_parallel]
         )
 
     def find(self, plan: Plan) -> int:
@@ -208,6 +224,7 @@ def plan_table(scenario: AllocationScenario) -> PlanTable:
         memory_share=np.array([row.memory_share for row in rows]),
         idle_w=np.array([row.idle_w for row in rows]),
         curves=curves,
+        parallelism=parallelism_kinds(scenario),
         during=_during(plans),
         index=_index(scenario, plans),
         pool_w=sum(group.count * load_gpu(group.gpu).tdp_w for group in scenario.pool),
@@ -314,7 +331,9 @@ def _during(plans: list[Plan]) -> IntArray:
     during = np.full((len(plans), len(plans)), -1, np.int64)
     for i, old in enumerate(plans):
         for j, new in enumerate(plans):
-            replicas = [(p.tensor_parallel, p.memory_fraction, p.max_batch) for p in (old, new)]
+            replicas = [
+                (p.tensor_parallel, p.pipeline_parallel, p.memory_fraction) for p in (old, new)
+            ]
             if replicas[0] == replicas[1]:
                 during[i, j] = i if old.num_gpus <= new.num_gpus else j
     return during
@@ -322,10 +341,11 @@ def _during(plans: list[Plan]) -> IntArray:
 
 def _index(scenario: AllocationScenario, plans: list[Plan]) -> IntArray:
     memories, batches = scenario.memory_fractions, scenario.max_batches
-    shape = (len(PARALLELISM), scenario.num_gpus, len(memories), len(batches))
+    kinds = parallelism_kinds(scenario)
+    shape = (len(kinds), scenario.num_gpus, len(memories), len(batches))
     index = np.full(shape, -1, np.int64)
     for i, plan in enumerate(plans):
-        kind = PARALLELISM.index(plan.parallelism)
+        kind = kinds.index(plan.parallelism)
         memory, batch = memories.index(plan.memory_fraction), batches.index(plan.max_batch)
         index[kind, plan.num_gpus - 1, memory, batch] = i
     for memory in range(len(memories) - 2, -1, -1):

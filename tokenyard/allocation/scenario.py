@@ -144,6 +144,12 @@ class AllocationScenario(FrozenModel):
     """What a dropped request or an SLO violation costs, dollars. Shipped scenarios take 3.5 times
     the price of a request with the whole pool at work: a violation must cost more than serving
     does."""
+    # Left out where there are none: hashes of older policies hold a scenario without the field.
+    pipeline_stages: Annotated[
+        tuple[Annotated[int, Field(ge=2)], ...], Field(exclude_if=lambda stages: not stages)
+    ] = ()
+    """Numbers of pipeline stages that a replica may have, besides none; each makes a kind of
+    parallelism. The tensor-parallel kinds follow from the model's heads."""
     objective: Objective | None = None
     """What is rewarded; None: minus dollars, SLO violations at `violation_usd`."""
     switch_budget: SwitchBudget | None = None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Protocol
 
-Parallelism = Literal["data", "model", "hybrid_tp2", "hybrid_tp4"]
+from pydantic import Field
+
+Parallelism = Annotated[str, Field(pattern=r"^(data|model|(hybrid_tp|pipeline_)[1-9]\d*)$")]
 """How GPUs share the work: `data`: a copy of the model on each; `model`: one copy over all of them
-(tensor parallelism); `hybrid_tp2`, `hybrid_tp4`: several copies on two or on four GPUs each."""
+(tensor parallelism); `hybrid_tp2`, `hybrid_tp4`, ..: several copies on so many GPUs each;
+`pipeline_2`, ..: copies of so many pipeline stages, each on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,28 @@ class Plan:
     @property
     def tensor_parallel(self) -> int:
         """GPUs that share every layer of a replica."""
-        by_name = {"data": 1, "model": self.num_gpus, "hybrid_tp2": 2, "hybrid_tp4": 4}
-        return by_name[self.parallelism]
+        if self.parallelism == "model":
+            return self.num_gpus
+        return _degree(self.parallelism, "hybrid_tp")
+
+    @property
+    def pipeline_parallel(self) -> int:
+        """Stages that the layers of a replica are divided into, each on a GPU of its own."""
+        return _degree(self.parallelism, "pipeline_")
+
+    @property
+    def replica_gpus(self) -> int:
+        """GPUs of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_replicas(self) -> int:
         """Copies of the model."""
-        return self.num_gpus // self.tensor_parallel
+        return self.num_gpus // self.replica_gpus
+
+
+def _degree(parallelism: str, prefix: str) -> int:
+    return int(parallelism.removeprefix(prefix)) if parallelism.startswith(prefix) else 1
 
 
 @dataclass(frozen=True, slots=True)

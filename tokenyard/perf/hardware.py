@@ -91,6 +91,8 @@ class Engine(FrozenModel):
     """Fixed cost of an iteration: scheduling, sampling, detokenising."""
     overhead_scale: Positive
     """Factor on the fixed costs of a layer."""
+    overlaps_stages: bool = True
+    """Whether pipeline stages compute different micro-batches at a time; else they take turns."""
 
 
 class Calibration(FrozenModel):

@@ -5,7 +5,8 @@ elementwise kernels and the reading of the KV cache are bound by memory, attenti
 operations, collectives follow the alpha-beta model. Times add up: nothing overlaps.
 
 A pipeline of p stages splits the batch into p micro-batches; an iteration is then one round, in
-which every sequence gets its next token: p times the slowest stage.
+which every sequence gets its next token: p times the slowest stage. An engine whose stages take
+turns has one micro-batch, and p times the slowest stage is then the time of all of them.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ def iteration_parts(
     prefill_context_tokens: Numbers | None = None,
 ) -> IterationTime:
     """Return the time of one iteration by part; arguments as in `iteration_s`."""
-    num_stages = replica.pipeline_parallel
+    num_stages, parts = replica.pipeline_parallel, replica.micro_batches
     if prefill_context_tokens is None:
         prefill_context_tokens = np.asarray(prefill_tokens, float) / 2
     prefill, decode, kv, context = np.broadcast_arrays(
         *(np.asarray(x, float) for x in (prefill_tokens, decoding_sequences, kv_tokens)),
         np.asarray(prefill_context_tokens, float),
     )
-    stage = _stage(replica, prefill / num_stages, decode / num_stages, kv / num_stages, context)
+    stage = _stage(replica, prefill / parts, decode / parts, kv / parts, context)
     busy = prefill + decode > 0
     return IterationTime(
         *(np.where(busy, num_stages * getattr(stage, part.name), 0.0) for part in fields(stage))

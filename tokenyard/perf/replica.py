@@ -69,6 +69,11 @@ class Replica:
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
+    def micro_batches(self) -> int:
+        """Parts that an iteration's batch is split into, so that no pipeline stage waits."""
+        return self.pipeline_parallel if self.calibration.engine.overlaps_stages else 1
+
+    @property
     def kernels(self) -> Kernels:
         """Fitted kernel parameters of its GPUs."""
         return self.calibration.kernels[self.gpu.kernels]

@@ -21,8 +21,8 @@ def prefill_s(replica: Replica, prompt_tokens: Numbers, num_prompts: Numbers = 1
     """
     prompt = np.asarray(prompt_tokens, float)
     tokens = prompt * np.asarray(num_prompts, float)
-    # An iteration of p stages works on p micro-batches; here each stage sees all tokens once.
-    return iteration_s(replica, tokens * replica.pipeline_parallel, 0, 0, prompt / 2)
+    # An iteration works on so many micro-batches; here each stage sees all tokens once.
+    return iteration_s(replica, tokens * replica.micro_batches, 0, 0, prompt / 2)
 
 
 def decode_s(replica: Replica, sequences: Numbers, context_tokens: Numbers) -> FloatArray:

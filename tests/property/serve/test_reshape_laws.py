@@ -19,7 +19,7 @@ from serve_app.allocation.transition import (
 )
 from tokenyard.allocation.types import Plan
 
-SIZES = {"data": 1, "hybrid_tp2": 2, "hybrid_tp4": 4}
+SIZES = {"data": 1, "hybrid_tp2": 2, "pipeline_2": 2, "hybrid_tp4": 4}
 
 
 @st.composite
@@ -126,7 +126,7 @@ def test_a_plan_that_takes_all_gpus_for_one_replica_cannot_be_entered_without_a_
 
 
 def test_room_is_made_by_halves_so_that_the_other_half_serves():
-    data, pairs = Shape(1, 0.9, 64), Shape(2, 0.9, 64)
+    data, pairs = Shape(1, 1, 0.9), Shape(1, 2, 0.9)
     held = {data: Held(wanted=8, ready=8)}
     assert next_wanted(held, pairs, 4, budget=8, minimum=1) == {data: 4, pairs: 0}
     held = {data: Held(wanted=4, ready=4, stopping=4)}

@@ -12,7 +12,7 @@ from tokenyard.rl.allocation.trial import AllocationTrialConfig
 from tune_configs.allocation import AllocationTrial, trainer_config
 from tune_configs.experiment import load_experiment
 
-EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights")
+EXPERIMENTS = ("default", "smoke", "learners", "two_stages", "paper_weights")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

@@ -31,6 +31,7 @@ class InstantPool:
         self.wanted = {}
         self.most_gpus = 0
         self.records = []
+        self.limits = []
 
     async def observe(self):
         held = {s: Held(n, n) for s, n in self.wanted.items() if n}
@@ -39,6 +40,10 @@ class InstantPool:
 
     async def want(self, shape, count):
         self.wanted[shape] = count
+
+    async def limit_batch(self, shape, max_batch):
+        self.limits.append((shape, max_batch))
+        return self.limits.count((shape, max_batch)) > 1
 
     def num_waiting(self):
         return 0
@@ -248,7 +253,20 @@ def test_a_gateway_that_starts_anew_takes_over_what_is_there():
     held = {shape_of(TWO): Held(2, 2), shape_of(PAIRS): Held(0, 0, 0, 1)}
     assert plan_of(TABLE, held) == TWO
     assert plan_of(TABLE, {}) is None
-    assert plan_of(TABLE, {Shape(3, 0.9, 8): Held(1, 1)}) is None
+    assert plan_of(TABLE, {Shape(3, 1, 0.9): Held(1, 1)}) is None
+
+
+def test_a_batch_limit_is_changed_without_a_restart_and_is_done_when_it_is_in_force():
+    scenario = SCENARIO.model_copy(update={"max_batches": (4, 8)})
+    few, many = (find_plan(plan_table(scenario), "data", 2, 0.9, n) for n in (4, 8))
+    world = World(StaticPlan(few), scenario, start=many)
+    world.slot(ticks=1)
+    assert world.allocator.changes[-1].new == few
+    assert world.allocator.is_changing
+    world.slot(ticks=1)
+    assert world.allocator.changes[-1].outcome == "done"
+    assert world.pool.wanted == {shape_of(few): 2} == {shape_of(many): 2}
+    assert world.pool.limits[-1] == (shape_of(few), 4)
 
 
 def test_plans_are_found_by_what_a_person_gives():

@@ -30,17 +30,18 @@ def test_every_shipped_cluster_can_be_read(name):
     assert load_cluster(name).name == name
 
 
-def test_a_template_of_several_stages_would_take_more_gpus_than_are_counted(tmp_path):
-    several = {"allocation.template.config.pipeline_parallel": 2}
-    with pytest.raises(ValueError, match="pipeline_parallel 2 would take 2 times the GPUs"):
+@pytest.mark.parametrize("name", ["tensor_parallel", "pipeline_parallel"])
+def test_a_template_leaves_to_the_plan_how_a_replica_is_divided(name, tmp_path):
+    several = {f"allocation.template.config.{name}": 2}
+    with pytest.raises(ValueError, match=f"the plan sets {name}"):
         load_cluster(a_file(tmp_path / "two.yaml", several))
 
 
 def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
     own = {"allocation.template.config.emulates": None}
     template = load_cluster(a_file(tmp_path / "own.yaml", own)).allocation.template
-    for tensor_parallel in (1, 2, 4):
-        shape = Shape(tensor_parallel, 0.9, 8)
+    for tensor_parallel, pipeline_parallel in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
+        shape = Shape(tensor_parallel, pipeline_parallel, 0.9)
         ranks = pool_of(template, shape).config.num_ranks
         assert ranks == gpus_held({shape: Held(wanted=1, ready=1)})
 

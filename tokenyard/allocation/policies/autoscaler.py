@@ -87,7 +87,7 @@ def family(table: PlanTable, tensor_parallel: int) -> IntArray:
     plans = [
         i
         for i in table.best_memory
-        if table.plans[i].tensor_parallel == tensor_parallel and table.goodput_capacity_per_s[i] > 0
+        if _is_of(table.plans[i], tensor_parallel) and table.goodput_capacity_per_s[i] > 0
     ]
     if not plans:
         raise ValueError(f"no plan of this pool attains the SLO on replicas of {tensor_parallel}")
@@ -96,18 +96,22 @@ def family(table: PlanTable, tensor_parallel: int) -> IntArray:
     alike = [
         i
         for i, plan in enumerate(table.plans)
-        if plan.tensor_parallel == tensor_parallel
+        if _is_of(plan, tensor_parallel)
         and (plan.memory_fraction, plan.max_batch) == (largest.memory_fraction, largest.max_batch)
         and table.goodput_capacity_per_s[i] > 0
     ]
     return np.array(sorted(alike, key=lambda i: table.plans[i].num_gpus), np.int64)
 
 
+def _is_of(plan: Plan, tensor_parallel: int) -> bool:
+    return (plan.tensor_parallel, plan.pipeline_parallel) == (tensor_parallel, 1)
+
+
 def tensor_degrees(table: PlanTable) -> list[int]:
-    """Sizes of replicas that some plan attains the SLO with."""
+    """Sizes of replicas without pipeline stages that some plan attains the SLO with."""
     found = {
         p.tensor_parallel
         for p, c in zip(table.plans, table.goodput_capacity_per_s, strict=True)
-        if c
+        if c and p.pipeline_parallel == 1
     }
     return sorted(found)
