@@ -13,8 +13,8 @@ from tokenyard.config import shipped_names
 
 
 def a_file(path, changes):
-    """The shipped `reshape`, changed at dotted paths."""
-    fields = load_cluster("reshape").model_dump(mode="json")
+    """The shipped `local_cpu`, changed at dotted paths."""
+    fields = load_cluster("local_cpu").model_dump(mode="json")
     for where, value in changes.items():
         *parents, last = where.split(".")
         inner = fields
@@ -37,9 +37,8 @@ def test_a_template_leaves_to_the_plan_how_a_replica_is_divided(name, tmp_path):
         load_cluster(a_file(tmp_path / "two.yaml", several))
 
 
-def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
-    own = {"allocation.template.config.emulates": None}
-    template = load_cluster(a_file(tmp_path / "own.yaml", own)).allocation.template
+def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus():
+    template = load_cluster("local_cpu").allocation.template
     for tensor_parallel, pipeline_parallel in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
         shape = Shape(tensor_parallel, pipeline_parallel, 0.9)
         ranks = pool_of(template, shape).config.num_ranks
@@ -49,7 +48,7 @@ def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"allocation": None}, "give at least one pool"),
+        ({"allocation": None, "pools": []}, "give at least one pool"),
         ({"decide_only": True}, "decide_only serves no pools"),
     ],
 )
