@@ -62,7 +62,7 @@ serve: .venv/.engines ## A small model on this machine behind the gateway, on 12
 	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py $(addprefix --registry ,$(REGISTRY)) $(addprefix --policy ,$(POLICY))
 
 demo: .venv/.engines ## Three policies route live traffic over an emulated fleet, in three minutes, with a picture.
-	$(BIN)/python pipelines/replay.py --start emulated --rate 7 --length-scale 0.1 --duration-s 20 \
+	$(BIN)/python pipelines/replay.py --url emulated --rate 7 --length-scale 0.1 --duration-s 20 \
 		--compare champion,sed,ray_default --baseline ray_default --figure $(STORAGE)/demo.png
 
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.

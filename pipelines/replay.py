@@ -3,7 +3,7 @@
 python pipelines/replay.py --url http://127.0.0.1:8000 --rate 2 --duration-s 120
 python pipelines/replay.py --url http://127.0.0.1:8000 --trace my.csv --rate-scale 0.1 \
     --compare champion,sed,ray_default --repeats 5 --json live.json
-python pipelines/replay.py --start emulated --rate 7.5 --length-scale 0.1 --duration-s 30 \
+python pipelines/replay.py --url emulated --rate 7.5 --length-scale 0.1 --duration-s 30 \
     --compare champion,sed,ray_default --figure live.png
 """
 
@@ -60,14 +60,15 @@ class Args(LoadConfig):
     """Policy that differences are taken to; None: the first of `compare`."""
     repeats: int = 1
     """Times that every policy gets the same requests, in turns."""
+    url: str = LoadConfig.url
+    """Where it listens; or the name of a cluster, which is served on a port of its own meanwhile
+    (`deploy.py --cluster`)."""
     pause_s: tyro.conf.Suppress[float] = LoadConfig.pause_s
+    timeout_s: tyro.conf.Suppress[float] = LoadConfig.timeout_s
     slo_response_s: float | None = None
     """What counts as good; None: what the served policy was trained to keep."""
     simulate: str | None = None
     """Scenario of the same replicas (`calibrate.py --url`): simulate the same requests as well."""
-    start: str | None = None
-    """Cluster to serve on a port of its own meanwhile (`deploy.py --cluster`), in place of what
-    listens at --url."""
     figure: Path | None = None
     """Draw how long responses and first tokens took, by policy, into this PNG file."""
     json: Path | None = None
@@ -247,7 +248,7 @@ def main(args: Args) -> None:
     if args.repeats < 1:
         sys.exit(f"replay: --repeats {args.repeats} must be at least 1")
     try:
-        with serving(args.start) if args.start else nullcontext(args.url) as url:
+        with nullcontext(args.url) if "://" in args.url else serving(args.url) as url:
             rows = asyncio.run(run(replace(args, url=url), console))
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
         sys.exit(f"replay: {' '.join(str(error).split()) or type(error).__name__}")
