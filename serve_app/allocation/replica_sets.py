@@ -15,7 +15,7 @@ from typing import Any
 from ray import serve
 
 from serve_app.allocation.allocator import Allocator, AllocatorSettings
-from serve_app.allocation.plans import check_allocation, make_plan_policy, start_of
+from serve_app.allocation.plans import check_allocation, load_plan_policy, start_of
 from serve_app.allocation.transition import Held, Shape
 from serve_app.cluster import AllocatedPool, Pool
 from serve_app.gateway.backends import Backend, ServeBackend
@@ -179,9 +179,9 @@ def make_allocator(
         time_scale=allocation.time_scale,
         dry_run=allocation.dry_run,
     )
-    policy = make_plan_policy(allocation.policy, scenario, registry)
+    policy, origin = load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
     pool = ServeReplicaSets(prefix, allocation, gateway, backends, log)
-    return Allocator(scenario, allocation.policy, policy, pool, settings)
+    return Allocator(scenario, allocation.policy, policy, pool, settings, origin=origin)
 
 
 def pool_of(template: Pool, shape: Shape) -> Pool:

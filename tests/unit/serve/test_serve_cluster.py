@@ -1,10 +1,13 @@
 """What a cluster file may say."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from serve_app.allocation.replica_sets import pool_of
 from serve_app.allocation.transition import Held, Shape, gpus_held
+from serve_app.app import GatewayOptions, find_cluster, registry_of
 from serve_app.cluster import load_cluster
 from tokenyard.config import shipped_names
 
@@ -52,3 +55,20 @@ def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus():
 def test_a_cluster_has_pools_or_only_decides(changes, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         load_cluster(a_file(tmp_path / "c.yaml", changes))
+
+
+def test_the_registry_is_that_of_the_environment_and_its_path_this_machines(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert registry_of(GatewayOptions()) is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert registry_of(GatewayOptions()) == "http://mlflow:5000"
+    relative = GatewayOptions(registry="sqlite:///runs/mlflow.db")
+    assert registry_of(relative) == f"sqlite:///{Path.cwd()}/runs/mlflow.db"
+
+
+def test_a_candidate_is_asked_for_allocation_too(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    cluster = find_cluster(GatewayOptions(cluster="reshape", policy="candidate"))
+    assert (cluster.policy, cluster.allocation.policy) == ("candidate", "candidate")
+    by_rule = find_cluster(GatewayOptions(cluster="reshape", policy="sed"))
+    assert by_rule.allocation.policy == load_cluster("reshape").allocation.policy
