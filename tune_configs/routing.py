@@ -27,11 +27,14 @@ from tune_configs.schedulers import drawn_weights
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
 """The five terms of the paper's reward (Abbaraju, section IV)."""
 
+_JOULE_S = 0.5
+"""Seconds of response time that a joule is worth in `response_energy`."""
 _NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_completion": 0.0}
 _CREDITED_AT_DECISION = {
     "response": RewardWeights(**_NO_PAPER_TERM, response=-1.0),
     "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
     "response_slo_tail": SCORE_REWARD,
+    "response_energy": RewardWeights(**_NO_PAPER_TERM, response=-1.0, energy=-_JOULE_S),
     "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
 }
 _ABLATED_FIELDS = {
@@ -49,15 +52,19 @@ ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
 
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
+HAND_RULE = "tuned_marginal_delay"
+"""What networks for replicas that batch start from, and are compared with."""
 POLICY_SEARCH = "policy_search"
 ROLLOUTS = "rollouts"
-WEIGHTINGS = (PAPER, "response", "response_slo_tail")
+WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
+SERVED = "local_cpu"
+"""Scenario of the cluster that `make serve` serves."""
 FLEET = "azure_code_mixed_gpus"
-"""Scenario of the sweep over replicas that batch continuously."""
-
-_SHORT_ENV_STEPS = 20_000
+"""Scenario of the sweep over a fleet of four kinds of GPU."""
+SERIAL = "poisson_085"
+"""Scenario of the studies of serial servers."""
 
 
 def reward_names() -> tuple[str, ...]:
@@ -74,7 +81,12 @@ def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
     if name == PAPER:
         return scenario.reward
     if name in _CREDITED_AT_DECISION:
-        return _CREDITED_AT_DECISION[name]
+        weights = _CREDITED_AT_DECISION[name]
+        if weights.tail and scenario.fleet is not None:
+            # The tail of serial servers begins at a time; elsewhere its SLO says what is long.
+            tail_after_s = scenario.slo_response_s / 2
+            return weights.model_copy(update={"tail_after_s": tail_after_s})
+        return weights
     term = name.removeprefix("paper_without_")
     if name not in ABLATIONS:
         raise ValueError(f"unknown reward weights {name!r}; choose one of {list(reward_names())}")
@@ -112,8 +124,10 @@ class RoutingTrial(RouterTrainable):
     spelled_out = staticmethod(trainer_config)
 
 
-def _compile_kernels(scenario: str = "poisson_085") -> None:
-    cluster = envs.LoadBalancingVectorEnv(2, scenario=scenario)
+def _compile_kernels(scenario: str = SERVED) -> None:
+    fleet = load_scenario(scenario).fleet is not None
+    config = {"scenario": scenario, "expected_finish": fleet, "shows_rule": fleet}
+    cluster = envs.LoadBalancingVectorEnv(2, config)
     cluster.reset(seed=0)
     cluster.step(np.zeros(2, dtype=np.int64))
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
@@ -122,11 +136,11 @@ def _compile_kernels(scenario: str = "poisson_085") -> None:
 def _trial(
     algorithm: str,
     weights: str,
-    scenario: str = "poisson_085",
-    env_steps: int = _SHORT_ENV_STEPS,
-    recipe: str = "ours",
+    scenario: str,
+    env_steps: int,
+    recipe: str = "fleet",
     seed: int = 0,
-    iterations: int = 5,
+    iterations: int = 10,
 ) -> TrialConfig:
     return {
         "algorithm": algorithm,
@@ -139,18 +153,16 @@ def _trial(
     }
 
 
-def _search_trial(num_generations: int | None = None, iterations: int = 10) -> TrialConfig:
-    """Search to where its noise has faded out, and its centre is worth most, or for less."""
-    env_steps = _search_env_steps(num_generations or SearchConfig().num_generations)
+def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> TrialConfig:
+    env_steps = _search_env_steps(num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", env_steps=env_steps, iterations=iterations)
+    return _trial(POLICY_SEARCH, "score", scenario, env_steps, iterations=iterations)
 
 
 def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
     """Improve least marginal delay, over as many requests as policy search places in all."""
     per_round = RolloutConfig().env_steps_per_round(load_scenario(scenario).num_servers)
-    env_steps = rounds * per_round
-    return _trial(ROLLOUTS, "score", scenario, env_steps, "fleet", iterations=rounds)
+    return _trial(ROLLOUTS, "score", scenario, rounds * per_round, iterations=rounds)
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -161,27 +173,52 @@ def _search_env_steps(num_generations: int) -> int:
 
 
 def default() -> Experiment:
-    """PPO, DQN and A2C under three reward weightings each, and policy search beside them."""
-    learners = [_trial(a, w) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
+    """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
+
+    They learn for the cluster that `make serve` serves, from the tuned rule on.
+    """
+    learners = [_trial(a, w, SERVED, 300_000) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
     return Experiment(
         problem=PROBLEM,
-        scenario="poisson_085",
+        scenario=SERVED,
         trainable=RoutingTrial,
-        trials=(_search_trial(), *learners),
+        trials=(*learners, _search_trial(SERVED, 20)),
+        baselines=("round_robin", "least_connections", "sed", "marginal_delay", HAND_RULE),
+        baseline=HAND_RULE,
         warm_up=_compile_kernels,
     )
 
 
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
-    search = _search_trial(num_generations=4, iterations=2)
-    learner = _trial("ppo", "response", env_steps=4_000, iterations=2)
+    search = _search_trial(SERVED, num_generations=2, iterations=2)
+    learner = _trial("ppo", "response", SERVED, 8_000, iterations=2)
     return replace(
         default(),
         trials=(search, learner),
-        baselines=("round_robin", "sed"),
+        baselines=("round_robin", HAND_RULE),
         promotion_streams=4,
         evaluation_streams=3,
+    )
+
+
+def serial() -> Experiment:
+    """The same on serial servers, with networks that read the whole observation."""
+    algorithms = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
+    weightings = (PAPER, "response", "response_slo_tail")
+    learners = [
+        _trial(algorithm, weights, SERIAL, steps, "ours")
+        for algorithm, steps in algorithms
+        for weights in weightings
+    ]
+    search = {**_search_trial(SERIAL, SearchConfig().num_generations), "recipe": "ours"}
+    return replace(
+        default(),
+        scenario=SERIAL,
+        trials=(search, *learners),
+        baselines=("round_robin", "least_connections", "least_loaded", "sed"),
+        baseline="sed",
+        warm_up=partial(_compile_kernels, SERIAL),
     )
 
 
@@ -192,7 +229,7 @@ def paper() -> Experiment:
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
-    return replace(default(), scenario="nominal", trials=tuple(trials))
+    return replace(serial(), scenario="nominal", trials=tuple(trials))
 
 
 def paper_high_load() -> Experiment:
@@ -217,7 +254,7 @@ def ablation() -> Experiment:
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
-    return replace(default(), scenario="high_load", trials=tuple(trials))
+    return replace(serial(), scenario="high_load", trials=tuple(trials))
 
 
 def ours() -> Experiment:
@@ -231,66 +268,38 @@ def ours() -> Experiment:
         ("a2c", "response_slo_tail", 300_000),
     )
     trials = [
-        _trial(algorithm, weights, env_steps=env_steps, seed=seed, iterations=10)
+        _trial(algorithm, weights, SERIAL, env_steps, "ours", seed)
         for algorithm, weights, env_steps in plans
         for seed in range(5)
     ]
-    return replace(default(), trials=tuple(trials))
+    return replace(serial(), trials=tuple(trials))
 
 
 def fleet() -> Experiment:
-    """Each algorithm on replicas that batch continuously, beside the rule that knows them best.
-
-    The networks route between any number of replicas; all trials see other loads, speeds and
-    scrape intervals than the scenario's, on which they are judged.
-    """
-    plans = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
-    learners = [
-        _trial(algorithm, "response", FLEET, env_steps, "fleet", iterations=10)
-        for algorithm, env_steps in plans
-    ]
-    search = {**_search_trial(), "scenario": FLEET, "recipe": "fleet"}
+    """Each algorithm on four kinds of GPU, beside rollouts and policy search."""
+    learners = [_trial(algorithm, "response", FLEET, 300_000) for algorithm in RLLIB_ALGORITHMS]
+    search = _search_trial(FLEET, SearchConfig().num_generations, iterations=10)
     return replace(
         default(),
         scenario=FLEET,
         trials=(_rollouts_trial(FLEET), search, *learners),
-        baselines=(
-            "round_robin",
-            "least_connections",
-            "weighted_least_connections",
-            "sed",
-            "marginal_delay",
-        ),
-        baseline="marginal_delay",
         warm_up=partial(_compile_kernels, FLEET),
     )
 
 
-def fleet_smoke() -> Experiment:
-    """The smallest sweep over a fleet: a short PPO trial."""
-    trial = _trial("ppo", "response", FLEET, 4_000, "fleet", iterations=2)
-    return replace(
-        fleet(),
-        trials=(trial,),
-        baselines=("sed", "marginal_delay"),
-        promotion_streams=2,
-        evaluation_streams=2,
-    )
-
-
 def weights() -> Experiment:
-    """PPO and A2C on a fleet, under weights of violations, tail and energy drawn as numbers.
+    """PPO and A2C under weights of violations, tail and energy that are drawn as numbers.
 
-    A second of response time always weighs 1; ten joules up to as much.
+    A second of response time always weighs 1, and so does a joule at most.
     """
     space = {
-        **_trial("ppo", "response", FLEET, 300_000, "fleet", iterations=10),
+        **_trial("ppo", "response", SERVED, 300_000),
         "algorithm": tune.choice(["ppo", "a2c"]),
         WEIGHTS: {
             "slo": tune.uniform(-6.0, 0.0),
             "tail": tune.uniform(-2.0, 0.0),
-            "energy": tune.uniform(-0.1, 0.0),
+            "energy": tune.uniform(-1.0, 0.0),
         },
         "seed": tune.randint(0, 1_000),
     }
-    return drawn_weights(fleet(), space, num_samples=12)
+    return drawn_weights(default(), space, num_samples=12)
