@@ -258,7 +258,7 @@ def build_config(
             COPIES_PER_STREAM: 1 if algorithm == "dqn" else recipe.copies_per_stream,
         },
     )
-    config = config.training(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
+    config = config.learners(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
     return with_sampling(
         config,
         algorithm,
