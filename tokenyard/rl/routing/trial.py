@@ -16,6 +16,7 @@ from tokenyard.rl.routing.training import Recipe, build_config, recipe
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
@@ -69,12 +70,14 @@ class RoutingTrialConfig(TrialConfig):
         ).for_slo(slo_s)
 
     def rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
-        """Weights of the rule that a network for a fleet corrects: the tuned one, or a better.
+        """Weights of the rule that a network for a fleet corrects.
 
-        Raises:
-            ValueError: No rule was tuned for the scenario.
+        It is the tuned one; least marginal delay where none was tuned; or what policy search finds.
         """
-        tuned = server_model(scenario).hand_weights()
+        try:
+            tuned = server_model(scenario).hand_weights()
+        except ValueError:
+            tuned = (0.0,) * NUM_MARGINAL_WEIGHTS
         if not self.warm_start_generations:
             return tuned
         config = SearchConfig(start=tuned, num_generations=self.warm_start_generations)
