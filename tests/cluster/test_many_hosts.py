@@ -390,7 +390,7 @@ print(json.dumps({{"sha256": sha256, "mlflow_run": found.run_id}}))""")
 def replay(lab, duration_s, file, rate=2):
     return lab.start_on_laptop(
         f"python pipelines/replay.py --url {GATEWAY} --rate {rate} --length-scale 0.02 "
-        f"--duration-s {duration_s} --timeout-s 60 --json ~/{file}"
+        f"--duration-s {duration_s} --json ~/{file}"
     )
 
 
