@@ -37,8 +37,22 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
         num_envs: int,
         observation_space: gymnasium.spaces.Box,
         action_space: gymnasium.spaces.Space[Any],
+        copies_per_stream: int = 1,
     ) -> None:
-        """Take the number of copies, and the spaces of one."""
+        """Take the number of copies, and the spaces of one.
+
+        Args:
+            num_envs: Copies.
+            observation_space: Of one copy.
+            action_space: Of one copy.
+            copies_per_stream: So many copies in a row have equal seeds, and so equal traffic.
+
+        Raises:
+            ValueError: The copies cannot be divided so.
+        """
+        if num_envs % copies_per_stream:
+            raise ValueError(f"{num_envs} copies are no multiple of {copies_per_stream} per stream")
+        self._copies_per_stream = copies_per_stream
         self.num_envs = num_envs
         self.single_observation_space, self.single_action_space = observation_space, action_space
         self.observation_space = batch_space(observation_space, num_envs)
@@ -60,10 +74,13 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Observations, dict[str, Any]]:
-        """Start an episode in every copy; one integer seeds copy i with seed + i."""
+        """Start an episode in every copy; one integer seeds stream i with seed + i."""
         if seed is not None or not self._rngs:
             first = seed if isinstance(seed, int) else None
-            each = [None if first is None else first + i for i in range(self.num_envs)]
+            if first is None and self._copies_per_stream > 1:
+                first = int(np.random.SeedSequence().generate_state(1)[0])
+            shared = self._copies_per_stream
+            each = [None if first is None else first + i // shared for i in range(self.num_envs)]
             seeds = each if seed is None or isinstance(seed, int) else list(seed)
             self._rngs = [seeding.np_random(one)[0] for one in seeds]
         for copy, rng in enumerate(self._rngs):

@@ -17,6 +17,7 @@ from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.constant_rate import Observations
 from tokenyard.routing.simulator.streams import StreamSource
@@ -37,11 +38,22 @@ class RoutingEnvConfig(FrozenModel):
 
     randomisation: Randomisation = Randomisation()
     """How one episode's traffic and fleet differ from the next's."""
+    shows_rule: bool = False
+    """Whether what a rule's costs are made from is shown of every replica (fleets only)."""
+    copies_per_stream: Annotated[int, Field(ge=1)] = 1
+    """Copies of the vectorised environment that have the same traffic and the same fleet. What one
+    of them earns beyond the others was not luck (common random numbers)."""
 
     @field_validator("scenario", mode="before")
     @classmethod
     def _load_by_name(cls, value: object) -> object:
         return load_scenario(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _rule_is_of_replicas_that_batch(self) -> Self:
+        if self.shows_rule and not (self.scenario.required_fleet and self.expected_finish):
+            raise ValueError("shows_rule needs expected_finish in the observation")
+        return self
 
     @model_validator(mode="after")
     def _reward_has_only_terms_of_the_scenario(self) -> Self:
@@ -70,6 +82,9 @@ class _Feed:
         self.sim = make_simulator(
             config.scenario, num_copies, length, config.weights, config.expected_finish
         )
+        if config.shows_rule:
+            assert isinstance(self.sim, BatchingSim)
+            self.sim.show_rule(self.source.mean_total_tokens)
         self._shadow = (
             make_simulator(config.scenario, 1, length) if config.weights.subtract_baseline else None
         )
@@ -116,7 +131,8 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         computed) and finish there. Then, of a fleet's replica, log(1 + x) of the seconds by which
         the request would delay all others and of thousands of prompt and of output tokens in
         flight; the share of KV memory in use; the share of the prompt believed to be cached; and
-        1 where the replica is believed to take requests, else 0. All within [-20, 20];
+        1 where the replica is believed to take requests, else 0. With `shows_rule`, what the cost
+        of every replica is made from comes last (`observation.encode_rule`). All within [-20, 20];
         `sim.num_saturated` counts numbers that hit it.
 
     Action:
@@ -190,7 +206,7 @@ class LoadBalancingVectorEnv(IndependentCopies):
         """Validate the configuration and make `num_envs` copies; see `LoadBalancingEnv`."""
         self.config = RoutingEnvConfig.model_validate({**(config or {}), **options})
         self._feed = _Feed(self.config, num_envs)
-        super().__init__(num_envs, *_spaces(self._feed))
+        super().__init__(num_envs, *_spaces(self._feed), self.config.copies_per_stream)
         self.sim = self._feed.sim
 
     def start(self, copy: int, rng: np.random.Generator) -> None:

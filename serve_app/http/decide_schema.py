@@ -178,7 +178,7 @@ class PolicyCard(BaseModel):
 
     name: str
     kind: str
-    """`linear`, `marginal`, `generic`, `mlp` or `equivariant` for a trained policy, `baseline` for
+    """`linear`, `marginal`, `generic`, `mlp` or `corrected` for a trained policy, `baseline` for
     a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""

@@ -18,7 +18,12 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
-from tokenyard.rl.routing.export import RouterModule, export_network
+from tokenyard.rl.routing.export import (
+    Equivariant,
+    RouterModule,
+    export_correction,
+    export_network,
+)
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.simulator.streams import StreamSource
 
@@ -220,8 +225,9 @@ class RllibTraining(RllibLearner[StreamSource]):
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
         """The greedy policy of the present weights."""
-        expected_finish = bool(self._config.env_config["expected_finish"])
         module: RouterModule = self.module
-        return export_network(
-            module, self._trained_for, self._trainer, expected_finish, metrics, lineage
-        )
+        made = (self._trained_for, self._trainer)
+        if isinstance(module, Equivariant):
+            return export_correction(module, *made, metrics, lineage)
+        expected_finish = bool(self._config.env_config["expected_finish"])
+        return export_network(module, *made, expected_finish, metrics, lineage)

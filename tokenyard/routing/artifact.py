@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.network import Arrays, Network, check_layers, check_network, check_shape
-from tokenyard.routing.equivariant import BASELINES, Layout
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
 from tokenyard.routing.observation import (
     NUM_MARGINAL_SLO_WEIGHTS,
@@ -30,11 +29,9 @@ from tokenyard.routing.observation import (
 )
 from tokenyard.routing.policies.learned import (
     AnyClusterPolicy,
-    EquivariantPolicy,
     LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
-    ReplicaScorer,
     ResidualPolicy,
 )
 from tokenyard.routing.policies.tuned import load_tuned
@@ -56,9 +53,9 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
     (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`: those of a `tokenyard.network.Network`, from an
     observation to one preference per replica, higher is better.
-    An `equivariant` network has `request_mean`, `request_std`, `replica_mean` and `replica_std`,
-    and layers from `Layout.num_inputs` numbers to the preference for one replica. A `corrected`
-    policy has the `weights` of a `marginal` one and the arrays of such a network, of three layers.
+    A `corrected` policy has the `weights` of a `marginal` one, and a network that scores every
+    replica alike: `request_mean`, `request_std`, `replica_mean` and `replica_std`, and three layers
+    from `Layout.num_inputs` numbers to what is taken off the cost of one replica.
 
     Raises:
         ValueError: The arrays do not fit the metadata.
@@ -70,25 +67,10 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
         """Check what the kind needs."""
         KINDS[self.metadata.kind].check(self)
 
-    def text(self) -> str:
-        """The metadata as they are stored; kinds without a baseline keep their hash."""
-        exclude = {"baseline"} if self.metadata.baseline is None else None
-        return self.metadata.model_dump_json(exclude=exclude)
-
     @property
     def needs_engine(self) -> bool | None:
         """Whether it decides between replicas that batch continuously; None: between any."""
         return KINDS[self.metadata.kind].needs_engine(self)
-
-    @property
-    def layout(self) -> Layout:
-        """What an `equivariant` network is shown of every replica."""
-        return self.scorer.layout
-
-    @cached_property
-    def scorer(self) -> ReplicaScorer:
-        """The network of an `equivariant` policy."""
-        return ReplicaScorer(self.metadata, self.arrays)
 
 
 @dataclass(frozen=True)
@@ -129,20 +111,14 @@ def _check_mlp(artifact: PolicyArtifact) -> None:
     check_network(artifact.arrays, size, metadata.num_replicas)
 
 
-def _check_equivariant(artifact: PolicyArtifact) -> None:
-    _check_inputs(artifact)
-    baseline = artifact.metadata.baseline
-    if baseline not in BASELINES:
-        raise ValueError(f"unknown baseline {baseline!r}; choose one of {sorted(BASELINES)}")
-    _check_scorer(artifact)
-
-
 def _check_residual(artifact: PolicyArtifact) -> None:
     _check_inputs(artifact)
     _check_marginal(artifact)
-    if artifact.layout != corrected.LAYOUT:
-        raise ValueError(f"a corrected policy observes {corrected.LAYOUT}, not {artifact.layout}")
-    _check_scorer(artifact)
+    sizes = {"request": NUM_REQUEST_FEATURES, "replica": corrected.LAYOUT.num_features}
+    for of, size in sizes.items():
+        check_shape(artifact.arrays, f"{of}_mean", (size,))
+        check_shape(artifact.arrays, f"{of}_std", (size,))
+    check_layers(artifact.arrays, corrected.LAYOUT.num_inputs, 1)
     if len(artifact.layers) != corrected.NUM_LAYERS or artifact.metadata.activation != "tanh":
         raise ValueError(f"a corrected policy has {corrected.NUM_LAYERS} layers with tanh")
 
@@ -153,14 +129,6 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
         raise ValueError("a network needs scaling in its metadata")
     if metadata.residual_scale and not metadata.expected_finish:
         raise ValueError("residual_scale needs expected_finish in the observation")
-
-
-def _check_scorer(artifact: PolicyArtifact) -> None:
-    layout = artifact.layout
-    for of, size in (("request", NUM_REQUEST_FEATURES), ("replica", layout.num_features)):
-        check_shape(artifact.arrays, f"{of}_mean", (size,))
-        check_shape(artifact.arrays, f"{of}_std", (size,))
-    check_layers(artifact.arrays, layout.num_inputs, 1)
 
 
 def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
@@ -220,10 +188,6 @@ KINDS: dict[str, RoutingKind] = {
     "mlp": RoutingKind(
         _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
         run=lambda it, sim: _run_greedily(partial(network_preferences, it), sim),
-    ),
-    "equivariant": RoutingKind(
-        _check_equivariant, EquivariantPolicy, needs_engine=lambda it: it.layout.batches,
-        run=lambda it, sim: _run_greedily(it.scorer.preferences, sim),
     ),
     "corrected": RoutingKind(
         _check_residual, ResidualPolicy, needs_engine=lambda it: True, run=_run_residual

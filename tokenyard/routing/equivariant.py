@@ -4,47 +4,24 @@ Such a network tells replicas apart by their features and not by their place, so
 between any number of them, and permuting them permutes what it says (Zaheer et al. 2017, "Deep
 Sets", arXiv:1703.06114). Replicas that take no requests are not there for it.
 
-Written once for training and serving: arrays are of NumPy or torch, and `xp` is the module that
-they are of. Shapes: B any leading axes, N replicas, F features of a replica.
+Arrays are of NumPy or torch, and `xp` is the module that they are of. Shapes: B any leading axes,
+N replicas, F features of a replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenyard.routing.observation import (
-    NUM_FINISH_FEATURES,
-    NUM_REPLICA_FEATURES,
     NUM_REQUEST_FEATURES,
+    NUM_RULE_FEATURES,
+    NUM_SCORE_POWERS,
     observation_size,
 )
 
 Array = Any
 """An array of NumPy or of torch."""
-
-_FINISH = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES - 1
-_OTHERS = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
-
-
-def _sed(replicas_BNF: Array, xp: Any) -> Array:
-    return xp.expm1(replicas_BNF[..., _FINISH])
-
-
-def _marginal_delay(replicas_BNF: Array, xp: Any) -> Array:
-    own_s = _sed(replicas_BNF, xp)
-    if replicas_BNF.shape[-1] <= _OTHERS:
-        return own_s  # Without batching nobody is delayed who came before.
-    return own_s + xp.expm1(replicas_BNF[..., _OTHERS])
-
-
-BASELINES: dict[str, Callable[[Array, Any], Array]] = {
-    "sed": _sed,
-    "marginal_delay": _marginal_delay,
-}
-"""Rules that a network can be a correction of: their cost of every replica in seconds, shape
-(B, N), read back from observed features with `expected_finish`, shape (B, N, F)."""
 
 
 class Observed(NamedTuple):
@@ -56,48 +33,79 @@ class Observed(NamedTuple):
     """Shape (B, N, F)."""
     routable: Array
     """Which replicas are to be chosen from, bool, shape (B, N); all, where none is routable."""
+    rule: Array | None = None
+    """What a rule's costs are made from (`observation.encode_rule`), as it is, not squashed, shape
+    (B, N, NUM_RULE_FEATURES); None: it is not shown."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What an observation holds of every replica (`observation.encode`)."""
+    """What an observation holds of every replica that batches (`observation.encode`).
 
-    expected_finish: bool
-    batches: bool
-    """Whether the replicas batch continuously; the last number then is whether they take requests,
-    which is no feature, because those that are chosen from all do."""
+    The last number of a replica is whether it takes requests, which is no feature, because those
+    that are chosen from all do.
+    """
+
+    shows_rule: bool = False
+    """Whether what a rule's costs are made from comes last (`BatchingSim.show_rule`)."""
 
     @property
     def numbers_per_replica(self) -> int:
-        """Length of an observation's part about one replica."""
-        size = observation_size(1, self.expected_finish, self.batches)
-        return size - NUM_REQUEST_FEATURES
+        """Length of an observation's part about one replica, without the rule."""
+        return observation_size(1, expected_finish=True, batches=True) - NUM_REQUEST_FEATURES
 
     @property
     def num_features(self) -> int:
         """F, features of one replica."""
-        return self.numbers_per_replica - int(self.batches)
+        return self.numbers_per_replica - 1
 
     @property
     def num_inputs(self) -> int:
         """Numbers from which one replica is scored."""
         return NUM_REQUEST_FEATURES + 2 * self.num_features
 
+    def size(self, num_replicas: int) -> int:
+        """Length of an observation of so many replicas."""
+        shown = NUM_RULE_FEATURES if self.shows_rule else 0
+        return NUM_REQUEST_FEATURES + num_replicas * (self.numbers_per_replica + shown)
+
     def split_observation(self, observations: Array, xp: Any) -> Observed:
         """Split observations of shape (B, size)."""
         request = observations[..., :NUM_REQUEST_FEATURES]
         rest = observations[..., NUM_REQUEST_FEATURES:]
+        rule = None
+        if self.shows_rule:
+            num = rest.shape[-1] // (self.numbers_per_replica + NUM_RULE_FEATURES)
+            end = num * self.numbers_per_replica
+            shown = rest[..., end:].reshape(*rest.shape[:-1], num, NUM_RULE_FEATURES)
+            rest, rule = rest[..., :end], xp.sign(shown) * xp.expm1(abs(shown))
         rows = rest.reshape(*rest.shape[:-1], -1, self.numbers_per_replica)
-        if not self.batches:
-            return Observed(request, rows, xp.ones_like(rows[..., 0], dtype=xp.bool))
         routable = rows[..., -1] > 0.0
-        return Observed(request, rows[..., :-1], routable | ~routable.any(-1)[..., None])
+        routable = routable | ~routable.any(-1)[..., None]
+        return Observed(request, rows[..., :-1], routable, rule)
 
 
 def scorer_inputs(observed: Observed, xp: Any) -> Array:
     """Features of each replica, of the request, and their mean over replicas: (B, N, inputs)."""
-    request, replicas, routable = observed
+    replicas, routable = observed.replicas, observed.routable
     mean = (replicas * routable[..., None]).sum(-2) / routable.sum(-1)[..., None]
-    shared = xp.concatenate([request, mean], -1)[..., None, :]
+    shared = xp.concatenate([observed.request, mean], -1)[..., None, :]
     repeated = xp.broadcast_to(shared, (*replicas.shape[:-1], shared.shape[-1]))
     return xp.concatenate([replicas, repeated], -1)
+
+
+def rule_costs(rule: Array, weights: Array, xp: Any) -> Array:
+    """What `observation.marginal_scores` says that each replica costs.
+
+    Args:
+        rule: What the costs are made from, shape (B, N, NUM_RULE_FEATURES).
+        weights: Of the rule, shape (NUM_MARGINAL_WEIGHTS,).
+        xp: Module of both.
+
+    Returns:
+        Costs in units of the SLO, shape (B, N).
+    """
+    features, rank = rule[..., :-1], rule[..., -1:]
+    by_power = features @ weights.reshape(NUM_SCORE_POWERS, -1).T
+    powers = xp.concatenate([rank**p for p in range(NUM_SCORE_POWERS)], -1)
+    return features[..., 1:5].sum(-1) + (by_power * powers).sum(-1)

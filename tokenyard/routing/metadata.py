@@ -41,13 +41,12 @@ class ArtifactMetadata(FrozenModel):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "generic", "mlp", "equivariant", "corrected"]
+    kind: Literal["linear", "marginal", "generic", "mlp", "corrected"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.routing.observation.linear_scores`); `marginal`: one of the delay that a request
     adds, for replicas that batch continuously (`marginal_scores`); `generic`: one of either for any
     cluster (`tokenyard.routing.scores.any_cluster`); `mlp`: a network over the flat observation;
-    `equivariant`: one that scores every replica alike (`tokenyard.routing.equivariant`);
-    `corrected`: a `marginal` policy and a network of that kind that corrects it
+    `corrected`: a `marginal` policy and a network that scores every replica alike and corrects it
     (`tokenyard.routing.scores.residual`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
@@ -68,11 +67,7 @@ class ArtifactMetadata(FrozenModel):
     """Needed by networks."""
     activation: Activation = "relu"
     residual_scale: Annotated[float, Field(ge=0)] = 0.0
-    """How much a second of expected response time, or of its baseline's cost, lowers a network's
-    preference."""
-    baseline: str | None = None
-    """Rule that an `equivariant` network corrects, a key of
-    `tokenyard.routing.equivariant.BASELINES`; an `mlp` corrects shortest expected delay."""
+    """How much a second of expected response time lowers the preference of an `mlp`."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}

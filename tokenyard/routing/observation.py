@@ -79,6 +79,8 @@ NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
 NUM_MARGINAL_FEATURES = 9
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
+NUM_RULE_FEATURES = NUM_MARGINAL_FEATURES + 1
+"""What is shown of every replica to those who learn the rule's weights (`encode_rule`)."""
 NUM_SLO_PRICES = 2 * NUM_SCORE_POWERS
 NUM_SLO_LIMITS = 5
 NUM_SLO_WEIGHTS = NUM_SLO_PRICES + NUM_SLO_LIMITS
@@ -305,6 +307,38 @@ def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -
 
 
 @compiled
+def marginal_features(
+    row: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+) -> tuple[float, float, float, float, float, float, float, float, float]:
+    """What the cost of one replica is made from: f of the module's docstring.
+
+    The plain delay, which is least marginal delay's cost, is the sum of the second to the fifth.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+    """
+    excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
+    first, decode, others = batching_delays(row, context_tokens, output_tokens)
+    wait = row[WAIT_S] / slo_s
+    prefill = first / slo_s - wait
+    decode /= slo_s
+    others /= slo_s
+    own = wait + prefill + decode
+    return (
+        1.0, wait, prefill, decode, others, own * excess, others * excess, row[KV_USED_FRACTION],
+        max(own - 1.0, 0.0),
+    )  # fmt: skip
+
+
+@compiled
 def marginal_scores(
     weights: FloatArray,
     context_tokens: float,
@@ -338,26 +372,24 @@ def marginal_scores(
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
-        first, decode, others = batching_delays(row, context_tokens, output_tokens)
-        wait = row[WAIT_S] / slo_s
-        prefill = first / slo_s - wait
-        decode /= slo_s
-        others /= slo_s
+        one, wait, prefill, decode, others, own_excess, others_excess, kv, late = marginal_features(
+            row, context_tokens, output_tokens, mean_total_tokens, slo_s
+        )
         own = wait + prefill + decode
         cost = own + others
         power = 1.0
         for p in range(NUM_SCORE_POWERS):
             w = p * NUM_MARGINAL_FEATURES
             cost += power * (
-                weights[w]
+                weights[w] * one
                 + weights[w + 1] * wait
                 + weights[w + 2] * prefill
                 + weights[w + 3] * decode
                 + weights[w + 4] * others
-                + weights[w + 5] * own * excess
-                + weights[w + 6] * others * excess
-                + weights[w + 7] * row[KV_USED_FRACTION]
-                + weights[w + 8] * max(own - 1.0, 0.0)
+                + weights[w + 5] * own_excess
+                + weights[w + 6] * others_excess
+                + weights[w + 7] * kv
+                + weights[w + 8] * late
             )
             power *= row[SPEED_RANK]
         if slo_terms:
@@ -439,6 +471,41 @@ def encode(
             if out[i] > OBSERVATION_LIMIT:
                 saturated += 1
                 out[i] = OBSERVATION_LIMIT
+    return saturated
+
+
+@compiled
+def encode_rule(
+    row: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    out: npt.NDArray[np.float32],
+) -> int:
+    """Write what `marginal_scores` makes the cost of one replica from, for those who learn it.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        out: The first NUM_RULE_FEATURES numbers are filled, each squashed by sign(x) log(1 + |x|):
+            `marginal_features`, then the speed rank.
+
+    Returns:
+        How many numbers were beyond OBSERVATION_LIMIT and were set to it.
+    """
+    saturated = 0
+    features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+    for i in range(NUM_RULE_FEATURES):
+        value = features[i] if i < NUM_MARGINAL_FEATURES else row[SPEED_RANK]
+        size = math.log(1.0 + abs(value))
+        if size > OBSERVATION_LIMIT:
+            saturated += 1
+            size = OBSERVATION_LIMIT
+        out[i] = math.copysign(size, value)
     return saturated
 
 

@@ -217,6 +217,24 @@ def test_shortest_expected_delay_earns_nothing_once_it_is_the_baseline_itself():
         assert env.step(np.int64(np.argmin(finish)))[1] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_copies_of_one_stream_have_equal_traffic_and_copies_of_another_do_not():
+    given = {"scenario": "local_cpu", "copies_per_stream": 2, "episode_requests": 5}
+    env = envs.LoadBalancingVectorEnv(4, given)
+    env.reset(seed=3)
+    for episode in range(2):
+        first, twin, other, its_twin = env.sim.sizes_seen()
+        np.testing.assert_array_equal(first, twin)
+        np.testing.assert_array_equal(other, its_twin)
+        assert (first != other).any(), episode
+        for _ in range(6):
+            env.step(np.array([0, 1, 2, 0]))
+
+
+def test_copies_that_cannot_be_divided_into_streams_are_refused():
+    with pytest.raises(ValueError, match="4 copies are no multiple of 3 per stream"):
+        envs.LoadBalancingVectorEnv(4, scenario="local_cpu", copies_per_stream=3)
+
+
 def test_an_action_that_names_no_server_is_refused_with_the_choices():
     env = envs.LoadBalancingEnv(scenario="nominal", episode_requests=5)
     env.reset(seed=0)

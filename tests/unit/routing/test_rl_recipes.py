@@ -50,16 +50,20 @@ def test_a_residual_without_finish_times_is_refused():
         build_config("ppo", replace(ours(), expected_finish=False), "unused", {})
 
 
-def test_a_baseline_that_a_network_cannot_correct_is_refused():
-    with pytest.raises(ValueError, match=r"'flat' cannot correct 'marginal_delay'; .*\['sed'\]"):
-        build_config("ppo", replace(ours(), baseline="marginal_delay"), "unused", {})
-    with pytest.raises(ValueError, match=r"choose one of \['marginal_delay', 'sed'\]"):
-        build_config("ppo", replace(fleet(), baseline="round_robin"), "unused", {})
+def test_a_network_for_fleets_without_a_rule_is_refused():
+    ppo = replace(fleet().algorithms["ppo"], residual_scale=0.0)
+    with pytest.raises(ValueError, match="residual_scale must be above 0"):
+        build_config("ppo", replace(fleet(), algorithms={"ppo": ppo}), "unused", {})
 
 
-def test_the_recipe_for_fleets_trains_on_fleets_that_differ():
+def test_the_recipe_for_fleets_compares_copies_of_the_same_traffic():
     told = build_config("ppo", fleet(), "unused", {"scenario": "churn"}).env_config
     config = RoutingEnvConfig.model_validate(told)
-    assert config.randomisation.varies_fleet
-    assert config.num_steps == fleet().episode_requests
+    assert config.shows_rule
+    assert config.copies_per_stream == fleet().copies_per_stream > 1
     assert config.weights.credits_response
+
+
+def test_rewards_of_a_fleet_are_counted_in_slos():
+    assert fleet().for_slo(15.0).reward_scale == pytest.approx(fleet().reward_scale / 15.0)
+    assert ours().for_slo(15.0) == ours()

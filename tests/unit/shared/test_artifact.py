@@ -41,22 +41,6 @@ def a_network(arrays=None, **changes):
     return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
 
 
-def an_equivariant_network(arrays=None, **changes):
-    ones = tuple([1.0] * NUM_REQUEST_FEATURES)
-    metadata = a_linear_policy().metadata.model_copy(
-        update={
-            "kind": "equivariant", "num_replicas": None, "baseline": "sed", "residual_scale": 1.0,
-            "scaling": FeatureScaling(medians=ones, scales=ones),
-        } | changes
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    given = {"request_mean": np.zeros(16), "request_std": np.ones(16)}
-    given |= {"replica_mean": np.zeros(8), "replica_std": np.ones(8)}
-    given |= {"w0": rng.normal(size=(5, 32)), "b0": np.zeros(5)}
-    given |= {"w1": rng.normal(size=(1, 5)), "b1": np.zeros(1)}
-    return PolicyArtifact(metadata, given | (arrays or {}))
-
-
 def a_policy_for_any_cluster(arrays=None):
     rng = np.random.default_rng(0)
     given = any_cluster_artifact(
@@ -75,9 +59,7 @@ def snapshots(*waits):
 A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
 
 
-@pytest.mark.parametrize(
-    "make", [a_linear_policy, a_network, an_equivariant_network, a_policy_for_any_cluster]
-)
+@pytest.mark.parametrize("make", [a_linear_policy, a_network, a_policy_for_any_cluster])
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")
     loaded = PolicyArtifact.load(tmp_path / "p.npz")
@@ -149,27 +131,10 @@ def test_a_policy_for_any_cluster_that_does_not_fit_is_refused():
         a_policy_for_any_cluster({"engine_weights": np.zeros(3)})
 
 
-def test_an_equivariant_network_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match=r"'w0' has shape \(5, 33\); it must be \(5, 32\)"):
-        an_equivariant_network({"w0": np.zeros((5, 33))})
-    with pytest.raises(ValueError, match="2 outputs where there must be 1"):
-        an_equivariant_network({"w1": np.zeros((2, 5)), "b1": np.zeros(2)})
-    with pytest.raises(ValueError, match="'replica_mean' is missing, or has a strange length: 7"):
-        an_equivariant_network({"replica_mean": np.zeros(7)})
-    with pytest.raises(ValueError, match=r"unknown baseline 'x'; choose one of \['marginal_delay"):
-        an_equivariant_network(baseline="x")
-
-
-def test_an_equivariant_network_of_slots_refuses_replicas_that_batch():
+def test_a_network_of_slots_refuses_replicas_that_batch():
     batching = replace(snapshots(0.0)[0], engine=EngineSnapshot(*[0.1] * 4, 512, 1e4, 0, 0, 0, 0))
-    for make in (an_equivariant_network, a_network):
-        with pytest.raises(ValueError, match="snapshots without `engine`"):
-            learned_policy(make()).route(A_REQUEST, [*snapshots(0.0, 0.0), batching])
-
-
-def test_a_kind_without_a_baseline_has_the_text_and_the_hash_that_it_always_had():
-    assert "baseline" not in a_linear_policy().text()
-    assert json.loads(an_equivariant_network().text())["baseline"] == "sed"
+    with pytest.raises(ValueError, match="snapshots without `engine`"):
+        learned_policy(a_network()).route(A_REQUEST, [*snapshots(0.0, 0.0), batching])
 
 
 def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():

@@ -10,7 +10,7 @@ from ray.rllib.utils.minibatch_utils import MiniBatchCyclicIterator
 from ray.rllib.utils.postprocessing.value_predictions import compute_value_targets
 from unit.rl_builders import a_rollout, fragments
 
-from tokenyard.rl.columnar.columns import generalised_advantages, minibatches
+from tokenyard.rl.columnar.columns import beyond_others, generalised_advantages, minibatches
 
 rollouts = st.builds(
     lambda seed, steps, copies: a_rollout(np.random.default_rng(seed), steps, copies),
@@ -88,3 +88,13 @@ def test_shuffled_minibatches_meet_every_row_once_per_epoch(num_rows, size, num_
     for epoch in range(num_epochs):
         once = met[epoch * num_rows : (epoch + 1) * num_rows]
         assert sorted(once) == list(range(num_rows))
+
+
+def test_what_copies_of_the_same_traffic_have_in_common_is_not_their_doing():
+    rng = np.random.default_rng(0)
+    own, luck = rng.normal(size=(5, 6)), rng.normal(size=(5, 2))
+    advantages = (own + luck.repeat(3, axis=1)).astype(np.float32)
+    beyond = beyond_others(advantages, 3)
+    expected = own.reshape(5, 2, 3) - own.reshape(5, 2, 3).mean(-1, keepdims=True)
+    np.testing.assert_allclose(beyond, expected.reshape(5, 6), atol=1e-6)
+    np.testing.assert_array_equal(beyond_others(advantages, 1), advantages)

@@ -99,6 +99,27 @@ def generalised_advantages(
     return advantages
 
 
+def beyond_others(advantages: Floats, copies_per_stream: int) -> Floats:
+    """Advantages of every step beyond the mean of the copies that have the same traffic.
+
+    What the traffic adds to the return is then subtracted, which no critic can foretell: the
+    input-dependent baseline of Mao et al. 2019, arXiv:1807.02264, estimated from other copies. Its
+    own share in the mean shortens an advantage by one part in `copies_per_stream`.
+
+    Args:
+        advantages: Shape (T, N).
+        copies_per_stream: So many copies in a row have the same traffic; 1: none has.
+
+    Returns:
+        Shape (T, N).
+    """
+    if copies_per_stream == 1:
+        return advantages
+    grouped = advantages.reshape(len(advantages), -1, copies_per_stream)
+    beyond: Floats = (grouped - grouped.mean(-1, keepdims=True)).reshape(advantages.shape)
+    return beyond
+
+
 def minibatches(
     num_rows: int,
     minibatch_size: int | None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,13 +53,24 @@ from torch import Tensor, nn
 
 from tokenyard.rl.columnar.a2c import A2CTorchLearner
 from tokenyard.rl.columnar.actions import actions_of
-from tokenyard.rl.columnar.columns import Rollout, Transitions, generalised_advantages, minibatches
+from tokenyard.rl.columnar.columns import (
+    Rollout,
+    Transitions,
+    beyond_others,
+    generalised_advantages,
+    minibatches,
+)
 
 Batch = dict[str, Tensor]
 """Columns by RLlib's names, one row per step."""
 Losses = tuple[Tensor, dict[str, Any]]
 """The loss, and what is told of it where that was asked for."""
 
+COPIES_PER_STREAM = "copies_per_stream"
+"""Key of an environment's configuration: copies in a row that have the same traffic."""
+CENTRE_REWARDS = "centre_rewards"
+"""Key of `learner_config_dict`: whether the mean of all rewards so far is subtracted from each, so
+that the critic need not learn it (Naik et al. 2024, arXiv:2405.09999); for tasks without end."""
 SMALLEST_SPREAD = 1e-4
 """Advantages that hardly differ are not blown up when they are standardised (as in RLlib)."""
 
@@ -67,6 +79,8 @@ class ColumnarLearner(TorchLearner):
     """Mixed in before a learner of RLlib: takes `Rollout`s or `Transitions` for episodes."""
 
     _weights_seq_no: int
+    _num_rewards = 0
+    _mean_reward = 0.0
 
     def build(self) -> None:
         """Build as RLlib does, and seed the order of minibatches.
@@ -92,6 +106,13 @@ class ColumnarLearner(TorchLearner):
             params=params,
             lr_or_lr_schedule=config.lr,
         )
+
+    def _mean_so_far(self, rewards: Any) -> float:
+        """Mean of all rewards, these included; it starts anew after a restore."""
+        self._num_rewards += len(rewards)
+        share = len(rewards) / self._num_rewards
+        self._mean_reward += share * (float(rewards.mean()) - self._mean_reward)
+        return self._mean_reward
 
     def batch_of(self, sampled: Sequence[Any], module: Any) -> Batch:
         """The training batch of what was sampled."""
@@ -203,8 +224,16 @@ class _OnPolicyColumns(ColumnarLearner):
     standardise: bool
     """Whether advantages are standardised over the batch."""
 
+    @property
+    def _copies_per_stream(self) -> int:
+        return int(self.config.env_config.get(COPIES_PER_STREAM, 1))
+
     def batch_of(self, sampled: Sequence[Rollout], module: Any) -> Batch:
         """Show the normaliser what was seen, then estimate advantages of all steps at once."""
+        if self.config.learner_config_dict.get(CENTRE_REWARDS):
+            real = np.concatenate([rollout.rewards[rollout.real] for rollout in sampled])
+            mean = np.float32(self._mean_so_far(real))
+            sampled = [replace(rollout, rewards=rollout.rewards - mean) for rollout in sampled]
         seen = [rollout.observations[:-1][rollout.real] for rollout in sampled]
         module.observe(torch.from_numpy(np.concatenate(seen)))
         parts = [self._rows(rollout, module) for rollout in sampled]
@@ -223,17 +252,17 @@ class _OnPolicyColumns(ColumnarLearner):
             actions = _tensor(rollout.actions).to(self._device).flatten(0, 1)
             log_probs = self._actions.distribution(inputs).log_prob(actions)
         values_TN = values.reshape(seen.shape[:2])
-        advantages = torch.from_numpy(
-            generalised_advantages(
-                rollout, values_TN.cpu().numpy(), self.config.gamma, self.config.lambda_
-            )
-        ).to(self._device)
+        estimated = generalised_advantages(
+            rollout, values_TN.cpu().numpy(), self.config.gamma, self.config.lambda_
+        )
+        advantages = torch.from_numpy(estimated).to(self._device)
+        compared = torch.from_numpy(beyond_others(estimated, self._copies_per_stream))
         columns = {
             Columns.OBS: seen[:-1].flatten(0, 1),
             Columns.ACTIONS: actions,
             Columns.ACTION_DIST_INPUTS: inputs,
             Columns.ACTION_LOGP: log_probs,
-            Postprocessing.ADVANTAGES: advantages.flatten(),
+            Postprocessing.ADVANTAGES: compared.to(self._device).flatten(),
             Postprocessing.VALUE_TARGETS: (advantages + values_TN[:-1]).flatten(),
         }
         if rollout.real.all():
@@ -318,7 +347,9 @@ class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):
         taken = policy.log_prob(batch[Columns.ACTIONS])
         values = module.compute_values(batch, embeddings=output.get(Columns.EMBEDDINGS))
         targets = batch[Postprocessing.VALUE_TARGETS]
-        policy_loss = -((targets - values).detach() * taken).mean()
+        alone = self._copies_per_stream == 1
+        advantages = (targets - values).detach() if alone else batch[Postprocessing.ADVANTAGES]
+        policy_loss = -(advantages * taken).mean()
         value_loss = ((values - targets) ** 2).mean()
         loss = policy_loss + config.vf_loss_coeff * value_loss
         entropy = None
@@ -359,6 +390,8 @@ class DQNColumnarLearner(ColumnarLearner, DQNTorchLearner):
             for name, column in drawn.columns.items()
         }
         module.observe(batch[Columns.OBS])
+        if self.config.learner_config_dict.get(CENTRE_REWARDS):
+            batch[Columns.REWARDS] -= self._mean_so_far(drawn.columns[Columns.REWARDS])
         return batch
 
     def losses(self, batch: Batch, module: Any, report: bool) -> Losses:

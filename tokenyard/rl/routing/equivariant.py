@@ -1,14 +1,18 @@
 """Networks that route between any number of replicas (`tokenyard.routing.equivariant`), for RLlib.
 
 One small network scores every replica from its features, those of the request and their mean over
-all replicas; the critic sees the request, mean and maximum. As in `modules`, the normaliser lives
-in buffers and the network is a correction of a rule, whose cost is read back from the observation.
+all replicas; the critic is a sum over replicas of another such network. As in `modules`, the
+normaliser lives in buffers and the network is a correction of a rule. What the rule's costs are
+made from is in the observation, so its weights are learned beside the network: few numbers, of
+which little experience tells more. What is exported is of kind `corrected`
+(`tokenyard.routing.scores.residual`).
 
 Shapes: B batch, N replicas, F features of a replica.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,14 +28,17 @@ from tokenyard.rl.modules import (
     RESIDUAL_SCALE,
     Observes,
     RunningNormaliser,
-    linear_layers,
     shrink_last_layer,
 )
-from tokenyard.routing.equivariant import BASELINES, Layout, Observed, scorer_inputs
-from tokenyard.routing.observation import NUM_REQUEST_FEATURES, observation_size
+from tokenyard.routing.equivariant import Layout, Observed, rule_costs, scorer_inputs
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES
 
-BASELINE = "baseline"
-"""Key of a module's `model_config`: the rule that is corrected (`equivariant`)."""
+LAYOUT = Layout(shows_rule=True)
+"""What is observed in training; a server computes the rule's costs itself."""
+RULE_WEIGHTS = "rule_weights"
+"""Key of a module's `model_config`: the rule to begin with (`observation.marginal_scores`)."""
+LEARNS_RULE = "learns_rule"
+"""Key of a module's `model_config`: whether the weights of that rule are learned."""
 HIDDEN = "fcnet_hiddens"
 """Key of a module's `model_config`: widths of the hidden layers, as RLlib calls it."""
 
@@ -39,12 +46,11 @@ HIDDEN = "fcnet_hiddens"
 class KindNormaliser(nn.Module):
     """Normalises features of requests, and those of all replicas in the same way."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self) -> None:
         """Start as the identity."""
         super().__init__()
-        self._layout = layout
         self.request = RunningNormaliser(NUM_REQUEST_FEATURES)
-        self.replica = RunningNormaliser(layout.num_features)
+        self.replica = RunningNormaliser(LAYOUT.num_features)
 
     def forward(self, observed: Observed) -> Observed:
         """Normalise what was observed."""
@@ -54,41 +60,64 @@ class KindNormaliser(nn.Module):
 
     def update(self, observations: Tensor) -> None:
         """Take observations of shape (B, size) into account, of replicas that take requests."""
-        observed = self._layout.split_observation(observations, torch)
+        observed = LAYOUT.split_observation(observations, torch)
         self.request.update(observed.request)
         self.replica.update(observed.replicas[observed.routable])
 
 
+class Scorer(nn.Module):
+    """Preference for every replica: what a network adds, less the scaled cost of a rule."""
+
+    def __init__(
+        self, hidden: list[int], rule_weights: Sequence[float], scale: float, learns_rule: bool
+    ) -> None:
+        """Start at the rule of these weights, shape (NUM_MARGINAL_WEIGHTS,).
+
+        Args:
+            hidden: Widths of the network's hidden layers.
+            rule_weights: Of the rule.
+            scale: What an SLO of cost lowers a preference by.
+            learns_rule: Whether its weights are learned too, and not the network's alone.
+        """
+        super().__init__()
+        self._scale = scale
+        self.network = _network(hidden)
+        shrink_last_layer(self.network)
+        self.rule_weights = nn.Parameter(torch.tensor(rule_weights), requires_grad=learns_rule)
+
+    def forward(self, observed: Observed, normalised: Observed) -> Tensor:
+        """Shape (B, N), minus infinity where not routable."""
+        added = self.network(scorer_inputs(normalised, torch)).squeeze(-1)
+        costs = rule_costs(observed.rule, self.rule_weights, torch)
+        preferences: Tensor = added - self._scale * costs
+        return preferences.masked_fill(~observed.routable, -torch.inf)
+
+
 class _EquivariantParts(Observes):
-    """Normaliser, scorer and residual, mixed into an RLModule of RLlib."""
+    """Normaliser and scorer, mixed into an RLModule of RLlib."""
 
     observation_space: Any
     action_space: Any
     model_config: dict[str, Any]
 
-    def _add_parts(self) -> nn.Sequential:
-        """Build all but the scorer, which is returned for the module to name."""
+    def _add_parts(self) -> Scorer:
+        """Build all but the scorer, which is returned for the module to name.
+
+        Raises:
+            ValueError: The observation is none of replicas that batch with what rules are made of.
+        """
         assert isinstance(self.action_space, Discrete)
-        self.layout = _layout(self.observation_space.shape[0], int(self.action_space.n))
-        self.normaliser = KindNormaliser(self.layout)
-        self.residual_scale = float(self.model_config.get(RESIDUAL_SCALE, 0.0))
-        self.baseline: str = self.model_config[BASELINE]
-        scorer = self._network()
-        shrink_last_layer(scorer)
-        return scorer
-
-    def _network(self) -> nn.Sequential:
-        return _network(self.layout.num_inputs, self.model_config[HIDDEN])
-
-    def _preferences(self, batch: dict[str, Any], scorer: nn.Module) -> Tensor:
-        """Preference for each replica, minus infinity where it is not routable, shape (B, N)."""
-        observed = self.layout.split_observation(batch[Columns.OBS], torch)
-        preferences = scorer(scorer_inputs(self.normaliser(observed), torch)).squeeze(-1)
-        if self.residual_scale:
-            costs_s = BASELINES[self.baseline](observed.replicas, torch)
-            preferences = preferences - self.residual_scale * costs_s
-        masked: Tensor = preferences.masked_fill(~observed.routable, -torch.inf)
-        return masked
+        (size,), num = self.observation_space.shape, int(self.action_space.n)
+        if size != LAYOUT.size(num):
+            raise ValueError(
+                f"{size} numbers are not the {LAYOUT.size(num)} that are seen of {num} replicas "
+                "that batch; give the environment shows_rule"
+            )
+        self.normaliser = KindNormaliser()
+        self.residual_scale = float(self.model_config[RESIDUAL_SCALE])
+        given = self.model_config
+        weights = given[RULE_WEIGHTS]
+        return Scorer(given[HIDDEN], weights, self.residual_scale, given[LEARNS_RULE])
 
 
 class EquivariantActorCritic(_EquivariantParts, TorchRLModule, ValueFunctionAPI, InferenceOnlyAPI):
@@ -97,68 +126,69 @@ class EquivariantActorCritic(_EquivariantParts, TorchRLModule, ValueFunctionAPI,
     def setup(self) -> None:
         """Build both networks."""
         self.scorer = self._add_parts()
-        self.critic = self._network()
+        self.critic = _network(self.model_config[HIDDEN])
 
     @property
-    def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers of the scorer; ReLU stands between them."""
-        return linear_layers(self.scorer)
+    def policy(self) -> Scorer:
+        """What decides."""
+        return self.scorer
 
     def get_non_inference_attributes(self) -> list[str]:
         """What env runners do without."""
         return ["critic"]
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        return {Columns.ACTION_DIST_INPUTS: self._preferences(batch, self.scorer)}
+        observed = LAYOUT.split_observation(batch[Columns.OBS], torch)
+        return {Columns.ACTION_DIST_INPUTS: self.scorer(observed, self.normaliser(observed))}
 
     def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
         """Value of each observation, shape (B,)."""
-        observed = self.normaliser(self.layout.split_observation(batch[Columns.OBS], torch))
-        values: Tensor = self.critic(_critic_inputs(observed)).squeeze(-1)
-        return values
+        observed = LAYOUT.split_observation(batch[Columns.OBS], torch)
+        return _value(self.critic, self.normaliser(observed))
 
 
 class EquivariantQNetwork(_EquivariantParts, DefaultDQNTorchRLModule):
-    """Q-network of DQN: the target network shares the normaliser and the residual."""
+    """Q-network of DQN, dueling: the target network shares the normaliser.
+
+    Without a value of its own (Wang et al. 2016, arXiv:1511.06581) what the state is worth, which
+    is most of a return, would be learned by what is to tell replicas apart.
+    """
 
     def setup(self) -> None:
-        """Put the scorer in the place of RLlib's networks, so that it gets a target network."""
+        """Put both networks in the place of RLlib's, so that they get target networks."""
         super().setup()
-        assert not self.uses_dueling, "scores of replicas are no advantages over a common value"
+        assert self.uses_dueling, "the value of the state needs a network of its own"
         self.encoder = nn.Identity()
         self.af = self._add_parts()
+        self.vf = _network(self.model_config[HIDDEN])
 
     @property
-    def policy_layers(self) -> list[nn.Linear]:
-        """Linear layers of the scorer; ReLU stands between them."""
-        return linear_layers(self.af)
+    def policy(self) -> Scorer:
+        """What decides."""
+        return self.af
 
     def _qf_forward_helper(self, batch: dict[str, Any], encoder: Any, head: Any) -> dict[str, Any]:
+        observed = LAYOUT.split_observation(batch[Columns.OBS], torch)
+        normalised = self.normaliser(observed)
+        preferences = head["af"](observed, normalised)
+        num = observed.routable.sum(-1, keepdim=True)
+        mean = preferences.masked_fill(~observed.routable, 0.0).sum(-1, keepdim=True) / num
+        value = _value(head["vf"], normalised)[..., None]
         # Minus infinity is what RLlib's exploration and its targets know as "cannot be chosen".
-        return {QF_PREDS: self._preferences(batch, head)}
+        return {QF_PREDS: value + preferences - mean}
 
 
-def _layout(size: int, num_replicas: int) -> Layout:
-    """The layout of observations of `size` numbers for so many replicas."""
-    for batches in (False, True):
-        for finish in (False, True):
-            if observation_size(num_replicas, finish, batches) == size:
-                return Layout(finish, batches)
-    raise ValueError(f"{size} numbers are no observation of {num_replicas} replicas")
+def _value(critic: nn.Module, normalised: Observed) -> Tensor:
+    """Value of each observation, shape (B,): every replica's part, added up."""
+    parts = critic(scorer_inputs(normalised, torch)).squeeze(-1)
+    total: Tensor = parts.masked_fill(~normalised.routable, 0.0).sum(-1)
+    return total
 
 
-def _network(num_inputs: int, hidden: list[int]) -> nn.Sequential:
+def _network(hidden: list[int]) -> nn.Sequential:
     layers: list[nn.Module] = []
+    num_inputs = LAYOUT.num_inputs
     for width in hidden:
-        layers += [nn.Linear(num_inputs, width), nn.ReLU()]
+        layers += [nn.Linear(num_inputs, width), nn.Tanh()]
         num_inputs = width
     return nn.Sequential(*layers, nn.Linear(num_inputs, 1))
-
-
-def _critic_inputs(observed: Observed) -> Tensor:
-    """Features of the request, and mean and maximum over replicas, shape (B, inputs)."""
-    request, replicas, routable = observed
-    shown = routable[..., None]
-    mean = (replicas * shown).sum(-2) / shown.sum(-2)
-    largest = replicas.masked_fill(~shown, -torch.inf).amax(-2)
-    return torch.cat([request, mean, largest], -1)

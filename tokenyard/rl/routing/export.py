@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -12,6 +13,7 @@ from tokenyard.rl.modules import (
     RouterQNetwork,
     RunningNormaliser,
     layer_arrays,
+    linear_layers,
     moment_arrays,
     weights_of,
 )
@@ -27,14 +29,14 @@ RouterModule = RouterActorCritic | RouterQNetwork | Equivariant
 
 
 def export_network(
-    module: RouterModule,
+    module: RouterActorCritic | RouterQNetwork,
     source: StreamSource,
     trainer: str,
     expected_finish: bool,
     metrics: Mapping[str, float] | None = None,
     lineage: Mapping[str, str] | None = None,
 ) -> PolicyArtifact:
-    """Export the greedy policy of a trained module.
+    """Export the greedy policy of a network that reads the whole observation, kind `mlp`.
 
     Args:
         module: The learner's module.
@@ -44,33 +46,63 @@ def export_network(
         metrics: What it scored, for the record.
         lineage: What it was made from, for the record.
     """
+    metadata = _metadata(
+        source, trainer, metrics, lineage, kind="mlp", num_replicas=source.scenario.num_servers,
+        expected_finish=expected_finish, residual_scale=module.residual_scale,
+    )  # fmt: skip
+    arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
+    return PolicyArtifact(metadata, arrays | layer_arrays(weights_of(module.policy_layers)))
+
+
+def export_correction(
+    module: Equivariant,
+    source: StreamSource,
+    trainer: str,
+    metrics: Mapping[str, float] | None = None,
+    lineage: Mapping[str, str] | None = None,
+) -> PolicyArtifact:
+    """Export the greedy policy of a network that corrects a rule, kind `corrected`.
+
+    Args:
+        module: The learner's module.
+        source: Traffic it was trained on.
+        trainer: Algorithm that trained it.
+        metrics: What it scored, for the record.
+        lineage: What it was made from, for the record.
+    """
+    metadata = _metadata(
+        source, trainer, metrics, lineage, kind="corrected", num_replicas=None, activation="tanh"
+    )
+    scorer = module.policy
+    *hidden, (weight, bias) = weights_of(linear_layers(scorer.network))
+    # A corrected policy takes the network's output off costs in SLOs, not off scaled ones.
+    last = (weight / module.residual_scale, bias / module.residual_scale)
+    arrays = moment_arrays(module.normaliser.request, "request_")
+    arrays |= moment_arrays(module.normaliser.replica, "replica_")
+    arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
+    return PolicyArtifact(metadata, arrays | layer_arrays([*hidden, last]))
+
+
+def _metadata(
+    source: StreamSource,
+    trainer: str,
+    metrics: Mapping[str, float] | None,
+    lineage: Mapping[str, str] | None,
+    **of_the_kind: Any,
+) -> ArtifactMetadata:
     scenario = source.scenario
-    metadata = ArtifactMetadata(
-        kind="equivariant" if isinstance(module, Equivariant) else "mlp",
+    return ArtifactMetadata(
         scenario=scenario.name,
         trainer=trainer,
-        num_replicas=None if isinstance(module, Equivariant) else scenario.num_servers,
-        expected_finish=expected_finish,
         slo_response_s=scenario.slo_response_s,
         mean_total_tokens=source.mean_total_tokens,
         output_length=scenario.output_length,
         predictor=length_predictor(source.model),
         scaling=feature_scaling(source.scaler),
-        residual_scale=module.residual_scale,
-        baseline=module.baseline if isinstance(module, Equivariant) else None,
         metrics=metrics or {},
         lineage=lineage or {},
+        **of_the_kind,
     )
-    return PolicyArtifact(metadata, _arrays(module))
-
-
-def _arrays(module: RouterModule) -> dict[str, FloatArray]:
-    if isinstance(module, Equivariant):
-        arrays = moment_arrays(module.normaliser.request, "request_")
-        arrays |= moment_arrays(module.normaliser.replica, "replica_")
-    else:
-        arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
-    return arrays | layer_arrays(weights_of(module.policy_layers))
 
 
 def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:

@@ -5,13 +5,14 @@ Inference Systems", section V; what it leaves open is Stable-Baselines3's defaul
 names. `ours` is what was found to work: the response time credited at the decision, expected
 finish times in the observation, a normaliser, and the network as a correction of shortest
 expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
-them alike, as a correction of least marginal delay, trained on fleets that differ.
+them alike, as a correction of the tuned rule, and copies of the environment that share their
+traffic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -19,6 +20,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from tokenyard.rl.algorithms import dqn_config, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
+from tokenyard.rl.columnar.learners import CENTRE_REWARDS, COPIES_PER_STREAM
 from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
 from tokenyard.rl.modules import (
     NORMALISE,
@@ -27,9 +29,14 @@ from tokenyard.rl.modules import (
     RouterQNetwork,
     module_spec,
 )
-from tokenyard.rl.routing.equivariant import BASELINE, EquivariantActorCritic, EquivariantQNetwork
-from tokenyard.routing.equivariant import BASELINES
+from tokenyard.rl.routing.equivariant import (
+    LEARNS_RULE,
+    RULE_WEIGHTS,
+    EquivariantActorCritic,
+    EquivariantQNetwork,
+)
 from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
 
 PAPER_REWARD = RewardWeights()
@@ -56,11 +63,13 @@ class AlgorithmRecipe:
     """Settings for `AlgorithmConfig.training`."""
     reward: RewardWeights = PAPER_REWARD
     residual_scale: float = 0.0
-    """What a second of the baseline's cost lowers the output by; 0: no residual. For PPO and A2C
-    in logits, for DQN in units of the scaled reward."""
+    """What a second of the rule's cost, or an SLO of it for an equivariant network, lowers the
+    output by; 0: no residual. For PPO and A2C in logits, for DQN in units of the scaled reward."""
     subtract_baseline: bool = False
     """Whether rewards are told relative to shortest expected delay's on the same stream
     (`RewardWeights.subtract_baseline`): the same optimum with less noise."""
+    learns_rule: bool = True
+    """Whether the weights of the rule are learned beside the network that corrects it."""
     anneal: bool = False
     """Whether the learning rate falls to a tenth over the training."""
     epsilon: tuple[float, float] = (1.0, 0.05)
@@ -73,7 +82,8 @@ class Recipe:
 
     reward_scale: float
     """Factor on all rewards. It changes no preference; small rewards keep the critic's error
-    near the size that a fresh network can represent."""
+    near the size that a fresh network can represent. For an equivariant network it is that of a
+    reward per SLO (`for_slo`), so that slow and fast replicas are learned alike."""
     expected_finish: bool
     normalise: bool
     num_envs: int
@@ -83,13 +93,20 @@ class Recipe:
     """`flat` reads the whole observation and is tied to number and order of the replicas."""
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the networks' hidden layers."""
-    baseline: str = "sed"
-    """Rule that an equivariant network is a correction of
-    (`tokenyard.routing.equivariant.BASELINES`); a flat one corrects shortest expected delay."""
+    copies_per_stream: int = 1
+    """Copies that share their traffic and are compared with each other (PPO and A2C)."""
+    centre_rewards: bool = False
+    """Whether the mean reward is subtracted from all (PPO and A2C)."""
     episode_requests: int | None = None
     """Requests of an episode; None: the scenario's."""
     randomisation: Randomisation = field(default_factory=Randomisation)
     """How one training stream and its fleet differ from the next."""
+
+    def for_slo(self, slo_s: float) -> Recipe:
+        """The recipe for a scenario with this response-time SLO, seconds."""
+        if self.network == "flat":
+            return self
+        return replace(self, reward_scale=self.reward_scale / slo_s)
 
 
 def paper() -> Recipe:
@@ -157,31 +174,31 @@ def ours() -> Recipe:
 
 
 def fleet() -> Recipe:
-    """For replicas that batch continuously; hyper-parameters are little tuned (decision 0008).
-
-    The reward is what a request adds to the sum of all response times if nothing more comes, so
-    all that is left to learn lies in what comes after: a short discount makes the rule worse.
-    """
-    ppo, a2c = ({**settings, "lr": 3e-4} for settings in (_PPO, _A2C))
+    """For replicas that batch continuously; decision 0008 says what each of these is good for."""
+    ppo = {"lr": 3e-3, "gamma": 0.998, "lambda_": 0.97, "minibatch_size": 1024, "num_epochs": 3}
+    a2c = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
+    dqn = {**_DQN, "dueling": True, "gamma": 0.99}
     return Recipe(
-        reward_scale=0.02,
+        reward_scale=0.3,
         expected_finish=True,
         normalise=True,
-        num_envs=32,
+        num_envs=128,
         algorithms={
-            "ppo": AlgorithmRecipe(64, ppo, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
-            "a2c": AlgorithmRecipe(16, a2c, RESPONSE_REWARD, residual_scale=3.0, anneal=True),
+            "ppo": AlgorithmRecipe(32, ppo, RESPONSE_REWARD, residual_scale=90.0, anneal=True),
+            "a2c": AlgorithmRecipe(32, a2c, RESPONSE_REWARD, residual_scale=90.0, anneal=True),
             "dqn": AlgorithmRecipe(
-                2, _DQN, RESPONSE_REWARD, residual_scale=0.02, epsilon=(0.1, 0.02)
+                1,
+                dqn,
+                RESPONSE_REWARD,
+                residual_scale=0.3,
+                learns_rule=False,
+                epsilon=(0.1, 0.05),
             ),
         },
         network="equivariant",
-        hidden=(64, 64),
-        baseline="marginal_delay",
-        episode_requests=3_000,
-        randomisation=Randomisation(
-            load_factor=(0.7, 1.2), speed_factor=(0.8, 1.25), scrape_interval_s=(0.02, 0.2)
-        ),
+        hidden=(32, 32),
+        copies_per_stream=8,
+        centre_rewards=True,
     )
 
 
@@ -205,6 +222,7 @@ def build_config(
     env: str,
     env_config: Mapping[str, Any],
     settings: TrainingSettings = DEFAULT_SETTINGS,
+    rule_weights: Sequence[float] = (0.0,) * NUM_MARGINAL_WEIGHTS,
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -214,12 +232,13 @@ def build_config(
         env: Name under which the environment is registered with RLlib. Its creator must return
             a vectorised environment where the configuration holds "num_envs".
         env_config: What the environment is made from; reward, expected finish times, length of
-            an episode and randomisation are the recipe's.
+            an episode, randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
+        rule_weights: What an equivariant network begins with; zeros are least marginal delay.
 
     Raises:
-        ValueError: Unknown algorithm or baseline, or a residual without finish times in the
-            observation.
+        ValueError: Unknown algorithm, a residual without finish times in the observation, or an
+            equivariant network without a residual.
     """
     if algorithm not in recipe.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {sorted(_BUILDERS)}")
@@ -227,7 +246,7 @@ def build_config(
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
-    config = config.rl_module(rl_module_spec=_module(algorithm, recipe)).environment(
+    config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={
             **env_config,
@@ -235,8 +254,11 @@ def build_config(
             "expected_finish": recipe.expected_finish,
             "episode_requests": recipe.episode_requests,
             "randomisation": recipe.randomisation.model_dump(),
+            "shows_rule": recipe.network == "equivariant",
+            COPIES_PER_STREAM: 1 if algorithm == "dqn" else recipe.copies_per_stream,
         },
     )
+    config = config.training(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
     return with_sampling(
         config,
         algorithm,
@@ -253,12 +275,8 @@ def _check_residual(recipe: Recipe, own: AlgorithmRecipe) -> None:
             f"residual_scale {own.residual_scale} needs expected_finish, since finish times are "
             "read back from the observation; set the one to 0 or the other to true"
         )
-    known = sorted(BASELINES) if recipe.network == "equivariant" else ["sed"]
-    if recipe.baseline not in known:
-        raise ValueError(
-            f"a network of kind {recipe.network!r} cannot correct {recipe.baseline!r}; "
-            f"choose one of {known}"
-        )
+    if recipe.network == "equivariant" and not own.residual_scale:
+        raise ValueError("an equivariant network corrects a rule: residual_scale must be above 0")
 
 
 def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
@@ -270,11 +288,12 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     return RewardWeights.model_validate(weights)
 
 
-def _module(algorithm: str, recipe: Recipe) -> RLModuleSpec:
+def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RLModuleSpec:
     extra = {
         NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
-        BASELINE: recipe.baseline,
+        RULE_WEIGHTS: tuple(rule_weights),
+        LEARNS_RULE: recipe.algorithms[algorithm].learns_rule,
     }
     critic, q_network = _MODULES[recipe.network]
     return module_spec(q_network if algorithm == "dqn" else critic, recipe.hidden, **extra)

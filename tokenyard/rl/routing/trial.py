@@ -16,6 +16,7 @@ from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource
 
 
@@ -37,11 +38,14 @@ class RoutingTrialConfig(TrialConfig):
     """Fewest environment steps between two results of an RLlib trial."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
+    warm_start_generations: Annotated[int, Field(ge=0)] = 0
+    """Generations of policy search before an RLlib trial on a fleet: the network then corrects what
+    they found in place of the tuned rule. Their CPU time is the trial's own."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
     """Generations of policy search, or rounds of rollouts, between two results."""
 
-    def adapted_recipe(self) -> Recipe:
-        """The recipe with what this trial changes.
+    def adapted_recipe(self, slo_s: float) -> Recipe:
+        """The recipe with what this trial changes, for a scenario of this SLO, seconds.
 
         Raises:
             ValueError: Unknown recipe.
@@ -59,7 +63,22 @@ class RoutingTrialConfig(TrialConfig):
             base,
             num_envs=self.num_envs or base.num_envs,
             algorithms={**base.algorithms, self.algorithm: changed},
-        )
+        ).for_slo(slo_s)
+
+    def rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
+        """Weights of the rule that a network for a fleet corrects: the tuned one, or a better.
+
+        Raises:
+            ValueError: No rule was tuned for the scenario.
+        """
+        tuned = server_model(scenario).hand_weights()
+        if not self.warm_start_generations:
+            return tuned
+        config = SearchConfig(start=tuned, num_generations=self.warm_start_generations)
+        search = PolicySearch(scenario, config, self.seed)
+        for _ in range(self.warm_start_generations):
+            search.step()
+        return tuple(search.mean.tolist())
 
     def lineage(self, scenario: Scenario) -> dict[str, str]:
         """The recipe and the data as well."""
@@ -83,9 +102,10 @@ class RoutingTrialConfig(TrialConfig):
                 self.seed,
             )
             return SearchTraining(improvement, self.generations_per_iteration)
-        adapted = self.adapted_recipe()
+        adapted = self.adapted_recipe(scenario.slo_response_s)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
+        corrects = {"rule_weights": self.rule_weights(scenario)} if scenario.fleet else {}
         self.make_env_known()
         algorithm = build_config(
             self.algorithm,
@@ -93,6 +113,7 @@ class RoutingTrialConfig(TrialConfig):
             self.env,
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
+            **corrects,
         )
         return RllibTraining(
             algorithm, StreamSource(scenario), self.algorithm, adapted.reward_scale

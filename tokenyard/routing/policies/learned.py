@@ -7,15 +7,11 @@ training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.arti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from tokenyard.network import Arrays, Layer, Network, forward, layers_of
-from tokenyard.routing.equivariant import BASELINES, Layout, scorer_inputs
+from tokenyard.network import Arrays, Network, layers_of
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import (
     ITERATION_S,
@@ -159,86 +155,6 @@ class NetworkPolicy(ScoringPolicy):
         preference = self._network(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
-        return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
-
-
-@dataclass(frozen=True, eq=False)
-class ReplicaScorer:
-    """A network that scores every replica alike (`tokenyard.routing.equivariant`)."""
-
-    metadata: ArtifactMetadata
-    arrays: Arrays
-
-    @cached_property
-    def layout(self) -> Layout:
-        """What it is shown of every replica.
-
-        Raises:
-            ValueError: The arrays are of no such network.
-        """
-        given = len(self.arrays.get("replica_mean", ()))
-        for batches in (False, True):
-            layout = Layout(self.metadata.expected_finish, batches)
-            if layout.num_features == given:
-                return layout
-        raise ValueError(f"array 'replica_mean' is missing, or has a strange length: {given}")
-
-    @cached_property
-    def _layers(self) -> list[Layer]:
-        return layers_of(self.arrays)
-
-    def preferences(self, observations: npt.NDArray[np.float32]) -> FloatArray:
-        """Preferences for one observation or many.
-
-        Args:
-            observations: Shape (..., size), of any number of replicas.
-
-        Returns:
-            Shape (..., num_replicas), higher is better; minus infinity where not routable.
-        """
-        metadata, units = self.metadata, self.arrays
-        observed = self.layout.split_observation(observations, np)
-        normalised = observed._replace(
-            request=(observed.request - units["request_mean"]) / units["request_std"],
-            replicas=(observed.replicas - units["replica_mean"]) / units["replica_std"],
-        )
-        preferences = forward(self._layers, scorer_inputs(normalised, np), metadata.activation)
-        preferences = preferences[..., 0]
-        if metadata.residual_scale:
-            assert metadata.baseline is not None
-            costs_s = BASELINES[metadata.baseline](observed.replicas, np)
-            preferences = preferences - metadata.residual_scale * costs_s
-        result: FloatArray = np.where(observed.routable, preferences, -np.inf)
-        return result
-
-
-class EquivariantPolicy(ScoringPolicy):
-    """A trained network that scores every replica alike; it remembers the last requests' sizes."""
-
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
-    ) -> None:
-        """Take the network."""
-        self._scorer = ReplicaScorer(metadata, arrays)
-        self._features = _RequestFeatures(metadata, started_at)
-
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the preferred replica, and minus each one's preference as its cost.
-
-        Raises:
-            ValueError: No replica, or such as batch continuously where those in training did not,
-                or the other way round.
-        """
-        layout = self._scorer.layout
-        _check_count(None, snapshots)
-        _check_engines(layout.batches, snapshots)
-        size = observation_size(len(snapshots), layout.expected_finish, layout.batches)
-        observation = np.empty(size, dtype=np.float32)
-        encode(
-            self._features.push(request), request.context_tokens, request.predicted_total_tokens,
-            snapshot_columns(snapshots), layout.expected_finish, observation,
-        )  # fmt: skip
-        costs = -self._scorer.preferences(observation)
         return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
 
 

@@ -23,11 +23,10 @@ from tokenyard.routing.observation import (
     ROUTABLE,
     encode,
     marginal_scores,
-    observation_size,
 )
 from tokenyard.types import FloatArray
 
-LAYOUT = Layout(expected_finish=True, batches=True)
+LAYOUT = Layout()
 NUM_LAYERS = 3
 """Two hidden ones with tanh, and the sum that is the correction."""
 
@@ -54,7 +53,7 @@ class Scratch(NamedTuple):
     """Where a decision is computed."""
 
     observation: npt.NDArray[np.float32]
-    """Shape (observation_size(N, True, True),)."""
+    """Shape (LAYOUT.size(N),)."""
     hidden: FloatArray
     """Shape (3, H)."""
 
@@ -87,7 +86,7 @@ def fold(
 
 def make_scratch(correction: ResidualNetwork, num_replicas: int) -> Scratch:
     """Make room for decisions between so many replicas."""
-    size = observation_size(num_replicas, LAYOUT.expected_finish, LAYOUT.batches)
+    size = LAYOUT.size(num_replicas)
     hidden = np.empty((NUM_LAYERS, len(correction.first_bias)))
     return Scratch(np.empty(size, dtype=np.float32), hidden)
 

@@ -236,6 +236,7 @@ class BatchingSim:
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num, expected_finish, batches=True)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self._shown_for_tokens = 0.0
         self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
@@ -245,6 +246,18 @@ class BatchingSim:
     def num_copies(self) -> int:
         """Copies stepped by one call."""
         return len(self.rewards)
+
+    def show_rule(self, mean_total_tokens: float) -> None:
+        """Append to observations what a rule's costs are made from (`observation.encode_rule`).
+
+        Args:
+            mean_total_tokens: Typical size of a request, tokens.
+        """
+        self._shown_for_tokens = float(mean_total_tokens)
+        num = self.scenario.num_servers
+        size = observation.observation_size(num, True, batches=True)
+        size += num * observation.NUM_RULE_FEATURES
+        self.observations = np.zeros((self.num_copies, size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream of `stream_length` requests."""
@@ -317,13 +330,20 @@ class BatchingSim:
 
     def observe(self) -> Observations:
         """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
-        self.num_saturated += kernel.observe(self.arrays, self.observations)
+        self.num_saturated += kernel.observe(
+            self.arrays, self._shown_for_tokens, self.scenario.slo_response_s, self.observations
+        )
         return self.observations
 
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
-            self.arrays, actions, self.rewards, self.observations
+            self.arrays,
+            actions,
+            self.rewards,
+            self._shown_for_tokens,
+            self.scenario.slo_response_s,
+            self.observations,
         )
         self._check(wrong, actions)
         self.num_saturated += saturated

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode, marginal_scores
+from tokenyard.routing.observation import encode, encode_rule, marginal_scores
 from tokenyard.routing.scores.any_cluster import engine_scores
 from tokenyard.routing.scores.residual import (
     ResidualNetwork,
@@ -154,26 +154,37 @@ def step(fleet, actions, rewards):
 
 
 @compiled
-def observe(fleet, observations):
-    """Encode what the router sees in every copy; return how many numbers hit the bound."""
+def observe(fleet, mean_total_tokens, slo_s, observations):
+    """Encode what the router sees in every copy; return how many numbers hit the bound.
+
+    With `mean_total_tokens` above 0, what a rule's costs are made from comes last.
+    """
     saturated = 0
+    num = fleet.tables.shape[1] if mean_total_tokens > 0.0 else 0
+    end = observations.shape[1] - num * ob.NUM_RULE_FEATURES
     for copy in range(fleet.state.shape[0]):
         request = fleet.requests[copy, max(int(fleet.clock[copy, lay.CURRENT]), 0)]
         saturated += encode(
             request[lay.FEATURES:], request[lay.CONTEXT],
             request[lay.CONTEXT] + request[lay.PREDICTED_OUTPUT], fleet.tables[copy],
-            fleet.rules[lay.EXPECTED_FINISH] != 0.0, observations[copy],
+            fleet.rules[lay.EXPECTED_FINISH] != 0.0, observations[copy, :end],
         )  # fmt: skip
+        for replica in range(num):
+            saturated += encode_rule(
+                fleet.tables[copy, replica], request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
+                mean_total_tokens, slo_s,
+                observations[copy, end + replica * ob.NUM_RULE_FEATURES :],
+            )  # fmt: skip
     return saturated
 
 
 @compiled
-def step_and_observe(fleet, actions, rewards, observations):
+def step_and_observe(fleet, actions, rewards, mean_total_tokens, slo_s, observations):
     """`step`, then `observe`, in one call; return the results of both."""
     wrong = step(fleet, actions, rewards)
     if wrong >= 0:
         return wrong, 0
-    return wrong, observe(fleet, observations)
+    return wrong, observe(fleet, mean_total_tokens, slo_s, observations)
 
 
 @compiled
