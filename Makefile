@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 STORAGE ?= runs
+# Where `make serve` looks for champions: the sweeps' store, once there is one.
+REGISTRY = $(or $(MLFLOW_TRACKING_URI),$(if $(wildcard $(STORAGE)/mlflow.db),sqlite:///$(abspath $(STORAGE))/mlflow.db))
 
 # One thread per process: on few cores more of them only wait for each other.
 export OMP_NUM_THREADS := 1
@@ -56,12 +58,12 @@ check: .venv/.dev ## Lint, format, types, layers, words, size.
 	$(BIN)/python .ci/check_words
 	$(BIN)/python .ci/size
 
-serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000.
-	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py
+serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000. POLICY=candidate: what was swept last.
+	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py $(addprefix --registry ,$(REGISTRY)) $(addprefix --policy ,$(POLICY))
 
-demo: .venv/.core ## Two minutes of traffic against what `make serve` started, policy by policy.
-	$(BIN)/python pipelines/replay.py --rate 0.5 --length-scale 0.1 --duration-s 40 \
-		--compare champion,sed,ray_default --baseline ray_default
+demo: .venv/.engines ## Three policies route live traffic over an emulated fleet, in three minutes, with a picture.
+	$(BIN)/python pipelines/replay.py --url emulated --rate 7 --length-scale 0.1 --duration-s 20 \
+		--compare champion,sed,ray_default --baseline ray_default --figure $(STORAGE)/demo.png
 
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.
 	$(BIN)/mlflow ui --backend-store-uri sqlite:///$(abspath $(STORAGE))/mlflow.db

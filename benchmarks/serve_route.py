@@ -75,7 +75,7 @@ def _measure(args: Args, card: dict[str, Any], clients: int) -> Row:
     p50, p99 = np.percentile(measured, [50, 99], axis=0).tolist()
     return Row(
         policy=card["name"],
-        version=card["version"],
+        version=card["sha256"],
         num_replicas=args.num_replicas,
         clients=clients,
         requests=len(measured),

@@ -22,6 +22,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
 
+from serve_app.allocation.plans import PlanOrigin
 from serve_app.app import (
     ADMIN_TOKEN_VARIABLE,
     APP_NAME,
@@ -31,6 +32,7 @@ from serve_app.app import (
     find_cluster,
     load_policy,
     local_admin_of,
+    plan_origin,
     token_of,
 )
 from serve_app.cluster import Cluster
@@ -59,8 +61,8 @@ class Args:
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
     policy: str | None = None
-    """champion, generic, a policy file (.npz), a baseline's name or, with pools, ray_default; None:
-    the cluster's, or champion."""
+    """champion, the registry's candidate, generic, a policy file (.npz), a baseline's name or, with
+    pools, ray_default; None: the cluster's, or champion. `candidate` holds for allocation too."""
     scenario: str | None = None
     """Whose champion, tuned rules and length predictor are used; None: the cluster's, which is
     poisson_085 without pools."""
@@ -78,7 +80,8 @@ class Args:
     None: the cluster's, or 0."""
     registry: str | None = None
     """MLflow tracking URI whose registered champion is preferred to the shipped one; by default
-    MLFLOW_TRACKING_URI where that is set."""
+    MLFLOW_TRACKING_URI where that is set. One that cannot be read is named, and what ships is
+    served."""
     token: str | None = None
     """Bearer token that callers need; by default TOKENYARD_TOKEN where that is set."""
     json: Path | None = None
@@ -93,6 +96,8 @@ class Deployment:
     options: GatewayOptions
     card: PolicyCard
     """Of the policy that is served."""
+    origin: PlanOrigin | None
+    """Of the allocation policy, where a pool is allocated."""
 
     @property
     def num_cpus(self) -> float:
@@ -145,7 +150,7 @@ def _find(args: Args) -> Deployment:
         scenario=args.scenario,
         must_be_there=args.cluster == DECIDE_ONLY and args.fallback is None,
         explore_fraction=args.explore,
-        registry=args.registry or os.environ.get("MLFLOW_TRACKING_URI"),
+        registry=args.registry,
         decision_log=args.decision_log,
         token=args.token,
     )
@@ -159,7 +164,7 @@ def _find(args: Args) -> Deployment:
     card = load_policy(cluster, options).card
     if not cluster.decide_only:
         card = card.model_copy(update={"name": cluster.policy})
-    return Deployment(cluster, options, card)
+    return Deployment(cluster, options, card, plan_origin(cluster, options))
 
 
 def _check_port(host: str, port: int) -> None:
@@ -284,16 +289,33 @@ def _shut_down(local: bool) -> None:
 def _report(deployment: Deployment, args: Args) -> None:
     """Print the one line that says all, and write it as a row where that is wanted."""
     url, card = f"http://{args.host}:{args.port}", deployment.card
+    told = [card.source, card.sha256, *([f"MLflow run {card.mlflow_run}"] * bool(card.mlflow_run))]
     print(
-        f"serving {card.name} ({card.source}, {card.version}) on {url}; ask with: "
-        f"curl -s {url}{deployment.example}",
+        f"serving {card.name} ({', '.join(told)}){_allocation_words(deployment)} on {url}; "
+        f"ask with: curl -s {url}{deployment.example}",
         flush=True,
     )
+    for error in (card.registry_error, deployment.origin and deployment.origin.registry_error):
+        if error is not None:
+            print(f"what ships is served: {error}", file=sys.stderr, flush=True)
     if args.json is not None:
-        keys = {"name", "kind", "trainer", "scenario", "version", "source", "startup_fallback"}
+        keys = {
+            "name", "kind", "trainer", "scenario", "sha256", "source", "mlflow_run",
+            "registry_error", "startup_fallback",
+        }  # fmt: skip
         command = command_line(args.token)
         row = {"url": url, **card.model_dump(include=keys)}
         write_result(args.json, command, None, [row])
+
+
+def _allocation_words(deployment: Deployment) -> str:
+    """Who allocates, where anybody does."""
+    allocation, origin = deployment.cluster.allocation, deployment.origin
+    if allocation is None or origin is None:
+        return ""
+    run = f"MLflow run {origin.mlflow_run}" if origin.mlflow_run else None
+    told = ", ".join(one for one in (origin.source, origin.sha256, run) if one)
+    return f", GPUs allocated by {allocation.policy} ({told}),"
 
 
 def _chat_body(model: str) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from rich.table import Table
 from tokenyard.allocation import finetune as of_allocation
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.telemetry import read_telemetry
+from tokenyard.artifact import model_name
 from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.provenance import command_line, lineage, write_result
-from tokenyard.registry import mlflow_lookup, model_name, offer
+from tokenyard.registry import mlflow_lookup, offer
 from tokenyard.routing import finetune as of_routing
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.decision_log import read_log

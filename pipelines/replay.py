@@ -3,24 +3,35 @@
 python pipelines/replay.py --url http://127.0.0.1:8000 --rate 2 --duration-s 120
 python pipelines/replay.py --url http://127.0.0.1:8000 --trace my.csv --rate-scale 0.1 \
     --compare champion,sed,ray_default --repeats 5 --json live.json
+python pipelines/replay.py --url emulated --rate 7.5 --length-scale 0.1 --duration-s 30 \
+    --compare champion,sed,ray_default --figure live.png
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import os
+import signal
+import socket
+import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import tyro
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from serve_app.app import LOCAL_ADMIN_VARIABLE
 from serve_app.load_generator import (
     Answer,
     Client,
@@ -32,6 +43,7 @@ from serve_app.load_generator import (
     replay,
     summarise,
 )
+from tokenyard.figures import colours, new_axes, new_figure, save_figures, words
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.twin import agreement, simulate
@@ -48,13 +60,64 @@ class Args(LoadConfig):
     """Policy that differences are taken to; None: the first of `compare`."""
     repeats: int = 1
     """Times that every policy gets the same requests, in turns."""
+    url: str = LoadConfig.url
+    """Where it listens; or the name of a cluster, which is served on a port of its own meanwhile
+    (`deploy.py --cluster`)."""
     pause_s: tyro.conf.Suppress[float] = LoadConfig.pause_s
+    timeout_s: tyro.conf.Suppress[float] = LoadConfig.timeout_s
     slo_response_s: float | None = None
     """What counts as good; None: what the served policy was trained to keep."""
     simulate: str | None = None
     """Scenario of the same replicas (`calibrate.py --url`): simulate the same requests as well."""
+    figure: Path | None = None
+    """Draw how long responses and first tokens took, by policy, into this PNG file."""
     json: Path | None = None
     """Write the result rows to this file."""
+
+
+@contextmanager
+def serving(cluster: str) -> Iterator[str]:
+    """Serve a cluster while the context is open; gives the URL.
+
+    Raises:
+        ValueError: It did not start.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(Path(__file__).with_name("deploy.py")), "--cluster", cluster]
+    server = subprocess.Popen(
+        [*command, "--port", str(port)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {LOCAL_ADMIN_VARIABLE: "1"},
+        text=True,
+    )
+    print(f"starting cluster {cluster}", file=sys.stderr, flush=True)
+    assert server.stdout is not None
+    try:
+        # Its one line comes when it answers.
+        if not server.stdout.readline():
+            raise ValueError(f"cluster {cluster} did not start")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait()
+
+
+def draw(answers: dict[str, list[Answer]], credit: str) -> Figure:
+    """Draw the share of requests that were answered, and had begun to be, within a time."""
+    figure = new_figure(3.4, credit)
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, what in zip(panels, ("response", "first token"), strict=True):
+        new_axes(axes, f"time to the {what}, s" if what != "response" else "response time, s", "")
+        axes.set_xscale("log")
+        for (policy, found), colour in zip(answers.items(), colours(), strict=False):
+            times = [one.response_s if what == "response" else one.ttft_s for one in found]
+            waited = np.sort(np.nan_to_num(np.array(times), nan=np.inf))
+            share = np.arange(1, len(waited) + 1) / len(waited)
+            axes.step(waited, 100 * share, where="post", color=colour, label=words(policy))
+    panels[0].set_ylabel("requests, %", fontsize=9)
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure
 
 
 def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> None:
@@ -141,6 +204,7 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             highlight=False,
         )
         found: dict[str, list[dict[str, float]]] = {one: [] for one in names or [before]}
+        answered: dict[str, list[Answer]] = {one: [] for one in found}
         try:
             for turn in range(args.repeats):
                 order = list(found)
@@ -149,13 +213,20 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
                     if names:
                         await client.switch(name)
                     answers, took_s = await replay(client, asks)
+                    answered[name] += answers
                     found[name].append(summarise(asks, answers, took_s, slo_s))
                     _tell(name, turn, answers, found[name][-1])
                     await asyncio.sleep(args.pause_s)
         finally:
             if names and "active" in card:
                 await client.switch(before)
-        rows = make_rows(found, baseline, args.trace or f"generated {args.workload}")
+        source = args.trace or f"generated {args.workload}"
+        rows = make_rows(found, baseline, source)
+        if args.figure is not None:
+            credit = f"{len(asks)} requests per turn, {source}, turns: {args.repeats}"
+            drawn = draw(answered, credit)
+            [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
+            console.print(f"picture: {path}", soft_wrap=True)
         if twin is not None:
             add_simulated(args, twin, card, as_sent(trace, answers), rows)
         return rows
@@ -177,7 +248,8 @@ def main(args: Args) -> None:
     if args.repeats < 1:
         sys.exit(f"replay: --repeats {args.repeats} must be at least 1")
     try:
-        rows = asyncio.run(run(args, console))
+        with nullcontext(args.url) if "://" in args.url else serving(args.url) as url:
+            rows = asyncio.run(run(replace(args, url=url), console))
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
         sys.exit(f"replay: {' '.join(str(error).split()) or type(error).__name__}")
     print_rows(console, rows, args.baseline or rows[0]["policy"])

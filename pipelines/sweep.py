@@ -1,7 +1,8 @@
 """Train policies in one Ray Tune sweep, compare them honestly, keep the best.
 
-`python pipelines/sweep.py` runs the default experiment; `routing:smoke` is the smallest. What is
-printed on stdout are the final tables; progress and warnings go to stderr.
+`python pipelines/sweep.py` trains for routing and for allocation; `routing:default` trains for one
+of them, and `default:smoke` is the smallest of both. What is printed on stdout are the final
+tables; progress and warnings go to stderr.
 """
 
 from __future__ import annotations
@@ -32,34 +33,44 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 import tyro  # noqa: E402
+from ray.tune import ResultGrid  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from serve_app.cluster import load_cluster  # noqa: E402
 from tokenyard.evaluation import difference, level  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
+from tokenyard.promotion import Verdict  # noqa: E402
 from tokenyard.provenance import command_line, write_result  # noqa: E402
-from tokenyard.registry import Registration  # noqa: E402
+from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
+from tokenyard.statistics.intervals import Interval  # noqa: E402
 from tune_configs.experiment import RESOURCES, SCORE, Experiment  # noqa: E402
 from tune_configs.sweep import (  # noqa: E402
     FinishedTrial,
+    Outcome,
     Report,
     Sweep,
     finished_trials,
     judge,
-    open_sweep,
+    open_chain,
     record,
+    record_chain,
     register_best,
     train,
 )
+
+DEFAULT_CLUSTER = "local_cpu"
+"""What `make serve` serves."""
 
 
 @dataclass(frozen=True)
 class Args:
     """Train policies in one sweep, compare them, and register the best."""
 
-    experiment: Annotated[str, tyro.conf.Positional] = "routing:default"
-    """MODULE:FUNCTION under tune_configs, or of an importable module of your own."""
+    experiment: Annotated[str, tyro.conf.Positional] = "default:default"
+    """MODULE:FUNCTION under tune_configs, or of an importable module of your own: an experiment, or
+    a chain of several, each of another problem."""
     name: str | None = None
     """Folder of the sweep under the storage; by default the experiment and the time."""
     num_samples: int | None = None
@@ -92,8 +103,9 @@ def main(args: Args) -> None:
         sys.exit("error: --resume needs the --name of the sweep")
     name = args.name or f"{args.experiment.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = command_line()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     try:
-        sweep = open_sweep(
+        chain = open_chain(
             args.experiment, args.storage, name, args.seed, args.num_samples, args.resume,
             lambda experiment: fitted(experiment, args),
         )  # fmt: skip
@@ -101,35 +113,84 @@ def main(args: Args) -> None:
             f"sweep {name}; to go on after an interruption: --resume --name {name}", file=sys.stderr
         )
         with redirect_stdout(sys.stderr):
-            results = train(sweep, args.resume)
+            results = train(chain.sweeps, args.resume)
+        found = [
+            conclude(console, sweep, result, command)
+            for sweep, result in zip(chain.sweeps, results, strict=True)
+        ]
     except ValueError as error:
         sys.exit(f"error: {error}")
+    for one in found:
+        if one is not None:
+            print_outcome(console, one)
+            told = serve_command(one, chain.client.tracking_uri, args.storage)
+            console.print(f"serve it: {told}", soft_wrap=True)
+    console.print(f"curves and tables: {chain.client.tracking_uri}", soft_wrap=True)
+    finished = [one for one in found if one is not None]
+    if len(chain.sweeps) > 1:
+        record_chain(chain, [one.outcome for one in finished], command)
+    if args.json is not None:
+        write_json(args.json, command, chain.seed, finished)
+    failed = None in found or any(result.errors for result in results)
+    chain.client.set_terminated(chain.run_id, "FAILED" if failed else "FINISHED")
+    sys.exit(1 if failed else 0)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A sweep that has a best trial."""
+
+    sweep: Sweep
+    trials: list[FinishedTrial]
+    report: Report
+    outcome: Outcome
+
+
+def conclude(console: Console, sweep: Sweep, results: ResultGrid, command: str) -> Finished | None:
+    """Compare, print the tables, register and record; None: every trial failed."""
     for failed in results.errors:
         print(f"trial failed: {failed}", file=sys.stderr)
     trials = finished_trials(results, sweep.problem.load_artifact)
     if not trials:
         sweep.client.set_terminated(sweep.run_id, "FAILED")
-        sys.exit("error: every trial failed; error.txt in the trials' folders says why")
-    report = judge(sweep, trials)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    print_report(console, sweep, trials, report)
-    registration = register_best(sweep, trials, report)
-    print_registration(console, report.best, registration)
-    console.print(f"curves and tables: {sweep.client.tracking_uri}", soft_wrap=True)
-    record(sweep, trials, report, registration, command)
-    if args.json is not None:
-        labels = {trial.label for trial in trials}
-        write_result(
-            args.json,
-            command,
-            sweep.seed,
-            report.trial_rows(sweep.problem.name, trials),
-            baselines=[row for row in report.ranking.rows if row["policy"] not in labels],
-            evaluation=report.evaluation.rows,
-            registration=asdict(registration),
+        print(
+            f"error: every trial of {sweep.problem.name} failed; error.txt in the trials' folders "
+            "says why",
+            file=sys.stderr,
         )
+        return None
+    report = judge(sweep, trials)
+    print_report(console, sweep, trials, report)
+    outcome = register_best(sweep, trials, report)
+    record(sweep, trials, report, outcome, command)
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
-    sys.exit(1 if results.errors else 0)
+    return Finished(sweep, trials, report, outcome)
+
+
+def write_json(path: Path, command: str, seed: int, found: list[Finished]) -> None:
+    """Write the rows of all problems into one file."""
+    rows: list[Row] = []
+    baselines: list[Row] = []
+    evaluation: list[Row] = []
+    for one in found:
+        problem: Row = {"problem": one.outcome.problem}
+        labels = {trial.label for trial in one.trials}
+        rows += one.outcome.trial_rows(one.trials, one.report)
+        ranking = one.report.ranking.rows
+        baselines += [problem | row for row in ranking if row["policy"] not in labels]
+        evaluation += [problem | row for row in one.report.evaluation.rows]
+    write_result(
+        path,
+        command,
+        seed,
+        rows,
+        baselines=baselines,
+        evaluation=evaluation,
+        verdict=[row for one in found for row in one.outcome.rows],
+        registrations=[
+            {"problem": one.outcome.problem, **asdict(one.outcome.registration)} for one in found
+        ],
+    )
 
 
 def fitted(experiment: Experiment, args: Args) -> Experiment:
@@ -186,14 +247,59 @@ def print_report(
     console.print(fresh)
 
 
-def print_registration(console: Console, best: FinishedTrial, made: Registration) -> None:
+def print_outcome(console: Console, found: Finished) -> None:
+    """Say what was registered, by how much it won or lost, and what that makes it."""
+    made, best = found.outcome.registration, found.report.best
     console.print(
-        f"best: trainer {best.artifact.metadata.trainer}, trial {best.label}, policy "
-        f"{best.artifact.sha256}, registered as {made.model} version {made.version}, "
-        f"alias {made.alias}",
+        f"best of {found.outcome.problem}: trainer {best.artifact.metadata.trainer}, trial "
+        f"{best.label}, policy {made.sha256}, registered as {made.model} version {made.version}, "
+        f"MLflow run {made.run_id}",
         soft_wrap=True,
     )
-    console.print(f"champion: trainer {made.champion_trainer}", soft_wrap=True)
+    if found.outcome.verdict is not None:
+        console.print(verdict_table(found.sweep, found.outcome.verdict))
+    console.print(found.outcome.sentence, soft_wrap=True)
+
+
+def verdict_table(sweep: Sweep, verdict: Verdict) -> Table:
+    """What the policy has over every rival, and where it loses at the gate."""
+    streams = sweep.experiment.promotion_streams
+    title = f"gain in score over its rivals on {streams} further validation streams"
+    unit = f"gain, {sweep.problem.score.unit} \\[95 % interval]"
+    table = Table("rival", unit, "", "where it comes from", title=title)
+    for gain in verdict.gains:
+        won = "won" if gain.won else "not won"
+        table.add_row(gain.rival, _interval(gain.interval), won, gain.source)
+    for row in verdict.losses:
+        table.add_row(f"{row['baseline']}, {row['part']}", "", "lost", "the gate")
+    return table
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval.estimate:+.4g} \\[{interval.low:+.4g}, {interval.high:+.4g}]"
+
+
+def serve_command(found: Finished, registry: str, storage: str) -> str:
+    """The command that serves what was registered, by its alias."""
+    problem, scenario = found.outcome.problem, found.sweep.scenario.name
+    candidate = found.outcome.registration.alias == CANDIDATE
+    if served_scenarios().get(problem) == scenario:
+        where = "" if storage == Args.storage else f" STORAGE={storage}"
+        return f"make serve{where}{' POLICY=candidate' if candidate else ''}"
+    asked = f"--registry {registry}{' --policy candidate' if candidate else ''}"
+    deploy = "python pipelines/deploy.py --cluster"
+    if problem == "routing":
+        return f"{deploy} none --scenario {scenario} {asked}"
+    return f"{deploy} FILE {asked}, with a file that names {problem} scenario {scenario}"
+
+
+def served_scenarios() -> dict[str, str]:
+    """Scenarios of what `make serve` serves, by problem."""
+    cluster = load_cluster(DEFAULT_CLUSTER)
+    served = {"routing": cluster.scenario}
+    if cluster.allocation is not None:
+        served["allocation"] = cluster.allocation.scenario
+    return served
 
 
 def _table(title: str, columns: Columns, *first: str) -> Table:

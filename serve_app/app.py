@@ -15,7 +15,7 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
 
-from serve_app.allocation.plans import check_allocation, make_plan_policy
+from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
@@ -31,8 +31,12 @@ from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_po
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
+from tokenyard.allocation.scenario import load_allocation
+from tokenyard.registry import CANDIDATE
 
 APP_NAME = "tokenyard-routing"
+REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI"
+"""Environment variable that names the store of sweeps, and so the registry."""
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
 """Environment variable that holds the gateway's bearer token."""
 ADMIN_TOKEN_VARIABLE = "TOKENYARD_ADMIN_TOKEN"
@@ -49,7 +53,7 @@ class GatewayOptions(BaseModel):
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster; `none`: no pools, decide only."""
     policy: str | None = None
-    """In place of the cluster's policy."""
+    """In place of the cluster's policy; `candidate` also in place of its allocation's."""
     scenario: str | None = None
     """In place of the cluster's: whose champion, tuned rules and length predictor are used."""
     must_be_there: bool = False
@@ -58,7 +62,8 @@ class GatewayOptions(BaseModel):
     explore_fraction: float | None = None
     """In place of the cluster's."""
     registry: str | None = None
-    """MLflow tracking URI where champions are looked up; None: only shipped ones count."""
+    """MLflow tracking URI where champions are looked up; None: that of the environment, or only
+    shipped ones count."""
     decision_log: Path | None = None
     """Folder on the gateway's node that gets Parquet files."""
     token: Annotated[str | None, Field(repr=False)] = None
@@ -72,6 +77,7 @@ class GatewayOptions(BaseModel):
 
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 3.0
+_SQLITE = "sqlite:///"
 _SWITCH_S = 1e-3
 """Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
 5 ms would be the longest part of a decision that was interrupted."""
@@ -85,7 +91,7 @@ class GatewayReplica:
     ) -> None:
         """Connect to the pools and make the policy."""
         sys.setswitchinterval(_SWITCH_S)
-        registry = options.registry
+        registry = registry_of(options)
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(),
             registry,
@@ -121,7 +127,7 @@ class GatewayReplica:
             scenario = self._allocator.scenario
             router = allocation.make_router(
                 self._allocator, self._access,
-                lambda name: make_plan_policy(name, scenario, self._registry),
+                lambda name: load_plan_policy(name, scenario, self._registry),
             )  # fmt: skip
             api.include_router(router)
         return api
@@ -158,6 +164,8 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     """
     cluster = load_cluster(options.cluster)
     changes = options.model_dump(include={"policy", "scenario"}, exclude_none=True)
+    if cluster.allocation is not None and options.policy == CANDIDATE:
+        changes["allocation"] = cluster.allocation.model_copy(update={"policy": CANDIDATE})
     cluster = cluster.model_copy(update=changes)
     if options.explore_fraction is not None:
         check_exploration(load_policy(cluster, options), options.explore_fraction)
@@ -173,7 +181,7 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     for pool in (*cluster.own_pools, *cluster.templates):
         engine_class(pool)
     if cluster.allocation is not None:
-        check_allocation(cluster.allocation, options.registry)
+        check_allocation(cluster.allocation, registry_of(options))
     make_access(options)
     return cluster
 
@@ -186,7 +194,23 @@ def load_policy(cluster: Cluster, options: GatewayOptions) -> LoadedPolicy:
     """
     name = cluster.baseline if cluster.policy == RAY_DEFAULT else cluster.policy
     stand_in = None if options.must_be_there else cluster.baseline
-    return resolve_policy(name, cluster.scenario, options.registry, stand_in)
+    return resolve_policy(name, cluster.scenario, registry_of(options), stand_in)
+
+
+def plan_origin(cluster: Cluster, options: GatewayOptions) -> PlanOrigin | None:
+    """Where the policy of the allocated pool comes from; None: there is no such pool."""
+    if cluster.allocation is None:
+        return None
+    scenario = load_allocation(cluster.allocation.scenario)
+    name = cluster.allocation.policy
+    return load_plan_policy(name, scenario, registry_of(options), may_ship=True)[1]
+
+
+def registry_of(options: GatewayOptions) -> str | None:
+    """Return where champions are looked up; None: nowhere. A path is one of this machine."""
+    uri = options.registry or os.environ.get(REGISTRY_VARIABLE)
+    path = (uri or "").removeprefix(_SQLITE)
+    return f"{_SQLITE}{Path(path).absolute()}" if path != (uri or "") else uri or None
 
 
 def token_of(options: GatewayOptions) -> str | None:
@@ -219,6 +243,7 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     options = options.model_copy(
         update={
             "decision_log": None if log is None else log.absolute(),
+            "registry": registry_of(options),
             "token": token_of(options),
             "admin_token": admin_token_of(options),
             "local_admin": local_admin_of(options),

@@ -7,6 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from integration.toy_sweeps import tiny
 
 from tokenyard.artifact import Artifact, find_champion
 from tokenyard.config import FrozenModel
@@ -142,3 +143,8 @@ def sweep(env_steps):
 
 
 short, long = partial(sweep, DAYS), partial(sweep, 40 * DAYS)
+
+
+def chain():
+    """This problem after another one."""
+    return tiny(), short()

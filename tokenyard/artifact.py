@@ -175,8 +175,25 @@ def _parsed(metadata: type[FrozenModel], text: str) -> Any:
         raise ArtifactError(f"metadata field {field}: {first['msg']}") from None
 
 
-RegistryLookup = Callable[[str], Path | None]
-"""Gives the local path of a registered model's champion, by the model's name."""
+class RegistryError(ArtifactError):
+    """A registry that does not answer; the text names it and the reason."""
+
+
+@dataclass(frozen=True)
+class RegisteredPolicy:
+    """A version of a registered model."""
+
+    path: Path
+    """The policy file, on this machine."""
+    version: str
+    alias: str
+    """By which it was looked up."""
+    run_id: str | None
+    """MLflow run that logged it; None: it was registered without one."""
+
+
+RegistryLookup = Callable[[str], RegisteredPolicy | None]
+"""Finds a version of a registered model by the model's name; None: there is none."""
 ANY_CLUSTER = "generic"
 """Name of the shipped artifact that works on any cluster."""
 
@@ -220,7 +237,7 @@ def find_champion(
         name = model_name(problem, scenario)
         registered = registry(name)
         if registered is not None:
-            return load(registered), f"registry {name}@champion"
+            return load(registered.path), f"registry {name}@{registered.alias}"
     for shipped in (scenario, ANY_CLUSTER):
         file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
         with resources.as_file(file) as local:

@@ -1,4 +1,4 @@
-"""Compare policies of any problem on equal streams: rows, intervals, the gate, printed tables.
+"""Compare policies of any problem on equal streams: rows, intervals, printed tables.
 
 Every policy sees the same streams (common random numbers), so the difference to the baseline is
 taken unit by unit, and its interval is much narrower than that of either mean. What the units are
@@ -142,20 +142,6 @@ def rank(
     rows = compare(problem, scenario, streams, runs, baseline)
     scored: list[Row] = [{**row, SCORE: problem.score.value(row)} for row in rows]
     return Comparison(streams, runs, sorted(scored, key=lambda row: -float(row[SCORE])))
-
-
-def is_better(
-    problem: Problem[S, A, D, R], scenario: S, candidate: A, champion: A, streams: D, seed: int
-) -> bool:
-    """Whether a candidate's score is higher: the 95 % interval of the paired difference."""
-    runs = {
-        name: problem.trained(artifact)(scenario, streams, seed)
-        for name, artifact in (("candidate", candidate), ("champion", champion))
-    }
-    samples = problem.samples(scenario, streams, runs, "champion")
-    key, sign = problem.score.key, problem.score.sign
-    gain = samples["candidate"].difference(samples["champion"], key, relative=False)
-    return gain.low > 0 if sign > 0 else gain.high < 0
 
 
 def level_tables(problem: Problem[S, A, D, R], scenario: S, rows: Sequence[Row]) -> list[Table]:

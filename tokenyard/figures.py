@@ -15,7 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tokenyard.problem import Measure, Row
-from tokenyard.types import FloatArray
+from tokenyard.statistics.pareto import front
+from tokenyard.types import BoolArray, FloatArray
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 VIOLATION, ON_TIME, BASELINE = "#D55E00", "#0072B2", "#7F7F7F"
@@ -64,6 +65,59 @@ def draw_differences(rows: Sequence[Row], measure: Measure, credit: str = "") ->
     unit = "%" if measure.relative else measure.heading
     label = f"{measure.key.replace('_', ' ')}, difference to {rows[0]['baseline']}, {unit}"
     return bars(shown, "difference", 100.0 if measure.relative else measure.factor, label, credit)
+
+
+def draw_trade_off(
+    rows: Sequence[Row], x: Measure, y: Measure, kinds: Mapping[str, str], credit: str = ""
+) -> Figure:
+    """Draw policies in the plane of two measures, and the Pareto front of all of them.
+
+    Args:
+        rows: One per policy, with both keys.
+        x: Measure of the horizontal axis.
+        y: Measure of the vertical axis.
+        kinds: What a policy is, by its name, such as its algorithm; each gets a colour. Policies
+            without one are grey.
+        credit: Source of the data, printed small.
+    """
+    figure = new_figure(4.6, credit)
+    axes = new_axes(figure.subplots(), _axis(x), _axis(y))
+    points = np.array([[one.factor * float(row[one.key]) for one in (x, y)] for row in rows])
+    signs = np.array([1.0 if one.more_is_better else -1.0 for one in (x, y)])
+    best = front(points * signs) * signs
+    # The step stays where nothing is better than the front.
+    across, up = best[np.argsort(best[:, 0])].T
+    style = "steps-pre" if x.more_is_better else "steps-post"
+    axes.plot(across, up, drawstyle=style, color="black", linewidth=0.8)
+    names = [words(str(row["policy"])) for row in rows]
+    shown = _near(points, best)
+    palette = dict(zip(sorted({*kinds.values()}), colours(), strict=False)) | {"": BASELINE}
+    for kind, colour in palette.items():
+        drawn = [kinds.get(str(row["policy"]), "") == kind for row in rows] & shown
+        sideways, upwards = points[drawn].T
+        axes.scatter(sideways, upwards, 22, colour, label=words(kind) or "rule", zorder=3)
+    for point in best.tolist():
+        here = [name for name, one in zip(names, points.tolist(), strict=True) if one == point]
+        axes.annotate(
+            ", ".join(here), point, (4, 4), textcoords="offset points", fontsize=6.5, zorder=4
+        )  # fmt: skip
+    if beyond := [name for name, near in zip(names, shown, strict=True) if not near]:
+        axes.set_title(f"far off: {', '.join(beyond)}", fontsize=6.5, loc="left", color="#555555")
+    axes.margins(0.12)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def _near(points: FloatArray, best: FloatArray) -> BoolArray:
+    """Which points, shape (n, 2), can share axes with the front without pressing it flat."""
+    low, high = best.min(axis=0), best.max(axis=0)
+    span = np.maximum(3.0 * (high - low), 0.3 * np.abs(best).max(axis=0))
+    return np.asarray(((points >= low - span) & (points <= high + span)).all(axis=1))
+
+
+def _axis(measure: Measure) -> str:
+    better = "more" if measure.more_is_better else "less"
+    return f"{measure.heading}, {better} is better"
 
 
 def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:

@@ -130,6 +130,7 @@ class Measure:
     keys have `_ci_low` and `_ci_high` in place of the last word."""
     table: str = "means over streams ± 95 % interval"
     """Title of the table that it is printed in."""
+    more_is_better: bool = False
 
     @property
     def relative(self) -> bool:
@@ -212,6 +213,9 @@ class Problem(Protocol[S, A, D, R]):
     """Name of the candidate that stands for the best trained policy."""
     rivals: Sequence[str] = ()
     """Candidates that `learned` is set beside one by one, each as its baseline."""
+    trade_offs: Sequence[tuple[str, str]] = ()
+    """Keys of pairs of measures that reward weights trade for each other: a sweep draws each pair
+    with its Pareto front."""
     num_validation_streams: int = 2
     """Streams by which trials are ranked; their seed is 0, so that all sweeps can be compared."""
 
@@ -298,6 +302,23 @@ class Problem(Protocol[S, A, D, R]):
             return {**finite, "score": self.score.value(means)}
 
         return validate
+
+    def best_tuned_rule(self, scenario: S) -> str | None:
+        """Name of the rule that a champion must beat; None: none was tuned for the scenario."""
+        return None
+
+    def gate(self, scenario: S, num_streams: int) -> Callable[[A], list[Row]]:
+        """What keeps a policy from being champion besides its score.
+
+        Args:
+            scenario: Whose champion it would be.
+            num_streams: Streams that are drawn, where any are.
+
+        Returns:
+            A function from an artifact to rows of `tokenyard.evaluation.compare` with `part` and
+            `loses` (0 or 1); here there is nothing to lose.
+        """
+        return lambda artifact: []
 
     def figures(
         self, scenario: S, streams: D, runs: Mapping[str, Sequence[R]], rows: Sequence[Row]

@@ -1,8 +1,8 @@
 """The MLflow registry of policies: find, register, offer, promote, go back.
 
 A registered model `tokenyard-<problem>-<scenario>` has one version per policy, a plain folder with
-one npz file, told apart by its hash. Aliases say what a version is: `champion` only moves to one
-that beat the present champion, `previous` was champion before, `candidate` was offered last.
+one npz file, told apart by its hash. Aliases say what a version is: `candidate` was offered last,
+`champion` only moves to one that was accepted, `previous` was champion before.
 """
 
 from __future__ import annotations
@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from tokenyard.artifact import ArtifactError, RegistryLookup
+from tokenyard.artifact import (
+    ArtifactError,
+    RegisteredPolicy,
+    RegistryError,
+    RegistryLookup,
+    model_name,
+)
 from tokenyard.problem import Artifact
 
 # MLflow takes seconds to import, and most servers run without a registry: functions import it.
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
-
-A = TypeVar("A", bound=Artifact)
 
 CHAMPION = "champion"
 CANDIDATE = "candidate"
@@ -44,14 +48,10 @@ class Registration:
     model: str
     version: str
     alias: str
-    """`champion`, or `candidate` where the present champion was not beaten."""
-    champion_trainer: str
-    """Algorithm that made the champion, as it is now."""
-
-
-def model_name(problem: str, scenario: str) -> str:
-    """Name of the registered model."""
-    return f"tokenyard-{problem}-{scenario}"
+    """`champion`, or `candidate` where it was not accepted."""
+    run_id: str
+    """Run that logged the version."""
+    sha256: str
 
 
 def connect(tracking_uri: str) -> MlflowClient:
@@ -65,22 +65,48 @@ def mlflow_lookup(tracking_uri: str, alias: str = CHAMPION) -> RegistryLookup:
     """Return the lookup for `tokenyard.artifact.find_champion` over a registry.
 
     Args:
-        tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db.
+        tracking_uri: Any URI that MLflow takes, such as sqlite:///mlflow.db; a file that is not
+            there holds nothing, and is not made.
         alias: Of the version that is looked up.
-    """
-    client = connect(tracking_uri)
 
-    def lookup(model: str) -> Path | None:
+    Returns:
+        The lookup; it raises RegistryError where the registry or its files cannot be read.
+    """
+
+    def lookup(model: str) -> RegisteredPolicy | None:
+        if is_missing(tracking_uri):
+            return None
         with _named(tracking_uri):
+            client = _impatient(tracking_uri)
             version = version_of(client, model, alias)
         if version is None:
             return None
         what = f"{model} version {version.version}"
         with _named(f"{tracking_uri}: files of {what} cannot be read"):
             folder = _download(client, version)
-        return _policy_file(folder, what)
+        path = _policy_file(folder, what)
+        return RegisteredPolicy(path, str(version.version), alias, version.run_id or None)
 
     return lookup
+
+
+def find_registered(
+    tracking_uri: str, problem: str, scenario: str, alias: str = CHAMPION
+) -> RegisteredPolicy | None:
+    """Look up what a server is to serve; None: no version has that alias.
+
+    Raises:
+        RegistryError: The registry cannot be read, or is a file that is not there.
+    """
+    if is_missing(tracking_uri):
+        raise RegistryError(f"registry {tracking_uri}: there is no such file")
+    return mlflow_lookup(tracking_uri, alias)(model_name(problem, scenario))
+
+
+def is_missing(tracking_uri: str) -> bool:
+    """Whether a store is a file that is not there: MLflow would make it, with all its tables."""
+    path = tracking_uri.removeprefix("sqlite:///")
+    return path != tracking_uri and not Path(path).is_file()
 
 
 def version_of(client: MlflowClient, model: str, alias: str = CHAMPION) -> ModelVersion | None:
@@ -96,38 +122,42 @@ def version_of(client: MlflowClient, model: str, alias: str = CHAMPION) -> Model
         raise
 
 
-def load_version(client: MlflowClient, version: ModelVersion, load: Callable[[Path], A]) -> A:
-    """Fetch and read the artifact of a version."""
-    what = f"{version.name} version {version.version}"
-    return load(_policy_file(_download(client, version), what))
-
-
 def register(
     client: MlflowClient,
     model: str,
     run_id: str,
-    artifact: A,
-    is_better: Callable[[A], bool],
-    load: Callable[[Path], A],
+    artifact: Artifact,
+    accepted: Callable[[], bool],
 ) -> Registration:
-    """Register the artifact that lies in the run's folder `policy`, and settle who is champion.
+    """Register the artifact that lies in the run's folder `policy`; settle who is champion.
+
+    It is the model's `candidate` in any case, so that it can be served whoever is champion.
 
     Args:
         client: Client of the store.
         model: Registered model, created where it is missing.
         run_id: Run that logged the artifact.
         artifact: The same artifact, read.
-        is_better: Whether the artifact beats the one given; asked only if there is a champion.
-        load: Reads a policy file.
+        accepted: Whether it may be champion; not asked where it is.
     """
     version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
-    present, champion = version_of(client, model), artifact
-    if present is not None and str(present.version) != version:
-        best_so_far = load_version(client, present, load)
-        champion = artifact if is_better(best_so_far) else best_so_far
-    alias = CHAMPION if champion is artifact else CANDIDATE
-    client.set_registered_model_alias(model, alias, version)
-    return Registration(model, version, alias, champion.metadata.trainer)
+    client.set_registered_model_alias(model, CANDIDATE, version)
+    present = version_of(client, model)
+    is_champion = present is not None and str(present.version) == version
+    if not is_champion and accepted():
+        _crown(client, model, version)
+        is_champion = True
+    made_by = client.get_model_version(model, version).run_id or run_id
+    alias = CHAMPION if is_champion else CANDIDATE
+    return Registration(model, version, alias, made_by, artifact.sha256)
+
+
+def _crown(client: MlflowClient, model: str, version: str) -> None:
+    """Make a version champion; the one before keeps the alias `previous`."""
+    before = client.get_registered_model(model).aliases.get(CHAMPION)
+    if before is not None and str(before) != version:
+        client.set_registered_model_alias(model, PREVIOUS, str(before))
+    client.set_registered_model_alias(model, CHAMPION, version)
 
 
 def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
@@ -170,10 +200,7 @@ def promote(tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str
         made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
         for key, value in made_of.items():
             client.set_model_version_tag(model, version, key, value)
-        before = client.get_registered_model(model).aliases.get(CHAMPION)
-        if before is not None and str(before) != version:
-            client.set_registered_model_alias(model, PREVIOUS, str(before))
-        client.set_registered_model_alias(model, CHAMPION, version)
+        _crown(client, model, version)
     return version
 
 
@@ -289,7 +316,7 @@ def _download(client: MlflowClient, version: ModelVersion) -> Path:
 def _policy_file(folder: Path, what: str) -> Path:
     files = [folder] if folder.is_file() else sorted(folder.glob("**/*.npz"))
     if len(files) != 1:
-        raise ArtifactError(f"{what} holds {len(files)} npz files; it must hold one")
+        raise RegistryError(f"{what} holds {len(files)} npz files; it must hold one")
     return files[0]
 
 
@@ -297,10 +324,11 @@ def _policy_file(folder: Path, what: str) -> Path:
 def _named(registry: str) -> Iterator[None]:
     """Turn what MLflow says into one sentence that names the registry."""
     from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
 
     try:
         yield
-    except (MlflowException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, OSError) as error:
         lines = str(error).strip().splitlines()
         sentence = lines[0] if lines else type(error).__name__
-        raise ArtifactError(f"registry {registry}: {sentence}") from None
+        raise RegistryError(f"registry {registry}: {sentence}") from None

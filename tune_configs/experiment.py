@@ -1,7 +1,8 @@
 """What a sweep is: which trials, for how long, scheduled and judged how.
 
-An experiment is a Python function that returns one `Experiment`; a variant calls it and uses
-`dataclasses.replace`. `load_experiment` finds them by "MODULE:FUNCTION".
+An experiment is a Python function that returns one `Experiment`, or a chain of them, each of
+another problem; a variant calls it and uses `dataclasses.replace`. `load_experiments` finds them by
+"MODULE:FUNCTION".
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
 from tokenyard.problem import AnyProblem
+from tokenyard.rl.trainable import PolicyTrainable
 
 ENV_STEPS = "timesteps_total"
 """Result key of the environment steps a trial has taken."""
 SCORE = "score"
 """Result key that trials are ranked on, higher is better, whatever rewards they train on."""
+
+WEIGHTS = "weights"
+"""Key of a trial: weights of its reward in place of some of those that `reward_weights` names."""
 
 RESOURCES = ("num_env_runners", "cpus_per_actor", "placement")
 """Keys of a trial that say what it reserves, and where; absent ones are the trainable's."""
@@ -40,7 +45,7 @@ class Experiment:
     """`tokenyard.routing.problem.PROBLEM`, for example: draws streams and compares policies."""
     scenario: str
     """Scenario that all trials are trained and judged on."""
-    trainable: type[tune.Trainable]
+    trainable: type[PolicyTrainable]
     """Trains one trial; reports `score` and `timesteps_total`, and saves `artifact.npz`."""
     trials: tuple[TrialConfig, ...]
     """The trials that are run for certain, in this order; all have the same keys."""
@@ -56,9 +61,6 @@ class Experiment:
     max_concurrent_trials: int = 2
     checkpoint_every: int = 1
     """Iterations between checkpoints; what comes after the last one is lost with a killed trial."""
-    checkpoints_kept: int | None = 2
-    """Best checkpoints of a trial that are kept beside its latest; None: all, which a population
-    needs, since a trial may go on from another's after that one has gone on too."""
     max_failures: int = 2
     """How often a trial is started again from its checkpoint before it counts as failed."""
     baselines: tuple[str, ...] = ("round_robin", "least_connections", "least_loaded", "sed")
@@ -169,8 +171,8 @@ def stop_at_budget(trial_id: str, result: Mapping[str, Any]) -> bool:
     return float(result[ENV_STEPS]) >= float(result["config"]["env_steps"])
 
 
-def load_experiment(reference: str) -> Experiment:
-    """Call the experiment function that "MODULE:FUNCTION" names.
+def load_experiments(reference: str) -> tuple[Experiment, ...]:
+    """Call the function that "MODULE:FUNCTION" names: one experiment, or a chain of them.
 
     MODULE is one of `tune_configs`, or any importable module of your own.
 
@@ -183,15 +185,33 @@ def load_experiment(reference: str) -> Experiment:
     function = getattr(_find_module(module_name), function_name, None)
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no experiment function {function_name!r}")
-    experiment = function()
-    if not isinstance(experiment, Experiment):
-        raise ValueError(f"{reference} returns {type(experiment).__name__}, not an Experiment")
-    return experiment
+    made = function()
+    chain = made if isinstance(made, tuple) else (made,)
+    if not chain or not all(isinstance(one, Experiment) for one in chain):
+        raise ValueError(
+            f"{reference} returns {type(made).__name__}, not an Experiment nor a tuple of them"
+        )
+    problems = [one.problem.name for one in chain]
+    if len(set(problems)) < len(problems):
+        raise ValueError(f"{reference} has two experiments of one problem: {problems}")
+    return chain
+
+
+def load_experiment(reference: str) -> Experiment:
+    """As `load_experiments`, for one that is no chain.
+
+    Raises:
+        ValueError: It is one.
+    """
+    chain = load_experiments(reference)
+    if len(chain) > 1:
+        raise ValueError(f"{reference} is a chain of {len(chain)} experiments")
+    return chain[0]
 
 
 def _find_module(name: str) -> ModuleType:
     inside = f"tune_configs.{name}"
-    if importlib.util.find_spec(inside) is not None:
+    if "." not in name and importlib.util.find_spec(inside) is not None:
         return importlib.import_module(inside)
     try:
         return importlib.import_module(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ray.tune.result import AUTO_RESULT_KEYS, DONE, EXPERIMENT_TAG, TRIAL_ID
 from ray.tune.utils import flatten_dict
 
 from tokenyard.problem import Row
-from tune_configs.experiment import ENV_STEPS
+from tune_configs.experiment import ENV_STEPS, WEIGHTS, TrialConfig
 
 SWEEP_TAG = "tokenyard.sweep"
 TRIAL_TAG = "tokenyard.trial_id"
@@ -108,11 +108,25 @@ class TrialLog(Callback):
     logged past that checkpoint, since those steps are taken again, and not in the same way.
     """
 
-    def __init__(self, uri: str, parent_run_id: str, tags: Mapping[str, str]) -> None:
-        """Log under the parent run in the store at `uri`; `tags` go onto every trial's run."""
+    def __init__(
+        self,
+        uri: str,
+        parent_run_id: str,
+        tags: Mapping[str, str],
+        hyperparameters: Callable[[TrialConfig], Mapping[str, object]],
+    ) -> None:
+        """Log into a store.
+
+        Args:
+            uri: Of the store.
+            parent_run_id: Run that the trials' runs go under.
+            tags: Put onto every trial's run.
+            hyperparameters: What a trial learns with, logged beside what tells it from others.
+        """
         self._uri = uri
         self._parent_run_id = parent_run_id
         self._tags = dict(tags)
+        self._hyperparameters = hyperparameters
         self._run_ids: dict[str, str] = {}
         self._cached_client: MlflowClient | None = None
 
@@ -168,13 +182,15 @@ class TrialLog(Callback):
         return str(self._client.get_run(self._parent_run_id).info.experiment_id)
 
     def _create_run(self, trial: Trial) -> Run:
-        params = flatten_dict(dict(trial.config))
+        # Drawn weights come back among those that the trial is rewarded by.
+        params = {key: value for key, value in trial.config.items() if key != WEIGHTS}
         tags = {key: str(params[key]) for key in _TAGGED_PARAMS if key in params}
         run = self._client.create_run(
             self._experiment_id(),
             tags={**self._tags, **tags, **self._identity(trial)},
             run_name=str(trial),
         )
+        params |= self._hyperparameters(trial.config)
         self._client.log_batch(
             run.info.run_id, params=[Param(key, str(value)) for key, value in params.items()]
         )

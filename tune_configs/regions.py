@@ -7,13 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from ray import tune
 
 import envs
 from envs.regions import PAPER_REWARD, RegionReward
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.search import RegionSearchConfig
 from tokenyard.rl.regions.trial import RegionTrainable, search_env_steps
-from tune_configs.experiment import RESOURCES, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "continents"
 """Needs nothing beyond the installation; the paper's topologies need the extra `topologies`."""
@@ -39,7 +41,7 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         "algorithm": trial["algorithm"],
         "scenario": trial["scenario"],
         "register_env": envs.register,
-        "reward": rewards[trial["reward_weights"]].model_dump(),
+        "reward": rewards[trial["reward_weights"]].model_dump() | dict(trial.get(WEIGHTS, {})),
         # The paper's policy sends by its shares, which are free, and by nothing else.
         "action": "shares" if trial["algorithm"] == FAITHFUL else "mix",
         "dispatch": "shares" if trial["algorithm"] == FAITHFUL else "live_cost",
@@ -110,6 +112,16 @@ def faithful() -> Experiment:
         promotion_streams=2,
         evaluation_streams=3,
     )
+
+
+def weights() -> Experiment:
+    """PPO on the mix of plans under weights of the response and of smooth shares, as numbers."""
+    space = {
+        **_trial("ppo", 48_000, iterations=5),
+        WEIGHTS: {"response": tune.uniform(0.0, 1.0), "smoothness": tune.uniform(0.0, 1.0)},
+        "seed": tune.randint(0, 1_000),
+    }
+    return drawn_weights(default(), space, num_samples=8)
 
 
 def smoke() -> Experiment:

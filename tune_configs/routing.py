@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from ray import tune
-from ray.tune.search import Searcher
 
 import envs
 from tokenyard.rl.routing.rollouts import RolloutConfig
@@ -22,8 +21,8 @@ from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tune_configs.experiment import RESOURCES, SCORE, Experiment, TrialConfig
-from tune_configs.schedulers import AshaPerAlgorithm
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.schedulers import drawn_weights
 
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
 """The five terms of the paper's reward (Abbaraju, section IV)."""
@@ -100,7 +99,8 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         rounds = trial["env_steps"] // RolloutConfig().env_steps_per_round(scenario.num_servers)
         config["generations_per_iteration"] = max(1, rounds // trial["iterations"])
     else:
-        config["reward"] = reward_weights(trial["reward_weights"], scenario)
+        named = reward_weights(trial["reward_weights"], scenario).model_dump()
+        config["reward"] = RewardWeights.model_validate(named | dict(trial.get(WEIGHTS, {})))
         config["train_steps"] = trial["env_steps"]
         config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
     return config
@@ -278,36 +278,19 @@ def fleet_smoke() -> Experiment:
     )
 
 
-def asha() -> Experiment:
-    """Many weightings and seeds of each algorithm; the poor ones are stopped early."""
-    weightings = (*WEIGHTINGS, "response_slo", "response_over_sed")
-    trials = [
-        _trial(algorithm, weights, env_steps=100_000, seed=seed, iterations=20)
-        for seed in range(2)
-        for weights in weightings
-        for algorithm in RLLIB_ALGORITHMS
-    ]
-    return replace(
-        default(),
-        trials=tuple(trials),
-        scheduler=partial(AshaPerAlgorithm, max_env_steps=100_000, grace_env_steps=15_000),
-    )
+def weights() -> Experiment:
+    """PPO and A2C on a fleet, under weights of violations, tail and energy drawn as numbers.
 
-
-def optuna() -> Experiment:
-    """Algorithm and weighting drawn by a tree-structured Parzen estimator (extra `optuna`)."""
-    trial = dict(_trial("ppo", PAPER, env_steps=50_000, iterations=10))
+    A second of response time always weighs 1; ten joules up to as much.
+    """
     space = {
-        **trial,
-        "algorithm": tune.choice(list(RLLIB_ALGORITHMS)),
-        "reward_weights": tune.choice([*WEIGHTINGS, "response_slo", "response_over_sed"]),
+        **_trial("ppo", "response", FLEET, 300_000, "fleet", iterations=10),
+        "algorithm": tune.choice(["ppo", "a2c"]),
+        WEIGHTS: {
+            "slo": tune.uniform(-6.0, 0.0),
+            "tail": tune.uniform(-2.0, 0.0),
+            "energy": tune.uniform(-0.1, 0.0),
+        },
         "seed": tune.randint(0, 1_000),
     }
-    return replace(default(), trials=(), space=space, num_samples=20, searcher=_parzen_estimator)
-
-
-def _parzen_estimator(seed: int) -> Searcher:
-    # Imported here: optuna is an extra that only this experiment needs.
-    from ray.tune.search.optuna import OptunaSearch
-
-    return OptunaSearch(metric=SCORE, mode="max", seed=seed)
+    return drawn_weights(fleet(), space, num_samples=12)

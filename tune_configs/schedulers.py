@@ -1,4 +1,4 @@
-"""Successive halving that never lets one algorithm's trials stop another's.
+"""Who chooses trials and who stops them: a search over reward weights, and successive halving.
 
 Algorithms learn at different speeds, so at equal environment steps a slow starter would be cut
 for being what it is. One bracket per algorithm compares like with like.
@@ -7,14 +7,18 @@ for being what it is. One bracket per algorithm compares like with like.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ray.tune.execution.tune_controller import TuneController
 from ray.tune.experiment import Trial
 from ray.tune.schedulers import ASHAScheduler, FIFOScheduler
+from ray.tune.search import Searcher
 
-from tune_configs.experiment import ENV_STEPS, SCORE
+from tune_configs.experiment import ENV_STEPS, SCORE, Experiment
 
 
 class AshaPerAlgorithm(FIFOScheduler):
@@ -77,3 +81,34 @@ class AshaPerAlgorithm(FIFOScheduler):
     def restore(self, checkpoint_path: str) -> None:
         """Read what `save` wrote."""
         self.__dict__.update(pickle.loads(Path(checkpoint_path).read_bytes()))
+
+
+def drawn_weights(experiment: Experiment, space: Mapping[str, Any], num_samples: int) -> Experiment:
+    """Draw trials from a space by a tree-structured Parzen estimator; halving stops the poor ones.
+
+    What is drawn are weights as numbers, and maybe the algorithm; the estimator looks at the score,
+    which is the same for all. It needs the extra `optuna`.
+
+    Args:
+        experiment: Whose scenario, rules and streams hold.
+        space: A trial with domains among its values.
+        num_samples: How many trials.
+    """
+    steps = int(space["env_steps"])
+    scheduler = partial(AshaPerAlgorithm, max_env_steps=steps, grace_env_steps=max(1, steps // 5))
+    return replace(
+        experiment,
+        trials=(),
+        space=space,
+        num_samples=num_samples,
+        searcher=parzen_estimator,
+        scheduler=scheduler,
+    )
+
+
+def parzen_estimator(seed: int) -> Searcher:
+    """Make the searcher (Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization")."""
+    # Imported here: optuna is an extra that only such experiments need.
+    from ray.tune.search.optuna import OptunaSearch
+
+    return OptunaSearch(metric=SCORE, mode="max", seed=seed)

@@ -1,10 +1,13 @@
-"""One sweep from its name to its champion: open, train, judge, record."""
+"""One sweep from its name to its champion: open, train, judge, record.
+
+A sweep is over one problem. A chain has one sweep per problem, under one parent run.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,20 +17,24 @@ import ray
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 from ray.tune import Result, ResultGrid, Tuner
 from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
-from tokenyard.evaluation import Comparison, is_better, rank
-from tokenyard.figures import learning_curves
+from tokenyard.artifact import model_name
+from tokenyard.evaluation import Comparison, rank
+from tokenyard.figures import draw_trade_off, learning_curves
 from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
+from tokenyard.promotion import Verdict, judge_candidate, rivals
 from tokenyard.provenance import git_sha, versions
 from tokenyard.registry import ARTIFACT_FILE, Registration
 from tune_configs import mlflow_log
-from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiment
+from tune_configs.experiment import ENV_STEPS, SCORE, Experiment, load_experiments
 from tune_configs.tuner import (
     await_resources,
     fit,
+    is_begun,
     new_tuner,
     open_storage,
     resumed_tuner,
@@ -53,12 +60,12 @@ class Sweep:
     reference: str
     """MODULE:FUNCTION of the experiment."""
     seed: int
-    storage: str
-    """Folder or URI that holds the sweep's folder."""
     name: str
+    path: str
+    """Folder or URI of the sweep."""
     client: MlflowClient
     run_id: str
-    """The sweep's parent run."""
+    """Parent of the runs of trials."""
 
     @property
     def problem(self) -> AnyProblem:
@@ -71,10 +78,16 @@ class Sweep:
         scenario: Scenario = self.problem.load_scenario(self.experiment.scenario)
         return scenario
 
-    @property
-    def path(self) -> str:
-        """Folder of the sweep."""
-        return f"{self.storage}/{self.name}"
+
+@dataclass(frozen=True)
+class Chain:
+    """One sweep per problem."""
+
+    sweeps: tuple[Sweep, ...]
+    client: MlflowClient
+    run_id: str
+    """Parent of the sweeps' runs, or the only sweep's own."""
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,7 @@ class FinishedTrial:
             "reward_weights": self.config["reward_weights"],
             "env_steps": self.env_steps,
             "wall_s": self.wall_s,
+            "sha256": self.artifact.sha256,
         }
 
 
@@ -113,17 +127,45 @@ class Report:
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
 
-    def trial_rows(self, problem: str, trials: list[FinishedTrial]) -> list[Row]:
-        """The ranking's rows of trials, told what each of them was."""
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the best trial."""
+
+    problem: str
+    registration: Registration
+    verdict: Verdict | None
+    """Of the best trial against its rivals; None: it was champion before the sweep ended."""
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one sentence."""
+        reason = "it was champion already" if self.verdict is None else self.verdict.reason
+        return f"{self.registration.alias}: {reason}"
+
+    @property
+    def rows(self) -> list[Row]:
+        """The verdict's rows."""
+        rows = [] if self.verdict is None else self.verdict.rows
+        return [{"problem": self.problem, **row} for row in rows]
+
+    def trial_rows(self, trials: list[FinishedTrial], report: Report) -> list[Row]:
+        """The ranking's rows of trials, told what each of them was and became."""
         described = {trial.label: trial.described() for trial in trials}
+        registered = {report.best.label: self.registration.alias}
         return [
-            {"problem": problem, **described[str(row["policy"])], **row}
-            for row in self.ranking.rows
-            if row["policy"] in described
+            {
+                "problem": self.problem,
+                **described[label],
+                "registered": registered.get(label, "none"),
+                **row,
+            }
+            for row in report.ranking.rows
+            if (label := str(row["policy"])) in described
         ]
 
 
-def open_sweep(
+def open_chain(
     reference: str,
     storage: str,
     name: str,
@@ -131,35 +173,42 @@ def open_sweep(
     num_samples: int | None = None,
     resume: bool = False,
     fit: Callable[[Experiment], Experiment] = lambda experiment: experiment,
-) -> Sweep:
-    """Check what was asked for, and find or create the sweep's parent run in MLflow.
+) -> Chain:
+    """Check what was asked for, and find or create its runs in MLflow.
 
-    `fit` adapts the experiment to the cluster; a sweep that is resumed keeps how it was begun.
+    `fit` adapts experiments to the cluster; a sweep that is resumed keeps how it was begun.
 
     Raises:
         ValueError: It cannot be carried out; nothing has been started.
     """
-    experiment = fit(load_experiment(reference))
+    experiments = [fit(one) for one in load_experiments(reference)]
     if num_samples is not None:
-        experiment = replace(experiment, num_samples=num_samples)
+        experiments = [replace(one, num_samples=num_samples) for one in experiments]
     storage, store = _locate(storage)
     open_storage(storage)
     client = MlflowClient(mlflow_log.tracking_uri(store))
-    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{experiment.problem.name}", store)
-    found = mlflow_log.find_sweep_run(client, mlflow_id, f"{storage}/{name}")
+    problems = "-".join(one.problem.name for one in experiments)
+    mlflow_id = mlflow_log.open_experiment(client, f"tokenyard-{problems}", store)
+    path = f"{storage}/{name}"
+    found = mlflow_log.find_sweep_run(client, mlflow_id, path)
     if resume:
         # The streams of the comparison must be those that the sweep began with.
-        seed = _check_resumable(found, reference, f"{storage}/{name}")
+        seed = _check_resumable(found, reference, path)
     elif found is not None:
         raise ValueError(f"sweep {name!r} exists already: add --resume, or choose another --name")
-    tags = {
-        REFERENCE_TAG: reference,
-        "scenario": experiment.scenario,
-        "seed": str(seed),
-        "git_sha": git_sha(),
-    }
-    run_id = mlflow_log.open_sweep_run(client, mlflow_id, f"{storage}/{name}", name, tags)
-    return Sweep(experiment, reference, seed, storage, name, client, run_id)
+
+    tags = {REFERENCE_TAG: reference, "seed": str(seed), "git_sha": git_sha()}
+    told = {**tags, "scenario": ", ".join(one.scenario for one in experiments)}
+    run_id = mlflow_log.open_sweep_run(client, mlflow_id, path, name, told)
+    sweeps = []
+    for one in experiments:
+        inside, own_id = path, run_id
+        if len(experiments) > 1:
+            inside = f"{path}/{one.problem.name}"
+            told = {**tags, "scenario": one.scenario, MLFLOW_PARENT_RUN_ID: run_id}
+            own_id = mlflow_log.open_sweep_run(client, mlflow_id, inside, one.problem.name, told)
+        sweeps.append(Sweep(one, reference, seed, name, inside, client, own_id))
+    return Chain(tuple(sweeps), client, run_id, seed)
 
 
 def _locate(storage: str) -> tuple[str, Path]:
@@ -182,32 +231,39 @@ def _check_resumable(run: Run | None, reference: str, path: str) -> int:
     return int(run.data.tags["seed"])
 
 
-def train(sweep: Sweep, resume: bool) -> ResultGrid:
-    """Run all trials, or those that are left.
+def train(sweeps: Sequence[Sweep], resume: bool) -> list[ResultGrid]:
+    """Run all trials of all sweeps in one Ray, or those that are left; results by sweep.
 
     Raises:
-        ValueError: A trial asks for more than the cluster has, or there is nothing to resume.
+        ValueError: A trial asks for more than the cluster has.
     """
-    if sweep.experiment.warm_up is not None:
-        sweep.experiment.warm_up()
+    for sweep in sweeps:
+        if sweep.experiment.warm_up is not None:
+            sweep.experiment.warm_up()
     joined = start_ray(num_cpus=os.cpu_count() or 1)
     try:
-        await_resources(sweep.experiment, sweep.seed, _JOINING_S if joined else 0.0)
-
-        def resumed() -> Tuner:
-            return resumed_tuner(sweep.experiment, sweep.path)
-
-        if resume:
-            return fit(resumed(), resumed)
-        log = mlflow_log.TrialLog(
-            sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name}
-        )
-        # Tune reads a trial's last result back from its own JSON lines.
-        callbacks = [log, JsonLoggerCallback()]
-        tuner = new_tuner(sweep.experiment, sweep.seed, sweep.storage, sweep.name, callbacks)
-        return fit(tuner, resumed)
+        for sweep in sweeps:
+            await_resources(sweep.experiment, sweep.seed, _JOINING_S if joined else 0.0)
+        return [_train(sweep, resume) for sweep in sweeps]
     finally:
         ray.shutdown()
+
+
+def _train(sweep: Sweep, resume: bool) -> ResultGrid:
+    def resumed() -> Tuner:
+        return resumed_tuner(sweep.experiment, sweep.path)
+
+    # One that was ended before its turn came has not begun.
+    if resume and is_begun(sweep.path):
+        return fit(resumed(), resumed)
+    log = mlflow_log.TrialLog(
+        sweep.client.tracking_uri, sweep.run_id, {"git_sha": git_sha(), "sweep": sweep.name},
+        sweep.experiment.trainable.hyperparameters,
+    )  # fmt: skip
+    # Tune reads a trial's last result back from its own JSON lines.
+    callbacks = [log, JsonLoggerCallback()]
+    storage, _, name = sweep.path.rpartition("/")
+    return fit(new_tuner(sweep.experiment, sweep.seed, storage, name, callbacks), resumed)
 
 
 def finished_trials(results: ResultGrid, load: Callable[[Path], Artifact]) -> list[FinishedTrial]:
@@ -266,54 +322,84 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
     return Report(ranking, evaluation, best)
 
 
-def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Registration:
-    """Log every trial's policy to its run, register the best, and settle who is champion."""
-    experiment, best = sweep.experiment, report.best
+def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Outcome:
+    """Log every trial's policy to its run, register the best, and settle who is champion.
+
+    Raises:
+        ValueError: The present champion cannot be read.
+    """
     runs = mlflow_log.trial_runs(sweep.client, sweep.run_id)
     for trial in trials:
         registry.log_artifact(sweep.client, runs[trial.trial_id].info.run_id, trial.artifact)
-    problem, scenario = sweep.problem, sweep.scenario
+    verdicts: list[Verdict] = []
+
+    def accepted() -> bool:
+        verdicts.append(against_rivals(sweep, report.best.artifact))
+        return verdicts[0].accepted
+
+    registration = registry.register(
+        sweep.client,
+        model_name(sweep.problem.name, sweep.scenario.name),
+        runs[report.best.trial_id].info.run_id,
+        report.best.artifact,
+        accepted,
+    )
+    verdict = verdicts[0] if verdicts else None
+    return Outcome(sweep.problem.name, registration, verdict)
+
+
+def against_rivals(sweep: Sweep, artifact: Artifact) -> Verdict:
+    """Set a policy against the present champion and the best tuned rule."""
+    experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
+    registered = registry.mlflow_lookup(sweep.client.tracking_uri)
     # Further validation streams: what was ranked on the first ones may owe its place to them.
     streams = problem.streams(
         scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
     )
-    return registry.register(
-        sweep.client,
-        registry.model_name(problem.name, experiment.scenario),
-        runs[best.trial_id].info.run_id,
-        best.artifact,
-        lambda champion: is_better(problem, scenario, best.artifact, champion, streams, sweep.seed),
-        problem.load_artifact,
-    )
+    against = rivals(problem, scenario, experiment.baseline, registered)
+    return judge_candidate(problem, scenario, artifact, against, streams, sweep.seed)
+
+
+def record_chain(chain: Chain, outcomes: Sequence[Outcome], command: str) -> None:
+    """Put what became of each problem onto the parent run of a chain."""
+    for outcome in outcomes:
+        told = {"verdict": outcome.sentence, **_registered(outcome)}
+        tags = {f"{outcome.problem}.{key}": value for key, value in told.items()}
+        mlflow_log.set_tags(chain.client, chain.run_id, tags)
+    chain.client.log_dict(chain.run_id, _provenance(command, chain.seed), "provenance.json")
+
+
+def _registered(outcome: Outcome) -> dict[str, str]:
+    return {f"registered_{key}": value for key, value in asdict(outcome.registration).items()}
+
+
+def _provenance(command: str, seed: int) -> dict[str, Any]:
+    return {"command": command, "git_sha": git_sha(), "versions": versions(), "seed": seed}
 
 
 def record(
     sweep: Sweep,
     trials: list[FinishedTrial],
     report: Report,
-    registration: Registration,
+    outcome: Outcome,
     command: str,
 ) -> None:
     """Put tables, figures, settings and provenance onto the sweep's parent run."""
     client, run_id = sweep.client, sweep.run_id
     tables = {"ranking": report.ranking.rows, "evaluation": report.evaluation.rows}
+    if outcome.verdict is not None:
+        tables["verdict"] = outcome.verdict.rows
     for name, rows in tables.items():
         client.log_table(run_id, _columns(rows), f"tables/{name}.json")
     ranking = report.ranking
     figures = sweep.problem.figures(sweep.scenario, ranking.streams, ranking.runs, ranking.rows)
-    figures |= draw_learning_curves(sweep, trials, report)
+    figures |= draw_learning_curves(sweep, trials, report) | draw_trade_offs(sweep, trials, report)
     for name, figure in figures.items():
         client.log_figure(run_id, figure, f"figures/{name}.png")
-    provenance = {
-        "command": command,
-        "git_sha": git_sha(),
-        "versions": versions(),
-        "seed": sweep.seed,
-    }
-    client.log_dict(run_id, provenance, "provenance.json")
+    client.log_dict(run_id, _provenance(command, sweep.seed), "provenance.json")
     client.log_dict(run_id, _described(sweep), "experiment.json")
-    registered = {f"registered_{key}": value for key, value in asdict(registration).items()}
-    mlflow_log.set_tags(client, run_id, {"best_trial": report.best.label, **registered})
+    told = {"best_trial": report.best.label, "verdict": outcome.sentence}
+    mlflow_log.set_tags(client, run_id, told | _registered(outcome))
     best = next(row for row in report.ranking.rows if row["policy"] == report.best.label)
     client.log_metric(run_id, SCORE, float(best[SCORE]))
 
@@ -352,8 +438,24 @@ def draw_learning_curves(
     }
 
 
+def draw_trade_offs(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> dict[str, Figure]:
+    """Draw the problem's trade-offs with all trials and rules, by names of files.
+
+    Those are left out in which the scenario measures nothing, such as the energy of servers.
+    """
+    measures = {one.key: one for one in sweep.problem.measures(sweep.scenario)}
+    kinds = {trial.label: str(trial.config["algorithm"]) for trial in trials}
+    rows, credit = report.ranking.rows, report.ranking.streams.described
+    return {
+        f"pareto_{x}_{y}": draw_trade_off(rows, measures[x], measures[y], kinds, credit)
+        for x, y in sweep.problem.trade_offs
+        if {x, y} <= measures.keys() and all(len({row[key] for row in rows}) > 1 for key in (x, y))
+    }
+
+
 def _columns(rows: list[Row]) -> dict[str, list[Any]]:
-    return {key: [row.get(key) for row in rows] for key in rows[0]}
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return {key: [row.get(key) for row in rows] for key in keys}
 
 
 def _described(sweep: Sweep) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def new_tuner(
             failure_config=FailureConfig(max_failures=experiment.max_failures),
             checkpoint_config=CheckpointConfig(
                 # The best one is exported, and the latest one, which Tune always keeps, resumes.
-                num_to_keep=experiment.checkpoints_kept,
+                num_to_keep=2,
                 checkpoint_score_attribute=SCORE,
                 checkpoint_frequency=experiment.checkpoint_every,
                 checkpoint_at_end=True,
@@ -220,15 +220,15 @@ def fit(tuner: tune.Tuner, resumed: Callable[[], tune.Tuner]) -> ResultGrid:
     return results
 
 
-def resumed_tuner(experiment: Experiment, path: str) -> tune.Tuner:
-    """Go on with the sweep in `path`: unfinished trials from their checkpoints, failed ones anew.
-
-    Raises:
-        ValueError: There is no sweep.
-    """
+def is_begun(path: str) -> bool:
+    """Whether there is a sweep in `path` to go on with."""
     filesystem, folder = open_storage(path)
-    if not tune.Tuner.can_restore(folder, storage_filesystem=filesystem):
-        raise ValueError(f"no sweep to resume in {path}")
+    return bool(tune.Tuner.can_restore(folder, storage_filesystem=filesystem))
+
+
+def resumed_tuner(experiment: Experiment, path: str) -> tune.Tuner:
+    """Go on with the sweep in `path`: unfinished trials from checkpoints, failed ones anew."""
+    filesystem, folder = open_storage(path)
     return tune.Tuner.restore(
         folder,
         experiment.trainable,

@@ -23,7 +23,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from serve_app.allocation.plans import cheapest_for, format_plan, plan_of
+from serve_app.allocation.plans import (
+    BUILT_IN,
+    STAND_IN,
+    PlanOrigin,
+    cheapest_for,
+    format_plan,
+    plan_of,
+)
 from serve_app.allocation.transition import (
     Held,
     Shape,
@@ -54,8 +61,6 @@ from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan, 
 
 logger = logging.getLogger(__name__)
 
-STAND_IN = "autoscaler_70"
-"""Decides where the policy cannot; it needs nothing that was trained or tuned."""
 By = Literal["start", "policy", "stand_in", "hand", "undo"]
 Outcome = Literal["under way", "done", "dry run", "refused", "given up"]
 _DECIDE_S = 5.0
@@ -142,6 +147,7 @@ class Allocator:
         pool: PoolControl,
         settings: AllocatorSettings = AllocatorSettings(),
         clock_s: Callable[[], float] = time.time,
+        origin: PlanOrigin = BUILT_IN,
     ) -> None:
         """Take everything; nothing is started before `run`.
 
@@ -152,12 +158,13 @@ class Allocator:
             pool: Carries out.
             settings: What no policy may pass, and the plan of the beginning.
             clock_s: Unix time.
+            origin: Where the policy comes from.
         """
         self.scenario, self.settings, self.dry_run = scenario, settings, settings.dry_run
         self.slot_s = scenario.slot_s * settings.time_scale
         self.table: PlanTable = plan_table(scenario)
         self.budget = scenario.num_gpus
-        self.policy_name = policy_name
+        self.policy_name, self.origin = policy_name, origin
         self.fallbacks: Counter[str] = Counter()
         self.plan = settings.start or self._start()
         """In force, or about to be."""
@@ -226,9 +233,11 @@ class Allocator:
         self._limited = await self._pool.limit_batch(shape, self.plan.max_batch)
         self._keep_time()
 
-    def set_policy(self, name: str, policy: AllocationPolicy) -> None:
+    def set_policy(
+        self, name: str, policy: AllocationPolicy, origin: PlanOrigin = BUILT_IN
+    ) -> None:
         """Let another policy decide; a plan that was set by hand is no longer kept."""
-        self.policy_name, self._policy = name, policy
+        self.policy_name, self._policy, self.origin = name, policy, origin
         self._hangs, self.by_hand = False, False
 
     def set_plan(self, plan: Plan) -> None:

@@ -2,42 +2,99 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from serve_app.allocation.transition import Held, Shape, shape_of
 from serve_app.cluster import AllocatedPool
+from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.types import AllocationPolicy, Plan
-from tokenyard.artifact import NoChampionError
-from tokenyard.registry import mlflow_lookup
+from tokenyard.artifact import NoChampionError, RegisteredPolicy, RegistryError
+from tokenyard.registry import CANDIDATE, CHAMPION
+
+logger = logging.getLogger(__name__)
+
+
+STAND_IN = "autoscaler_70"
+"""Decides where the policy cannot; it needs nothing that was trained or tuned."""
+
+
+@dataclass(frozen=True)
+class PlanOrigin:
+    """Where an allocation policy comes from."""
+
+    source: str = "built in"
+    """In words; a rule is built in."""
+    sha256: str | None = None
+    """First 12 hex digits of a hash over everything that the policy is; None: it is a rule."""
+    mlflow_run: str | None = None
+    """Run that trained what the registry names; None: it ships, is a file, or is a rule."""
+    registry_error: str | None = None
+    """Why the registry could not be asked, so that what ships decides."""
+
+
+BUILT_IN = PlanOrigin()
 
 
 def make_plan_policy(
     name: str, scenario: AllocationScenario, registry: str | None = None
 ) -> AllocationPolicy:
-    """Make the policy that a cluster file or a person names.
+    """Make the policy that a cluster file or a person names; see `load_plan_policy`."""
+    return load_plan_policy(name, scenario, registry)[0]
+
+
+def load_plan_policy(
+    name: str, scenario: AllocationScenario, registry: str | None = None, may_ship: bool = False
+) -> tuple[AllocationPolicy, PlanOrigin]:
+    """Make the policy that a cluster file or a person names, and say where it comes from.
+
+    Args:
+        name: `champion`, the registry's `candidate`, a policy file (.npz), or a baseline's name.
+        scenario: Whose plans it chooses from.
+        registry: MLflow URI where champions are looked up; None: only what ships counts.
+        may_ship: Whether what ships decides where the registry cannot be read or, of a candidate,
+            has none; where nothing ships, a rule does.
 
     Raises:
         ValueError: There is none of that name, or it was trained for other plans.
     """
-    if name != "champion" and not name.endswith(".npz"):
-        return make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng()))
-    lookup = mlflow_lookup(registry) if registry else None
+    if name not in (CHAMPION, CANDIDATE) and not name.endswith(".npz"):
+        rule = make_allocation_policy(name, AllocationContext(scenario, np.random.default_rng()))
+        return rule, BUILT_IN
     path = name if name.endswith(".npz") else None
+    registered: RegisteredPolicy | None = None
+    error: str | None = None
     try:
-        artifact, found = resolve_allocation_champion(scenario.name, path, lookup)
-    except NoChampionError as missing:
-        if missing.rule is None:
+        if path is None:
+            candidate = name == CANDIDATE
+            registered = ask_registry("allocation", scenario.name, candidate, registry)
+    except RegistryError as refused:
+        if not may_ship:
             raise
-        return make_plan_policy(missing.rule, scenario)
-    return learned_for(artifact, scenario, found)
+        error = str(refused)
+        logger.warning("allocation by what ships: %s", error)
+    try:
+        artifact, source = resolve_allocation_champion(
+            scenario.name, path, lambda model: registered
+        )
+    except NoChampionError as missing:
+        instead = missing.rule or (None if error is None else STAND_IN)
+        if instead is None:
+            raise
+        policy, _ = load_plan_policy(instead, scenario)
+        return policy, PlanOrigin(f"the rule {instead}", registry_error=error)
+    run_id = None if registered is None else registered.run_id
+    origin = PlanOrigin(source, artifact.sha256, run_id, error)
+    return learned_for(artifact, scenario, source), origin
 
 
 def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> AllocationScenario:
@@ -64,7 +121,7 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
             f"an emulated replica has no pipeline stages; allocation scenario {scenario.name!r} "
             "must name no pipeline_stages"
         )
-    make_plan_policy(allocation.policy, scenario, registry)
+    load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
     start_of(allocation, scenario)
     return scenario
 

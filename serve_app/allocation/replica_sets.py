@@ -15,7 +15,7 @@ from typing import Any
 from ray import serve
 
 from serve_app.allocation.allocator import Allocator, AllocatorSettings
-from serve_app.allocation.plans import check_allocation, make_plan_policy, start_of
+from serve_app.allocation.plans import check_allocation, load_plan_policy, start_of
 from serve_app.allocation.transition import Held, Shape
 from serve_app.cluster import AllocatedPool, Pool
 from serve_app.gateway.backends import Backend, ServeBackend
@@ -54,6 +54,8 @@ class ServeReplicaSets:
         self._prefix = f"{prefix}-{self._template.name}-"
         self._gateway, self._backends, self._log = gateway, backends, log
         self._wanted: dict[Shape, int] = {}
+        self._alive: dict[Shape, int] = {}
+        """Replicas when Serve last told of them."""
         self._known: set[Shape] = set()
 
     def num_offered(self) -> int:
@@ -86,8 +88,14 @@ class ServeReplicaSets:
             ready = states.get("RUNNING", 0)
             starting = sum(states.get(one, 0) for one in _STARTING)
             stopping = sum(states.get(one, 0) for one in _STOPPING)
-            # After a restart of the gateway what is there counts as asked for.
             deleted = status.status == "DELETING"
+            if deleted:
+                # Serve tells no more of its replicas, which answer what they have begun and hold
+                # their GPUs until the application is gone.
+                stopping = max(stopping, self._alive.get(shape, 1) - ready - starting)
+            else:
+                self._alive[shape] = ready + starting + stopping
+            # After a restart of the gateway what is there counts as asked for.
             wanted = self._wanted.setdefault(shape, 0 if deleted else ready + starting)
             held[shape] = Held(wanted, ready, starting, stopping)
             if shape not in self._known and status.deployments and not deleted:
@@ -140,6 +148,7 @@ class ServeReplicaSets:
 
     def _forget(self, shape: Shape) -> None:
         del self._wanted[shape]
+        self._alive.pop(shape, None)
         if shape in self._known:
             self._known.remove(shape)
             name = pool_of(self._template, shape).name
@@ -179,9 +188,9 @@ def make_allocator(
         time_scale=allocation.time_scale,
         dry_run=allocation.dry_run,
     )
-    policy = make_plan_policy(allocation.policy, scenario, registry)
+    policy, origin = load_plan_policy(allocation.policy, scenario, registry, may_ship=True)
     pool = ServeReplicaSets(prefix, allocation, gateway, backends, log)
-    return Allocator(scenario, allocation.policy, policy, pool, settings)
+    return Allocator(scenario, allocation.policy, policy, pool, settings, origin=origin)
 
 
 def pool_of(template: Pool, shape: Shape) -> Pool:

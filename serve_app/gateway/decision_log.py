@@ -20,7 +20,7 @@ from tokenyard.routing.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _MAX_QUEUED = 10_000
 _ROWS_PER_FILE = 5_000
 
@@ -36,7 +36,7 @@ class DecisionRecord:
     time_s: float
     """Unix time of the decision, seconds."""
     policy: str
-    """`name@version`."""
+    """`name@sha256`."""
     service_class: str
     request: Request
     snapshots: tuple[ReplicaSnapshot, ...]
@@ -59,6 +59,8 @@ class DecisionRecord:
     """Arrival to the end; NaN: it was not completed."""
     arm: str = "champion"
     """Whose decision it was while a canary had its share: `champion` or `canary`."""
+    mlflow_run: str | None = None
+    """Run that trained the policy, where it comes from the registry."""
 
     def to_row(self) -> dict[str, Any]:
         """Lay it out as a row of the table; NaN becomes null."""

@@ -88,6 +88,7 @@ class _Pick:
     pools: tuple[str, ...]
     request: Request
     policy: str
+    mlflow_run: str | None
     arm: Arm
     by_ray: bool
 
@@ -470,9 +471,10 @@ class Gateway:
                 if not answer.tried:
                     self.manager.observe(answer.wanted.request_id, request, snapshots, choice)
         pools = tuple(one.pool for one in replicas)
+        runner = self.manager.deciding(answer.arm)
         pick = _Pick(
             replicas[choice.index], choice, tuple(snapshots), pools, request,
-            self.manager.deciding(answer.arm).label, answer.arm, index is not None,
+            runner.label, runner.mlflow_run, answer.arm, index is not None,
         )  # fmt: skip
         self._reserve(answer, pick, now_s)
         return pick
@@ -563,5 +565,5 @@ def _record(
         index=choice.index, propensity=choice.propensity, explored=choice.explored,
         fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome=outcome,
         output_tokens=answer.num_tokens, ttft_s=answer.ttft_s, response_s=answer.response_s,
-        arm=pick.arm,
+        arm=pick.arm, mlflow_run=pick.mlflow_run,
     )  # fmt: skip

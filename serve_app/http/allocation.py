@@ -10,15 +10,16 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from serve_app.allocation.allocator import Allocator, By, Change, Outcome
-from serve_app.allocation.plans import find_plan, format_plan
+from serve_app.allocation.plans import PlanOrigin, find_plan, format_plan
 from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
 from serve_app.http.errors import PROBLEMS, BadRequest
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
-MakePolicy = Callable[[str], AllocationPolicy]
-"""Makes an allocation policy by name; ValueError where there is none of that name."""
+LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]
+"""Makes an allocation policy by name, and says where it comes from; ValueError where there is
+none of that name."""
 
 
 class PlanCard(BaseModel):
@@ -68,6 +69,14 @@ class AllocationAnswer(BaseModel):
 
     scenario: str
     policy: str
+    source: str
+    """Where the policy was found."""
+    sha256: str | None
+    """First 12 hex digits of a hash over everything that the policy is; null: it is a rule."""
+    mlflow_run: str | None
+    """Run that trained what the registry names; null: it ships, is a file, or is a rule."""
+    registry_error: str | None
+    """Why the registry could not be asked, so that what ships decides."""
     by_hand: bool
     """Whether the plan was set by hand, and is kept until a policy is set."""
     dry_run: bool
@@ -103,13 +112,13 @@ class AllocationChange(BaseModel):
     """Only say what would be done, or do it again."""
 
 
-def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -> APIRouter:
+def make_router(allocator: Allocator, access: Access, load_policy: LoadPolicy) -> APIRouter:
     """Lay `/v1/allocation` over an allocator.
 
     Args:
         allocator: Whose plan is shown and set.
         access: Who may.
-        make_policy: Makes a policy that is asked for by name.
+        load_policy: Makes a policy that is asked for by name.
     """
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
@@ -124,13 +133,13 @@ def make_router(allocator: Allocator, access: Access, make_policy: MakePolicy) -
         """Set the plan by hand, the policy, or whether anything is done at all."""
         try:
             # Made before anything is changed: a body is followed as a whole or not at all.
-            policy = None if body.policy is None else make_policy(body.policy)
+            loaded = None if body.policy is None else load_policy(body.policy)
             if body.plan is not None:
                 allocator.set_plan(find_plan(allocator.table, **body.plan.model_dump()))
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
-        if policy is not None and body.policy is not None:
-            allocator.set_policy(body.policy, policy)
+        if loaded is not None and body.policy is not None:
+            allocator.set_policy(body.policy, *loaded)
         if body.dry_run is not None:
             allocator.dry_run = body.dry_run
         return describe(allocator)
@@ -143,6 +152,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
     return AllocationAnswer(
         scenario=allocator.scenario.name,
         policy=allocator.policy_name,
+        **asdict(allocator.origin),
         by_hand=allocator.by_hand,
         dry_run=allocator.dry_run,
         plan=_card(allocator, allocator.plan),

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends
 
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.http.auth import Access
-from serve_app.http.decide_schema import PolicyReference, RouteAnswer, RouteMessage
+from serve_app.http.decide_schema import RouteAnswer, RouteMessage
 from serve_app.http.errors import PROBLEMS
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import Choice, PolicyRunner
@@ -63,14 +63,14 @@ class RouteService:
         choice = self._manager.pick(request, snapshots, runner=asked)
         decision_id = uuid.uuid4().hex
         if self._log is not None:
-            self._log.write(_record(decision_id, runner.label, request, snapshots, choice))
+            self._log.write(_record(decision_id, runner, request, snapshots, choice))
         return RouteAnswer(
             decision_id=decision_id,
             replica_id=snapshots[choice.index].replica_id,
             index=choice.index,
             scores=None if choice.scores is None else list(choice.scores),
             predicted_total_tokens=request.predicted_total_tokens,
-            policy=PolicyReference(name=card.name, version=card.version, source=card.source),
+            policy=card.reference,
             decision_us=choice.decision_us,
             fallback=choice.fallback,
             explored=choice.explored,
@@ -87,7 +87,7 @@ class RouteService:
 
 def _record(
     decision_id: str,
-    policy: str,
+    runner: PolicyRunner,
     request: Request,
     snapshots: Sequence[ReplicaSnapshot],
     choice: Choice,
@@ -95,11 +95,11 @@ def _record(
     """What is known of a decision whose request somebody else sends."""
     return DecisionRecord(
         decision_id=decision_id, request_id=decision_id, attempt=0, time_s=request.arrival_s,
-        policy=policy, service_class="", request=request, snapshots=tuple(snapshots),
+        policy=runner.label, service_class="", request=request, snapshots=tuple(snapshots),
         pools=("",) * len(snapshots), scores=choice.scores, index=choice.index,
         propensity=choice.propensity, explored=choice.explored,
         fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
-        output_tokens=0, ttft_s=math.nan, response_s=math.nan,
+        output_tokens=0, ttft_s=math.nan, response_s=math.nan, mlflow_run=runner.mlflow_run,
     )  # fmt: skip
 
 

@@ -147,9 +147,12 @@ class PolicyReference(BaseModel):
     """Which policy answered."""
 
     name: str
-    version: str
-    """Short hash of everything the policy is."""
+    sha256: str
+    """First 12 hex digits of a hash over everything that the policy is."""
     source: str
+    """Where it was found."""
+    mlflow_run: str | None = None
+    """Run that trained it; null: it ships, is a file, or is a rule."""
 
 
 class RouteAnswer(BaseModel):
@@ -184,9 +187,14 @@ class PolicyCard(BaseModel):
     """Algorithm that trained it; null for a rule."""
     scenario: str
     """What it was trained or tuned on."""
-    version: str
+    sha256: str
+    """First 12 hex digits of a hash over everything that the policy is."""
     source: str
     """Where it was found."""
+    mlflow_run: str | None = None
+    """Run that trained what the registry names; null: it ships, is a file, or is a rule."""
+    registry_error: str | None = None
+    """Why the registry could not be asked, so that what ships is served."""
     num_replicas: int | None
     """Candidates it must be given; null: any number."""
     needs_engine: bool | None = None
@@ -199,6 +207,13 @@ class PolicyCard(BaseModel):
     metrics: dict[str, float] = {}
     """What it scored when it was exported."""
     lineage: dict[str, str] = {}
+
+    @property
+    def reference(self) -> PolicyReference:
+        """What it takes to tell it from others."""
+        return PolicyReference(
+            name=self.name, sha256=self.sha256, source=self.source, mlflow_run=self.mlflow_run
+        )
 
 
 class GatewayPolicyAnswer(PolicyCard):

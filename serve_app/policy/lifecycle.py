@@ -17,6 +17,7 @@ from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard import registry
+from tokenyard.artifact import model_name
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
@@ -252,7 +253,7 @@ class Lifecycle:
 
     @property
     def _model(self) -> str:
-        return f"tokenyard-routing-{self._manager.scenario}"
+        return model_name("routing", self._manager.scenario)
 
 
 def _promote_in(
@@ -269,7 +270,7 @@ def promotion_tags(
     """What is written onto the version that becomes champion: where it comes from, and why."""
     tags = {f"lineage.{key}": lineage.get(key, "unknown") for key in LINEAGE}
     tags |= {
-        "lineage.artifact_sha256": experiment.policy.loaded.card.version,
+        "lineage.artifact_sha256": experiment.policy.loaded.card.sha256,
         "promotion.time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "promotion.trial": experiment.mode,
         "promotion.in_place_of": champion.label,
@@ -284,9 +285,10 @@ def _text_of(error: BaseException) -> str:
 
 
 def _reference(policy: PolicyRunner) -> PolicyReference:
-    card = policy.loaded.card
-    name = RAY_DEFAULT if policy.name == RAY_DEFAULT else card.name
-    return PolicyReference(name=name, version=card.version, source=card.source)
+    reference = policy.loaded.card.reference
+    if policy.name == RAY_DEFAULT:
+        return reference.model_copy(update={"name": RAY_DEFAULT})
+    return reference
 
 
 def _breaker(policy: PolicyRunner) -> BreakerAnswer:

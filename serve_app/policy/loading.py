@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
-from tokenyard.artifact import ArtifactError
-from tokenyard.registry import CANDIDATE, mlflow_lookup
+from tokenyard.artifact import ArtifactError, RegisteredPolicy, RegistryError
+from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
@@ -81,6 +81,7 @@ def resolve_policy(
             SLO and length predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
         stand_in: Rule that is served where a trained policy is missing or broken; its card says so.
+            Where one is given, what ships is served if the registry has nothing or cannot be read.
 
     Raises:
         ValueError: An unknown name or scenario; without a stand-in also a policy that is missing or
@@ -88,13 +89,8 @@ def resolve_policy(
     """
     scenario = load_scenario(scenario_name)
     try:
-        if policy in ("champion", GENERIC):
-            registry = mlflow_lookup(registry_uri) if registry_uri else None
-            wanted = GENERIC if policy == GENERIC else scenario.name
-            artifact, source = resolve_champion("routing", wanted, registry=registry)
-            return from_artifact(policy, artifact, source, scenario)
-        if policy == CANDIDATE:
-            return _candidate(scenario, registry_uri)
+        if policy in (CHAMPION, CANDIDATE, GENERIC):
+            return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
         if policy.endswith(".npz"):
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source, scenario)
@@ -104,21 +100,62 @@ def resolve_policy(
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
     if policy not in BASELINES:
         raise ValueError(
-            f"unknown policy {policy!r}; give champion, generic, a policy file (.npz) or one of "
-            f"{sorted(BASELINES)}"
+            f"unknown policy {policy!r}; give champion, candidate, generic, a policy file (.npz) "
+            f"or one of {sorted(BASELINES)}"
         )
     return from_baseline(policy, scenario)
 
 
-def _candidate(scenario: Scenario, registry_uri: str | None) -> LoadedPolicy:
+def _registered_or_shipped(
+    policy: str, scenario: Scenario, registry_uri: str | None, may_ship: bool
+) -> LoadedPolicy:
+    """What the registry names, else what ships.
+
+    Args:
+        policy: `champion`, `candidate` or `generic`.
+        scenario: Whose.
+        registry_uri: None: only what ships counts.
+        may_ship: Whether what ships is served where the registry cannot be read or, of a
+            candidate, has none; its card says why.
+
+    Raises:
+        ArtifactError: It cannot be used.
+    """
+    wanted = GENERIC if policy == GENERIC else scenario.name
+    registered: RegisteredPolicy | None = None
+    error: str | None = None
+    try:
+        registered = ask_registry("routing", wanted, policy == CANDIDATE, registry_uri)
+    except RegistryError as refused:
+        if not may_ship:
+            raise
+        error = str(refused)
+        logger.warning("serving what ships: %s", error)
+    artifact, source = resolve_champion("routing", wanted, registry=lambda model: registered)
+    name = CHAMPION if registered is None and policy == CANDIDATE else policy
+    loaded = from_artifact(name, artifact, source, scenario)
+    run_id = None if registered is None else registered.run_id
+    told = {"mlflow_run": run_id, "registry_error": error}
+    return replace(loaded, card=loaded.card.model_copy(update=told))
+
+
+def ask_registry(
+    problem: str, scenario: str, candidate: bool, registry_uri: str | None
+) -> RegisteredPolicy | None:
+    """Look a champion or a candidate up; None: there is no champion, or no registry to ask.
+
+    Raises:
+        RegistryError: It cannot be read, or there is no candidate.
+    """
+    alias = CANDIDATE if candidate else CHAMPION
     if registry_uri is None:
-        raise ArtifactError("candidate is an alias of the registry, and there is no registry")
-    model = f"tokenyard-routing-{scenario.name}"
-    path = mlflow_lookup(registry_uri, CANDIDATE)(model)
-    if path is None:
-        raise ArtifactError(f"registry {registry_uri}: {model} has no candidate")
-    artifact = PolicyArtifact.load(path)
-    return from_artifact(CANDIDATE, artifact, f"registry {model}@candidate", scenario)
+        found = None
+    else:
+        found = find_registered(registry_uri, problem, scenario, alias)
+    if found is None and candidate:
+        where = "there is no registry" if registry_uri is None else f"registry {registry_uri}"
+        raise RegistryError(f"{where}: {problem} scenario {scenario!r} has no candidate")
+    return found
 
 
 def warm_up(loaded: LoadedPolicy) -> None:
@@ -176,7 +213,7 @@ def from_artifact(
         kind=metadata.kind,
         trainer=metadata.trainer,
         scenario=metadata.scenario,
-        version=artifact.sha256,
+        sha256=artifact.sha256,
         source=source,
         num_replicas=metadata.num_replicas,
         needs_engine=artifact.needs_engine,
@@ -202,7 +239,7 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
         kind="baseline",
         trainer=None,
         scenario=scenario.name,
-        version=_version_of(name, scenario),
+        sha256=_hash_of(name, scenario),
         source="built in",
         num_replicas=scenario.num_servers if name in TUNED else None,
         output_length="none" if predictor is None else "by_context",
@@ -240,7 +277,7 @@ def _predictor_of(scenario: Scenario) -> LengthPredictor:
     )
 
 
-def _version_of(name: str, scenario: Scenario) -> str:
+def _hash_of(name: str, scenario: Scenario) -> str:
     """Hash of what a rule depends on: its code's release, and the scenario where it is tuned."""
     parts = [name, version("tokenyard"), scenario.model_dump_json()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]

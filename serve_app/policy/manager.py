@@ -46,7 +46,7 @@ class Event:
     """Unix time, seconds."""
     what: str
     policy: str
-    """`name@version`."""
+    """`name@sha256`."""
     why: str
 
 

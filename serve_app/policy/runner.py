@@ -152,10 +152,15 @@ class PolicyRunner:
 
     @property
     def label(self) -> str:
-        """`name@version`, or `ray_default`."""
+        """`name@sha256`, or `ray_default`."""
         if self.name == RAY_DEFAULT:
             return RAY_DEFAULT
-        return f"{self.loaded.card.name}@{self.loaded.card.version}"
+        return f"{self.loaded.card.name}@{self.loaded.card.sha256}"
+
+    @property
+    def mlflow_run(self) -> str | None:
+        """Run that trained it, where it comes from the registry."""
+        return None if self.name == RAY_DEFAULT else self.loaded.card.mlflow_run
 
     def decide(
         self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool = False

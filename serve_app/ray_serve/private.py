@@ -67,8 +67,10 @@ async def choose_replica(
 def run_application(application: Application, name: str) -> None:
     """Start an application whose replicas `scale_deployment` counts; returns at once."""
     serve._run(
-        application, name=name, route_prefix=None, _blocking=False, external_scaler_enabled=True
-    )
+        application, name=name, route_prefix=None, _blocking=False, external_scaler_enabled=True,
+        # The decision log says more of a request than an access log.
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )  # fmt: skip
 
 
 def scale_deployment(application: str, deployment: str, count: int) -> None:

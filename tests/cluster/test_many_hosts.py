@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cluster.cluster_sweeps import SCENARIO
 from cluster.hosts import CLEAN_ENVIRONMENT, REPOSITORY, Host, lan, why_not
 from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
@@ -32,6 +33,7 @@ BUCKET = "s3://sweeps/runs"
 DASHBOARD = "http://10.77.0.2:8265"
 MLFLOW = "http://10.77.0.2:5000"
 GATEWAY = "http://10.77.0.2:8000"
+MODEL = f"tokenyard-routing-{SCENARIO}"
 SWEEP = (
     f"env PYTHONPATH=tests/cluster python pipelines/sweep.py --storage {BUCKET} "
     "--env-runners 2 --placement SPREAD"
@@ -245,7 +247,7 @@ def test_a_sweep_of_two_trials_runs_on_both_workers(lab):
         job.kill()
     lab.timed("two_trial_sweep_s", began_s)
     lab.timed("ray_up_to_finished_sweep_s", lab.up_began_s)
-    assert "champion: trainer ppo" in said
+    assert f"registered as {MODEL} version 1" in said
     # An actor that is not yet placed has no host.
     assert sampled_on - {None} == {"w1", "w2"}
 
@@ -260,17 +262,16 @@ from tokenyard.routing.artifact import PolicyArtifact
 client = MlflowClient("{MLFLOW}")
 experiment = client.get_experiment_by_name("tokenyard-routing")
 runs = client.search_runs([experiment.experiment_id])
-version = registry.version_of(client, "tokenyard-routing-poisson_085")
-champion = registry.load_version(client, version, PolicyArtifact.load)
+swept = registry.mlflow_lookup("{MLFLOW}", "candidate")("{MODEL}")
 store, path = fs.FileSystem.from_uri("{BUCKET}")
 files = store.get_file_info(fs.FileSelector(path, recursive=True))
 print(json.dumps({{
     "runs": [[run.info.status, "tokenyard.trial_id" in run.data.tags] for run in runs],
-    "champion": champion.metadata.trainer,
+    "trainer": PolicyArtifact.load(swept.path).metadata.trainer,
     "checkpoints": sum(info.base_name == "artifact.npz" for info in files),
 }}))""")
     assert sorted(found["runs"]) == [["FINISHED", False], ["FINISHED", True], ["FINISHED", True]]
-    assert found["champion"] == "ppo"
+    assert found["trainer"] == "ppo"
     assert found["checkpoints"] >= 2
 
 
@@ -341,7 +342,7 @@ def pools(lab):
 
 
 def deploy(lab):
-    """Deploy clusters/serve.yaml, its pools with the tiny model."""
+    """Deploy clusters/serve.yaml, its pools with the tiny model, by what was swept last."""
     cluster = yaml.safe_load((REPOSITORY / "clusters/two_hosts.yaml").read_text())
     cluster["served_model"] = "tiny"
     for pool in cluster["pools"]:
@@ -352,7 +353,10 @@ def deploy(lab):
     text = file.read_text()
     assert "cluster: clusters/two_hosts.yaml" in text
     file.write_text(
-        text.replace("cluster: clusters/two_hosts.yaml", "cluster: /root/shared/pools.yaml")
+        text.replace(
+            "cluster: clusters/two_hosts.yaml",
+            "cluster: /root/shared/pools.yaml, policy: candidate",
+        )
     )
     lab.laptop(f"serve deploy -a {DASHBOARD} clusters/serve.yaml")
 
@@ -366,6 +370,21 @@ def test_the_service_spans_two_hosts_with_each_pool_where_it_belongs(lab):
     hosts = lab.nodes()
     alive = [one for one in lab.actors("Rank") if one["state"] == "ALIVE"]
     assert sorted(hosts[one["node_id"]] for one in alive) == ["w1", "w2"]
+
+
+def test_the_policy_that_was_swept_on_the_cluster_answers_on_it(lab):
+    swept = lab.on_laptop(f"""
+import json
+from tokenyard import registry
+from tokenyard.routing.artifact import PolicyArtifact
+found = registry.mlflow_lookup("{MLFLOW}", "candidate")("{MODEL}")
+sha256 = PolicyArtifact.load(found.path).sha256
+print(json.dumps({{"sha256": sha256, "mlflow_run": found.run_id}}))""")
+    assert ask(lab)
+    policy = json.loads(lab.laptop(f"curl -s -m 20 {GATEWAY}/v1/policy"))
+    assert {key: policy[key] for key in swept} == swept
+    assert policy["source"] == f"registry {MODEL}@candidate"
+    assert policy["num_decisions"] > policy["num_fallbacks"]
 
 
 def replay(lab, duration_s, file, rate=2):

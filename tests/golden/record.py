@@ -329,8 +329,8 @@ def regional_decisions(artifact: RegionArtifact) -> dict[str, Any]:
 
 def schema_part() -> dict[str, Any]:
     """Both HTTP schemas: a hash, and what a reader needs to see where one differs."""
-    # The pool of this cluster is made while it serves: nothing of Ray runs before.
-    clusters = {"gateway": "reshape", "decide": "none"}
+    # An allocated pool is made while it serves; those that stay would need Ray before.
+    clusters = {"gateway": "local_cpu", "decide": "none"}
     return {name: described(schema_of(cluster)) for name, cluster in clusters.items()}
 
 
@@ -339,7 +339,8 @@ def schema_of(cluster: str) -> dict[str, Any]:
     options = serving.GatewayOptions(cluster=cluster)
     interval = sys.getswitchinterval()
     try:
-        gateway = serving.GatewayReplica(serving.find_cluster(options), options, {})
+        allocated = serving.find_cluster(options).model_copy(update={"pools": ()})
+        gateway = serving.GatewayReplica(allocated, options, {})
     finally:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)

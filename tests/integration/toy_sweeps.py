@@ -36,6 +36,10 @@ class ToyRouter(tune.Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         return tune.PlacementGroupFactory([{"CPU": config.get("num_cpus", 1)}])
 
+    @classmethod
+    def hyperparameters(cls, config: dict[str, Any]) -> dict[str, float]:
+        return {"gamma": 0.5, "reward.response": -1.0}
+
     def step(self) -> dict[str, Any]:
         time.sleep(float(os.environ.get("TOY_STEP_S", "0.01")))
         self.env_steps += STEPS_PER_ITERATION

@@ -122,7 +122,7 @@ def a_faulty_policy(act):
         kind="linear",
         trainer="a test",
         scenario="poisson_085",
-        version="0",
+        sha256="0",
         source="a test",
         num_replicas=None,
         output_length="none",

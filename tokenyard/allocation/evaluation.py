@@ -27,9 +27,9 @@ from tokenyard.problem import Measure
 from tokenyard.types import FloatArray
 
 MEASURES = (
-    Measure("cost_with_penalty", "$/h with violations", delta="delta_cost_fraction"),
-    Measure("cost_per_hour", "$/h"),
-    Measure("slo_attainment", "attainment %", factor=100),
+    Measure("cost_with_penalty", "$/h with violations", ".4g", delta="delta_cost_fraction"),
+    Measure("cost_per_hour", "$/h", ".4g"),
+    Measure("slo_attainment", "attainment %", factor=100, more_is_better=True),
     Measure("worst_day_attainment", "worst day %", ".1f", 100),
     Measure("energy_j_per_token", "J/token"),
     Measure("cost_per_million_tokens", "$/M tokens"),

@@ -14,6 +14,7 @@ import numpy as np
 
 from tokenyard.allocation.artifact import (
     AllocationArtifact,
+    best_tuned_rule,
     learned_allocation,
     learned_for,
     resolve_allocation_champion,
@@ -81,6 +82,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     default_baseline = "autoscaler_tuned"
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
+    trade_offs = (("cost_per_hour", "slo_attainment"), ("energy_j_per_token", "slo_attainment"))
     scenario_names = staticmethod(allocation_names)
     load_scenario = staticmethod(load_allocation)
     load_artifact = staticmethod(AllocationArtifact.load)
@@ -126,6 +128,10 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
         else:
             drawn = [source.test(seed + i) for i in range(count)]
         return Demands(drawn, source.origin)
+
+    def best_tuned_rule(self, scenario: AllocationScenario) -> str | None:
+        """Rule that costs least on the training part."""
+        return best_tuned_rule(scenario.name)
 
     def measures(self, scenario: AllocationScenario) -> Sequence[Measure]:
         """Cost, attainment, energy and changes of plan."""

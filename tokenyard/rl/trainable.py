@@ -69,6 +69,14 @@ class TrialConfig(BaseModel):
         """
         raise NotImplementedError
 
+    def hyperparameters(self, scenario: Any) -> Mapping[str, float | str]:
+        """What is learned from and with, as plain values by name.
+
+        Weights of the reward are under `reward.`; the rest is learning rate, discount, batch and
+        network, or the size of a search.
+        """
+        return {}
+
     def settings(self, steps_per_iteration: int, **more: Any) -> TrainingSettings:
         """What an RLlib training is given.
 
@@ -134,6 +142,12 @@ class PolicyTrainable(tune.Trainable):
     def spelled_out(config: Mapping[str, Any], /) -> Mapping[str, Any]:
         """Fields of `trial_type`, from what tells one trial of a sweep from another."""
         return config
+
+    @classmethod
+    def hyperparameters(cls, config: Mapping[str, Any]) -> Mapping[str, float | str]:
+        """`TrialConfig.hyperparameters` of a trial that has not been started."""
+        trial = cls.trial_type.model_validate(cls.spelled_out(config))
+        return trial.hyperparameters(cls.problem.load_scenario(trial.scenario))
 
     @classmethod
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:

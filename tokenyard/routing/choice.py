@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.gate import NUM_STREAMS, Gate, gate_streams
+from tokenyard.routing.gate import NUM_STREAMS
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.simulator.streams import StreamSource, recorded_training_streams
-from tokenyard.routing.validation import NAMES, Validation, artifact_runs
+from tokenyard.routing.validation import NAMES, Validation
 from tokenyard.statistics.intervals import t_interval
 
 _SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
@@ -32,8 +33,7 @@ class PairedScore:
         streams = recorded_training_streams(source)
         self._recorded = None if streams is None else Validation(source, 1, streams=streams)
         self._rule_recorded = None if self._recorded is None else self._recorded.rows(rule)[0]
-        self._scenario = source.scenario
-        self._gate = Gate(source, parts=gate_streams(source, min(num_streams, NUM_STREAMS)))
+        self._gate = PROBLEM.gate(source.scenario, min(num_streams, NUM_STREAMS))
 
     @property
     def rule_p99_s(self) -> float:
@@ -55,8 +55,8 @@ class PairedScore:
             recorded = self._recorded.rows(artifact)[0] / self._rule_recorded - 1.0
             found["recorded_delta_mean_fraction"] = float(recorded[_MEAN])
             found["recorded_delta_p99_fraction"] = float(recorded[_P99])
-        rows = self._gate(lambda streams: artifact_runs(self._scenario, streams, artifact))
-        return found | {RULES_LOST_TO: float(sum(int(row["loses"]) for row in rows))}
+        lost = sum(int(row["loses"]) for row in self._gate(artifact))
+        return found | {RULES_LOST_TO: float(lost)}
 
 
 def worst_p99(found: Mapping[str, Any]) -> float:

@@ -110,12 +110,15 @@ class EngineSpeed(FrozenModel):
 
 
 class MeasuredReplica(_Replica, EngineSpeed):
-    """One replica whose engine was measured (`pipelines/calibrate.py`); its power was not."""
+    """One replica whose engine was measured (`pipelines/calibrate.py`)."""
+
+    busy_w: Annotated[float, Field(ge=0)] = 0.0
+    """Power above idling while it computes, watts, of all its devices; 0: nothing is known."""
 
     @property
     def energy(self) -> FloatArray:
-        """Nothing is known of it: zeros, shape (4,)."""
-        return np.zeros(4)
+        """Joules above idling: the power for as long as an iteration takes, shape (4,)."""
+        return self.busy_w * self.iteration
 
     @property
     def idle_w(self) -> float:

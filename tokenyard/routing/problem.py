@@ -16,7 +16,13 @@ import numpy as np
 from tokenyard.artifact import RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
-from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import (
+    KINDS,
+    PolicyArtifact,
+    best_tuned_rule,
+    learned_policy,
+    resolve_champion,
+)
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
@@ -31,7 +37,7 @@ from tokenyard.routing.simulator.streams import (
 )
 from tokenyard.routing.suites import SUITES
 from tokenyard.routing.types import RoutingPolicy
-from tokenyard.routing.validation import Validation
+from tokenyard.routing.validation import Validation, artifact_runs
 from tokenyard.workload.readers import read_trace
 
 if TYPE_CHECKING:
@@ -51,6 +57,11 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     default_streams = 30
     score = Score("score", 1, "s")
     headline = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
+    trade_offs = (
+        ("mean_response_s", "p99_response_s"),
+        ("mean_response_s", "slo_violation_fraction"),
+        ("energy_j_per_token", "mean_response_s"),
+    )
     num_validation_streams = 8
     scenario_names = staticmethod(scenario_names)
     load_scenario = staticmethod(load_scenario)
@@ -105,6 +116,21 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     ) -> Callable[[PolicyArtifact], dict[str, float]]:
         """What decides all streams together, cheap enough for every iteration of training."""
         return Validation(StreamSource(scenario), num_streams, seed)
+
+    def best_tuned_rule(self, scenario: Scenario) -> str | None:
+        """Rule with the best score on training streams."""
+        return best_tuned_rule(scenario.name)
+
+    def gate(self, scenario: Scenario, num_streams: int) -> Callable[[PolicyArtifact], list[Row]]:
+        """Half of the load and recorded training requests, beside the compiled rules."""
+        # The gate runs this problem's candidates.
+        from tokenyard.routing.gate import Gate, gate_streams
+
+        source = StreamSource(scenario)
+        compare_at_gate = Gate(source, parts=gate_streams(source, num_streams))
+        return lambda artifact: compare_at_gate(
+            lambda streams: artifact_runs(scenario, streams, artifact)
+        )
 
     def figures(
         self,

@@ -164,7 +164,7 @@ def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_pat
         answer = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         assert answer["fallback"]
         (row,) = json.loads((tmp_path / "served.json").read_text())["rows"]
-        assert (row["url"], row["version"]) == (url, policy["version"])
+        assert (row["url"], row["sha256"]) == (url, policy["sha256"])
     (row,) = rows_in(log, 1).values()
     assert row["decision_id"] == answer["decision_id"]
     assert 0.05 / 3 <= row["propensity"] < 1

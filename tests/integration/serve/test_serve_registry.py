@@ -4,9 +4,12 @@ import mlflow
 import pytest
 from unit.serve_builders import linear_artifact
 
+from serve_app.allocation.plans import load_plan_policy
 from serve_app.policy.loading import resolve_policy
+from tokenyard.allocation.artifact import resolve_allocation_champion
+from tokenyard.allocation.scenario import load_allocation
 from tokenyard.artifact import ArtifactError
-from tokenyard.registry import mlflow_lookup
+from tokenyard.registry import mlflow_lookup, offer
 
 MODEL = "tokenyard-routing-poisson_085"
 
@@ -35,7 +38,7 @@ def test_a_champion_is_looked_up_by_its_alias_and_only_by_it(uri, client, tmp_pa
     assert lookup(MODEL) is None
     client.set_registered_model_alias(MODEL, "champion", version)
     loaded = resolve_policy("champion", "poisson_085", registry_uri=uri)
-    assert loaded.card.version == artifact.sha256
+    assert loaded.card.sha256 == artifact.sha256
     assert loaded.card.source == f"registry {MODEL}@champion"
 
 
@@ -53,10 +56,28 @@ def test_a_version_whose_files_are_gone_is_refused_by_name(uri, client, tmp_path
         resolve_policy("champion", "poisson_085", registry_uri=uri)
 
 
-def test_a_registry_that_does_not_answer_is_refused_or_fallen_back_from(monkeypatch):
+def test_a_registry_that_does_not_answer_is_refused_or_what_ships_is_served(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     unreachable = "http://127.0.0.1:9"
     with pytest.raises(ArtifactError, match=f"registry {unreachable}: "):
         resolve_policy("champion", "poisson_085", registry_uri=unreachable)
-    loaded = resolve_policy("champion", "poisson_085", unreachable, stand_in="sed")
-    assert loaded.card.name == "sed"
+    card = resolve_policy("champion", "poisson_085", unreachable, stand_in="sed").card
+    assert card.source == "shipped routing/poisson_085"
+    assert unreachable in card.registry_error
+
+
+def test_an_allocation_candidate_is_found_beside_what_ships(uri, client, tmp_path):
+    scenario = load_allocation("a100x8_13b")
+    _, origin = load_plan_policy("champion", scenario, uri)
+    assert (origin.source, origin.mlflow_run) == ("shipped allocation/a100x8_13b", None)
+    with pytest.raises(ArtifactError, match="'a100x8_13b' has no candidate"):
+        load_plan_policy("candidate", scenario, uri)
+    _, origin = load_plan_policy("candidate", scenario, uri, may_ship=True)
+    assert origin.source == "shipped allocation/a100x8_13b"
+    assert "has no candidate" in origin.registry_error
+    artifact, _ = resolve_allocation_champion("a100x8_13b")
+    offer(client, "tokenyard-allocation-a100x8_13b", artifact)
+    _, origin = load_plan_policy("candidate", scenario, uri)
+    assert origin.source == "registry tokenyard-allocation-a100x8_13b@candidate"
+    assert origin.sha256 == artifact.sha256
+    assert client.get_run(origin.mlflow_run).info.run_name.endswith(artifact.sha256)

@@ -12,12 +12,14 @@ import time
 import urllib.request
 
 import pytest
-from integration.toy_sweeps import toy_trial
+from integration.toy_sweeps import ToyRouter, toy_trial
 from mlflow import MlflowClient
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
+from tokenyard.figures import draw_trade_off
+from tokenyard.routing.problem import PROBLEM
 from tune_configs import mlflow_log
 
 pytestmark = pytest.mark.integration
@@ -43,6 +45,17 @@ class Trial:
         return f"{self.config['algorithm']}-none-s0"
 
 
+PARETO = "pareto_mean_response_s_p99_response_s"
+
+
+def pareto():
+    """Figure as a sweep draws it."""
+    measures = {one.key: one for one in PROBLEM.measures(PROBLEM.load_scenario("poisson_085"))}
+    x, y = PROBLEM.trade_offs[0]
+    rows = [{"policy": "fast-none-s0", x: 1.0, y: 4.0}, {"policy": "sed", x: 1.1, y: 3.5}]
+    return draw_trade_off(rows, measures[x], measures[y], {"fast-none-s0": "fast"})
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """Store with a sweep of two trials that each have a curve."""
@@ -50,7 +63,7 @@ def store(tmp_path_factory):
     client = MlflowClient(mlflow_log.tracking_uri(folder))
     experiment_id = mlflow_log.open_experiment(client, "tokenyard-routing", folder)
     parent = mlflow_log.open_sweep_run(client, experiment_id, str(folder), "night-sweep", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, ToyRouter.hyperparameters)
     for skill, algorithm in enumerate(("fast", "slow")):
         trial = Trial(algorithm)
         log.on_trial_start(0, [], trial)
@@ -59,6 +72,7 @@ def store(tmp_path_factory):
             score = -3.0 - skill + (steps // 1_000) % 2
             log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": score})
         log.on_trial_complete(0, [], trial)
+    client.log_figure(parent, pareto(), f"figures/{PARETO}.png")
     client.set_terminated(parent)
     return folder, client, experiment_id, parent
 
@@ -151,3 +165,29 @@ def test_two_learning_curves_stand_side_by_side(url, browser, store):
 
     wait = WebDriverWait(browser, 60)
     wait.until(lambda driver: points_per_curve(driver) == [5, 5], "no two curves of five points")
+
+
+def test_a_trial_shows_what_it_learned_with_in_numbers(url, browser, store):
+    _, client, experiment_id, parent = store
+    run = next(iter(mlflow_log.trial_runs(client, parent).values()))
+    browser.get(f"{url}/#/experiments/{experiment_id}/runs/{run.info.run_id}")
+    wait_for_text(browser, "gamma", "0.5", "reward.response", "-1.0")
+
+
+def test_a_sweep_shows_what_its_trials_trade(url, browser, store):
+    _, _, experiment_id, parent = store
+    browser.get(f"{url}/#/experiments/{experiment_id}/runs/{parent}/artifacts")
+    wait_for_text(browser, "figures")
+    folder = "//*[text()='figures']"
+    browser.find_element(By.XPATH, folder).click()
+    wait_for_text(browser, f"{PARETO}.png")
+    browser.find_element(By.XPATH, f"//*[text()='{PARETO}.png']").click()
+
+    def is_drawn(driver):
+        widths = [
+            driver.execute_script("return arguments[0].naturalWidth", image)
+            for image in driver.find_elements(By.TAG_NAME, "img")
+        ]
+        return any(width > 500 for width in widths)
+
+    WebDriverWait(browser, 60).until(is_drawn, "no figure")

@@ -18,7 +18,7 @@ from pipelines import sweep
 from tokenyard import registry
 from tokenyard.routing.artifact import PolicyArtifact
 from tune_configs import mlflow_log
-from tune_configs.sweep import open_sweep
+from tune_configs.sweep import open_chain
 
 REPOSITORY = Path(__file__).parents[3]
 NUM_TRIALS = 4
@@ -134,14 +134,18 @@ def test_curves_of_a_resumed_sweep_pass_every_step_once(killed_and_resumed, clie
         assert set(run.data.metrics) == {"score", "wall_s"}
 
 
-def test_the_result_names_the_champion_and_keeps_the_agreed_keys(killed_and_resumed):
+def test_the_result_gives_the_verdict_and_keeps_the_agreed_keys(killed_and_resumed):
     _, stdout, result = killed_and_resumed
-    assert "champion: trainer fast" in stdout
+    # It is shortest expected delay, and what ships is better.
+    assert "candidate: it does not beat champion" in stdout
+    assert "--scenario poisson_085 --registry sqlite:" in stdout
+    assert "--policy candidate" in stdout
+    assert result["verdict"][0]["rival"] == "champion"
     assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
     agreed = {
         "problem", "algorithm", "trial", "seed", "reward_weights", "score", "env_steps", "wall_s",
         "mean_response_s", "p99_response_s", "slo_violation_fraction", "goodput_per_s",
-        "delta_mean_fraction", "delta_mean_ci_low", "delta_mean_ci_high",
+        "delta_mean_fraction", "delta_mean_ci_low", "delta_mean_ci_high", "sha256", "registered",
     }  # fmt: skip
     for row in result["rows"]:
         assert agreed <= set(row)
@@ -163,6 +167,7 @@ def test_the_parent_run_holds_tables_figures_and_provenance(killed_and_resumed, 
     }
     assert {
         "experiment.json", "provenance.json", "tables/ranking.json", "tables/evaluation.json",
+        "tables/verdict.json",
         "figures/learning_curves_none.png", "figures/response_boxes.png",
     } <= paths  # fmt: skip
 
@@ -189,7 +194,7 @@ def test_a_sweep_that_cannot_be_opened_says_why(
     monkeypatch.syspath_prepend(Path(__file__).parents[1])
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     with pytest.raises(ValueError, match=reason):
-        open_sweep(reference, str(storage), name, resume=resume)
+        open_chain(reference, str(storage), name, resume=resume)
 
 
 def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(run_sweep, tmp_path):
@@ -203,11 +208,10 @@ def test_a_sweep_over_a_fleet_registers_a_network_for_any_number_of_replicas(run
     # A network that has hardly learned is still the rule that it corrects.
     assert row["score"] > rules["sed"]["score"]
     assert rules["marginal_delay"]["delta_mean_fraction"] == 0.0
-    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
-    version = registry.version_of(client, result["registration"]["model"])
-    champion = registry.load_version(client, version, PolicyArtifact.load)
-    assert (champion.metadata.kind, champion.metadata.num_replicas) == ("equivariant", None)
-    assert champion.metadata.baseline == "marginal_delay"
+    lookup = registry.mlflow_lookup(f"sqlite:///{tmp_path}/mlflow.db", registry.CANDIDATE)
+    swept = PolicyArtifact.load(lookup(result["registrations"][0]["model"]).path)
+    assert (swept.metadata.kind, swept.metadata.num_replicas) == ("equivariant", None)
+    assert swept.metadata.baseline == "marginal_delay"
 
 
 @pytest.mark.smoke

@@ -6,12 +6,13 @@ import pytest
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.problem import PROBLEM, Demands
-from tokenyard.evaluation import is_better, rank
+from tokenyard.evaluation import rank
+from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
-from tune_configs.allocation import trainer_config
+from tune_configs.allocation import AllocationTrial, trainer_config
 from tune_configs.experiment import load_experiment
 
-EXPERIMENTS = ("default", "smoke", "two_stages", "paper_weights", "population")
+EXPERIMENTS = ("default", "smoke", "learners", "two_stages", "paper_weights")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -25,25 +26,17 @@ def test_every_trial_of_every_experiment_can_be_built(name):
         assert config.cloned == str(trial["algorithm"]).startswith("cloned")
 
 
-def test_a_population_keeps_every_checkpoint_since_others_may_still_go_on_from_it():
-    experiment = load_experiment("allocation:population")
-    assert experiment.checkpoints_kept is None
-    assert experiment.max_concurrent_trials == len(experiment.trials)
-
-
 def test_reward_weights_that_are_unknown_are_refused():
     trial = dict(load_experiment("allocation:smoke").trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):
         trainer_config({**trial, "reward_weights": "beauty"})
 
 
-def test_what_an_slo_violation_weighs_in_training_is_a_parameter_of_the_trial():
+def test_a_weight_that_is_drawn_takes_the_place_of_the_named_one():
     trial = dict(load_experiment("allocation:smoke").trials[0])
-    once, twice = (
-        trainer_config({**trial, "violation_factor": f})["objective"] for f in (1.0, 2.0)
-    )
-    assert twice.violations == 2 * once.violations
-    assert twice.usd == once.usd == 1
+    found = trainer_config({**trial, "weights": {"violations": 0.5, "energy": 0.1}})["objective"]
+    assert (found.usd, found.violations, found.energy) == (1.0, 0.5, 0.1)
+    assert AllocationTrial.hyperparameters(trial)["reward.energy"] == 0.0
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +64,17 @@ def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams
     assert list(figures) == ["differences"]
 
 
-def test_no_policy_beats_itself(scenario, streams):
-    champion, _ = resolve_allocation_champion("a100x8_13b")
-    assert not is_better(PROBLEM, scenario, champion, champion, streams, seed=0)
+def test_no_policy_beats_itself_and_what_ships_beats_the_best_tuned_rule(scenario, streams):
+    shipped, _ = resolve_allocation_champion("a100x8_13b")
+    against = rivals(PROBLEM, scenario, "best_static")
+    assert [one.name for one in against] == ["champion", "autoscaler_forecast"]
+    verdict = judge_candidate(PROBLEM, scenario, shipped, against, streams, seed=0)
+    itself, rule = verdict.gains
+    assert tuple(itself.interval) == (0.0, 0.0, 0.0)
+    assert not itself.won
+    assert rule.interval.estimate > 0
+    assert not verdict.accepted
+    assert verdict.reason.startswith("it does not beat champion")
 
 
 def test_a_policy_in_training_is_scored_on_streams_of_its_own(scenario):

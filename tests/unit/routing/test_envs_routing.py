@@ -109,7 +109,7 @@ def test_equal_seeds_give_equal_episodes_though_another_environment_runs_between
         for step in range(30):
             if disturbed:
                 other.step(np.int64(step % 5))
-            observation, reward, *_ = env.step(np.int64(step % 4))
+            observation, reward, *_ = env.step(np.int64(step % env.action_space.n))
             seen.append(observation.tobytes() + np.float64(reward).tobytes())
         return seen
 

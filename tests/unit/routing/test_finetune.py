@@ -120,7 +120,7 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, mo
     model = f"tokenyard-routing-{SCENARIO}"
     version = MlflowClient(uri, uri).get_model_version_by_alias(model, "candidate")
     assert version.tags["sha256"] == candidate.sha256
-    assert resolve_policy("candidate", SCENARIO, uri).card.version == candidate.sha256
+    assert resolve_policy("candidate", SCENARIO, uri).card.sha256 == candidate.sha256
     # There is still no champion: a candidate is not one before it has been on trial.
     assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.routing import gate
+from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.choice import RULES_LOST_TO, choose
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import load_scenario
@@ -99,3 +100,11 @@ def test_rules_without_parameters_are_left_out():
     own = load_scenario(FLEET).model_copy(update={"name": "mine"})
     assert "tuned_marginal_delay" not in gate.known(server_model(own).rules, StreamSource(own))
     assert load_tuned(FLEET).fleet.marginal_weights
+
+
+def test_the_problem_puts_an_artifact_before_the_gate():
+    artifact, _ = resolve_champion("routing", "bursty_serial")
+    rows = gate.PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
+    assert {found["part"] for found in rows} >= {gate.HALF_LOAD}
+    assert {found["baseline"] for found in rows} == {"sed", "sed_reserve", "sed_dump"}
+    assert {found["loses"] for found in rows} <= {0, 1}

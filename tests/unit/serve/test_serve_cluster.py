@@ -1,17 +1,20 @@
 """What a cluster file may say."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from serve_app.allocation.replica_sets import pool_of
 from serve_app.allocation.transition import Held, Shape, gpus_held
+from serve_app.app import GatewayOptions, find_cluster, registry_of
 from serve_app.cluster import load_cluster
 from tokenyard.config import shipped_names
 
 
 def a_file(path, changes):
-    """The shipped `reshape`, changed at dotted paths."""
-    fields = load_cluster("reshape").model_dump(mode="json")
+    """The shipped `local_cpu`, changed at dotted paths."""
+    fields = load_cluster("local_cpu").model_dump(mode="json")
     for where, value in changes.items():
         *parents, last = where.split(".")
         inner = fields
@@ -34,9 +37,8 @@ def test_a_template_leaves_to_the_plan_how_a_replica_is_divided(name, tmp_path):
         load_cluster(a_file(tmp_path / "two.yaml", several))
 
 
-def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
-    own = {"allocation.template.config.emulates": None}
-    template = load_cluster(a_file(tmp_path / "own.yaml", own)).allocation.template
+def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus():
+    template = load_cluster("local_cpu").allocation.template
     for tensor_parallel, pipeline_parallel in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 3)):
         shape = Shape(tensor_parallel, pipeline_parallel, 0.9)
         ranks = pool_of(template, shape).config.num_ranks
@@ -46,10 +48,27 @@ def test_a_replica_has_as_many_ranks_as_the_allocator_counts_gpus(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"allocation": None}, "give at least one pool"),
+        ({"allocation": None, "pools": []}, "give at least one pool"),
         ({"decide_only": True}, "decide_only serves no pools"),
     ],
 )
 def test_a_cluster_has_pools_or_only_decides(changes, reason, tmp_path):
     with pytest.raises(ValueError, match=reason):
         load_cluster(a_file(tmp_path / "c.yaml", changes))
+
+
+def test_the_registry_is_that_of_the_environment_and_its_path_this_machines(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert registry_of(GatewayOptions()) is None
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow:5000")
+    assert registry_of(GatewayOptions()) == "http://mlflow:5000"
+    relative = GatewayOptions(registry="sqlite:///runs/mlflow.db")
+    assert registry_of(relative) == f"sqlite:///{Path.cwd()}/runs/mlflow.db"
+
+
+def test_a_candidate_is_asked_for_allocation_too(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    cluster = find_cluster(GatewayOptions(cluster="reshape", policy="candidate"))
+    assert (cluster.policy, cluster.allocation.policy) == ("candidate", "candidate")
+    by_rule = find_cluster(GatewayOptions(cluster="reshape", policy="sed"))
+    assert by_rule.allocation.policy == load_cluster("reshape").allocation.policy

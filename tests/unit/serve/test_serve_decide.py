@@ -232,7 +232,7 @@ def test_the_policy_page_says_what_is_served_and_where_it_is_from():
     assert answer["kind"] == "linear"
     assert answer["trainer"] == "policy_search"
     assert answer["scenario"] == "poisson_085"
-    assert answer["version"] == artifact.sha256
+    assert answer["sha256"] == artifact.sha256
     assert answer["metrics"] == {"score": -1.5}
     assert answer["lineage"] == {"git_sha": "abc"}
     assert answer["startup_fallback"] is None

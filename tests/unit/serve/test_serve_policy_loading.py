@@ -8,7 +8,7 @@ from unit.serve_builders import a_baseline, a_trained_policy, linear_artifact, n
 
 from serve_app.policy import loading as loading_module
 from serve_app.policy.loading import RANDOMISED, TUNED, from_artifact, resolve_policy, warm_up
-from tokenyard.artifact import ArtifactError
+from tokenyard.artifact import ArtifactError, RegisteredPolicy
 from tokenyard.routing.metadata import FeatureScaling
 from tokenyard.routing.policies import BASELINES, load_tuned
 from tokenyard.routing.scenario import load_scenario
@@ -20,7 +20,7 @@ def test_a_policy_file_is_served_under_its_name_and_hash(tmp_path):
     path = tmp_path / "mine.npz"
     artifact.save(path)
     card = resolve_policy(str(path), "poisson_085").card
-    assert (card.name, card.version, card.kind) == ("mine", artifact.sha256, "linear")
+    assert (card.name, card.sha256, card.kind) == ("mine", artifact.sha256, "linear")
     assert card.source == f"file {path}"
 
 
@@ -53,15 +53,30 @@ def test_the_champion_of_a_registry_is_preferred(tmp_path, monkeypatch):
     artifact.save(registered)
     asked = []
 
-    def lookup_of(uri):
-        asked.append(uri)
-        return lambda model: asked.append(model) or registered
+    def find(*wanted):
+        asked.append(wanted)
+        return RegisteredPolicy(registered, "3", "champion", "the-run")
 
-    monkeypatch.setattr(loading_module, "mlflow_lookup", lookup_of)
+    monkeypatch.setattr(loading_module, "find_registered", find)
     card = resolve_policy("champion", "poisson_085", registry_uri="sqlite:///x.db").card
-    assert asked == ["sqlite:///x.db", "tokenyard-routing-poisson_085"]
-    assert card.version == artifact.sha256
+    assert asked == [("sqlite:///x.db", "routing", "poisson_085", "champion")]
+    assert card.mlflow_run == card.reference.mlflow_run == "the-run"
+    assert card.sha256 == artifact.sha256
     assert card.source == "registry tokenyard-routing-poisson_085@champion"
+
+
+@pytest.mark.parametrize("policy", ["champion", "candidate"])
+def test_what_ships_is_served_where_the_registry_is_not_there_and_the_card_says_so(
+    tmp_path, policy
+):
+    missing = f"sqlite:///{tmp_path}/none.db"
+    with pytest.raises(ArtifactError, match="there is no such file"):
+        resolve_policy(policy, "poisson_085", missing)
+    card = resolve_policy(policy, "poisson_085", missing, stand_in="sed").card
+    assert (card.name, card.source) == ("champion", "shipped routing/poisson_085")
+    assert card.registry_error == f"registry {missing}: there is no such file"
+    assert (card.mlflow_run, card.startup_fallback) == (None, None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scenario", ["poisson_085", "churn"])

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 
 from tokenyard.allocation import artifact as of_allocation
-from tokenyard.artifact import ArtifactError, NoChampionError, find_champion
+from tokenyard.artifact import (
+    ArtifactError,
+    NoChampionError,
+    RegisteredPolicy,
+    find_champion,
+)
 from tokenyard.regions import artifact as of_regions
 from tokenyard.routing import artifact as of_routing
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
@@ -154,10 +159,11 @@ def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
     named, registered = tmp_path / "named.npz", tmp_path / "registered.npz"
     a_linear_policy(trainer="ppo").save(named)
     a_linear_policy(trainer="dqn").save(registered)
-    by_path = resolve_champion("routing", "poisson_085", named, lambda name: registered)
+    version = RegisteredPolicy(registered, "1", "champion", None)
+    by_path = resolve_champion("routing", "poisson_085", named, lambda name: version)
     assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
     asked = []
-    lookup = lambda name: asked.append(name) or registered  # noqa: E731
+    lookup = lambda name: asked.append(name) or version  # noqa: E731
     found, source = resolve_champion("routing", "poisson_085", registry=lookup)
     assert found.metadata.trainer == "dqn"
     assert asked == ["tokenyard-routing-poisson_085"]

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tokenyard.evaluation import compare
-from tokenyard.figures import learning_curves, save_figures
+from tokenyard.figures import draw_trade_off, learning_curves, save_figures
+from tokenyard.problem import Measure
 from tokenyard.routing import figures
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
@@ -104,3 +105,23 @@ def test_learning_curves_show_every_repetition_their_median_and_the_references()
     assert [[0.0, -3.0], [10.0, -1.5]] in drawn_lines  # the median, where both have been
     assert len(drawn_lines) == 2 + 1 + 1 + 1 + 1
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ppo", "dqn", "sed"]
+
+
+def test_a_trade_off_names_its_front_and_who_is_far_off():
+    mean = Measure("mean_response_s", "mean s")
+    attained = Measure("slo_attainment", "attainment %", factor=100, more_is_better=True)
+    points = {"cheap": (1.0, 0.90), "safe": (2.0, 0.99), "both_worse": (2.1, 0.95), "lost": (90, 0)}
+    rows = [
+        {"policy": name, "mean_response_s": x, "slo_attainment": y}
+        for name, (x, y) in points.items()
+    ]
+    figure = draw_trade_off(rows, mean, attained, {"safe": "ppo", "cheap": "a2c"})
+    axes = figure.axes[0]
+    assert {text.get_text() for text in axes.texts} == {"cheap", "safe"}
+    assert axes.get_title(loc="left") == "far off: lost"
+    assert axes.get_xlabel() == "mean s, less is better"
+    assert axes.get_ylabel() == "attainment %, more is better"
+    assert [c.get_label() for c in axes.collections] == ["a2c", "ppo", "rule"]
+    assert sum(len(c.get_offsets()) for c in axes.collections) == 3
+    front = axes.lines[0].get_xydata()
+    np.testing.assert_allclose(front, [(1.0, 90.0), (2.0, 99.0)])

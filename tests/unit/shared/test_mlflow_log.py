@@ -10,6 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from tokenyard import registry
+from tokenyard.artifact import RegistryError
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
@@ -84,6 +85,10 @@ def test_a_sweep_has_one_parent_run_however_often_it_is_opened(client, experimen
     assert other not in opened
 
 
+def hyperparameters(config):
+    return {"gamma": 0.5, "reward.slo": -2.0}
+
+
 def report(log, trial, steps):
     log.on_trial_result(0, [], trial, {"timesteps_total": steps, "score": float(steps)})
 
@@ -92,7 +97,7 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     client, experiment_id
 ):
     parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/restart", "restart", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, hyperparameters)
     before = FakeTrial("abc_00001")
     log.on_trial_start(0, [], before)
     for steps in (1000, 2000, 3000):
@@ -108,6 +113,7 @@ def test_a_trial_that_restarts_keeps_its_run_and_loses_what_came_after_its_check
     curve = mlflow_log.learning_curve(client, runs[0].info.run_id, "score")
     assert curve == [(1000, 1000.0), (2500, 2500.0)]
     assert runs[0].data.params["algorithm"] == "fast"
+    assert runs[0].data.params["reward.slo"] == "-2.0"
     assert list(mlflow_log.trial_runs(client, parent)) == ["abc_00001"]
 
 
@@ -120,7 +126,7 @@ def test_nothing_is_replaced_where_nothing_has_to_go(client, experiment_id):
 
 def test_a_failed_trial_ends_as_failed(client, experiment_id):
     parent = mlflow_log.open_sweep_run(client, experiment_id, "/store/failed", "failed", {})
-    log = mlflow_log.TrialLog(client.tracking_uri, parent, {})
+    log = mlflow_log.TrialLog(client.tracking_uri, parent, {}, hyperparameters)
     trial = FakeTrial("abc_00002")
     log.on_trial_start(0, [], trial)
     log.on_trial_error(0, [], trial)
@@ -133,30 +139,54 @@ def log_policy(client, experiment_id, policy):
     return run_id
 
 
-def test_the_champion_alias_moves_only_to_a_policy_that_beats_the_champion(client, experiment_id):
-    def enter(policy, wins):
+def test_the_champion_alias_moves_only_to_what_is_accepted(client, experiment_id):
+    def enter(policy, accepted):
         run_id = log_policy(client, experiment_id, policy)
-        return registry.register(client, MODEL, run_id, policy, lambda champion: wins, LOAD)
+        return registry.register(client, MODEL, run_id, policy, lambda: accepted)
 
-    first = enter(a_policy(0.0, "ppo"), wins=False)
-    assert (first.alias, first.champion_trainer) == ("champion", "ppo")
-    second = enter(a_policy(0.1, "dqn"), wins=False)
-    assert (second.alias, second.champion_trainer) == ("candidate", "ppo")
-    third = enter(a_policy(0.2, "a2c"), wins=True)
-    assert (third.alias, third.champion_trainer) == ("champion", "a2c")
-    champion = registry.version_of(client, MODEL)
-    assert str(champion.version) == third.version
-    assert registry.load_version(client, champion, LOAD).sha256 == a_policy(0.2, "a2c").sha256
+    def aliases():
+        return registry.aliases_of(client.tracking_uri, MODEL)
+
+    refused = enter(a_policy(0.0, "ppo"), accepted=False)
+    assert refused.alias == "candidate"
+    assert aliases() == {"candidate": refused.version}
+    first = enter(a_policy(0.1, "dqn"), accepted=True)
+    assert first.alias == "champion"
+    second = enter(a_policy(0.2, "a2c"), accepted=True)
+    # What was offered last can always be served as such.
+    assert aliases() == {
+        "champion": second.version, "candidate": second.version, "previous": first.version
+    }  # fmt: skip
+    found = registry.mlflow_lookup(client.tracking_uri)(MODEL)
+    assert (found.version, found.run_id) == (second.version, second.run_id)
+    assert LOAD(found.path).sha256 == second.sha256 == a_policy(0.2, "a2c").sha256
 
 
 def test_registering_the_same_policy_again_makes_no_second_version(client, experiment_id):
     policy = a_policy(0.3)
     run_id = log_policy(client, experiment_id, policy)
-    versions = {
-        registry.register(client, "tokenyard-routing-again", run_id, policy, lambda _: False, LOAD)
+    asked = []
+    made = {
+        registry.register(
+            client, "tokenyard-routing-again", run_id, policy, lambda: asked.append(1) or True
+        )
         for _ in range(2)
     }
-    assert len(versions) == 1
+    assert len(made) == 1
+    assert asked == [1], "a champion has not to beat itself"
+
+
+def test_a_store_that_is_not_there_is_not_made(tmp_path):
+    missing = f"sqlite:///{tmp_path}/none.db"
+    assert registry.is_missing(missing)
+    assert registry.mlflow_lookup(missing)(MODEL) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_is_no_database_is_refused_in_one_sentence(tmp_path):
+    (tmp_path / "bad.db").write_text("no database at all, for sure")
+    with pytest.raises(RegistryError, match=r"^registry sqlite:.*bad\.db: .*not a database$"):
+        registry.mlflow_lookup(f"sqlite:///{tmp_path}/bad.db")(MODEL)
 
 
 def test_without_a_model_there_is_no_champion(client):

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
-from tune_configs.experiment import load_experiment, stop_at_budget
+from tune_configs.experiment import load_experiment, load_experiments, stop_at_budget
 from tune_configs.routing import ABLATIONS, reward_names, reward_weights
 from tune_configs.tuner import check_resources, fit, trial_label
 
@@ -42,6 +42,19 @@ def test_an_experiment_without_trials_is_refused():
         replace(tiny(), trials=())
 
 
+@pytest.mark.parametrize("size", ["default", "smoke"])
+def test_what_is_swept_by_default_is_one_experiment_of_each_problem_that_is_served(size):
+    chain = load_experiments(f"default:{size}")
+    assert [one.problem.name for one in chain] == ["routing", "allocation"]
+    assert chain[0] == load_experiment(f"routing:{size}")
+
+
+def test_a_chain_of_two_experiments_of_one_problem_is_refused(monkeypatch):
+    monkeypatch.setattr(routing, "smoke", lambda: (routing.default(), routing.default()))
+    with pytest.raises(ValueError, match="two experiments of one problem"):
+        load_experiments("routing:smoke")
+
+
 @pytest.mark.parametrize("reference", ["routing", "routing:", ":default", ""])
 def test_a_reference_that_is_not_module_and_function_is_refused(reference):
     with pytest.raises(ValueError, match="MODULE:FUNCTION"):
@@ -54,6 +67,7 @@ def test_a_reference_that_is_not_module_and_function_is_refused(reference):
         ("no_such_module:default", "no module"),
         ("routing:no_such_function", "no experiment function"),
         ("routing:reward_names", "returns tuple"),
+        ("default:smoke", "chain of 2 experiments"),
     ],
 )
 def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
@@ -64,7 +78,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 @pytest.mark.parametrize(
     "name",
     [
-        "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "asha", "optuna",
+        "default", "smoke", "paper", "paper_high_load", "ablation", "ours",
         "fleet", "fleet_smoke",
     ],
 )  # fmt: skip
@@ -166,9 +180,9 @@ def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():
     for trial in designed.designed_trials(0):
         request = designed.trainable.default_resource_request(trial)
         assert request.bundles == [{"CPU": 2.0}] * 4
-    drawn = load_experiment("routing:optuna").fitted({"placement": "SPREAD"})
+    drawn = load_experiment("routing:weights").fitted({"placement": "SPREAD"})
     assert drawn.param_space(0)["placement"] == "SPREAD"
-    assert drawn.max_failures == load_experiment("routing:optuna").max_failures
+    assert drawn.max_failures == load_experiment("routing:weights").max_failures
 
 
 def test_where_a_trial_runs_does_not_change_what_it_is():
@@ -200,3 +214,17 @@ def test_trials_that_went_with_their_node_are_started_again_and_others_are_not()
     assert fit(own_fault, lambda: pytest.fail("started again")) is own_fault
     hopeless = Fitted(ActorDiedError())
     assert fit(hopeless, lambda: hopeless) is hopeless
+
+
+@pytest.mark.parametrize("module", ["routing", "allocation", "regions"])
+def test_every_trial_says_in_numbers_what_it_learns_from_and_with(module):
+    experiment = load_experiment(f"{module}:default")
+    for trial in experiment.trials:
+        found = experiment.trainable.hyperparameters(trial)
+        assert all(isinstance(value, float | int | str) for value in found.values())
+        if trial["algorithm"].removeprefix("cloned_") in ("ppo", "a2c", "dqn"):
+            assert {"lr", "gamma", "train_batch_size", "network"} <= found.keys()
+            weights = [value for key, value in found.items() if key.startswith("reward.")]
+            assert any(weights), "nothing is rewarded"
+        else:
+            assert found

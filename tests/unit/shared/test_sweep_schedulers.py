@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 from ray.tune.schedulers import TrialScheduler
 
-from tokenyard.rl.routing.trial import RoutingTrialConfig
-from tune_configs import routing
+from tune_configs.experiment import load_experiment
 from tune_configs.schedulers import AshaPerAlgorithm
 
 
@@ -48,12 +47,13 @@ def test_a_restored_scheduler_still_knows_who_was_good(tmp_path):
     assert first_decision(restored, a_trial("fast", 3), -1.0) == TrialScheduler.STOP
 
 
-def test_what_optuna_suggests_is_a_trial_that_can_be_trained():
-    pytest.importorskip("optuna", reason="the extra optuna is not installed")
-    experiment = routing.optuna()
+@pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
+def test_weights_that_are_drawn_are_numbers_that_the_trial_is_rewarded_by(problem):
+    experiment = load_experiment(f"{problem}:weights")
     searcher = experiment.searcher(0)
     searcher.set_search_properties("score", "max", experiment.param_space(0))
     for number in range(3):
-        suggested = searcher.suggest(f"trial-{number}")
-        trial = {**experiment.param_space(0), **suggested}
-        assert RoutingTrialConfig.model_validate(routing.trainer_config(trial)).recipe == "ours"
+        trial = {**experiment.param_space(0), **searcher.suggest(f"trial-{number}")}
+        learned_with = experiment.trainable.hyperparameters(trial)
+        for name, weight in trial["weights"].items():
+            assert learned_with[f"reward.{name}"] == weight

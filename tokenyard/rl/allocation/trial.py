@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.policies.rules import load_tuned_allocation
@@ -12,6 +13,7 @@ from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
+from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.allocation.training import AllocationRllib, TabularTraining, allocation_config
 from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
 from tokenyard.rl.training import SearchTraining, Training
@@ -30,6 +32,16 @@ class AllocationTrialConfig(IteratedConfig):
     train_steps: Annotated[int, Field(ge=1)] = 200_000
     """Intervals the trial is planned for; schedules end with it."""
 
+    def hyperparameters(self, scenario: AllocationScenario) -> dict[str, float | str]:
+        """Reward, learner and network; of searches and tables, their settings."""
+        scenario = self._rewarded(scenario)
+        rewarded = flat_numbers(scenario.reward, "reward.")
+        if self.algorithm == "policy_search":
+            return rewarded | flat_numbers(self._search_config(scenario))
+        if self.algorithm == "q_learning" or self.algorithm == "sarsa":
+            return rewarded | flat_numbers(TabularConfig(self.algorithm, self.train_steps))
+        return rewarded | hyperparameters(self._algorithm_config(scenario))
+
     def make_training(self, scenario: AllocationScenario) -> Training[AllocationArtifact]:
         """Build the learner that the fields name.
 
@@ -37,25 +49,36 @@ class AllocationTrialConfig(IteratedConfig):
             ValueError: An RLlib trial without `register_env`, or cloning where nothing can be
                 cloned.
         """
-        if self.objective is not None:
-            scenario = scenario.model_copy(update={"objective": self.objective})
+        scenario = self._rewarded(scenario)
         if self.cloned and self.algorithm not in ("ppo", "a2c"):
             raise ValueError(f"{self.algorithm} cannot be cloned: take ppo or a2c")
         if self.algorithm == "policy_search":
-            generations, per_iteration = self.generations(search_env_steps(scenario, 1))
-            config = AllocationSearchConfig(num_generations=generations)
-            return SearchTraining(AllocationSearch(scenario, config, self.seed), per_iteration)
+            _, per_iteration = self.generations(search_env_steps(scenario, 1))
+            search = AllocationSearch(scenario, self._search_config(scenario), self.seed)
+            return SearchTraining(search, per_iteration)
         if self.algorithm == "q_learning" or self.algorithm == "sarsa":
             table = TabularConfig(self.algorithm, num_steps=self.train_steps)
             learner = TabularLearner(scenario, table, self.seed)
             return TabularTraining(learner, self.steps_per_iteration)
         self.make_env_known()
-        settings = self.settings(self.steps_per_iteration)
-        algorithm = allocation_config(self.algorithm, self.env, scenario, settings, self.training)
-        training = AllocationRllib(algorithm, scenario, self.algorithm)
+        training = AllocationRllib(self._algorithm_config(scenario), scenario, self.algorithm)
         if self.cloned:
             training.clone(load_tuned_allocation(scenario.name).autoscaler, self.seed)
         return training
+
+    def _rewarded(self, scenario: AllocationScenario) -> AllocationScenario:
+        if self.objective is None:
+            return scenario
+        return scenario.model_copy(update={"objective": self.objective})
+
+    def _search_config(self, scenario: AllocationScenario) -> AllocationSearchConfig:
+        generations, _ = self.generations(search_env_steps(scenario, 1))
+        return AllocationSearchConfig(num_generations=generations)
+
+    def _algorithm_config(self, scenario: AllocationScenario) -> AlgorithmConfig:
+        assert self.algorithm in ("ppo", "a2c", "dqn")
+        settings = self.settings(self.steps_per_iteration)
+        return allocation_config(self.algorithm, self.env, scenario, settings, self.training)
 
 
 def search_env_steps(scenario: AllocationScenario, num_generations: int) -> int:

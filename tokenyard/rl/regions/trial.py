@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+
 from tokenyard.regions.artifact import RegionArtifact
 from tokenyard.regions.observation import Action
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import RegionScenario
 from tokenyard.regions.search import RegionSearch, RegionSearchConfig
 from tokenyard.regions.types import Dispatch
+from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.regions.training import RegionRllib, regions_config
 from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
 from tokenyard.rl.training import SearchTraining, Training
@@ -27,6 +30,13 @@ class RegionTrialConfig(IteratedConfig):
     action: Action = "mix"
     dispatch: Dispatch = "live_cost"
 
+    def hyperparameters(self, scenario: RegionScenario) -> dict[str, float | str]:
+        """Reward, learner and network; of a search, its settings."""
+        if self.algorithm == "policy_search":
+            return flat_numbers(self._search_config())
+        rewarded = {f"reward.{name}": weight for name, weight in self.reward.items()}
+        return rewarded | hyperparameters(self._algorithm_config(scenario))
+
     def make_training(self, scenario: RegionScenario) -> Training[RegionArtifact]:
         """Build the learner that the fields name.
 
@@ -34,11 +44,18 @@ class RegionTrialConfig(IteratedConfig):
             ValueError: An RLlib trial without `register_env`.
         """
         if self.algorithm == "policy_search":
-            generations, per_iteration = self.generations(search_env_steps(1))
-            settings = RegionSearchConfig(num_generations=generations)
-            return SearchTraining(RegionSearch([scenario], settings, self.seed), per_iteration)
+            _, per_iteration = self.generations(search_env_steps(1))
+            search = RegionSearch([scenario], self._search_config(), self.seed)
+            return SearchTraining(search, per_iteration)
         self.make_env_known()
-        algorithm = regions_config(
+        return RegionRllib(self._algorithm_config(scenario), scenario, self.algorithm)
+
+    def _search_config(self) -> RegionSearchConfig:
+        return RegionSearchConfig(num_generations=self.generations(search_env_steps(1))[0])
+
+    def _algorithm_config(self, scenario: RegionScenario) -> AlgorithmConfig:
+        assert self.algorithm != "policy_search"
+        return regions_config(
             self.algorithm,
             self.env,
             scenario,
@@ -47,7 +64,6 @@ class RegionTrialConfig(IteratedConfig):
             action=self.action,
             dispatch=self.dispatch,
         )
-        return RegionRllib(algorithm, scenario, self.algorithm)
 
 
 def search_env_steps(num_generations: int, config: RegionSearchConfig | None = None) -> int:

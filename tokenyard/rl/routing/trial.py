@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
+from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.columnar.sampling import Implementation
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.routing.training import Recipe, build_config, recipe
@@ -84,6 +86,21 @@ class RoutingTrialConfig(TrialConfig):
         """The recipe and the data as well."""
         return {**super().lineage(scenario), "recipe": self.recipe, **lineage_of(scenario)}
 
+    def hyperparameters(self, scenario: Scenario) -> dict[str, float | str]:
+        """Reward, recipe and network; of searches, their objective and size."""
+        if self.algorithm == "policy_search":
+            return flat_numbers(self._search_config())
+        if self.algorithm == "rollouts":
+            return flat_numbers(self._rollout_config())
+        adapted = self.adapted_recipe()
+        own = adapted.algorithms[self.algorithm]
+        return {
+            **hyperparameters(self._algorithm_config(adapted)),
+            **flat_numbers(own.reward, "reward."),
+            "reward_scale": adapted.reward_scale,
+            "residual_scale": own.residual_scale,
+        }
+
     def make_training(self, scenario: Scenario) -> Training[PolicyArtifact]:
         """Build the learner that the fields name.
 
@@ -92,31 +109,37 @@ class RoutingTrialConfig(TrialConfig):
                 rollouts without one.
         """
         if self.algorithm == "policy_search":
-            like_the_others = SearchConfig(randomisation=recipe(self.recipe).randomisation)
-            search = PolicySearch(scenario, like_the_others, self.seed)
+            search = PolicySearch(scenario, self._search_config(), self.seed)
             return SearchTraining(search, self.generations_per_iteration)
         if self.algorithm == "rollouts":
-            improvement = RolloutImprovement(
-                scenario,
-                RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor),
-                self.seed,
-            )
+            improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
             return SearchTraining(improvement, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
         corrects = {"rule_weights": self.rule_weights(scenario)} if scenario.fleet else {}
         self.make_env_known()
-        algorithm = build_config(
+        return RllibTraining(
+            self._algorithm_config(adapted),
+            StreamSource(scenario),
+            self.algorithm,
+            adapted.reward_scale,
+        )
+
+    def _search_config(self) -> SearchConfig:
+        return SearchConfig(randomisation=recipe(self.recipe).randomisation)
+
+    def _rollout_config(self) -> RolloutConfig:
+        return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)
+
+    def _algorithm_config(self, adapted: Recipe) -> AlgorithmConfig:
+        return build_config(
             self.algorithm,
             adapted,
             self.env,
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
             **corrects,
-        )
-        return RllibTraining(
-            algorithm, StreamSource(scenario), self.algorithm, adapted.reward_scale
         )
 
 

@@ -1,0 +1,209 @@
+"""From `sweep.py` over the registry to a gateway: what was swept decides for sharded engines."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+import yaml
+from integration.served_sweeps import FOLDER, NAMES, write_scenarios
+from ray import serve
+from unit.engine_builders import a_tiny_llama
+from unit.tiny_tokenizer import save_tiny_tokenizer
+
+from pipelines import sweep
+from serve_app.app import GatewayOptions, build_gateway, find_cluster, load_policy
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.integration
+
+TESTS = Path(__file__).parents[2]
+PROFILE = {
+    "iteration_s": 0.01, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
+    "token_budget": 256, "kv_capacity_tokens": 4_000,
+}  # fmt: skip
+BODY = {"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="module")
+def uri(folder):
+    return f"sqlite:///{folder}/mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def swept(folder, own_ray):
+    """What the sweep has registered, by problem."""
+    out = folder / "swept.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv(FOLDER, str(folder))
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=":")
+        args = sweep.Args("integration.served_sweeps:chain", "it", storage=str(folder), json=out)
+        with pytest.raises(SystemExit) as end:
+            sweep.main(args)
+        assert end.value.code == 0
+    return {one["problem"]: one for one in json.loads(out.read_text())["registrations"]}
+
+
+def cluster_file(folder):
+    """Two sharded engines: two pipeline stages, and an allocated pool of three ranks."""
+    model = folder / "model"
+    if not model.exists():
+        # The heads of the scenario's model: three ranks can share them, and two cannot.
+        heads = {
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "hidden_size": 72,
+            "intermediate_size": 192,
+        }
+        a_tiny_llama(model, **heads, vocab_size=258)
+        save_tiny_tokenizer(model)
+    config = {
+        "model": str(model), "device": "cpu", "rank_cpus": 0.05, "max_batch": 8,
+        "kv_bytes": 4 << 20, "max_model_tokens": 256, "start_timeout_s": 300,
+    }  # fmt: skip
+    paths = write_scenarios(folder)
+    pool = {"kind": "own", "replica_cpus": 0.05, "profile": PROFILE}
+    template = {key: pool[key] for key in ("replica_cpus", "profile")}
+    cluster = {
+        "name": "own", "description": "A test.", "served_model": "tiny", "explore_fraction": 0,
+        "scenario": str(paths["routing"]), "circuit_breaker": {"budget_s": 0.25},
+        "pools": [pool | {"name": "staged", "config": config | {"pipeline_parallel": 2}}],
+        "allocation": {
+            "scenario": str(paths["allocation"]), "policy": "autoscaler_70",
+            "start": {"parallelism": "model", "num_gpus": 3}, "shrink_after_s": 0,
+            "template": template | {"name": "sharded", "config": config},
+        },
+    }  # fmt: skip
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def url(folder, uri, swept, request):
+    """A gateway that serves what was swept, whoever is champion."""
+    request.getfixturevalue("ray_cluster")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    try:
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        options = GatewayOptions(
+            cluster=cluster_file(folder), policy="candidate", registry=uri, local_admin=True,
+            decision_log=folder / "log",
+        )  # fmt: skip
+        serve.run(build_gateway(options), name="swept")
+        address = f"http://127.0.0.1:{port}"
+        wait_until(lambda: not get(address, "/v1/allocation")["changing"])
+        wait_until(lambda: get(address, "/healthz")["replicas"] == 2)
+        yield address
+    finally:
+        serve.shutdown()
+
+
+def wait_until(condition, timeout_s=300.0):
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.2)
+
+
+def get(url, path):
+    answer = httpx.get(f"{url}{path}", timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_what_beats_its_rivals_is_champion_and_what_does_not_stays_a_candidate(swept):
+    assert swept["routing"]["alias"] == "champion"
+    assert swept["allocation"]["alias"] == "candidate"
+    for problem, name in NAMES.items():
+        assert swept[problem]["model"] == f"tokenyard-{problem}-own_{name}"
+
+
+def test_the_gateway_names_the_run_and_the_hash_of_the_sweep(url, swept):
+    policy, plan = get(url, "/v1/policy"), get(url, "/v1/allocation")
+    for found, problem in ((policy, "routing"), (plan, "allocation")):
+        made = swept[problem]
+        assert (found["sha256"], found["mlflow_run"]) == (made["sha256"], made["run_id"])
+        assert found["source"] == f"registry {made['model']}@candidate"
+        assert found["registry_error"] is None
+
+
+def test_a_request_is_placed_by_it_and_the_log_says_so(url, folder, swept):
+    answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120)
+    assert answer.status_code == 200, answer.text
+    made, log = swept["routing"], folder / "log"
+    wait_until(lambda: list(log.glob("decisions-*.parquet")), 30)
+    (row, *_) = pq.read_table(sorted(log.glob("decisions-*.parquet"))[0]).to_pylist()
+    assert row["policy"] == f"candidate@{made['sha256']}"
+    assert row["mlflow_run"] == made["run_id"]
+    assert row["fallback_reason"] is None
+    pools = {one["pool"].split("-")[0] for one in row["candidates"]}
+    assert pools == {"staged", "sharded"}
+
+
+def test_the_plan_changes_under_load_and_every_request_is_answered(url):
+    statuses, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=120)
+            statuses.append(answer.status_code)
+
+    clients = [threading.Thread(target=ask) for _ in range(2)]
+    for client in clients:
+        client.start()
+    try:
+        plan = {"parallelism": "data", "num_gpus": 1}
+        answer = httpx.post(f"{url}/v1/allocation", json={"plan": plan}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        wait_until(lambda: not get(url, "/v1/allocation")["changing"])
+        asked = len(statuses)
+        wait_until(lambda: len(statuses) > asked + 5)
+    finally:
+        stop.set()
+        for client in clients:
+            client.join()
+    assert set(statuses) == {200}
+    state = get(url, "/v1/allocation")
+    assert state["changes"][0]["outcome"] == "done"
+    assert (state["plan"]["parallelism"], state["by_hand"]) == ("data", True)
+
+
+def test_the_champion_is_served_by_name_and_a_candidate_on_demand(url, swept):
+    def switched(path, policy):
+        answer = httpx.post(f"{url}{path}", json={"policy": policy}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    champion = switched("/v1/policy", "champion")
+    assert champion["source"].endswith("@champion")
+    assert champion["mlflow_run"] == swept["routing"]["run_id"]
+    rule = switched("/v1/allocation", "autoscaler_70")
+    assert (rule["source"], rule["sha256"], rule["mlflow_run"]) == ("built in", None, None)
+    candidate = switched("/v1/allocation", "candidate")
+    assert candidate["sha256"] == swept["allocation"]["sha256"]
+
+
+def test_without_the_registry_what_ships_is_found_and_nothing_is_made(folder, swept, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/gone.db")
+    options = GatewayOptions(cluster=cluster_file(folder))
+    card = load_policy(find_cluster(options), options).card
+    assert card.source == "shipped routing/generic"
+    assert card.registry_error.endswith("there is no such file")
+    assert not (folder / "gone.db").exists()

@@ -1,0 +1,49 @@
+"""What the allocator believes of its replicas, from what Serve tells."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from serve_app.allocation import replica_sets
+from serve_app.allocation.replica_sets import ServeReplicaSets
+from serve_app.allocation.transition import Held, Shape, gpus_held
+from serve_app.cluster import load_cluster
+
+SHAPE = Shape(3, 1, 0.9)
+NAME = f"app-sharded-{SHAPE.name}"
+
+
+@pytest.fixture
+def observe(monkeypatch):
+    """Look at what Serve tells: the status of the application and its replicas by state."""
+    gateway = SimpleNamespace(table=SimpleNamespace(replicas={}, keep=lambda *_: None))
+    sets = ServeReplicaSets("app", load_cluster("local_cpu").allocation, gateway, {})
+    sets._known.add(SHAPE)  # Its backend would need Ray.
+    sets._backends["sharded-" + SHAPE.name] = None
+
+    def look(status=None, **states):
+        deployments = {"one": SimpleNamespace(replica_states=states)} if states else {}
+        told = {NAME: SimpleNamespace(status=status, deployments=deployments)} if status else {}
+        monkeypatch.setattr(
+            replica_sets.serve, "status", lambda: SimpleNamespace(applications=told)
+        )
+        return asyncio.run(sets.observe())
+
+    look.sets = sets
+    return look
+
+
+def test_replicas_of_an_application_that_is_deleted_hold_their_gpus_until_it_is_gone(observe):
+    assert observe("RUNNING", RUNNING=1)[SHAPE] == Held(wanted=1, ready=1)
+    observe.sets._wanted[SHAPE] = 0
+    held = observe("DELETING")
+    assert held[SHAPE] == Held(wanted=0, stopping=1)
+    assert gpus_held(held) == 3
+    held = observe("DELETING", STOPPING=1)
+    assert gpus_held(held) == 3
+    assert gpus_held(observe()) == 0
+
+
+def test_one_that_is_found_deleting_counts_as_one_replica_at_least(observe):
+    assert observe("DELETING")[SHAPE] == Held(wanted=0, stopping=1)

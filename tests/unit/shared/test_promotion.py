@@ -1,0 +1,68 @@
+"""Who becomes champion, on a problem small enough to know the answer."""
+
+import numpy as np
+import pytest
+from toy_problem import SCENARIOS, TOY, ToyArtifact, ToyProblem
+
+from tokenyard.artifact import RegisteredPolicy
+from tokenyard.promotion import judge_candidate, rivals
+
+LOW = SCENARIOS["toy_low"]
+STREAMS = TOY.streams(LOW, "validation", 6, 1)
+
+
+class Guarded(ToyProblem):
+    """Refuses to keep more than a level in stock."""
+
+    def gate(self, scenario, num_streams):
+        return lambda artifact: [
+            {"baseline": "one", "part": "half", "delta_cost_fraction": 0.5,
+             "loses": int(artifact.level > 3.0)}
+        ]  # fmt: skip
+
+
+def judged(level, problem=TOY, registry=None):
+    against = rivals(problem, LOW, "one", registry)
+    return judge_candidate(
+        problem, LOW, ToyArtifact.keeping(level, trainer="x"), against, STREAMS, 0
+    )
+
+
+def registered(tmp_path, level):
+    ToyArtifact.keeping(level, trainer="x").save(tmp_path / "artifact.npz")
+    return lambda model: RegisteredPolicy(tmp_path / "artifact.npz", "1", "champion", "run")
+
+
+def test_without_a_champion_the_rule_is_to_be_beaten():
+    verdict = judged(2.5)
+    assert [one.rival for one in verdict.gains] == ["one"]
+    assert verdict.accepted
+    assert verdict.reason == "it beats one"
+    assert not judged(1.0).accepted, "nothing beats itself"
+    assert judged(0.5).reason == "it does not beat one"
+
+
+def test_a_registered_champion_is_to_be_beaten_too(tmp_path):
+    verdict = judged(2.5, registry=registered(tmp_path, 2.9))
+    champion, rule = verdict.gains
+    assert (champion.won, rule.won, verdict.accepted) == (False, True, False)
+    assert champion.source.startswith("registry tokenyard-toy-toy_low@champion")
+    assert verdict.reason == "it does not beat champion"
+    assert judged(3.0, registry=registered(tmp_path, 2.5)).accepted
+
+
+def test_what_loses_at_the_gate_is_not_accepted_however_good_its_score():
+    assert judged(3.0, Guarded()).accepted
+    verdict = judged(3.1, Guarded())
+    assert all(one.won for one in verdict.gains)
+    assert verdict.reason == "it loses to one (half) at the gate"
+    assert [row.get("loses") for row in verdict.rows] == [None, 1]
+
+
+@pytest.mark.parametrize("level", [2.5, 3.0])
+def test_a_gain_is_the_difference_of_the_means_and_positive_where_less_cost_is_better(level):
+    (gain,) = judged(level).gains
+    days = np.asarray(STREAMS)
+    expected = np.abs(days - 1.0).mean() - np.abs(days - level).mean()
+    assert gain.interval.estimate == pytest.approx(expected)
+    assert gain.interval.low < expected < gain.interval.high

@@ -1,0 +1,146 @@
+"""Who becomes champion: what beats every rival on fresh streams, and loses at no gate.
+
+A sweep asks here before the alias moves. `pipelines/search.py`, which makes the artifacts that
+ship, asks the same gate. A canary is promoted by a person, on what live requests have shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenyard.artifact import NoChampionError, RegistryLookup
+from tokenyard.problem import A, Candidate, D, Problem, R, Row, S
+from tokenyard.statistics.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a policy's score has over a rival's."""
+
+    rival: str
+    source: str
+    """Where the rival comes from, in words."""
+    interval: Interval
+    """Mean paired difference of the scores, in the score's unit; above 0, the policy is better."""
+
+    @property
+    def won(self) -> bool:
+        """Whether the whole 95 % interval lies above zero."""
+        return self.interval.low > 0.0
+
+    @property
+    def row(self) -> Row:
+        """As a row of a table."""
+        low, high = self.interval.low, self.interval.high
+        return {
+            "rival": self.rival, "source": self.source, "gain": self.interval.estimate,
+            "gain_ci_low": low, "gain_ci_high": high, "won": int(self.won),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a policy may be champion, and by how much it won or lost."""
+
+    gains: tuple[Gain, ...]
+    """Over every rival, on the same streams."""
+    gate: tuple[Row, ...]
+    """Rows of `Problem.gate`: what it was compared with besides, and whether it `loses`."""
+
+    @property
+    def losses(self) -> list[Row]:
+        """Rows of the gate in which it loses."""
+        return [row for row in self.gate if row["loses"]]
+
+    @property
+    def rows(self) -> list[Row]:
+        """Gains and what the gate found, as rows of one table whose keys differ."""
+        rows = [one.row for one in self.gains]
+        for row in self.gate:
+            deltas = {key: value for key, value in row.items() if key.startswith("delta_")}
+            rows.append(
+                {"rival": row["baseline"], "part": row["part"], **deltas, "loses": row["loses"]}
+            )
+        return rows
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it beats every rival and loses nowhere at the gate."""
+        return all(one.won for one in self.gains) and not self.losses
+
+    @property
+    def reason(self) -> str:
+        """Why, in one sentence."""
+        if self.accepted:
+            return f"it beats {' and '.join(one.rival for one in self.gains)}"
+        beaten_by = [one.rival for one in self.gains if not one.won]
+        reasons = [f"it does not beat {' and '.join(beaten_by)}"] if beaten_by else []
+        lost = [f"{row['baseline']} ({row['part']})" for row in self.losses]
+        reasons += [f"it loses to {', '.join(lost)} at the gate"] if lost else []
+        return "; ".join(reasons)
+
+
+def rivals(
+    problem: Problem[S, A, D, R], scenario: S, rule: str, registry: RegistryLookup | None = None
+) -> list[Candidate[S, D, R]]:
+    """What a new champion has to beat: what `champion` means now, and the best tuned rule.
+
+    Args:
+        problem: Names both.
+        scenario: Whose champion.
+        rule: Stands for the best tuned rule where none was tuned.
+        registry: Looks the registered champion up; what ships counts where there is none.
+
+    Raises:
+        ValueError: The rule is unknown, or the present champion cannot be read.
+    """
+    best_rule = problem.candidate(scenario, problem.best_tuned_rule(scenario) or rule)
+    try:
+        champion = problem.candidate(scenario, problem.learned, registry)
+    except NoChampionError:
+        return [best_rule]
+    return [champion, best_rule]
+
+
+def judge_candidate(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    artifact: A,
+    against: Sequence[Candidate[S, D, R]],
+    streams: D,
+    seed: int,
+) -> Verdict:
+    """Set a policy against its rivals, and put it before the problem's gate.
+
+    Args:
+        problem: Runs policies and has the gate.
+        scenario: Whose champion it would be.
+        artifact: The policy.
+        against: Its rivals.
+        streams: On which nothing was chosen; the gate draws as many of its own.
+        seed: Of the policies' own randomness.
+    """
+    ours = problem.trained(artifact)(scenario, streams, seed)
+    gains = []
+    for rival in against:
+        theirs = rival.run(scenario, streams, seed)
+        gain = gain_over(problem, scenario, streams, ours, theirs)
+        gains.append(Gain(rival.name, rival.source, gain))
+    gate = problem.gate(scenario, len(streams))(artifact)
+    return Verdict(tuple(gains), tuple(gate))
+
+
+def gain_over(
+    problem: Problem[S, A, D, R],
+    scenario: S,
+    streams: D,
+    ours: Sequence[R],
+    theirs: Sequence[R],
+) -> Interval:
+    """By how much the score of one policy's runs exceeds another's, with its 95 % interval."""
+    runs = {"ours": ours, "theirs": theirs}
+    samples = problem.samples(scenario, streams, runs, "theirs")
+    key, sign = problem.score.key, problem.score.sign
+    better, worse = ("ours", "theirs") if sign > 0 else ("theirs", "ours")
+    return samples[better].difference(samples[worse], key, relative=False)
