@@ -6,7 +6,7 @@ Every trial is told apart by a few plain values; `trainer_config` turns them int
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -51,13 +51,15 @@ RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
 POLICY_SEARCH = "policy_search"
 ROLLOUTS = "rollouts"
-WEIGHTINGS = (PAPER, "response", "response_slo_tail")
+WEIGHTINGS = ("response", "response_slo", "response_slo_tail")
 """The reward weightings of the default sweep."""
 
+SCENARIO = "local_cpu"
+"""The cluster that `make serve` serves."""
 FLEET = "azure_code_mixed_gpus"
-"""Scenario of the sweep over replicas that batch continuously."""
-
-_SHORT_ENV_STEPS = 20_000
+"""Replicas of which the performance model knows the energy too."""
+SERVERS = "poisson_085"
+"""Servers that work at a constant rate, as in the paper."""
 
 
 def reward_names() -> tuple[str, ...]:
@@ -74,7 +76,11 @@ def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
     if name == PAPER:
         return scenario.reward
     if name in _CREDITED_AT_DECISION:
-        return _CREDITED_AT_DECISION[name]
+        credited = _CREDITED_AT_DECISION[name]
+        if scenario.fleet is None:
+            return credited
+        # Near half of it, requests of a busy fleet begin to be in the tail.
+        return credited.model_copy(update={"tail_after_s": scenario.slo_response_s / 2})
     term = name.removeprefix("paper_without_")
     if name not in ABLATIONS:
         raise ValueError(f"unknown reward weights {name!r}; choose one of {list(reward_names())}")
@@ -112,8 +118,9 @@ class RoutingTrial(RouterTrainable):
     spelled_out = staticmethod(trainer_config)
 
 
-def _compile_kernels(scenario: str = "poisson_085") -> None:
-    cluster = envs.LoadBalancingVectorEnv(2, scenario=scenario)
+def _compile_kernels(scenario: str) -> None:
+    is_fleet = load_scenario(scenario).fleet is not None
+    cluster = envs.LoadBalancingVectorEnv(2, scenario=scenario, shows_rule=is_fleet)
     cluster.reset(seed=0)
     cluster.step(np.zeros(2, dtype=np.int64))
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
@@ -122,11 +129,11 @@ def _compile_kernels(scenario: str = "poisson_085") -> None:
 def _trial(
     algorithm: str,
     weights: str,
-    scenario: str = "poisson_085",
-    env_steps: int = _SHORT_ENV_STEPS,
-    recipe: str = "ours",
+    scenario: str,
+    env_steps: int,
+    recipe: str,
     seed: int = 0,
-    iterations: int = 5,
+    iterations: int = 10,
 ) -> TrialConfig:
     return {
         "algorithm": algorithm,
@@ -136,14 +143,19 @@ def _trial(
         "env_steps": env_steps,
         "iterations": iterations,
         "seed": seed,
+        # A trial is an actor of Ray that steps all copies itself. An actor for them alone would
+        # wait for weights longer than it samples.
+        "num_env_runners": 0,
     }
 
 
-def _search_trial(num_generations: int | None = None, iterations: int = 10) -> TrialConfig:
+def _search_trial(
+    scenario: str, recipe: str, num_generations: int | None = None, iterations: int = 10
+) -> TrialConfig:
     """Search to where its noise has faded out, and its centre is worth most, or for less."""
     env_steps = _search_env_steps(num_generations or SearchConfig().num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", env_steps=env_steps, iterations=iterations)
+    return _trial(POLICY_SEARCH, "score", scenario, env_steps, recipe, iterations=iterations)
 
 
 def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
@@ -160,51 +172,85 @@ def _search_env_steps(num_generations: int) -> int:
     return num_generations * candidates * requests
 
 
+_BUDGETS = {"dqn": 300_000, "ppo": 600_000, "a2c": 300_000}
+"""Requests that a trial of the default sweep places; half a minute of CPU time each, or less."""
+
+
 def default() -> Experiment:
-    """PPO, DQN and A2C under three reward weightings each, and policy search beside them."""
-    learners = [_trial(a, w) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
+    """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
+
+    All begin with the tuned rule of the fleet, beside which they are judged.
+    """
+    learners = [_trial(a, w, SCENARIO, _BUDGETS[a], "fleet") for a in RLLIB_ALGORITHMS
+                for w in WEIGHTINGS]  # fmt: skip
     return Experiment(
         problem=PROBLEM,
-        scenario="poisson_085",
+        scenario=SCENARIO,
         trainable=RoutingTrial,
-        trials=(_search_trial(), *learners),
-        warm_up=_compile_kernels,
+        trials=(_search_trial(SCENARIO, "fleet"), *learners),
+        baselines=(
+            "round_robin",
+            "least_connections",
+            "weighted_least_connections",
+            "sed",
+            "marginal_delay",
+            "tuned_marginal_delay",
+        ),
+        baseline="tuned_marginal_delay",
+        warm_up=_compile_default,
     )
+
+
+def _compile_default() -> None:
+    _compile_kernels(SCENARIO)
 
 
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
-    search = _search_trial(num_generations=4, iterations=2)
-    learner = _trial("ppo", "response", env_steps=4_000, iterations=2)
+    search = _search_trial(SCENARIO, "fleet", num_generations=4, iterations=2)
+    learner = _trial("ppo", "response", SCENARIO, 8_000, "fleet", iterations=2)
     return replace(
         default(),
         trials=(search, learner),
-        baselines=("round_robin", "sed"),
+        baselines=("round_robin", "sed", "tuned_marginal_delay"),
         promotion_streams=4,
         evaluation_streams=3,
     )
 
 
+def _of_servers(scenario: str, trials: Sequence[TrialConfig]) -> Experiment:
+    """A sweep over servers that work at a constant rate."""
+    return Experiment(
+        problem=PROBLEM,
+        scenario=scenario,
+        trainable=RoutingTrial,
+        trials=tuple(trials),
+        warm_up=partial(_compile_kernels, scenario),
+    )
+
+
 def paper() -> Experiment:
     """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
+    return _papers("nominal", 200_000)
+
+
+def _papers(scenario: str, env_steps: int) -> Experiment:
     trials = [
-        _trial(algorithm, PAPER, "nominal", 200_000, "paper", seed, iterations=20)
+        _trial(algorithm, PAPER, scenario, env_steps, "paper", seed, iterations=20)
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
-    return replace(default(), scenario="nominal", trials=tuple(trials))
+    return _of_servers(scenario, trials)
 
 
 def paper_high_load() -> Experiment:
     """The paper's agents under its high load, twice as long (Table II)."""
-    trials = [{**t, "scenario": "high_load", "env_steps": 400_000} for t in paper().trials]
-    return replace(paper(), scenario="high_load", trials=tuple(trials))
+    return _papers("high_load", 400_000)
 
 
 def paper_poisson() -> Experiment:
     """The paper's recipe as long as on its nominal load, on the traffic that champions are for."""
-    trials = [{**t, "scenario": "poisson_085"} for t in paper().trials]
-    return replace(paper(), scenario="poisson_085", trials=tuple(trials))
+    return _papers(SERVERS, 200_000)
 
 
 def ablation() -> Experiment:
@@ -217,7 +263,7 @@ def ablation() -> Experiment:
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
-    return replace(default(), scenario="high_load", trials=tuple(trials))
+    return _of_servers("high_load", trials)
 
 
 def ours() -> Experiment:
@@ -231,50 +277,24 @@ def ours() -> Experiment:
         ("a2c", "response_slo_tail", 300_000),
     )
     trials = [
-        _trial(algorithm, weights, env_steps=env_steps, seed=seed, iterations=10)
+        _trial(algorithm, weights, SERVERS, env_steps, "ours", seed)
         for algorithm, weights, env_steps in plans
         for seed in range(5)
     ]
-    return replace(default(), trials=tuple(trials))
+    return _of_servers(SERVERS, trials)
 
 
 def fleet() -> Experiment:
-    """Each algorithm on replicas that batch continuously, beside the rule that knows them best.
+    """The default sweep on GPUs under recorded bursts of code completion, and rollouts beside it.
 
-    The networks route between any number of replicas; all trials see other loads, speeds and
-    scrape intervals than the scenario's, on which they are judged.
+    Rollouts place as many requests as policy search does.
     """
-    plans = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
-    learners = [
-        _trial(algorithm, "response", FLEET, env_steps, "fleet", iterations=10)
-        for algorithm, env_steps in plans
-    ]
-    search = {**_search_trial(), "scenario": FLEET, "recipe": "fleet"}
+    others = [{**trial, "scenario": FLEET} for trial in default().trials]
     return replace(
         default(),
         scenario=FLEET,
-        trials=(_rollouts_trial(FLEET), search, *learners),
-        baselines=(
-            "round_robin",
-            "least_connections",
-            "weighted_least_connections",
-            "sed",
-            "marginal_delay",
-        ),
-        baseline="marginal_delay",
+        trials=(_rollouts_trial(FLEET), *others),
         warm_up=partial(_compile_kernels, FLEET),
-    )
-
-
-def fleet_smoke() -> Experiment:
-    """The smallest sweep over a fleet: a short PPO trial."""
-    trial = _trial("ppo", "response", FLEET, 4_000, "fleet", iterations=2)
-    return replace(
-        fleet(),
-        trials=(trial,),
-        baselines=("sed", "marginal_delay"),
-        promotion_streams=2,
-        evaluation_streams=2,
     )
 
 
@@ -284,7 +304,7 @@ def weights() -> Experiment:
     A second of response time always weighs 1; ten joules up to as much.
     """
     space = {
-        **_trial("ppo", "response", FLEET, 300_000, "fleet", iterations=10),
+        **_trial("ppo", "response", FLEET, 300_000, "fleet"),
         "algorithm": tune.choice(["ppo", "a2c"]),
         WEIGHTS: {
             "slo": tune.uniform(-6.0, 0.0),

@@ -33,11 +33,11 @@ def chain() -> tuple[Experiment, ...]:
     """Routing, where a network that corrects marginal delay is accepted, and allocation, where a
     table that has hardly learned is not."""
     paths = {key: str(path) for key, path in write_scenarios(Path(os.environ[FOLDER])).items()}
-    learner = routing.fleet_smoke().trials[0]
+    learner = routing.smoke().trials[-1]
     table = allocation._trial("sarsa", 20_000, iterations=1)
     return (
         replace(
-            routing.fleet_smoke(),
+            routing.smoke(),
             scenario=paths["routing"],
             trials=({**learner, "scenario": paths["routing"]},),
             baselines=("sed",),

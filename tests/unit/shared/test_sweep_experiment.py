@@ -78,8 +78,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 @pytest.mark.parametrize(
     "name",
     [
-        "default", "smoke", "paper", "paper_high_load", "ablation", "ours",
-        "fleet", "fleet_smoke",
+        "default", "smoke", "paper", "paper_high_load", "ablation", "ours", "fleet",
     ],
 )  # fmt: skip
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
@@ -101,7 +100,7 @@ def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searche
     for algorithm in ("ppo", "dqn", "a2c"):
         theirs = [t for t in learners if t["algorithm"] == algorithm]
         assert len({t["reward_weights"] for t in theirs}) >= 3
-        assert all(t["env_steps"] >= 20_000 for t in theirs)
+        assert all(t["env_steps"] >= 300_000 for t in theirs)
 
 
 def test_a_trial_stops_at_its_own_budget():
