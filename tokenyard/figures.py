@@ -84,13 +84,13 @@ def draw_trade_off(
     axes = new_axes(figure.subplots(), _axis(x), _axis(y))
     points = np.array([[one.factor * float(row[one.key]) for one in (x, y)] for row in rows])
     signs = np.array([1.0 if one.more_is_better else -1.0 for one in (x, y)])
-    best = front(points * signs) * signs
+    shown = _near(points * signs)
+    best = front(points[shown] * signs) * signs
     # The step stays where nothing is better than the front.
     across, up = best[np.argsort(best[:, 0])].T
     style = "steps-pre" if x.more_is_better else "steps-post"
     axes.plot(across, up, drawstyle=style, color="black", linewidth=0.8)
     names = [words(str(row["policy"])) for row in rows]
-    shown = _near(points, best)
     palette = dict(zip(sorted({*kinds.values()}), colours(), strict=False)) | {"": BASELINE}
     for kind, colour in palette.items():
         drawn = [kinds.get(str(row["policy"]), "") == kind for row in rows] & shown
@@ -108,11 +108,13 @@ def draw_trade_off(
     return figure
 
 
-def _near(points: FloatArray, best: FloatArray) -> BoolArray:
-    """Which points, shape (n, 2), can share axes with the front without pressing it flat."""
-    low, high = best.min(axis=0), best.max(axis=0)
-    span = np.maximum(3.0 * (high - low), 0.3 * np.abs(best).max(axis=0))
-    return np.asarray(((points >= low - span) & (points <= high + span)).all(axis=1))
+def _near(goods: FloatArray) -> BoolArray:
+    """Which points, shape (n, 2) and better when higher, can share axes with the others.
+
+    One that is four times as far behind the best as the median would press them flat.
+    """
+    behind = goods.max(axis=0) - goods
+    return np.asarray((behind <= 4.0 * np.median(behind, axis=0)).all(axis=1))
 
 
 def _axis(measure: Measure) -> str:

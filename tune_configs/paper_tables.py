@@ -160,7 +160,7 @@ def run_cells(
         jobs: Trainings at a time, one core each.
         tell: Is told of every cell that is done, and how many are left.
     """
-    warm_up = routing.paper().warm_up
+    warm_up = routing.default().warm_up
     assert warm_up is not None
     warm_up()
     policies.mkdir(parents=True, exist_ok=True)

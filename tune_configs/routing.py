@@ -6,7 +6,7 @@ Every trial is told apart by a few plain values; `trainer_config` turns them int
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,11 +27,14 @@ from tune_configs.schedulers import drawn_weights
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
 """The five terms of the paper's reward (Abbaraju, section IV)."""
 
+_JOULE_S = 0.5
+"""Seconds of response time that a joule is worth in `response_energy`."""
 _NO_PAPER_TERM = {**dict.fromkeys(PAPER_TERMS, 0.0), "complete": 0.0, "slo_at_completion": 0.0}
 _CREDITED_AT_DECISION = {
     "response": RewardWeights(**_NO_PAPER_TERM, response=-1.0),
     "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
     "response_slo_tail": SCORE_REWARD,
+    "response_energy": RewardWeights(**_NO_PAPER_TERM, response=-1.0, energy=-_JOULE_S),
     "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
 }
 _ABLATED_FIELDS = {
@@ -49,17 +52,19 @@ ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
 
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
+HAND_RULE = "tuned_marginal_delay"
+"""What networks for replicas that batch start from, and are compared with."""
 POLICY_SEARCH = "policy_search"
 ROLLOUTS = "rollouts"
-WEIGHTINGS = ("response", "response_slo", "response_slo_tail")
+WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
-SCENARIO = "local_cpu"
-"""The cluster that `make serve` serves."""
+SERVED = "local_cpu"
+"""Scenario of the cluster that `make serve` serves."""
 FLEET = "azure_code_mixed_gpus"
-"""Replicas of which the performance model knows the energy too."""
-SERVERS = "poisson_085"
-"""Servers that work at a constant rate, as in the paper."""
+"""Scenario of the sweep over a fleet of four kinds of GPU."""
+SERIAL = "poisson_085"
+"""Scenario of the studies of serial servers."""
 
 
 def reward_names() -> tuple[str, ...]:
@@ -76,11 +81,12 @@ def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
     if name == PAPER:
         return scenario.reward
     if name in _CREDITED_AT_DECISION:
-        credited = _CREDITED_AT_DECISION[name]
-        if scenario.fleet is None:
-            return credited
-        # Near half of it, requests of a busy fleet begin to be in the tail.
-        return credited.model_copy(update={"tail_after_s": scenario.slo_response_s / 2})
+        weights = _CREDITED_AT_DECISION[name]
+        if weights.tail and scenario.fleet is not None:
+            # The tail of serial servers begins at a time; elsewhere its SLO says what is long.
+            tail_after_s = scenario.slo_response_s / 2
+            return weights.model_copy(update={"tail_after_s": tail_after_s})
+        return weights
     term = name.removeprefix("paper_without_")
     if name not in ABLATIONS:
         raise ValueError(f"unknown reward weights {name!r}; choose one of {list(reward_names())}")
@@ -118,9 +124,10 @@ class RoutingTrial(RouterTrainable):
     spelled_out = staticmethod(trainer_config)
 
 
-def _compile_kernels(scenario: str) -> None:
-    is_fleet = load_scenario(scenario).fleet is not None
-    cluster = envs.LoadBalancingVectorEnv(2, scenario=scenario, shows_rule=is_fleet)
+def _compile_kernels(scenario: str = SERVED) -> None:
+    fleet = load_scenario(scenario).fleet is not None
+    config = {"scenario": scenario, "expected_finish": fleet, "shows_rule": fleet}
+    cluster = envs.LoadBalancingVectorEnv(2, config)
     cluster.reset(seed=0)
     cluster.step(np.zeros(2, dtype=np.int64))
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
@@ -131,7 +138,7 @@ def _trial(
     weights: str,
     scenario: str,
     env_steps: int,
-    recipe: str,
+    recipe: str = "fleet",
     seed: int = 0,
     iterations: int = 10,
 ) -> TrialConfig:
@@ -143,26 +150,19 @@ def _trial(
         "env_steps": env_steps,
         "iterations": iterations,
         "seed": seed,
-        # A trial is an actor of Ray that steps all copies itself. An actor for them alone would
-        # wait for weights longer than it samples.
-        "num_env_runners": 0,
     }
 
 
-def _search_trial(
-    scenario: str, recipe: str, num_generations: int | None = None, iterations: int = 10
-) -> TrialConfig:
-    """Search to where its noise has faded out, and its centre is worth most, or for less."""
-    env_steps = _search_env_steps(num_generations or SearchConfig().num_generations)
+def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> TrialConfig:
+    env_steps = _search_env_steps(num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", scenario, env_steps, recipe, iterations=iterations)
+    return _trial(POLICY_SEARCH, "score", scenario, env_steps, iterations=iterations)
 
 
 def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
     """Improve least marginal delay, over as many requests as policy search places in all."""
     per_round = RolloutConfig().env_steps_per_round(load_scenario(scenario).num_servers)
-    env_steps = rounds * per_round
-    return _trial(ROLLOUTS, "score", scenario, env_steps, "fleet", iterations=rounds)
+    return _trial(ROLLOUTS, "score", scenario, rounds * per_round, iterations=rounds)
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -172,85 +172,76 @@ def _search_env_steps(num_generations: int) -> int:
     return num_generations * candidates * requests
 
 
-_BUDGETS = {"dqn": 300_000, "ppo": 600_000, "a2c": 300_000}
-"""Requests that a trial of the default sweep places; half a minute of CPU time each, or less."""
-
-
 def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
 
-    All begin with the tuned rule of the fleet, beside which they are judged.
+    They learn for the cluster that `make serve` serves, from the tuned rule on.
     """
-    learners = [_trial(a, w, SCENARIO, _BUDGETS[a], "fleet") for a in RLLIB_ALGORITHMS
-                for w in WEIGHTINGS]  # fmt: skip
+    learners = [_trial(a, w, SERVED, 300_000) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
     return Experiment(
         problem=PROBLEM,
-        scenario=SCENARIO,
+        scenario=SERVED,
         trainable=RoutingTrial,
-        trials=(_search_trial(SCENARIO, "fleet"), *learners),
-        baselines=(
-            "round_robin",
-            "least_connections",
-            "weighted_least_connections",
-            "sed",
-            "marginal_delay",
-            "tuned_marginal_delay",
-        ),
-        baseline="tuned_marginal_delay",
-        warm_up=_compile_default,
+        trials=(*learners, _search_trial(SERVED, 20)),
+        baselines=("round_robin", "least_connections", "sed", "marginal_delay", HAND_RULE),
+        baseline=HAND_RULE,
+        warm_up=_compile_kernels,
     )
-
-
-def _compile_default() -> None:
-    _compile_kernels(SCENARIO)
 
 
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
-    search = _search_trial(SCENARIO, "fleet", num_generations=4, iterations=2)
-    learner = _trial("ppo", "response", SCENARIO, 8_000, "fleet", iterations=2)
+    search = _search_trial(SERVED, num_generations=2, iterations=2)
+    learner = _trial("ppo", "response", SERVED, 8_000, iterations=2)
     return replace(
         default(),
         trials=(search, learner),
-        baselines=("round_robin", "sed", "tuned_marginal_delay"),
+        baselines=("round_robin", HAND_RULE),
         promotion_streams=4,
         evaluation_streams=3,
     )
 
 
-def _of_servers(scenario: str, trials: Sequence[TrialConfig]) -> Experiment:
-    """A sweep over servers that work at a constant rate."""
-    return Experiment(
-        problem=PROBLEM,
-        scenario=scenario,
-        trainable=RoutingTrial,
-        trials=tuple(trials),
-        warm_up=partial(_compile_kernels, scenario),
+def serial() -> Experiment:
+    """The same on serial servers, with networks that read the whole observation."""
+    algorithms = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
+    weightings = (PAPER, "response", "response_slo_tail")
+    learners = [
+        _trial(algorithm, weights, SERIAL, steps, "ours")
+        for algorithm, steps in algorithms
+        for weights in weightings
+    ]
+    search = {**_search_trial(SERIAL, SearchConfig().num_generations), "recipe": "ours"}
+    return replace(
+        default(),
+        scenario=SERIAL,
+        trials=(search, *learners),
+        baselines=("round_robin", "least_connections", "least_loaded", "sed"),
+        baseline="sed",
+        warm_up=partial(_compile_kernels, SERIAL),
     )
 
 
 def paper() -> Experiment:
     """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
-    return _papers("nominal", 200_000)
-
-
-def _papers(scenario: str, env_steps: int) -> Experiment:
     trials = [
-        _trial(algorithm, PAPER, scenario, env_steps, "paper", seed, iterations=20)
+        _trial(algorithm, PAPER, "nominal", 200_000, "paper", seed, iterations=20)
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
-    return _of_servers(scenario, trials)
+    return replace(serial(), scenario="nominal", trials=tuple(trials))
 
 
 def paper_high_load() -> Experiment:
     """The paper's agents under its high load, twice as long (Table II)."""
-    return _papers("high_load", 400_000)
+    trials = [{**t, "scenario": "high_load", "env_steps": 400_000} for t in paper().trials]
+    return replace(paper(), scenario="high_load", trials=tuple(trials))
 
 
 def paper_poisson() -> Experiment:
     """The paper's recipe as long as on its nominal load, on the traffic that champions are for."""
-    return _papers(SERVERS, 200_000)
+    trials = [{**t, "scenario": "poisson_085"} for t in paper().trials]
+    return replace(paper(), scenario="poisson_085", trials=tuple(trials))
 
 
 def ablation() -> Experiment:
@@ -263,7 +254,7 @@ def ablation() -> Experiment:
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
-    return _of_servers("high_load", trials)
+    return replace(serial(), scenario="high_load", trials=tuple(trials))
 
 
 def ours() -> Experiment:
@@ -277,40 +268,38 @@ def ours() -> Experiment:
         ("a2c", "response_slo_tail", 300_000),
     )
     trials = [
-        _trial(algorithm, weights, SERVERS, env_steps, "ours", seed)
+        _trial(algorithm, weights, SERIAL, env_steps, "ours", seed)
         for algorithm, weights, env_steps in plans
         for seed in range(5)
     ]
-    return _of_servers(SERVERS, trials)
+    return replace(serial(), trials=tuple(trials))
 
 
 def fleet() -> Experiment:
-    """The default sweep on GPUs under recorded bursts of code completion, and rollouts beside it.
-
-    Rollouts place as many requests as policy search does.
-    """
-    others = [{**trial, "scenario": FLEET} for trial in default().trials]
+    """Each algorithm on four kinds of GPU, beside rollouts and policy search."""
+    learners = [_trial(algorithm, "response", FLEET, 300_000) for algorithm in RLLIB_ALGORITHMS]
+    search = _search_trial(FLEET, SearchConfig().num_generations, iterations=10)
     return replace(
         default(),
         scenario=FLEET,
-        trials=(_rollouts_trial(FLEET), *others),
+        trials=(_rollouts_trial(FLEET), search, *learners),
         warm_up=partial(_compile_kernels, FLEET),
     )
 
 
 def weights() -> Experiment:
-    """PPO and A2C on a fleet, under weights of violations, tail and energy drawn as numbers.
+    """PPO and A2C under weights of violations, tail and energy that are drawn as numbers.
 
-    A second of response time always weighs 1; ten joules up to as much.
+    A second of response time always weighs 1, and so does a joule at most.
     """
     space = {
-        **_trial("ppo", "response", FLEET, 300_000, "fleet"),
+        **_trial("ppo", "response", SERVED, 300_000),
         "algorithm": tune.choice(["ppo", "a2c"]),
         WEIGHTS: {
             "slo": tune.uniform(-6.0, 0.0),
             "tail": tune.uniform(-2.0, 0.0),
-            "energy": tune.uniform(-0.1, 0.0),
+            "energy": tune.uniform(-1.0, 0.0),
         },
         "seed": tune.randint(0, 1_000),
     }
-    return drawn_weights(fleet(), space, num_samples=12)
+    return drawn_weights(default(), space, num_samples=12)

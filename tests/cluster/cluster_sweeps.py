@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 from tune_configs.experiment import Experiment
-from tune_configs.routing import _compile_kernels, _trial, fleet_smoke
+from tune_configs.routing import _compile_kernels, _trial, smoke
 
 SCENARIO = "conversation_mixed_gpus"
 """That of clusters/two_hosts.yaml: what is swept can decide for it."""
@@ -16,7 +16,7 @@ def _ppo(env_steps: int, iterations: int, seeds: int) -> Experiment:
         for seed in range(seeds)
     ]
     warm_up = partial(_compile_kernels, SCENARIO)
-    return replace(fleet_smoke(), scenario=SCENARIO, trials=tuple(trials), warm_up=warm_up)
+    return replace(smoke(), scenario=SCENARIO, trials=tuple(trials), warm_up=warm_up)
 
 
 def two_trials() -> Experiment:

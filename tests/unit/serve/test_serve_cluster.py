@@ -68,7 +68,7 @@ def test_the_registry_is_that_of_the_environment_and_its_path_this_machines(monk
 
 def test_a_candidate_is_asked_for_allocation_too(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    cluster = find_cluster(GatewayOptions(cluster="reshape", policy="candidate"))
+    cluster = find_cluster(GatewayOptions(cluster="local_cpu", policy="candidate"))
     assert (cluster.policy, cluster.allocation.policy) == ("candidate", "candidate")
-    by_rule = find_cluster(GatewayOptions(cluster="reshape", policy="sed"))
-    assert by_rule.allocation.policy == load_cluster("reshape").allocation.policy
+    by_rule = find_cluster(GatewayOptions(cluster="local_cpu", policy="sed"))
+    assert by_rule.allocation.policy == load_cluster("local_cpu").allocation.policy

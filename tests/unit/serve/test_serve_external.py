@@ -220,7 +220,8 @@ def test_equally_idle_endpoints_take_turns():
             text_of(await client.post("/v1/completions", json=BODY))
         assert [one.num_asked for one in endpoints] == [3, 3, 3, 3]
 
-    run(test, 4)
+    # On a busy machine a decision may take longer than the budget, and the baseline then decides.
+    run(test, 4, circuit_breaker={"budget_s": 1.0})
 
 
 async def until(condition):

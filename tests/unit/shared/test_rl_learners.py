@@ -342,9 +342,9 @@ def test_the_advantages_of_ppo_are_standardised_over_all_rollouts():
 def test_centred_rewards_have_no_mean_whatever_is_added_to_all():
     rng = np.random.default_rng(2)
     rollout = a_rollout(rng, 8, 6, end_probability=0.0, size=4, num_actions=NUM_ACTIONS)
-    shifted = replace(rollout, rewards=rollout.rewards - 7.0)
+    costlier = replace(rollout, rewards=rollout.rewards - 7.0)
     found = []
-    for one in (rollout, shifted):
+    for one in (rollout, costlier):
         learner = a_learner("a2c", A2CColumnarLearner)
         learner.config.learner_config_dict[CENTRE_REWARDS] = True
         found.append(learner.batch_of([one], learner.module[DEFAULT_MODULE_ID].unwrapped()))

@@ -102,7 +102,7 @@ def generalised_advantages(
 def beyond_others(advantages: Floats, copies_per_stream: int) -> Floats:
     """Advantages of every step beyond the mean of the copies that have the same traffic.
 
-    What the traffic adds to the return is then subtracted, which no critic predicts: the
+    What the traffic adds to the return is then subtracted, which no critic can predict: the
     input-dependent baseline of Mao et al. 2019, arXiv:1807.02264, estimated from other copies. Its
     own share in the mean shortens an advantage by one part in `copies_per_stream`.
 

@@ -39,9 +39,6 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
 
-MARGINAL_DELAY = (0.0,) * NUM_MARGINAL_WEIGHTS
-"""Weights of the plain rule of least marginal delay (`observation.marginal_scores`)."""
-
 PAPER_REWARD = RewardWeights()
 """The five terms at their printed values."""
 
@@ -225,7 +222,7 @@ def build_config(
     env: str,
     env_config: Mapping[str, Any],
     settings: TrainingSettings = DEFAULT_SETTINGS,
-    rule_weights: Sequence[float] = MARGINAL_DELAY,
+    rule_weights: Sequence[float] = (0.0,) * NUM_MARGINAL_WEIGHTS,
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -237,7 +234,7 @@ def build_config(
         env_config: What the environment is made from; reward, expected finish times, length of
             an episode, randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
-        rule_weights: Of the rule that an equivariant network begins with.
+        rule_weights: What an equivariant network begins with; zeros are least marginal delay.
 
     Raises:
         ValueError: Unknown algorithm, a residual without finish times in the observation, or an
@@ -261,7 +258,7 @@ def build_config(
             COPIES_PER_STREAM: 1 if algorithm == "dqn" else recipe.copies_per_stream,
         },
     )
-    config = config.training(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
+    config = config.learners(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
     return with_sampling(
         config,
         algorithm,
