@@ -17,8 +17,10 @@ shortest expected delay's, null if that takes longer than the budget.
 | sb3_dummy | DummyVecEnv of 8 single environments, its usual way | Stable-Baselines3 |
 | sb3_vec | the vectorised environment, 64 copies, through an adapter | Stable-Baselines3 |
 
-The recipe `ours` is what `make sweep` trains: normalised observations and a network that corrects
-shortest expected delay, which Stable-Baselines3 does not have.
+The recipe `ours` has normalised observations and a network that corrects shortest expected delay,
+which Stable-Baselines3 does not have. On a fleet (`--scenario local_cpu`) the recipe is `fleet`,
+what `make sweep` trains, and the baseline is tuned marginal delay. Stable-Baselines3 is shown the
+same observations there.
 
 Allocators have hybrid actions and a recipe of their own; arrays and RLlib as shipped take turns in
 the same way, judged by their cost per hour against the tuned autoscaler's. `--budget-cpu-s 0` gives
@@ -34,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,18 +58,22 @@ from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, al
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.export import export_network
 from tokenyard.rl.routing.training import (
+    MARGINAL_DELAY,
     RESPONSE_REWARD,
     AlgorithmRecipe,
     Recipe,
     build_config,
+    fleet,
     ours,
     scaled,
 )
+from tokenyard.rl.routing.trial import tuned_weights
 from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
+from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.validation import Validation, outcome_runs
 
 # Ray starts its workers with a lower priority; on a busy machine they would come last.
@@ -208,20 +215,17 @@ def plain(copies: int) -> Recipe:
     )
 
 
-def rllib(args: Args, source: StreamSource, algorithm: str, implementation: str) -> Contestant:
-    """Ours, or RLlib as shipped, with the plain recipe."""
-    return _router(args, source, algorithm, implementation, plain(COPIES), "plain")
-
-
 def _router(
     args: Args, source: StreamSource, algorithm: str, implementation: Any, recipe: Recipe, name: str
 ) -> Contestant:
+    rule = tuned_weights(source.scenario) if source.scenario.fleet else MARGINAL_DELAY
     config = build_config(
         algorithm,
-        recipe,
+        recipe.for_slo(source.scenario.slo_response_s),
         envs.LOAD_BALANCING_ENV,
         {"scenario": args.scenario_name},
         _settings(args, algorithm, implementation, train_steps=400_000),
+        rule,
     )
     training = RllibTraining(config, source, algorithm, recipe.reward_scale)
     return _contestant(training, implementation, algorithm, name)
@@ -279,7 +283,14 @@ def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: 
     from stable_baselines3 import DQN as Sb3DQN
     from stable_baselines3 import PPO as Sb3PPO
 
-    env_config = {"scenario": args.scenario_name, "reward": scaled(RESPONSE_REWARD, REWARD_SCALE)}
+    batches = source.scenario.fleet is not None
+    # As large as on constant-rate servers, where the SLO is 2 s.
+    scale = REWARD_SCALE * (2.0 / source.scenario.slo_response_s if batches else 1.0)
+    env_config = {
+        "scenario": args.scenario_name,
+        "reward": scaled(RESPONSE_REWARD, scale),
+        "shows_rule": batches,
+    }
     num = COPIES if trainer == "sb3_vec" else DUMMY_COPIES
     env = _sb3_vec_env(env_config, num, trainer)
     env.seed(args.seed)
@@ -312,10 +323,22 @@ def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: 
         model.learn(num_steps, reset_num_timesteps=before == 0)
         return int(model.num_timesteps - before)
 
-    def policy() -> PolicyArtifact:
+    def policy() -> PolicyArtifact | Decide:
+        if batches:
+            return partial(_greedily, model, source.mean_total_tokens)
         return export_network(_Sb3Network(model.policy), source, algorithm, expected_finish=True)
 
     return Contestant(trainer, algorithm, "plain", train, policy)
+
+
+def _greedily(model: Any, mean_total_tokens: float, sim: Any) -> None:
+    """Run a fleet to the end under the policy of Stable-Baselines3, of which no artifact is."""
+    sim.show_rule(mean_total_tokens)
+    observations = sim.observe()
+    while sim.undecided():
+        actions, _ = model.predict(observations, deterministic=True)
+        observations, _rewards = sim.step_and_observe(actions)
+    sim.drain()
 
 
 class _Sb3Network:
@@ -391,16 +414,13 @@ def _sb3_vec_env(env_config: dict[str, Any], num: int, trainer: str) -> Any:
 
 def routers(args: Args, source: StreamSource) -> Contest:
     """All that can learn to route here, and what cannot."""
-    some = [
-        rllib(args, source, algorithm, implementation)
-        for algorithm in args.algorithms
-        for implementation in ("tokenyard", "rllib_stock")
-    ]
-    some += [
-        _router(args, source, name, "tokenyard", ours(), "ours")
-        for name in args.algorithms
-        if name != "dqn"
-    ]
+    if source.scenario.fleet is not None:
+        plans = [(name, "tokenyard", fleet(), "fleet") for name in args.algorithms]
+    else:
+        both = ("tokenyard", "rllib_stock")
+        plans = [(name, by, plain(COPIES), "plain") for name in args.algorithms for by in both]
+        plans += [(name, both[0], ours(), "ours") for name in args.algorithms if name != "dqn"]
+    some = [_router(args, source, *plan) for plan in plans]
     notes = []
     try:
         some += [
@@ -411,13 +431,15 @@ def routers(args: Args, source: StreamSource) -> Contest:
     except ImportError:
         notes = ["Stable-Baselines3 is not installed (extra `bench`): its rows are left out"]
     validate = Validation(source, args.validation_streams)
-    return Contest(
-        some,
-        notes,
-        judge=lambda policy: validate(policy)["mean_response_s"],
-        to_beat=baseline_response_s(source, args.validation_streams),
-        measure="mean_response_s",
-    )
+    streams = synthetic_streams(source, args.validation_streams, 0, "validation")
+
+    def judge(policy: PolicyArtifact | Decide) -> float:
+        if isinstance(policy, PolicyArtifact):
+            return validate(policy)["mean_response_s"]
+        return _mean_response_s(source, streams, policy)
+
+    to_beat = baseline_response_s(source, args.validation_streams)
+    return Contest(some, notes, judge, to_beat, measure="mean_response_s")
 
 
 def allocators(args: Args, scenario: AllocationScenario) -> Contest:
@@ -440,10 +462,19 @@ def allocators(args: Args, scenario: AllocationScenario) -> Contest:
 
 
 def baseline_response_s(source: StreamSource, num_streams: int) -> float:
-    """Mean response of shortest expected delay on the streams of `Validation`."""
-    weights, size_tokens = np.zeros(NUM_SCORE_WEIGHTS), source.mean_total_tokens
+    """Mean response of the hand rule on the streams of `Validation`.
+
+    It is shortest expected delay, or tuned marginal delay on a fleet.
+    """
+    scenario = source.scenario
+    weights = np.array(tuned_weights(scenario) if scenario.fleet else (0.0,) * NUM_SCORE_WEIGHTS)
     streams = synthetic_streams(source, num_streams, 0, "validation")
-    runs = outcome_runs(source.scenario, streams, lambda sim: sim.run_linear(weights, size_tokens))
+    size_tokens = source.mean_total_tokens
+    return _mean_response_s(source, streams, lambda sim: sim.run_linear(weights, size_tokens))
+
+
+def _mean_response_s(source: StreamSource, streams: StreamSet, decide: Decide) -> float:
+    runs = outcome_runs(source.scenario, streams, decide)
     return float(np.mean([metrics.mean_response_s(run.outcomes.response_s) for run in runs]))
 
 

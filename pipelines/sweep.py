@@ -232,13 +232,14 @@ def print_report(
         f"{experiment.scenario}: {len(trials)} trials and {len(experiment.baselines)} rules on "
         f"{len(report.ranking.streams)} validation streams"
     )
-    table = _table(title, shown, "trial or rule", "env steps", "wall s")
+    table = _table(title, shown, "trial or rule", "env steps", "CPU s", "wall s")
     for row in report.ranking.rows:
         about = described.get(str(row["policy"]))
         steps = f"{about['env_steps']:,}" if about else "-"
         wall_s = f"{about['wall_s']:.0f}" if about else "-"
+        cpu_s = f"{about['cpu_s']:.0f}" if about and about["cpu_s"] is not None else "-"
         style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
-        table.add_row(str(row["policy"]), steps, wall_s, *_cells(row, shown), style=style)
+        table.add_row(str(row["policy"]), steps, cpu_s, wall_s, *_cells(row, shown), style=style)
     console.print(table)
     title = f"the best on {experiment.evaluation_streams} fresh streams"
     fresh = _table(title, shown, "policy")

@@ -101,6 +101,8 @@ class FinishedTrial:
     env_steps: int
     """Environment steps taken in all, also after the best checkpoint."""
     wall_s: float
+    cpu_s: float | None
+    """CPU time of learning; None: the trainable does not tell."""
     artifact: Artifact
     """Exported by the checkpoint with the best score in training."""
 
@@ -113,6 +115,7 @@ class FinishedTrial:
             "reward_weights": self.config["reward_weights"],
             "env_steps": self.env_steps,
             "wall_s": self.wall_s,
+            "cpu_s": self.cpu_s,
             "sha256": self.artifact.sha256,
         }
 
@@ -295,6 +298,7 @@ def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> 
         config=config,
         env_steps=int(metrics[ENV_STEPS]),
         wall_s=float(metrics["time_total_s"]),
+        cpu_s=metrics.get("cpu_s"),
         artifact=artifact,
     )
 

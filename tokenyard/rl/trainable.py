@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ from tokenyard.rl.training import Training
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 """Strategy of a trial's placement group, in Ray's words; the strict ones wait rather than yield."""
 
+_SPENT_FILE = "spent.json"
+"""In a checkpoint: CPU time up to it."""
 _NOT_LEARNING = {"register_env", "cpus_per_actor", "placement"}
 """Fields that say where a trial runs, not what it learns."""
 
@@ -130,7 +133,8 @@ class PolicyTrainable(tune.Trainable):
 
     Every result holds `timesteps_total` (environment steps), `score` (higher is better, whatever
     the reward), what else the validation found, `env_steps_per_s` and what the learner says of
-    itself. Every checkpoint holds `artifact.npz`, the policy as it would be served.
+    itself; `cpu_s` is the CPU time of learning so far, of its actors too, without validation. Every
+    checkpoint holds `artifact.npz`, the policy as it would be served.
     """
 
     problem: ClassVar[AnyProblem]
@@ -173,13 +177,19 @@ class PolicyTrainable(tune.Trainable):
         self._trial = trial
         self._made_from = trial.lineage(scenario)
         self._validate = self.problem.validation(scenario, num_streams, trial.validation_seed)
+        started_cpu_s = time.process_time()
         self._training = trial.make_training(scenario)
+        self._cpu_s = time.process_time() - started_cpu_s
 
     def step(self) -> dict[str, float]:
         """Train one iteration; score the policy when it is due."""
         steps_before, started = self._training.env_steps, time.perf_counter()
+        own_before_s, actors_before_s = time.process_time(), self._training.actors_cpu_s
         learned = self._training.step()
         training_s = time.perf_counter() - started
+        # An actor that was replaced meanwhile has begun anew.
+        actors_s = max(self._training.actors_cpu_s - actors_before_s, 0.0)
+        self._cpu_s += time.process_time() - own_before_s + actors_s
         if self._until_validation == 0:
             self._validated = self._validate(self._training.artifact({}, {}))
             self._until_validation = self._trial.validate_every
@@ -191,6 +201,7 @@ class PolicyTrainable(tune.Trainable):
             "timesteps_total": env_steps,
             "env_steps_per_s": (env_steps - steps_before) / training_s,
             "training_s": training_s,
+            "cpu_s": self._cpu_s,
         }
 
     def artifact(self) -> Artifact:
@@ -206,11 +217,14 @@ class PolicyTrainable(tune.Trainable):
         """Write the learner's state and the policy as it would be served."""
         folder = Path(checkpoint_dir)
         self._training.save(folder)
+        (folder / _SPENT_FILE).write_text(json.dumps({"cpu_s": self._cpu_s}), encoding="utf-8")
         self.artifact().save(folder / ARTIFACT_FILE)
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Go on from a checkpoint."""
-        self._training.restore(Path(checkpoint_dir))
+        folder = Path(checkpoint_dir)
+        self._training.restore(folder)
+        self._cpu_s += json.loads((folder / _SPENT_FILE).read_text(encoding="utf-8"))["cpu_s"]
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Become another trial in the same process."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -39,6 +40,11 @@ class Training(Protocol[ArtifactT]):
     @property
     def env_steps(self) -> int:
         """Steps of its environment so far: requests routed, or slots lived through."""
+        ...
+
+    @property
+    def actors_cpu_s(self) -> float:
+        """CPU time so far of processes that work for it beside its own, seconds."""
         ...
 
     def step(self) -> dict[str, float]:
@@ -99,6 +105,11 @@ class SearchTraining(Generic[ArtifactT]):
     def env_steps(self) -> int:
         """Of all candidates."""
         return self._search.env_steps
+
+    @property
+    def actors_cpu_s(self) -> float:
+        """None works for it."""
+        return 0.0
 
     def step(self) -> dict[str, float]:
         """Run some generations and return the last one's costs."""
@@ -173,6 +184,16 @@ class RllibLearner(Generic[TrainedForT]):
     def env_steps(self) -> int:
         """Environment steps sampled so far."""
         return self._env_steps
+
+    @property
+    def actors_cpu_s(self) -> float:
+        """CPU time of the env-runner actors that are alive, seconds."""
+        if not self._config.num_env_runners:
+            return 0.0
+        spent = self._algorithm.env_runner_group.foreach_env_runner(
+            lambda _: time.process_time(), local_env_runner=False
+        )
+        return float(sum(spent))
 
     @property
     def module(self) -> Any:

@@ -56,7 +56,7 @@ def test_equal_seeds_give_equal_policies(algorithm):
 @pytest.mark.parametrize("algorithm", ["ppo", "dqn", "policy_search"])
 def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(algorithm, tmp_path):
     trial = a_trial(algorithm, generations_per_iteration=1)
-    steps = trial.step()["timesteps_total"]
+    before = trial.step()
     trial.save_checkpoint(str(tmp_path))
     saved = trial.artifact()
     trial.stop()
@@ -66,8 +66,19 @@ def test_a_restored_trial_has_the_policy_and_the_step_count_of_the_saved_one(alg
     restored.load_checkpoint(str(tmp_path))
     for name, array in restored.artifact().arrays.items():
         np.testing.assert_array_equal(array, saved.arrays[name])
-    assert restored.step()["timesteps_total"] > steps
+    after = restored.step()
     restored.stop()
+    assert after["timesteps_total"] > before["timesteps_total"]
+    assert after["cpu_s"] > before["cpu_s"] > 0
+
+
+def test_the_cpu_time_of_a_trial_holds_that_of_its_env_runners():
+    trial = a_trial("a2c", num_env_runners=1)
+    before_s = trial._training.actors_cpu_s
+    trial.step()
+    after_s = trial._training.actors_cpu_s
+    trial.stop()
+    assert after_s > before_s > 0
 
 
 def test_a_trial_becomes_another_without_a_new_process():
@@ -95,14 +106,15 @@ def test_a_trial_becomes_another_without_a_new_process():
 )
 def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
     trial = a_trial(algorithm, num_env_runners=1)
-    before = trial.step()["timesteps_total"]
+    before = trial.step()
     runners = trial._training._algorithm.env_runner_group
     (pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     os.kill(pid, signal.SIGKILL)
 
     results = [trial.step() for _ in range(2)]
 
-    assert results[-1]["timesteps_total"] > before
+    assert results[-1]["timesteps_total"] > before["timesteps_total"]
+    assert results[-1]["cpu_s"] > before["cpu_s"]
     assert all(np.isfinite(result["score"]) for result in results)
     (new_pid,) = runners.foreach_env_runner(lambda _: os.getpid(), local_env_runner=False)
     assert new_pid != pid

@@ -63,6 +63,11 @@ class TabularTraining:
         """Slots lived through so far."""
         return self._learner.env_steps
 
+    @property
+    def actors_cpu_s(self) -> float:
+        """None works for it."""
+        return 0.0
+
     def step(self) -> dict[str, float]:
         """Learn, and return the running mean of the reward."""
         return self._learner.step(self._slots_per_step)

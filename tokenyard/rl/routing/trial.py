@@ -12,16 +12,23 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.columnar.sampling import Implementation
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.rl.routing.training import Recipe, build_config, recipe
+from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, recipe
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
-from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource
+
+
+def tuned_weights(scenario: Scenario) -> tuple[float, ...]:
+    """Weights of the tuned rule of a fleet, or of least marginal delay, where none was tuned."""
+    try:
+        return load_tuned(scenario.name).fleet.marginal_weights
+    except ValueError:
+        return MARGINAL_DELAY
 
 
 class RoutingTrialConfig(TrialConfig):
@@ -69,23 +76,6 @@ class RoutingTrialConfig(TrialConfig):
             algorithms={**base.algorithms, self.algorithm: changed},
         ).for_slo(slo_s)
 
-    def rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
-        """Weights of the rule that a network for a fleet corrects.
-
-        It is the tuned one; least marginal delay where none was tuned; or what policy search finds.
-        """
-        try:
-            tuned = server_model(scenario).hand_weights()
-        except ValueError:
-            tuned = (0.0,) * NUM_MARGINAL_WEIGHTS
-        if not self.warm_start_generations:
-            return tuned
-        config = SearchConfig(start=tuned, num_generations=self.warm_start_generations)
-        search = PolicySearch(scenario, config, self.seed)
-        for _ in range(self.warm_start_generations):
-            search.step()
-        return tuple(search.mean.tolist())
-
     def lineage(self, scenario: Scenario) -> dict[str, str]:
         """The recipe and the data as well."""
         return {**super().lineage(scenario), "recipe": self.recipe, **lineage_of(scenario)}
@@ -93,7 +83,7 @@ class RoutingTrialConfig(TrialConfig):
     def hyperparameters(self, scenario: Scenario) -> dict[str, float | str]:
         """Reward, recipe and network; of searches, their objective and size."""
         if self.algorithm == "policy_search":
-            return flat_numbers(self._search_config())
+            return flat_numbers(self._search_config(scenario))
         if self.algorithm == "rollouts":
             return flat_numbers(self._rollout_config())
         adapted = self.adapted_recipe(scenario.slo_response_s)
@@ -114,7 +104,7 @@ class RoutingTrialConfig(TrialConfig):
                 rollouts without one.
         """
         if self.algorithm == "policy_search":
-            search = PolicySearch(scenario, self._search_config(), self.seed)
+            search = PolicySearch(scenario, self._search_config(scenario), self.seed)
             return SearchTraining(search, self.generations_per_iteration)
         if self.algorithm == "rollouts":
             improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
@@ -122,32 +112,43 @@ class RoutingTrialConfig(TrialConfig):
         adapted = self.adapted_recipe(scenario.slo_response_s)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
-        weights = self.rule_weights(scenario) if scenario.fleet else ()
         self.make_env_known()
         return RllibTraining(
-            self._algorithm_config(adapted, weights),
+            self._algorithm_config(adapted, self._rule_weights(scenario)),
             StreamSource(scenario),
             self.algorithm,
             adapted.reward_scale,
         )
 
-    def _search_config(self) -> SearchConfig:
-        return SearchConfig(randomisation=recipe(self.recipe).randomisation)
+    def _search_config(self, scenario: Scenario) -> SearchConfig:
+        start = tuned_weights(scenario) if scenario.fleet else None
+        return SearchConfig(start=start, randomisation=recipe(self.recipe).randomisation)
+
+    def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
+        """Weights of the rule that a network for a fleet begins with."""
+        if scenario.fleet is None:
+            return MARGINAL_DELAY
+        if not self.warm_start_generations:
+            return tuned_weights(scenario)
+        fades = replace(self._search_config(scenario), num_generations=self.warm_start_generations)
+        search = PolicySearch(scenario, fades, self.seed)
+        for _ in range(self.warm_start_generations):
+            search.step()
+        return tuple(search.mean.tolist())
 
     def _rollout_config(self) -> RolloutConfig:
         return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)
 
     def _algorithm_config(
-        self, adapted: Recipe, rule_weights: Sequence[float] = ()
+        self, adapted: Recipe, rule_weights: Sequence[float] = MARGINAL_DELAY
     ) -> AlgorithmConfig:
-        corrects = {"rule_weights": rule_weights} if rule_weights else {}
         return build_config(
             self.algorithm,
             adapted,
             self.env,
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
-            **corrects,
+            rule_weights,
         )
 
 
