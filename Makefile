@@ -16,6 +16,9 @@ IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations
 .PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install
 .DEFAULT_GOAL := sweep
 
+# Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
+export PIP_NO_COMPILE := 1
+
 .venv/.core: pyproject.toml
 	test -d .venv || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --editable .

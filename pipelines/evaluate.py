@@ -28,6 +28,7 @@ from tokenyard.evaluation import (
     difference_table,
     level_tables,
     margins,
+    processes,
     run_candidates,
 )
 from tokenyard.figures import save_figures
@@ -126,7 +127,8 @@ def evaluate(
 ) -> tuple[list[Row], dict[str, Figure]]:
     """Run one scenario and print its tables."""
     scenario, streams = one.scenario, one.streams
-    runs = run_candidates(one.candidates, scenario, streams, args.seed, args.jobs)
+    with processes(args.jobs) as mapped:
+        runs = run_candidates(one.candidates, scenario, streams, args.seed, mapped)
     baseline = one.baseline
     if baseline == BEST:
         baseline = best_rule(problem, scenario, one.candidates, runs)

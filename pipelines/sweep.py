@@ -38,7 +38,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from serve_app.cluster import load_cluster  # noqa: E402
-from tokenyard.evaluation import difference, level  # noqa: E402
+from tokenyard.evaluation import Map, difference, level, processes  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
 from tokenyard.promotion import Verdict  # noqa: E402
 from tokenyard.provenance import command_line, write_result  # noqa: E402
@@ -114,10 +114,12 @@ def main(args: Args) -> None:
         )
         with redirect_stdout(sys.stderr):
             results = train(chain.sweeps, args.resume)
-        found = [
-            conclude(console, sweep, result, command)
-            for sweep, result in zip(chain.sweeps, results, strict=True)
-        ]
+        # Its processes take a while to start, so all comparisons share them.
+        with processes(os.cpu_count() or 1) as mapped:
+            found = [
+                conclude(console, sweep, result, command, mapped)
+                for sweep, result in zip(chain.sweeps, results, strict=True)
+            ]
     except ValueError as error:
         sys.exit(f"error: {error}")
     for one in found:
@@ -146,7 +148,9 @@ class Finished:
     outcome: Outcome
 
 
-def conclude(console: Console, sweep: Sweep, results: ResultGrid, command: str) -> Finished | None:
+def conclude(
+    console: Console, sweep: Sweep, results: ResultGrid, command: str, mapped: Map
+) -> Finished | None:
     """Compare, print the tables, register and record; None: every trial failed."""
     for failed in results.errors:
         print(f"trial failed: {failed}", file=sys.stderr)
@@ -159,9 +163,9 @@ def conclude(console: Console, sweep: Sweep, results: ResultGrid, command: str) 
             file=sys.stderr,
         )
         return None
-    report = judge(sweep, trials)
+    report = judge(sweep, trials, mapped)
     print_report(console, sweep, trials, report)
-    outcome = register_best(sweep, trials, report)
+    outcome = register_best(sweep, trials, report, mapped)
     record(sweep, trials, report, outcome, command)
     sweep.client.set_terminated(sweep.run_id, "FAILED" if results.errors else "FINISHED")
     return Finished(sweep, trials, report, outcome)

@@ -8,12 +8,13 @@ taken unit by unit, and its interval is much narrower than that of either mean. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Generic
+from typing import Any, Generic
 
 from rich import box
 from rich.table import Table
@@ -26,22 +27,45 @@ SCORE = "score"
 DIFFERENCES = "paired differences [95 % interval]"
 
 
-def run_candidates(
-    candidates: Sequence[Candidate[S, D, R]], scenario: S, streams: D, seed: int, jobs: int = 1
-) -> dict[str, list[R]]:
-    """Run candidates over equal streams, in as many processes as `jobs`; runs by name."""
-    run: Callable[[Candidate[S, D, R]], list[R]]
-    run = partial(_run, scenario=scenario, streams=streams, seed=seed)
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+"""`map` itself, or one that shares the work out."""
+
+
+@contextmanager
+def processes(jobs: int) -> Iterator[Map]:
+    """Make a `map` that works in so many processes of its own; in this one where it is one."""
     if jobs == 1:
-        runs = [run(candidate) for candidate in candidates]
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            runs = list(pool.map(run, candidates))
-    return {candidate.name: some for candidate, some in zip(candidates, runs, strict=True)}
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        yield pool.map
 
 
-def _run(candidate: Candidate[S, D, R], scenario: S, streams: D, seed: int) -> list[R]:
-    return candidate.run(scenario, streams, seed)
+def run_candidates(
+    candidates: Sequence[Candidate[S, D, R]], scenario: S, streams: D, seed: int, mapped: Map = map
+) -> dict[str, list[R]]:
+    """Run candidates over equal streams; runs by name."""
+    return run_all({one.name: one.run for one in candidates}, scenario, streams, seed, mapped)
+
+
+def run_all(
+    policies: Mapping[str, Runner[S, D, R]], scenario: S, streams: D, seed: int, mapped: Map = map
+) -> dict[str, list[R]]:
+    """Run policies over equal streams; runs by name.
+
+    Args:
+        policies: What runs each, by name.
+        scenario: What they act on.
+        streams: The same for all.
+        seed: Of their own randomness.
+        mapped: Runs them one after another, or several at once (`processes`).
+    """
+    run = partial(_run, scenario=scenario, streams=streams, seed=seed)
+    return dict(zip(policies, mapped(run, policies.values()), strict=True))
+
+
+def _run(policy: Runner[S, D, R], scenario: S, streams: D, seed: int) -> list[R]:
+    return list(policy(scenario, streams, seed))
 
 
 def compare(
@@ -136,9 +160,10 @@ def rank(
     baseline: str,
     streams: D,
     seed: int,
+    mapped: Map = map,
 ) -> Comparison[D, R]:
-    """Run every policy over the streams and order them by score."""
-    runs = {name: run(scenario, streams, seed) for name, run in policies.items()}
+    """Run every policy over the streams, as `run_all`, and order them by score."""
+    runs = run_all(policies, scenario, streams, seed, mapped)
     rows = compare(problem, scenario, streams, runs, baseline)
     scored: list[Row] = [{**row, SCORE: problem.score.value(row)} for row in rows]
     return Comparison(streams, runs, sorted(scored, key=lambda row: -float(row[SCORE])))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tokenyard.artifact import NoChampionError, RegistryLookup
+from tokenyard.evaluation import Map, run_all
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S
 from tokenyard.statistics.intervals import Interval
 
@@ -110,6 +111,7 @@ def judge_candidate(
     against: Sequence[Candidate[S, D, R]],
     streams: D,
     seed: int,
+    mapped: Map = map,
 ) -> Verdict:
     """Set a policy against its rivals, and put it before the problem's gate.
 
@@ -120,13 +122,15 @@ def judge_candidate(
         against: Its rivals.
         streams: On which nothing was chosen; the gate draws as many of its own.
         seed: Of the policies' own randomness.
+        mapped: Runs them one after another, or several at once.
     """
-    ours = problem.trained(artifact)(scenario, streams, seed)
-    gains = []
-    for rival in against:
-        theirs = rival.run(scenario, streams, seed)
-        gain = gain_over(problem, scenario, streams, ours, theirs)
-        gains.append(Gain(rival.name, rival.source, gain))
+    policies = {f"rival {number}": rival.run for number, rival in enumerate(against)}
+    policies["candidate"] = problem.trained(artifact)
+    *theirs, ours = run_all(policies, scenario, streams, seed, mapped).values()
+    gains = [
+        Gain(rival.name, rival.source, gain_over(problem, scenario, streams, ours, runs))
+        for rival, runs in zip(against, theirs, strict=True)
+    ]
     gate = problem.gate(scenario, len(streams))(artifact)
     return Verdict(tuple(gains), tuple(gate))
 

@@ -23,7 +23,7 @@ from ray.tune.logger import JsonLoggerCallback
 
 from tokenyard import registry
 from tokenyard.artifact import model_name
-from tokenyard.evaluation import Comparison, rank
+from tokenyard.evaluation import Comparison, Map, rank
 from tokenyard.figures import draw_trade_off, learning_curves
 from tokenyard.problem import AnyProblem, Artifact, Row, Scenario
 from tokenyard.promotion import Verdict, judge_candidate, rivals
@@ -303,7 +303,7 @@ def _read(result: Result, load: Callable[[Path], Artifact], taken: set[str]) -> 
     )
 
 
-def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
+def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Report:
     """Rank the trials on validation streams, and evaluate the best on fresh ones.
 
     Trials and rules are ranked on the streams on which trials validate themselves in training, so
@@ -317,16 +317,18 @@ def judge(sweep: Sweep, trials: list[FinishedTrial]) -> Report:
         scenario, "validation", problem.num_validation_streams, VALIDATION_SEED
     )
     baseline = experiment.baseline
-    ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed)
+    ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed, mapped)
     by_label = {trial.label: trial for trial in trials}
     best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
     finalists = {best.label: policies[best.label], baseline: rules[baseline]}
     fresh = problem.streams(scenario, "evaluation", experiment.evaluation_streams, sweep.seed)
-    evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed)
+    evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed, mapped)
     return Report(ranking, evaluation, best)
 
 
-def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> Outcome:
+def register_best(
+    sweep: Sweep, trials: list[FinishedTrial], report: Report, mapped: Map = map
+) -> Outcome:
     """Log every trial's policy to its run, register the best, and settle who is champion.
 
     Raises:
@@ -338,7 +340,7 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     verdicts: list[Verdict] = []
 
     def accepted() -> bool:
-        verdicts.append(against_rivals(sweep, report.best.artifact))
+        verdicts.append(against_rivals(sweep, report.best.artifact, mapped))
         return verdicts[0].accepted
 
     registration = registry.register(
@@ -352,7 +354,7 @@ def register_best(sweep: Sweep, trials: list[FinishedTrial], report: Report) -> 
     return Outcome(sweep.problem.name, registration, verdict)
 
 
-def against_rivals(sweep: Sweep, artifact: Artifact) -> Verdict:
+def against_rivals(sweep: Sweep, artifact: Artifact, mapped: Map = map) -> Verdict:
     """Set a policy against the present champion and the best tuned rule."""
     experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
     registered = registry.mlflow_lookup(sweep.client.tracking_uri)
@@ -361,7 +363,7 @@ def against_rivals(sweep: Sweep, artifact: Artifact) -> Verdict:
         scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
     )
     against = rivals(problem, scenario, experiment.baseline, registered)
-    return judge_candidate(problem, scenario, artifact, against, streams, sweep.seed)
+    return judge_candidate(problem, scenario, artifact, against, streams, sweep.seed, mapped)
 
 
 def record_chain(chain: Chain, outcomes: Sequence[Outcome], command: str) -> None:

@@ -124,7 +124,7 @@ class Forecaster(FrozenModel):
 
     def quantile(self, median_per_s: FloatArray, share: float) -> FloatArray:
         """Quantile of demand around forecasts, shape (..., NUM_HORIZONS)."""
-        factor: FloatArray = np.exp(norm.ppf(share) * np.array(self.spread))
+        factor: FloatArray = np.exp(norm.ppf(share) * self._spread)
         return median_per_s * factor
 
     def _weighed(self, log: FloatArray, medians: FloatArray, at: IntArray) -> Outlook:
@@ -149,8 +149,16 @@ class Forecaster(FrozenModel):
         weight = np.where(known < _MEMORY // 2, 1.0, 1.0 / (1.0 + ratio**_SHARPNESS))
         own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
         mixed = own_share * np.log(medians) + steady_share * level[:, None]
-        spread = own_share * np.array(self.spread) + steady_share * np.sqrt(steady_error)[:, None]
+        spread = own_share * self._spread + steady_share * np.sqrt(steady_error)[:, None]
         return Outlook(np.exp(mixed), spread, weight)
+
+    @functools.cached_property
+    def _weights(self) -> FloatArray:
+        return np.array(self.weights)
+
+    @functools.cached_property
+    def _spread(self) -> FloatArray:
+        return np.array(self.spread)
 
     @functools.cached_property
     def _day(self) -> FloatArray:
@@ -161,7 +169,7 @@ class Forecaster(FrozenModel):
         return np.asarray(self._day[slots % self.slots_per_day])
 
     def _predict(self, inputs: FloatArray, slots: IntArray) -> FloatArray:
-        deviation = np.einsum("thk,hk->th", inputs, np.array(self.weights))
+        deviation = np.einsum("thk,hk->th", inputs, self._weights)
         ahead = slots[:, None] + np.arange(NUM_HORIZONS)
         profile = self._profile_at(ahead.ravel()).reshape(ahead.shape)
         return np.asarray(np.exp(profile + deviation))

@@ -45,8 +45,8 @@ class TrialConfig(BaseModel):
     seed: Annotated[int, Field(ge=0)] = 0
     train_steps: Annotated[int, Field(ge=1)] = 100_000
     """Environment steps the trial is planned for; schedules end with it."""
-    num_env_runners: Annotated[int, Field(ge=0)] = 1
-    """Env-runner actors; 0 samples in the trial's own process."""
+    num_env_runners: Annotated[int, Field(ge=0)] = 0
+    """Env-runner actors; 0 samples in the trial's own process, which costs least (decision 0010)."""
     cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
     """CPUs that the trial's own process and each env runner reserve."""
     placement: Placement = "PACK"
@@ -157,12 +157,12 @@ class PolicyTrainable(tune.Trainable):
     def default_resource_request(cls, config: dict[str, Any]) -> tune.PlacementGroupFactory:
         """What the trial and its env runners reserve: a bundle each, where `placement` says.
 
-        Tables and searches have no env runner and are counted as if they had: they keep a core
-        busy, and only between equal requests does Tune turn an actor to the next trial.
+        A trial without env runners is counted as if it had one: it keeps a core busy, and only
+        between equal requests does Tune turn an actor to the next trial.
         """
         default = {name: field.default for name, field in TrialConfig.model_fields.items()}
         given = {**default, **config}
-        bundles = [{"CPU": given["cpus_per_actor"]}] * (1 + given["num_env_runners"])
+        bundles = [{"CPU": given["cpus_per_actor"]}] * (1 + max(given["num_env_runners"], 1))
         return tune.PlacementGroupFactory(bundles, strategy=given["placement"])
 
     def setup(self, config: dict[str, Any]) -> None:
