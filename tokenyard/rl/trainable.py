@@ -46,7 +46,7 @@ class TrialConfig(BaseModel):
     train_steps: Annotated[int, Field(ge=1)] = 100_000
     """Environment steps the trial is planned for; schedules end with it."""
     num_env_runners: Annotated[int, Field(ge=0)] = 0
-    """Env-runner actors; 0 samples in the trial's own process, which costs least (decision 0010)."""
+    """Env-runner actors; 0: the trial samples in its own process (decision 0010)."""
     cpus_per_actor: Annotated[float, Field(gt=0)] = 0.5
     """CPUs that the trial's own process and each env runner reserve."""
     placement: Placement = "PACK"
