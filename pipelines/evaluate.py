@@ -53,7 +53,8 @@ class Args:
     """Replay this recorded trace through the scenario's servers, in windows."""
     policies: str | None = None
     """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
-    every baseline and the champion, of allocation the bounds too."""
+    every baseline whose signals the servers have (docs/rules.md) and the champion, of allocation
+    the bounds too."""
     baseline: str | None = None
     """Policy that differences are taken to; it is run even when it is not named. By default sed,
     of allocation autoscaler_tuned, of regions skylb. `best`: of the rules that are named, the one
@@ -105,7 +106,7 @@ def plan(
     args: Args, problem: Problem[S, A, D, R], scenario: S, registry: RegistryLookup | None
 ) -> Plan[S, D, R]:
     baseline = args.baseline or problem.default_baseline
-    wanted = args.policies.split(",") if args.policies else problem.default_policies
+    wanted = args.policies.split(",") if args.policies else problem.policies_for(scenario)
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
     candidates = [problem.candidate(scenario, name, registry) for name in names if name != BEST]
     if baseline == BEST and not any(one.is_rule for one in candidates):

@@ -231,6 +231,10 @@ class Problem(Protocol[S, A, D, R]):
         """
         ...
 
+    def policies_for(self, scenario: S) -> Sequence[str]:
+        """What an evaluation of the scenario runs where nothing else is asked for."""
+        return self.default_policies
+
     def load_artifact(self, path: str | Path) -> A:
         """Read a policy file.
 

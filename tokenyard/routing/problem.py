@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tokenyard import former_names
 from tokenyard.artifact import RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
@@ -24,7 +25,7 @@ from tokenyard.routing.artifact import (
     resolve_champion,
 )
 from tokenyard.routing.bounds import BOUNDS
-from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy, rows_for
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
 from tokenyard.routing.simulator.server_models import server_model
@@ -52,7 +53,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
 
     name = "routing"
     suites = SUITES
-    default_policies = (*BASELINES, "champion")
+    default_policies = ("champion",)
     default_baseline = "sed"
     default_streams = 30
     score = Score("score", 1, "s")
@@ -69,6 +70,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     measures = staticmethod(lambda scenario: server_model(scenario).measures())
     summary = staticmethod(evaluation.mean_summary)
     samples = staticmethod(evaluation.samples)
+
+    def policies_for(self, scenario: Scenario) -> list[str]:
+        """The baselines whose signals its servers have, and the champion."""
+        return [*rows_for(scenario.name, server_model(scenario).has), *self.default_policies]
 
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
@@ -90,7 +95,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         if name in TRAINED or name.endswith(".npz"):
             return _learned(name, scenario, registry)
         known = [*BASELINES, *TRAINED, *BOUNDS]
-        raise ValueError(f"unknown policy {name!r}; give a policy file (.npz) or one of {known}")
+        hint = former_names.hint(name, former_names.RULES)
+        raise ValueError(
+            f"unknown policy {name!r}; give a policy file (.npz) or one of {known}{hint}"
+        )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
         """What runs a trained policy."""
