@@ -36,6 +36,7 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
 BEST = "best"
+MOST_LOAD = 2.0
 WIDTH = 170
 """Columns of a table that is not printed to a terminal."""
 
@@ -69,6 +70,9 @@ class Args:
     scenario names one and its file is found."""
     native_time: bool = False
     """Keep the trace's recorded time instead of scaling it to the scenario's load."""
+    load: float | None = None
+    """Offered load that streams or the trace are scaled to (0.8: four fifths of what the servers
+    can do), in place of the scenario's."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """Whether a malformed row of the trace stops the run, or is left out and counted."""
     registry: str | None = None
@@ -114,10 +118,12 @@ def plan(
     count = problem.default_streams if args.streams is None else args.streams
     if count < 1:
         raise ValueError(f"--streams {count} must be at least 1")
-    streams, notes = problem.evaluation_streams(
-        scenario,
-        StreamOptions(count, args.seed, args.source, args.trace, args.native_time, args.on_bad_row),
+    if args.load is not None and not 0 < args.load < MOST_LOAD:
+        raise ValueError(f"--load {args.load:g} must lie between 0 and {MOST_LOAD:g}")
+    options = StreamOptions(
+        count, args.seed, args.source, args.trace, args.native_time, args.on_bad_row, args.load
     )
+    streams, notes = problem.evaluation_streams(scenario, options)
     notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]
     return Plan(scenario, streams, candidates, baseline, notes)
 
@@ -138,8 +144,15 @@ def evaluate(
         console.print(line)
     for table in level_tables(problem, scenario, rows):
         console.print(table)
-    console.print(difference_table(problem, scenario, rows))
-    if beside:
+    overload = problem.overload(streams)
+    if overload is not None:
+        console.print(
+            f"offered load {overload:.1f}: the queue only grows; use --load 0.8. Differences are "
+            "not shown: they would tell how long the streams are."
+        )
+    else:
+        console.print(difference_table(problem, scenario, rows))
+    if beside and overload is None:
         console.print(difference_table(problem, scenario, beside, "baseline"))
     figures: dict[str, Figure] = {}
     if args.figures is not None or args.mlflow:
