@@ -72,7 +72,7 @@ class ConstantRate(_Servers):
     simulator = ClusterSim
     linear_kind = "linear"
     num_slo_weights = 0
-    rules = ("sed", "sed_reserve", "sed_dump", "sita", "weighted_least_connections")
+    rules = ("sed", "sed_reserve", "sed_dump", "sed_linear", "sita", "weighted_least_connections")
     compiled_rules = ("sed", "sed_reserve", "sed_dump")
     hand_rule = "sed"
     refuses = False
@@ -176,7 +176,8 @@ class Batching(_Servers):
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
         "sed", "sed_dump", "marginal_delay", "tuned_marginal_delay", "weighted_least_connections",
-        "weighted_least_loaded",
+        "weighted_least_loaded", "tuned_filter_dump", "tuned_lmetric", "tuned_pending_prefill",
+        "tuned_dynamo_cost", "tuned_llmd_blend",
     )  # fmt: skip
     compiled_rules = ("marginal_delay", "tuned_marginal_delay")
     hand_rule = "tuned_marginal_delay"
