@@ -74,6 +74,9 @@ def _draws_slo(context: PolicyContext) -> tuple[Any, ...]:
     return (context.rng, context.slo)
 
 
+SERVICE_WEIGHTS = (
+    0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0,
+)  # fmt: skip
 BY_SPEED = {"by_speed": (0.0, 1.0)}
 CACHE_AWARE = {
     "cache_threshold": (0.1, 0.3, 0.5, 0.8),
@@ -84,7 +87,7 @@ PUBLIC_RULES: dict[str, PublicRule] = {
     "sed_linear": PublicRule(
         SedLinear,
         Needs.NOTHING,
-        {"service_weight": (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0, 60.0)},
+        {"service_weight": SERVICE_WEIGHTS},
     ),
     "filter_dump": PublicRule(
         FilterDump,
