@@ -37,6 +37,7 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
 BEST = "best"
+MOST_LOAD = 2.0
 WIDTH = 170
 """Columns of a table that is not printed to a terminal."""
 
@@ -54,7 +55,8 @@ class Args:
     """Replay this recorded trace through the scenario's servers, in windows."""
     policies: str | None = None
     """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
-    every baseline and the champion, of allocation the bounds too."""
+    every baseline whose signals the servers have (docs/rules.md) and the champion, of allocation
+    the bounds too."""
     baseline: str | None = None
     """Policy that differences are taken to; it is run even when it is not named. By default sed,
     of allocation autoscaler_tuned, of regions skylb. `best`: of the rules that are named, the one
@@ -69,6 +71,9 @@ class Args:
     scenario names one and its file is found."""
     native_time: bool = False
     """Keep the trace's recorded time instead of scaling it to the scenario's load."""
+    load: float | None = None
+    """Offered load that streams or the trace are scaled to (0.8: four fifths of what the servers
+    can do), in place of the scenario's."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """Whether a malformed row of the trace stops the run, or is left out and counted."""
     registry: str | None = None
@@ -106,7 +111,7 @@ def plan(
     args: Args, problem: Problem[S, A, D, R], scenario: S, registry: RegistryLookup | None
 ) -> Plan[S, D, R]:
     baseline = args.baseline or problem.default_baseline
-    wanted = args.policies.split(",") if args.policies else problem.default_policies
+    wanted = args.policies.split(",") if args.policies else problem.policies_for(scenario)
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
     candidates = [problem.candidate(scenario, name, registry) for name in names if name != BEST]
     if baseline == BEST and not any(one.is_rule for one in candidates):
@@ -114,10 +119,12 @@ def plan(
     count = problem.default_streams if args.streams is None else args.streams
     if count < 1:
         raise ValueError(f"--streams {count} must be at least 1")
-    streams, notes = problem.evaluation_streams(
-        scenario,
-        StreamOptions(count, args.seed, args.source, args.trace, args.native_time, args.on_bad_row),
+    if args.load is not None and not 0 < args.load < MOST_LOAD:
+        raise ValueError(f"--load {args.load:g} must lie between 0 and {MOST_LOAD:g}")
+    options = StreamOptions(
+        count, args.seed, args.source, args.trace, args.native_time, args.on_bad_row, args.load
     )
+    streams, notes = problem.evaluation_streams(scenario, options)
     notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]
     return Plan(scenario, streams, candidates, baseline, notes)
 
@@ -139,8 +146,15 @@ def evaluate(
         console.print(line)
     for table in level_tables(problem, scenario, rows):
         console.print(table)
-    console.print(difference_table(problem, scenario, rows))
-    if beside:
+    overload = problem.overload(streams)
+    if overload is not None:
+        console.print(
+            f"offered load {overload:.1f}: the queue only grows; use --load 0.8. Differences are "
+            "not shown: they would tell how long the streams are."
+        )
+    else:
+        console.print(difference_table(problem, scenario, rows))
+    if beside and overload is None:
         console.print(difference_table(problem, scenario, beside, "baseline"))
     figures: dict[str, Figure] = {}
     if args.figures is not None or args.mlflow:

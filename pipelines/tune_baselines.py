@@ -4,8 +4,8 @@
     python pipelines/tune_baselines.py --scenario a100x8_13b
 
 Writes tokenyard/scenarios/tuned/<problem>/<scenario>.json, which ships with the package. All of it
-is learned from training streams: of routing also the rules of public routers, where there is a
-fleet; of allocation the best static plan and autoscalers.
+is learned from training streams: of routing also the knobs of public routers' rules, where their
+signals exist (docs/rules.md); of allocation the best static plan and autoscalers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules
+from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules, load_tuned
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.tuning import tune_rules
+from tokenyard.routing.tuning import tune_public_rules, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 
@@ -48,6 +49,8 @@ class Args:
     """Of the training streams."""
     out: Path | None = None
     """Folder of the parameter files; by default that of the package."""
+    public_only: bool = False
+    """Tune the rules of public routers alone, beside what the file has of the others."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -59,7 +62,11 @@ def tune(args: Args, scenario: Scenario | AllocationScenario) -> tuple[str, list
         return tuned.model_dump_json(indent=2), rows_of_allocation(tuned)
     if args.requests:
         scenario = scenario.model_copy(update={"requests_per_stream": args.requests})
-    rules = tune_rules(scenario, args.streams, args.seed)
+    if args.public_only:
+        known = load_tuned(scenario.name)
+        rules = tune_public_rules(scenario, known, args.streams, args.seed)
+    else:
+        rules = tune_rules(scenario, args.streams, args.seed)
     return rules.model_dump_json(indent=2), rows_of_routing(rules)
 
 
@@ -76,6 +83,10 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
     for name, fields in FLEET_GRIDS.items():
         values = [f"{field} {getattr(rules.fleet, field):g}" for field in fields]
         parameters[name] = ", ".join(values) or "none"
+    for name in PUBLIC_RULES:
+        found = [f"{knob} {value:g}" for knob, value in rules.knobs.get(name, {}).items()]
+        parameters[name] = "its makers'"
+        parameters[TUNED_PREFIX + name] = ", ".join(found) or "its makers'"
     return [
         {
             "scenario": rules.scenario,

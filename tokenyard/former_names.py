@@ -19,6 +19,13 @@ KEYS: Mapping[str, str] = {
     "trust": "circuit_breaker",
 }
 """Keys of scenario files, cluster files and policy files."""
+RULES: Mapping[str, str] = {
+    "prefix_affinity": "vllm_cache_aware",
+    "sticky_until_saturated": "llmd_sticky",
+    "kv_cost": "dynamo_cost",
+    "weighted_scorers": "llmd_blend",
+}
+"""Rules of routing."""
 ENGINES: Mapping[str, str] = {"gang": "sharded"}
 """Values of `engine` in cluster files."""
 

@@ -189,6 +189,8 @@ class StreamOptions:
     """Whether the trace keeps its recorded time."""
     on_bad_row: Literal["raise", "skip"] = "raise"
     """What a malformed row of the trace does."""
+    load: float | None = None
+    """Offered load that time is scaled to; None: the scenario's."""
 
 
 class Problem(Protocol[S, A, D, R]):
@@ -230,6 +232,10 @@ class Problem(Protocol[S, A, D, R]):
             ValueError: Unknown name, with the closest one, or a file that is wrong.
         """
         ...
+
+    def policies_for(self, scenario: S) -> Sequence[str]:
+        """What an evaluation of the scenario runs where nothing else is asked for."""
+        return self.default_policies
 
     def load_artifact(self, path: str | Path) -> A:
         """Read a policy file.
@@ -280,12 +286,16 @@ class Problem(Protocol[S, A, D, R]):
         Raises:
             ValueError: They do not exist; of most problems there are no recorded ones.
         """
-        if options.trace or options.source or options.native_time:
+        if options.trace or options.source or options.native_time or options.load:
             raise ValueError(
-                f"--trace, --source and --native-time are for routing; the demand of {self.name} "
-                "is in its scenarios' files"
+                "--trace, --source, --native-time and --load are for routing; the demand of "
+                f"{self.name} is in its scenarios' files"
             )
         return self.streams(scenario, "evaluation", options.count, options.seed), []
+
+    def overload(self, streams: D) -> float | None:
+        """Offered load of streams that the scenario can't serve, above 1; None: it can."""
+        return None
 
     def validation(
         self, scenario: S, num_streams: int, seed: int = 0

@@ -18,7 +18,7 @@ from tokenyard.artifact import ArtifactError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import LengthPredictor
-from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies import BASELINES, PolicyContext, draws, make_policy
 from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 GENERIC = "generic"
 """Name of the policy for any cluster."""
-RANDOMISED = frozenset({"random", "weighted_random", "power_of_two"})
+RANDOMISED = frozenset(
+    {"random", "weighted_random", "power_of_two"} | {name for name in BASELINES if draws(name)}
+)
 """Baselines whose choice is itself a draw, so that its propensity is not known."""
 MAX_EXPLORE_FRACTION = 0.05
 TUNED = frozenset({"sed_reserve", "sed_dump", "sita"})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tokenyard import former_names
 from tokenyard.artifact import RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
@@ -24,7 +25,7 @@ from tokenyard.routing.artifact import (
     resolve_champion,
 )
 from tokenyard.routing.bounds import BOUNDS
-from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
+from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy, rows_for
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
 from tokenyard.routing.simulator.server_models import server_model
@@ -52,7 +53,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
 
     name = "routing"
     suites = SUITES
-    default_policies = (*BASELINES, "champion")
+    default_policies = ("champion",)
     default_baseline = "sed"
     default_streams = 30
     score = Score("score", 1, "s")
@@ -69,6 +70,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     measures = staticmethod(lambda scenario: server_model(scenario).measures())
     summary = staticmethod(evaluation.mean_summary)
     samples = staticmethod(evaluation.samples)
+
+    def policies_for(self, scenario: Scenario) -> list[str]:
+        """The baselines whose signals its servers have, and the champion."""
+        return [*rows_for(scenario.name, server_model(scenario).has), *self.default_policies]
 
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
@@ -90,7 +95,10 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         if name in TRAINED or name.endswith(".npz"):
             return _learned(name, scenario, registry)
         known = [*BASELINES, *TRAINED, *BOUNDS]
-        raise ValueError(f"unknown policy {name!r}; give a policy file (.npz) or one of {known}")
+        hint = former_names.hint(name, former_names.RULES)
+        raise ValueError(
+            f"unknown policy {name!r}; give a policy file (.npz) or one of {known}{hint}"
+        )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
         """What runs a trained policy."""
@@ -108,8 +116,19 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         Raises:
             ValueError: There is no recorded test part, or the trace is too short.
         """
+        if options.load is not None and options.native_time:
+            raise ValueError("--load scales time and --native-time keeps it: give one of them")
         streams, notes = _find_streams(StreamSource(scenario), options)
-        return streams, [*notes, f"output length known to the router: {scenario.output_length}"]
+        return streams, [
+            *notes,
+            _load_note(streams),
+            f"output length known to the router: {scenario.output_length}",
+        ]
+
+    def overload(self, streams: StreamSet) -> float | None:
+        """Load above 1, but for sessions, much of whose prompts is cached."""
+        load = streams.offered_load
+        return load if load > 1.0 and not streams.has_prefixes else None
 
     def validation(
         self, scenario: Scenario, num_streams: int, seed: int = 0
@@ -155,9 +174,9 @@ PROBLEM = Routing()
 def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamSet, list[str]]:
     if options.trace is not None:
         trace, skipped = read_trace(options.trace, options.on_bad_row)
-        streams = trace_streams(source, trace, options.count, options.native_time)
+        streams = trace_streams(source, trace, options.count, options.native_time, options.load)
         return streams, [f"trace {options.trace}: {skipped} malformed rows skipped"]
-    held_out = None if options.source == "synthetic" else held_out_streams(source)
+    held_out = None if options.source == "synthetic" else held_out_streams(source, options.load)
     if held_out is not None:
         return held_out, ["intervals: block bootstrap over the requests of one recorded stream"]
     missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
@@ -165,7 +184,13 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
         raise ValueError(f"--source held-out: {missing}")
     known = source.scenario.held_out_trace is None or options.source
     notes = [] if known else [f"synthetic: {missing}"]
-    return synthetic_streams(source, options.count, options.seed), notes
+    factor = 1.0 if options.load is None else options.load / source.offered_load
+    return synthetic_streams(source, options.count, options.seed, load_factor=factor), notes
+
+
+def _load_note(streams: StreamSet) -> str:
+    cached = ", as if nothing were cached" if streams.has_prefixes else ""
+    return f"offered load: {streams.offered_load:.2f}{cached}"
 
 
 def _learned(

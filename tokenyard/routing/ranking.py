@@ -15,10 +15,11 @@ from scipy.stats import kendalltau
 from tokenyard.evaluation import run_candidates
 from tokenyard.problem import Row
 from tokenyard.routing.evaluation import summarise
-from tokenyard.routing.policies import BASELINES
+from tokenyard.routing.policies import rows_for
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, Scenario
 from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -35,7 +36,8 @@ METRICS = {
 
 def _values(scenario: Scenario, streams: StreamSet, seed: int) -> dict[str, list[list[float]]]:
     """Every metric's values: per stream, one number per policy."""
-    candidates = [PROBLEM.candidate(scenario, name) for name in BASELINES]
+    names = rows_for(scenario.name, server_model(scenario).has)
+    candidates = [PROBLEM.candidate(scenario, name) for name in names]
     runs = run_candidates(candidates, scenario, streams, seed)
     return {name: _table(scenario, runs, key) for name, key in METRICS.items()}
 

@@ -246,6 +246,21 @@ class Scenario(FrozenModel):
         """Tokens that all servers together can process in a second."""
         return sum(self.server_capacities_tokens_per_s)
 
+    def offered_load(self, rate_per_s: float, mean_context: float, mean_generated: float) -> float:
+        """Share of what the servers can do that requests of these mean lengths ask for.
+
+        Nothing counts as cached.
+        """
+        lengths = (mean_context, mean_generated)
+        if self.fleet is None:
+            return rate_per_s * sum(lengths) / self.capacity_tokens_per_s
+        return rate_per_s / sum(
+            requests_per_s(
+                one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths
+            )
+            for one in self.fleet.replicas
+        )
+
     def rate_per_s(self, mean_total_tokens: float) -> float:
         """Arrival rate in requests per second, for requests of that mean size in tokens."""
         if self.arrivals.rate_per_s is not None:

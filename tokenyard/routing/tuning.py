@@ -7,6 +7,7 @@ parameter sees the same streams.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,21 +15,27 @@ import numpy as np
 from tokenyard.metrics import score
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
-from tokenyard.routing.policies.delay import (
-    SedDump,
-    SedReserve,
-    ShortestExpectedDelay,
+from tokenyard.routing.policies.delay import SedDump, SedReserve
+from tokenyard.routing.policies.public import (
+    ALWAYS_TUNED,
+    PUBLIC_RULES,
+    TUNED_PREFIX,
+    Needs,
+    grid_of,
 )
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.run import PolicyFactory, run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.types import RoutingPolicy
 
 Values = tuple[float, ...]
+
+MOST_TRIALS = 40
+"""Settings that are tried of any rule with knobs: the same for those of all makers and ours."""
 
 
 def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
@@ -37,7 +44,7 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
     Sizes are searched over quantiles of the sizes that the router sees, the dump replica over
     all replicas, and SITA's cuts one at a time until none of them moves, for every order of
     unequal servers. Rules that only such servers tell apart are searched likewise, on their grids
-    and from the values of their sources.
+    and from the values of their sources, and so are the public rules (`tune_public_rules`).
     """
     source = StreamSource(scenario)
     search = _Search(scenario, synthetic_streams(source, num_streams, seed, "training"))
@@ -51,7 +58,7 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
         sita_cuts_tokens=cuts,
         sita_replicas=replicas,
         scores={
-            "sed": search.score_of(ShortestExpectedDelay()),
+            "sed": search.score_of("sed"),
             "sed_reserve": reserve_score,
             "sed_dump": dump_score,
             "sita": sita_score,
@@ -59,7 +66,18 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
         tuned_on=f"{num_streams} training streams of {scenario.requests_per_stream} requests, "
         f"seed {seed}",
     )
-    return search.with_rules_of_servers(rules)
+    return search.with_public_rules(search.with_rules_of_servers(rules))
+
+
+def tune_public_rules(
+    scenario: Scenario, rules: TunedRules, num_streams: int, seed: int
+) -> TunedRules:
+    """Search the knobs of the public rules anew and keep what is known of the other rules.
+
+    Every rule may try `MOST_TRIALS` settings, on the same streams, from its makers' values.
+    """
+    streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
+    return _Search(scenario, streams).with_public_rules(rules)
 
 
 def coordinate_descent(
@@ -67,6 +85,7 @@ def coordinate_descent(
     grids: Sequence[Sequence[float]],
     score_of: Callable[[Values], float],
     allowed: Callable[[Values], bool] = lambda values: True,
+    most_trials: float = math.inf,
 ) -> tuple[float, Values]:
     """Move one value at a time along its grid while that raises the score.
 
@@ -75,6 +94,7 @@ def coordinate_descent(
         grids: What each of the values may become.
         score_of: To be raised; called once for equal values.
         allowed: Which values may be tried together.
+        most_trials: How often `score_of` may be called; what it found by then is returned.
 
     Returns:
         The best score and its values; the first found of equals.
@@ -89,6 +109,8 @@ def coordinate_descent(
                 trial = (*best[:at], value, *best[at + 1 :])
                 if trial in seen or not allowed(trial):
                     continue
+                if len(seen) >= most_trials:
+                    return seen[best], best
                 seen[trial] = score_of(trial)
                 if seen[trial] > seen[best]:
                     best, improved = trial, True
@@ -110,21 +132,28 @@ class _Search:
         for copy, stream in enumerate(self._streams.requests):
             self._sim.load(copy, stream)
 
-    def score_of(self, policy: RoutingPolicy) -> float:
+    def score_of(self, name: str, rules: TunedRules | None = None) -> float:
+        """Mean score over streams of a rule by name, made afresh for each."""
+        return self._score(self._factory(name, rules))
+
+    def _score_made(self, policy: RoutingPolicy) -> float:
         """Mean score over streams of a policy without memory."""
-        runs = run_policy(self._scenario, self._streams, lambda rng: policy, seed=0)
+        return self._score(lambda rng: policy)
+
+    def _score(self, factory: PolicyFactory) -> float:
+        runs = run_policy(self._scenario, self._streams, factory, seed=0)
         return mean_summary(self._scenario, runs)["score"]
 
     def reserve_above_tokens(self) -> tuple[float, float]:
         """Best size for SED-reserve, and its score; the largest size bars nothing."""
-        scores = [self.score_of(SedReserve(above)) for above in self._quantiles]
+        scores = [self._score_made(SedReserve(above)) for above in self._quantiles]
         best = int(np.argmax(scores))
         return self._quantiles[best], scores[best]
 
     def dump_replica(self) -> tuple[int, float]:
         """Best replica for SED-dump, and its score."""
         slo, num = self._scenario.slo, self._scenario.num_servers
-        scores = [self.score_of(SedDump(slo, i, num)) for i in range(num)]
+        scores = [self._score_made(SedDump(slo, i, num)) for i in range(num)]
         best = int(np.argmax(scores))
         return best, scores[best]
 
@@ -154,16 +183,51 @@ class _Search:
         best_score, best = coordinate_descent(
             start,
             list(grids.values()),
-            lambda values: self.score_of(self._make(name, with_values(values))),
+            lambda values: self.score_of(name, with_values(values)),
+            most_trials=MOST_TRIALS,
         )
         return best_score, with_values(best)
 
-    def _make(self, name: str, rules: TunedRules) -> RoutingPolicy:
-        scenario = self._scenario
-        rng = np.random.default_rng(0)
-        return make_policy(
-            name, PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
+    def with_public_rules(self, rules: TunedRules) -> TunedRules:
+        """Add the score of every public rule that is a row here, and the best of its knobs."""
+        has = self._servers.has
+        scores, knobs = dict(rules.scores), dict(rules.knobs)
+        for name in [name for name, rule in PUBLIC_RULES.items() if rule.needs <= has]:
+            if name != ALWAYS_TUNED:
+                scores[name] = self.score_of(name, rules)
+            if grid_of(name, has):
+                label = name if name == ALWAYS_TUNED else TUNED_PREFIX + name
+                scores[label], knobs[name] = self._tune_knobs(name, label, rules, has)
+        return rules.model_copy(update={"scores": scores, "knobs": knobs})
+
+    def _tune_knobs(
+        self, name: str, label: str, rules: TunedRules, has: Needs
+    ) -> tuple[float, dict[str, float]]:
+        grid = grid_of(name, has)
+        start = PUBLIC_RULES[name].defaults
+
+        def score_with(values: Values) -> float:
+            tried = {name: dict(zip(grid, values, strict=True))}
+            return self.score_of(label, rules.model_copy(update={"knobs": tried}))
+
+        best_score, best = coordinate_descent(
+            tuple(start[knob] for knob in grid),
+            list(grid.values()),
+            score_with,
+            most_trials=MOST_TRIALS,
         )
+        # What was not moved is not written: a maker's value may be infinite, and may change.
+        found = dict(zip(grid, best, strict=True))
+        return best_score, {knob: value for knob, value in found.items() if value != start[knob]}
+
+    def _factory(self, name: str, rules: TunedRules | None) -> PolicyFactory:
+        scenario = self._scenario
+
+        def factory(rng: np.random.Generator) -> RoutingPolicy:
+            context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
+            return make_policy(name, context)
+
+        return factory
 
     def _cuts(self, order: tuple[int, ...]) -> tuple[float, Values]:
         """Best cuts for an order of servers: coordinate descent from equal load."""

@@ -16,24 +16,19 @@ from tokenyard.routing.observation import (
     snapshot_columns,
 )
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
-from tokenyard.routing.policies.backlog import WeightedLeastConnections
 from tokenyard.routing.policies.delay import MarginalDelay, SedDump, finish_s
-from tokenyard.routing.policies.prefix import (
-    KvCost,
-    PrefixAffinity,
-    StickyUntilSaturated,
-    WeightedScorers,
-)
+from tokenyard.routing.policies.public import is_tuned, public_factories
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.types import Slo
 
 OBLIVIOUS = {"round_robin", "random", "weighted_random", "sita"}
 GIVES_UP_A_REPLICA = {"sed_reserve", "sed_dump"}
-NARROWS_DOWN = {"prefix_affinity", "sticky_until_saturated"}
-LOAD_AWARE = sorted(set(BASELINES) - OBLIVIOUS - GIVES_UP_A_REPLICA)
+OWN = sorted(set(BASELINES) - public_factories().keys())
+"""Those that are not of public routers, which have tests of their own."""
+EVERY_CLASS = sorted(name for name in BASELINES if not is_tuned(name) or name == "sed_linear")
+LOAD_AWARE = sorted(set(OWN) - OBLIVIOUS - GIVES_UP_A_REPLICA)
 LOOKS_AT_ALL = sorted(set(LOAD_AWARE) - {"power_of_two"})
-SCORES = sorted(set(LOOKS_AT_ALL) - NARROWS_DOWN)
 SLO = Slo(2.0)
 few = settings(max_examples=scaled(40))
 
@@ -127,13 +122,7 @@ def engine_of(level: float, match_tokens: int = 0) -> EngineSnapshot:
     )
 
 
-def holding(match_tokens: int, prefill_in_flight_tokens: float = 0.0) -> ReplicaSnapshot:
-    """One of several equal replicas, with so much of the prompt and so much prefill in flight."""
-    engine = replace(engine_of(0, match_tokens), prefill_in_flight_tokens=prefill_in_flight_tokens)
-    return replace(loaded(0), tokens_in_flight=prefill_in_flight_tokens, engine=engine)
-
-
-@pytest.mark.parametrize("name", sorted(BASELINES))
+@pytest.mark.parametrize("name", EVERY_CLASS)
 @few
 @given(request_=requests, cluster=clusters, seed=st.integers(0, 9))
 def test_every_choice_is_a_replica_that_was_offered(name, request_, cluster, seed):
@@ -141,7 +130,7 @@ def test_every_choice_is_a_replica_that_was_offered(name, request_, cluster, see
     assert all(policy.route(request_, cluster) in range(len(cluster)) for _ in range(3))
 
 
-@pytest.mark.parametrize("name", sorted(BASELINES))
+@pytest.mark.parametrize("name", EVERY_CLASS)
 @few
 @given(request_=requests, only=snapshots)
 def test_a_single_replica_takes_everything(name, request_, only):
@@ -193,7 +182,7 @@ def test_ties_go_to_the_first_replica(name, request_, level, num_replicas, batch
     assert make(name, num_replicas).route(request_, cluster) == 0
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", LOOKS_AT_ALL)
 @few
 @given(request_=requests, cluster=clusters)
 def test_a_policy_that_scores_takes_the_cheapest_candidate(name, request_, cluster):
@@ -205,7 +194,7 @@ def test_a_policy_that_scores_takes_the_cheapest_candidate(name, request_, clust
     assert decision.scores[decision.replica] == min(decision.scores)
 
 
-@pytest.mark.parametrize("name", sorted(BASELINES))
+@pytest.mark.parametrize("name", EVERY_CLASS)
 @few
 @given(request_=requests, cluster=clusters, num_down=st.integers(1, 4))
 def test_replicas_that_are_down_are_missed_by_nobody(name, request_, cluster, num_down):
@@ -297,99 +286,12 @@ def test_marginal_delay_without_weight_on_the_others_is_sed(request_, cluster):
     assert MarginalDelay(others_weight=0.0).costs(request_, cluster) == pytest.approx(sed)
 
 
-@pytest.mark.parametrize("name", ["prefix_affinity", "sticky_until_saturated", "kv_cost"])
 @few
 @given(request_=requests, cluster=token_level_clusters)
-def test_without_engines_prefix_rules_take_the_fewest_tokens_for_the_speed(name, request_, cluster):
+def test_weighted_least_loaded_takes_the_fewest_tokens_for_the_speed(request_, cluster):
     total = request_.predicted_total_tokens
     loads = [(s.tokens_in_flight + total) / s.full_tokens_per_s for s in cluster]
-    assert loads[make(name, len(cluster)).route(request_, cluster)] == min(loads)
-
-
-@few
-@given(
-    request_=requests,
-    matches=st.lists(st.integers(0, 30_000), min_size=2, max_size=8, unique=True),
-)
-def test_of_idle_replicas_prefix_affinity_takes_the_longest_prefix(request_, matches):
-    cluster = [holding(min(match, request_.context_tokens - 1)) for match in matches]
-    longest = max(s.engine.match_tokens for s in cluster)
-    chosen = PrefixAffinity(1.5).route(request_, cluster)
-    assert cluster[chosen].engine.match_tokens == longest
-
-
-@few
-@given(
-    context=st.integers(2, 30_000),
-    data=st.data(),
-    ratio=st.floats(1, 10),
-    backlogs=st.lists(st.floats(0, 1e6), min_size=2, max_size=10),
-)
-def test_prefix_affinity_leaves_for_good_once_the_prefix_is_overloaded(
-    context, data, ratio, backlogs
-):
-    match = data.draw(st.integers(1, context - 1))
-    request_ = Request(0.0, context, float(context))
-    policy = PrefixAffinity(ratio)
-    stays = [
-        policy.route(request_, [holding(0), holding(match, backlog)]) == 1
-        for backlog in [0.0, *sorted(backlogs), ratio * context + match + 1.0]
-    ]
-    assert stays[0]
-    assert not stays[-1]
-    assert stays[:-1] == sorted(stays[:-1], reverse=True)
-
-
-@few
-@given(
-    context=st.integers(10, 30_000),
-    share=st.floats(0, 0.99),
-    prefill=st.floats(0, 1e6),
-    saturated_s=st.floats(0.01, 50),
-)
-def test_sticky_stays_exactly_where_most_matches_and_prefill_is_not_saturated(
-    context, share, prefill, saturated_s
-):
-    match = int(share * context)
-    cluster = [holding(0), holding(match, prefill)]
-    seconds = (prefill + context - match) * 1e-4
-    if match < 0.8 * context or seconds > saturated_s:
-        expected = int(prefill < match)  # By load alone: what is cached need not be computed.
-    else:
-        expected = 1
-    request_ = Request(0.0, context, float(context))
-    assert StickyUntilSaturated(saturated_s).route(request_, cluster) == expected
-
-
-@few
-@given(request_=requests, cluster=fleets)
-def test_a_scorer_that_alone_has_weight_decides(request_, cluster):
-    matches = [s.engine.match_tokens for s in cluster]
-    used = [s.engine.kv_used_fraction for s in cluster]
-    assert matches[WeightedScorers(0, 0, 1).route(request_, cluster)] == max(matches)
-    assert used[WeightedScorers(0, 1, 0).route(request_, cluster)] == pytest.approx(min(used))
-    loads = WeightedLeastConnections().costs(request_, cluster)
-    spread = max(loads) - min(loads)
-    chosen = loads[WeightedScorers(1, 0, 0).route(request_, cluster)]
-    assert chosen == pytest.approx(min(loads), abs=1e-12 * spread)
-
-
-@few
-@given(request_=requests, cluster=fleets)
-def test_only_the_proportions_of_scorer_weights_matter(request_, cluster):
-    once, twice = WeightedScorers(2, 2, 3), WeightedScorers(4, 4, 6)
-    assert once.route(request_, cluster) == twice.route(request_, cluster)
-
-
-@few
-@given(request_=requests, cluster=fleets, other=st.floats(0, 1e6))
-def test_kv_cost_without_weight_on_the_overlap_looks_at_memory_alone(request_, cluster, other):
-    changed = [
-        replace(s, engine=replace(s.engine, prefill_in_flight_tokens=other, match_tokens=0))
-        for s in cluster
-    ]
-    policy = KvCost(0.0)
-    assert policy.costs(request_, cluster) == policy.costs(request_, changed)
+    assert loads[make("weighted_least_loaded", len(cluster)).route(request_, cluster)] == min(loads)
 
 
 @pytest.mark.parametrize("name", ["weighted_random", "weighted_least_connections"])

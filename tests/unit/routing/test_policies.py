@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tokenyard import former_names
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules, load_tuned
 from tokenyard.routing.scenario import load_scenario, scenario_names
@@ -11,10 +12,8 @@ from tokenyard.types import Slo
 NAMES_A_REPLICA = ["sed_reserve", "sed_dump", "sita"]
 SUITS_ANY_NUMBER = [
     "tuned_marginal_delay",
-    "prefix_affinity",
-    "sticky_until_saturated",
-    "kv_cost",
-    "weighted_scorers",
+    "sed_linear",
+    "tuned_dynamo_cost",
 ]
 FLEETS = [name for name in scenario_names() if load_scenario(name).fleet]
 
@@ -26,6 +25,12 @@ def context(scenario_name: str, num_replicas: int = 3) -> PolicyContext:
 def test_an_unknown_policy_is_refused_with_those_there_are():
     with pytest.raises(ValueError, match=r"unknown policy 'least_conections'.*did you mean 'least"):
         make_policy("least_conections", context("nominal"))
+
+
+@pytest.mark.parametrize("former", former_names.RULES)
+def test_a_former_name_is_refused_with_the_one_that_counts_now(former):
+    with pytest.raises(ValueError, match=f"{former} is called {former_names.RULES[former]} now"):
+        make_policy(former, context("nominal"))
 
 
 @pytest.mark.parametrize("name", NAMES_A_REPLICA + SUITS_ANY_NUMBER)
@@ -65,7 +70,7 @@ def test_tuning_never_lost_to_the_values_it_began_with(scenario_name):
     assert rules.scores["tuned_marginal_delay"] >= rules.scores["sed"]
 
 
-@pytest.mark.parametrize("field", ["affinity_load_ratio", "sticky_saturated_s", "others_weight"])
+@pytest.mark.parametrize("field", ["wait_weight", "others_weight"])
 def test_parameters_of_fleet_rules_that_make_no_sense_are_refused(field):
     with pytest.raises(ValueError, match=field):
         FleetRules.model_validate({field: -1.0})

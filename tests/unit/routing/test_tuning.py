@@ -5,6 +5,7 @@ import pytest
 
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX, Needs, grid_of
 from tokenyard.routing.policies.tuned import FLEET_GRIDS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_policy
@@ -57,6 +58,18 @@ def test_descent_asks_once_for_equal_values_and_never_for_those_that_are_not_all
     assert all(first <= second for first, second in asked)
 
 
+def test_descent_stops_when_its_trials_are_spent():
+    asked = []
+
+    def score_of(values):
+        asked.append(values)
+        return sum(values)
+
+    best = coordinate_descent((0.0,), [(1.0, 2.0, 3.0, 4.0)], score_of, most_trials=3)
+    assert best == (2.0, (2.0,))
+    assert len(asked) == 3
+
+
 @pytest.fixture(scope="module")
 def tuned():
     scenario = Scenario.model_validate(FLEET)
@@ -93,10 +106,28 @@ def test_every_parameter_of_fleet_rules_is_searched(tuned):
     assert searched == set(type(rules.fleet).model_fields)
 
 
-def test_parameters_of_prefixes_stay_where_there_is_no_cache():
+def test_knobs_come_from_the_grids_and_differ_from_their_makers(tuned):
+    _, rules = tuned
+    assert rules.knobs.keys() == {name for name, rule in PUBLIC_RULES.items() if rule.grid}
+    for name, knobs in rules.knobs.items():
+        for knob, value in knobs.items():
+            assert value in PUBLIC_RULES[name].grid[knob]
+            assert value != PUBLIC_RULES[name].defaults[knob]
+
+
+def test_a_rule_was_never_tuned_to_be_worse_than_its_makers(tuned):
+    _, rules = tuned
+    for name in rules.knobs:
+        before = "sed" if name == "sed_linear" else name
+        after = name if name == "sed_linear" else TUNED_PREFIX + name
+        assert rules.scores[after] >= rules.scores[before] - 1e-9
+
+
+def test_rules_of_prefixes_are_not_tuned_where_there_is_no_cache():
     without = {**FLEET, "fleet": {**FLEET["fleet"], "prefix_block_tokens": 0}, "sessions": None}
     rules = tune_rules(Scenario.model_validate(without), num_streams=1, seed=0)
-    assert rules.fleet.affinity_load_ratio == 1.5
-    assert rules.fleet.sticky_saturated_s == 18.0
-    assert rules.fleet.scorer_prefix_weight == 3.0
     assert np.isfinite(list(rules.scores.values())).all()
+    for name, rule in PUBLIC_RULES.items():
+        assert (name in rules.scores) == (rule.needs <= Needs.BATCHING)
+        assert rules.knobs.get(name, {}).keys() <= grid_of(name, Needs.BATCHING).keys()
+    assert "prefix_weight" not in grid_of("llmd_blend", Needs.BATCHING)

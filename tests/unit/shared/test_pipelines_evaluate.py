@@ -9,6 +9,7 @@ import yaml
 from pipelines import evaluate, tune_baselines
 from tokenyard.routing import ranking
 from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.suites import SUITES
 from tokenyard.workload.readers import find_trace
@@ -127,9 +128,51 @@ def test_an_own_trace_is_cut_into_windows_and_scaled_to_the_load(tmp_path, capsy
     assert scaled != native
 
 
+def heavy_trace(folder: Path) -> Path:
+    """600 requests of 60,000 tokens a second, for servers of 15,000."""
+    path = folder / "heavy.csv"
+    rows = [f"{0.05 * i},2900,{97 + i % 7}" for i in range(600)]
+    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows]))
+    return path
+
+
+def test_a_trace_many_times_over_capacity_gives_a_sentence_and_no_percentages(tmp_path, capsys):
+    args = dict(scenario="poisson_085", policies="sed,least_loaded", streams=2)
+    trace = heavy_trace(tmp_path)
+    evaluate.main(evaluate.Args(**args, trace=trace, native_time=True))
+    printed = capsys.readouterr().out
+    assert "offered load 4.0: the queue only grows; use --load 0.8" in printed
+    assert "difference to" not in printed
+
+
+@pytest.mark.parametrize("source", ["own", "synthetic", "held-out"])
+def test_load_scales_any_traffic(source, tmp_path, capsys):
+    scenario = "poisson_085" if source == "own" else "bursty_serial"
+    if source == "held-out" and find_trace("azure_code") is None:
+        pytest.skip("AzureLLMInferenceTrace_code.csv not found; set TOKENYARD_DATA")
+    where = {"trace": heavy_trace(tmp_path)} if source == "own" else {"source": source}
+    args = dict(scenario=scenario, policies="sed,least_loaded", streams=1, **where)
+    evaluate.main(evaluate.Args(**args, load=0.5))
+    printed = capsys.readouterr().out
+    assert "offered load: 0.50\n" in printed
+    assert "difference to sed" in printed
+
+
+def test_what_may_be_cached_is_no_overload(capsys):
+    scenario = load_scenario("multi_turn_prefix")
+    streams = PROBLEM.streams(
+        scenario.model_copy(update={"requests_per_stream": 10}), "evaluation", 1, 0
+    )
+    assert streams.offered_load > 1
+    assert PROBLEM.overload(streams) is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
+        ({"scenario": "nominal", "load": -0.5}, "--load -0.5 must lie between 0 and 2"),
+        ({"scenario": "nominal", "load": 0.5, "native_time": True}, "give one of them"),
+        ({"suite": "regions", "load": 0.5}, "--load are for routing"),
         ({}, "exactly one of --scenario and --suite"),
         ({"scenario": "nominal", "suite": "paper"}, "exactly one of --scenario and --suite"),
         ({"scenario": "nominl"}, "did you mean 'nominal'"),

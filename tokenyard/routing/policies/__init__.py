@@ -8,17 +8,17 @@ property tests, the evaluation and the server pick it up by name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
-
+from tokenyard import former_names
 from tokenyard.config import did_you_mean
 from tokenyard.routing.policies.backlog import (
     LeastConnections,
     LeastLoaded,
     PowerOfTwoChoices,
     WeightedLeastConnections,
+    WeightedLeastLoaded,
 )
+from tokenyard.routing.policies.context import PolicyContext
 from tokenyard.routing.policies.delay import (
     MarginalDelay,
     SedDump,
@@ -26,55 +26,12 @@ from tokenyard.routing.policies.delay import (
     ShortestExpectedDelay,
 )
 from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRandom
-from tokenyard.routing.policies.prefix import (
-    KvCost,
-    PrefixAffinity,
-    StickyUntilSaturated,
-    WeightedScorers,
-)
+from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
 from tokenyard.routing.policies.size_interval import SizeIntervals
-from tokenyard.routing.policies.tuned import FleetRules, TunedRules, load_tuned
+from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.types import RoutingPolicy
-from tokenyard.types import Slo
 
-
-@dataclass(frozen=True)
-class PolicyContext:
-    """What a baseline may be built from."""
-
-    scenario_name: str
-    """Whose tuned parameters apply."""
-    slo: Slo
-    rng: np.random.Generator
-    """Draws the choices of the randomised rules."""
-    num_replicas: int
-    tuned: TunedRules | None = None
-    """Parameters of the tuned rules; None: those that ship for the scenario, read when needed."""
-
-    def tuned_rules(self) -> TunedRules:
-        """Return the tuned parameters, some of which name replicas by position.
-
-        Raises:
-            ValueError: There are none for the scenario, or they are for another number of replicas.
-        """
-        rules = self._any_rules()
-        if rules.num_replicas != self.num_replicas:
-            raise ValueError(
-                f"the rules of scenario {rules.scenario!r} are tuned for {rules.num_replicas} "
-                f"replicas, not for {self.num_replicas}"
-            )
-        return rules
-
-    def fleet_rules(self) -> FleetRules:
-        """Return the tuned parameters of rules that suit any number of replicas.
-
-        Raises:
-            ValueError: There are none for the scenario.
-        """
-        return self._any_rules().fleet
-
-    def _any_rules(self) -> TunedRules:
-        return self.tuned or load_tuned(self.scenario_name)
+__all__ = ["BASELINES", "Needs", "PolicyContext", "draws", "load_tuned", "make_policy", "rows_for"]
 
 
 def _sed_reserve(context: PolicyContext) -> SedReserve:
@@ -96,13 +53,6 @@ def _tuned_marginal_delay(context: PolicyContext) -> MarginalDelay:
     return MarginalDelay(rules.wait_weight, rules.others_weight)
 
 
-def _weighted_scorers(context: PolicyContext) -> WeightedScorers:
-    rules = context.fleet_rules()
-    return WeightedScorers(
-        rules.scorer_queue_weight, rules.scorer_kv_weight, rules.scorer_prefix_weight
-    )
-
-
 BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "round_robin": lambda context: RoundRobin(),
     "random": lambda context: Random(context.rng),
@@ -110,6 +60,7 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "least_connections": lambda context: LeastConnections(),
     "weighted_least_connections": lambda context: WeightedLeastConnections(),
     "least_loaded": lambda context: LeastLoaded(),
+    "weighted_least_loaded": lambda context: WeightedLeastLoaded(),
     "power_of_two": lambda context: PowerOfTwoChoices(context.rng),
     "sed": lambda context: ShortestExpectedDelay(),
     "marginal_delay": lambda context: MarginalDelay(),
@@ -117,12 +68,7 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "sed_dump": _sed_dump,
     "sita": _sita,
     "tuned_marginal_delay": _tuned_marginal_delay,
-    "prefix_affinity": lambda context: PrefixAffinity(context.fleet_rules().affinity_load_ratio),
-    "sticky_until_saturated": lambda context: StickyUntilSaturated(
-        context.fleet_rules().sticky_saturated_s
-    ),
-    "kv_cost": lambda context: KvCost(context.fleet_rules().kv_overlap_weight),
-    "weighted_scorers": _weighted_scorers,
+    **public_factories(),
 }
 """Name of every baseline to what makes a fresh one."""
 
@@ -134,6 +80,24 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
         ValueError: The name is unknown, or the rule is tuned and its parameters are missing.
     """
     if name not in BASELINES:
-        hint = did_you_mean(name, BASELINES)
+        hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
     return BASELINES[name](context)
+
+
+def rows_for(scenario_name: str, has: Needs) -> list[str]:
+    """Names of the baselines that stand in a table of a scenario.
+
+    Args:
+        scenario_name: Tuned rules are rows where they were tuned for it.
+        has: What its replicas have. A rule that needs more would be a plain rule by another name.
+    """
+    try:
+        tuned = set(load_tuned(scenario_name).scores)
+    except ValueError:
+        tuned = set()
+    return [
+        name
+        for name in BASELINES
+        if needs_of(name) <= has and (name in tuned or not is_tuned(name))
+    ]

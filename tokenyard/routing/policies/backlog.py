@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.routing.policies.cost import LeastCost
+from tokenyard.routing.policies.signals import match_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
 
@@ -37,12 +38,23 @@ class LeastLoaded(LeastCost):
         return [s.tokens_in_flight for s in snapshots]
 
 
-class PowerOfTwoChoices:
-    """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2).
+class WeightedLeastLoaded(LeastCost):
+    """Joins the replica with the fewest tokens in flight for its full speed.
 
-    Ray Serve's default router is this rule: of two random replicas the one with fewer ongoing
-    requests, waiting or running.
+    The request's own tokens are counted in, but for those that are cached there.
     """
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the seconds that the tokens in flight take at full speed, at every replica."""
+        total = request.predicted_total_tokens
+        return [
+            (s.tokens_in_flight + total - match_tokens(request, s)) / s.full_tokens_per_s
+            for s in snapshots
+        ]
+
+
+class PowerOfTwoChoices:
+    """Samples two replicas and joins the shorter queue (Mitzenmacher 2001, d = 2)."""
 
     def __init__(self, rng: np.random.Generator) -> None:
         """Draw candidates from `rng`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
 
@@ -13,6 +15,34 @@ def cheapest(costs: Sequence[float]) -> int:
     return min(range(len(costs)), key=costs.__getitem__)
 
 
+def cheapest_of(candidates: Iterable[int], costs: Sequence[float]) -> list[int]:
+    """All of the candidates that have the least cost among them, in their order."""
+    listed = list(candidates)
+    least = min(costs[i] for i in listed)
+    return [i for i in listed if costs[i] == least]
+
+
+def drawn_of(candidates: Sequence[int], rng: np.random.Generator) -> int:
+    """One of the candidates, each with equal probability."""
+    return candidates[int(rng.integers(len(candidates)))] if len(candidates) > 1 else candidates[0]
+
+
+class Turns:
+    """Breaks ties in turn: of equals, the one after the one that the last tie was broken for."""
+
+    def __init__(self) -> None:
+        """Begin with the first."""
+        self._num_ties = 0
+
+    def one_of(self, equals: Sequence[int]) -> int:
+        """One of the equals; a single one takes no turn."""
+        if len(equals) == 1:
+            return equals[0]
+        chosen = equals[self._num_ties % len(equals)]
+        self._num_ties += 1
+        return chosen
+
+
 class LeastCost(ABC):
     """Sends each request to the replica of least `costs`."""
 
@@ -20,11 +50,17 @@ class LeastCost(ABC):
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
         """Return the cost of every candidate, lower is better."""
 
+    def pick(
+        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> int:
+        """Return one of the cheapest; of equals the first, unless the rule breaks ties its way."""
+        return cheapest(costs)
+
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the cheapest candidate."""
-        return cheapest(self.costs(request, snapshots))
+        return self.pick(self.costs(request, snapshots), request, snapshots)
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest candidate together with the cost of each."""
         costs = self.costs(request, snapshots)
-        return Decision(cheapest(costs), tuple(costs))
+        return Decision(self.pick(costs, request, snapshots), tuple(costs))

@@ -85,6 +85,54 @@ class MarginalDelay(LeastCost):
         return own_s + self._others_weight * delays.others_s
 
 
+class SedLinear(LeastCost):
+    """Least `wait + weight x service`: SED with one parameter, which is tuned.
+
+    A weight above 1 counts the speed of a replica for more than its queue: slow ones are left idle.
+    Source: SED with a linear factor; weight 1 is SED.
+    """
+
+    def __init__(self, service_weight: float = 1.0) -> None:
+        """Count the request's own service `service_weight` times."""
+        self._service_weight = service_weight
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the wait and the weighted service at every replica, seconds."""
+        return [
+            delays.wait_s
+            + self._service_weight * (delays.first_token_s - delays.wait_s + delays.decode_s)
+            for delays in added_delays(request, snapshots)
+        ]
+
+
+class FilterDump:
+    """Least marginal delay where the SLO can be kept; else the slowest replica is given up.
+
+    Of the replicas where the request is done within `slo_share` x the SLO, the one of least
+    marginal delay. Without one the request violates its SLO anyway: the slowest replica takes it,
+    so that the others keep theirs; of equally slow ones that with the longest wait. Ties go to the
+    first.
+
+    Source: size- and deadline-aware filters before a score, as in llm-d's headroom tiers; the dump
+    is `SedDump` without a fixed position.
+    """
+
+    def __init__(self, slo: Slo, slo_share: float = 1.0) -> None:
+        """Keep `slo_share` of `slo`."""
+        self._limit_s = slo_share * slo.response_s
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the least marginal delay of those in time, or the slowest replica."""
+        delays = added_delays(request, snapshots)
+        done_s = [one.first_token_s + one.decode_s for one in delays]
+        in_time = [i for i, seconds in enumerate(done_s) if seconds <= self._limit_s]
+        if in_time:
+            return min(in_time, key=lambda i: done_s[i] + delays[i].others_s)
+        return min(
+            range(len(delays)), key=lambda i: (snapshots[i].full_tokens_per_s, -delays[i].wait_s)
+        )
+
+
 class SedReserve:
     """SED that keeps long requests off the slowest replica, so that short ones find it free."""
 

@@ -13,23 +13,8 @@ from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MA
 
 
 class FleetRules(FrozenModel):
-    """Parameters of the rules for replicas that batch; the defaults are those of their sources.
+    """Parameters of least marginal delay, which have an effect where replicas batch."""
 
-    Without batching, none of them has an effect.
-    """
-
-    affinity_load_ratio: Annotated[float, Field(ge=1)] = 1.5
-    """Prefix affinity: how many times the least load is accepted for the longest prefix."""
-    sticky_saturated_s: Annotated[float, Field(gt=0)] = 18.0
-    """Sticky until saturated: most prefill in flight at a replica that is stuck to, seconds."""
-    kv_overlap_weight: Annotated[float, Field(ge=0)] = 1.0
-    """KV cost: weight of a prompt token to compute, relative to one in KV memory."""
-    scorer_queue_weight: Annotated[float, Field(ge=0)] = 2.0
-    """Weighted scorers: weight of a short queue."""
-    scorer_kv_weight: Annotated[float, Field(ge=0)] = 2.0
-    """Weighted scorers: weight of free KV memory."""
-    scorer_prefix_weight: Annotated[float, Field(ge=0)] = 3.0
-    """Weighted scorers: weight of a cached prefix."""
     wait_weight: Annotated[float, Field(ge=0)] = 1.0
     """Tuned marginal delay: weight of the request's own wait."""
     others_weight: Annotated[float, Field(ge=0)] = 1.0
@@ -53,17 +38,7 @@ FLEET_GRIDS: Grids = {
         "others_weight": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0),
         "wait_weight": (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0),
     },
-    "prefix_affinity": {"affinity_load_ratio": (1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)},
-    "sticky_until_saturated": {"sticky_saturated_s": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)},
-    "kv_cost": {"kv_overlap_weight": (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)},
-    "weighted_scorers": {
-        "scorer_kv_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
-        "scorer_prefix_weight": (0.0, 1.0, 3.0, 5.0, 10.0, 20.0),
-        "scorer_queue_weight": (0.0, 1.0, 2.0, 4.0, 8.0),
-    },
 }
-NEEDS_PREFIX_CACHE = {"affinity_load_ratio", "sticky_saturated_s", "scorer_prefix_weight"}
-"""Fields that have no effect without a prefix cache."""
 
 
 class TunedRules(FrozenModel):
@@ -79,8 +54,10 @@ class TunedRules(FrozenModel):
     sita_replicas: Annotated[tuple[int, ...], Field(min_length=1)]
     """SITA: index of the replica of each interval; each replica once."""
     fleet: FleetRules = FleetRules()
+    knobs: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Knobs of the public rules that were tuned, by rule; the others have their makers' values."""
     scores: dict[str, float] = Field(default_factory=dict)
-    """Score of each rule on the training streams it was tuned on, with SED's beside them."""
+    """Score of each rule on the training streams it was tuned on, with untuned ones beside them."""
     tuned_on: str = ""
     """The training streams, in words."""
 

@@ -16,13 +16,8 @@ import numpy as np
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.tuned import (
-    FLEET_GRIDS,
-    NEEDS_PREFIX_CACHE,
-    FleetRules,
-    Grids,
-    load_tuned,
-)
+from tokenyard.routing.policies.public import Needs
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -61,6 +56,11 @@ class _Servers:
         """Answer for the servers of `scenario`."""
         self.scenario = scenario
 
+    @property
+    def has(self) -> Needs:
+        """What rules may need of such servers."""
+        return Needs.NOTHING
+
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
         return {}
@@ -72,7 +72,7 @@ class ConstantRate(_Servers):
     simulator = ClusterSim
     linear_kind = "linear"
     num_slo_weights = 0
-    rules = ("sed", "sed_reserve", "sed_dump", "sita", "weighted_least_connections")
+    rules = ("sed", "sed_reserve", "sed_dump", "sed_linear", "sita", "weighted_least_connections")
     compiled_rules = ("sed", "sed_reserve", "sed_dump")
     hand_rule = "sed"
     refuses = False
@@ -176,7 +176,8 @@ class Batching(_Servers):
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
         "sed", "sed_dump", "marginal_delay", "tuned_marginal_delay", "weighted_least_connections",
-        "sticky_until_saturated", "kv_cost", "weighted_scorers",
+        "weighted_least_loaded", "tuned_filter_dump", "tuned_lmetric", "tuned_pending_prefill",
+        "tuned_dynamo_cost", "tuned_llmd_blend",
     )  # fmt: skip
     compiled_rules = ("marginal_delay", "tuned_marginal_delay")
     hand_rule = "tuned_marginal_delay"
@@ -254,13 +255,15 @@ class Batching(_Servers):
         seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
         return (self.scenario.workload, kind, seen)
 
+    @property
+    def has(self) -> Needs:
+        """Batching, and a prefix cache where the fleet has one."""
+        caches = self.scenario.required_fleet.prefix_block_tokens > 0
+        return Needs.PREFIX_CACHE if caches else Needs.BATCHING
+
     def grids(self) -> Grids:
-        """Those of all rules for replicas that batch; without a cache, none of prefixes."""
-        has_cache = self.scenario.required_fleet.prefix_block_tokens > 0
-        return {
-            name: {key: grid[key] for key in grid if has_cache or key not in NEEDS_PREFIX_CACHE}
-            for name, grid in FLEET_GRIDS.items()
-        }
+        """Those of rules for replicas that batch."""
+        return FLEET_GRIDS
 
 
 ServerModel = ConstantRate | Batching

@@ -7,6 +7,7 @@ the router sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -60,6 +61,10 @@ class StreamSet:
     streams are independent, and intervals are paired over streams."""
     is_synthetic: bool = False
     """Whether the scenario's workload model drew them."""
+    offered_load: float = math.nan
+    """Share of what the servers can do that is asked of them, as if nothing were cached."""
+    has_prefixes: bool = False
+    """Whether prompts may be cached, so that less is asked of the servers than `offered_load`."""
 
     def __len__(self) -> int:
         """How many streams."""
@@ -88,6 +93,23 @@ class StreamSource:
     def rate_per_s(self) -> float:
         """Mean arrival rate, requests per second."""
         return self.scenario.rate_per_s(self.mean_total_tokens)
+
+    @property
+    def offered_load(self) -> float:
+        """Load of the scenario's own traffic, as if nothing were cached."""
+        return self.scenario.offered_load(self.rate_per_s, *self.scenario.mean_lengths_tokens)
+
+    def at_rate(self, trace: Trace, load: float | None) -> Trace:
+        """Scale a trace's time to an offered load, or to the tokens per second of the scenario."""
+        if load is not None:
+            return trace.with_rate(load / self.load_of(trace, 1.0))
+        return trace.with_rate(self.scenario.rate_per_s(float(trace.total_tokens.mean())))
+
+    def load_of(self, trace: Trace, rate_per_s: float | None = None) -> float:
+        """Load that a trace offers, at its own rate or another."""
+        rate = trace.mean_rate_per_s if rate_per_s is None else rate_per_s
+        lengths = (trace.context_tokens.mean(), trace.generated_tokens.mean())
+        return self.scenario.offered_load(rate, *map(float, lengths))
 
     @cached_property
     def scaler(self) -> RobustScaler:
@@ -169,15 +191,22 @@ def synthetic_streams(
     if source.scenario.sessions is not None:
         arrivals = "session"
     origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
-    return StreamSet(requests, origin, is_synthetic=True)
+    load = load_factor * source.offered_load
+    return StreamSet(
+        requests,
+        origin,
+        is_synthetic=True,
+        offered_load=load,
+        has_prefixes=source.scenario.sessions is not None,
+    )
 
 
-def held_out_streams(source: StreamSource) -> StreamSet | None:
+def held_out_streams(source: StreamSource, load: float | None = None) -> StreamSet | None:
     """The scenario's recorded test part as one stream; None where it has none or no file."""
     held_out = source.scenario.held_out_trace
     if held_out is None:
         return None
-    return _recorded_part(source, held_out, held_out.first, None)
+    return _recorded_part(source, held_out, held_out.first, None, load)
 
 
 def recorded_training_streams(source: StreamSource) -> StreamSet | None:
@@ -189,21 +218,30 @@ def recorded_training_streams(source: StreamSource) -> StreamSet | None:
 
 
 def _recorded_part(
-    source: StreamSource, recorded: HeldOutTrace, first: int, stop: int | None
+    source: StreamSource,
+    recorded: HeldOutTrace,
+    first: int,
+    stop: int | None,
+    load: float | None = None,
 ) -> StreamSet | None:
     path = find_trace(recorded.name)
     if path is None:
         return None
     whole, _ = read_trace(path)
     # Scale the whole file, so that lulls and bursts of the part keep their size.
-    whole = whole.with_rate(source.scenario.rate_per_s(float(whole.total_tokens.mean())))
+    whole = source.at_rate(whole, load)
     part = (whole if stop is None else whole.head(stop)).tail_from(first)
     origin = f"{path.name}, requests {first}..{first + part.num_requests - 1}"
-    return StreamSet([source.encode(part)], origin, bootstrap=True)
+    offered = source.load_of(whole)
+    return StreamSet([source.encode(part)], origin, bootstrap=True, offered_load=offered)
 
 
 def trace_streams(
-    source: StreamSource, trace: Trace, count: int, native_time: bool = False
+    source: StreamSource,
+    trace: Trace,
+    count: int,
+    native_time: bool = False,
+    load: float | None = None,
 ) -> StreamSet:
     """Cut a recorded trace into `count` consecutive streams of equal length.
 
@@ -212,6 +250,7 @@ def trace_streams(
         trace: Recorded requests.
         count: Number of windows; they do not overlap.
         native_time: Keep the recorded time instead of scaling it to the scenario's load.
+        load: Offered load to scale to in place of the scenario's.
 
     Raises:
         ValueError: The trace has fewer requests than windows.
@@ -219,6 +258,11 @@ def trace_streams(
     if trace.num_requests < count:
         raise ValueError(f"{trace.num_requests} requests cannot be cut into {count} streams")
     if not native_time:
-        trace = trace.with_rate(source.scenario.rate_per_s(float(trace.total_tokens.mean())))
+        trace = source.at_rate(trace, load)
     requests = [source.encode(window) for window in trace.windows(count)]
-    return StreamSet(requests, f"recorded trace, {count} windows", bootstrap=count == 1)
+    return StreamSet(
+        requests,
+        f"recorded trace, {count} windows",
+        bootstrap=count == 1,
+        offered_load=source.load_of(trace),
+    )

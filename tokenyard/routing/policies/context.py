@@ -1,0 +1,58 @@
+"""What a rule may be built from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.routing.policies.tuned import FleetRules, TunedRules, load_tuned
+from tokenyard.types import Slo
+
+
+@dataclass(frozen=True)
+class PolicyContext:
+    """What a rule may be built from."""
+
+    scenario_name: str
+    """Whose tuned parameters apply."""
+    slo: Slo
+    rng: np.random.Generator
+    """Draws the choices of the randomised rules."""
+    num_replicas: int
+    tuned: TunedRules | None = None
+    """Parameters of the tuned rules; None: those that ship for the scenario, read when needed."""
+
+    def tuned_rules(self) -> TunedRules:
+        """Return the tuned parameters, some of which name replicas by position.
+
+        Raises:
+            ValueError: There are none for the scenario, or they are for another number of replicas.
+        """
+        rules = self._any_rules()
+        if rules.num_replicas != self.num_replicas:
+            raise ValueError(
+                f"the rules of scenario {rules.scenario!r} are tuned for {rules.num_replicas} "
+                f"replicas, not for {self.num_replicas}"
+            )
+        return rules
+
+    def fleet_rules(self) -> FleetRules:
+        """Return the tuned parameters of rules that suit any number of replicas.
+
+        Raises:
+            ValueError: There are none for the scenario.
+        """
+        return self._any_rules().fleet
+
+    def knobs(self, name: str) -> Mapping[str, float]:
+        """Return the tuned knobs of a public rule; empty where it was not tuned.
+
+        Raises:
+            ValueError: No rule was tuned for the scenario.
+        """
+        return self._any_rules().knobs.get(name, {})
+
+    def _any_rules(self) -> TunedRules:
+        return self.tuned or load_tuned(self.scenario_name)

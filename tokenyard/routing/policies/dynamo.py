@@ -1,0 +1,105 @@
+"""The two costs of NVIDIA Dynamo's KV router."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_of
+from tokenyard.routing.policies.signals import (
+    kv_tokens,
+    match_tokens,
+    prefill_in_flight_tokens,
+    unit_of_load,
+)
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+BLOCK_TOKENS = 16
+"""Tokens of a KV block (vLLM)."""
+
+
+class DynamoCost(LeastCost):
+    """Least `scale x prefill blocks + decode blocks + weight x requests in flight`.
+
+    prefill blocks = max(0, (prefill tokens in flight + prompt) / 16 - credit x cached blocks), with
+    credit / (1 + decay x (prefill above the least loaded, in prompts)). decode blocks = those in KV
+    memory with the prompt's. Defaults: scale 1, credit 1, decay 0, weight 0, temperature 0 (ties
+    are drawn; above 0, a softmax of minus the cost over its range). Blocks are counted from our
+    snapshot's tokens, where Dynamo follows KV events, and there are no host or disk tiers.
+
+    Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (01690d4), and
+    `KvRouterConfig` of ai-dynamo-runtime 1.6.1.
+    """
+
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        prefill_load_scale: float = 1.0,
+        overlap_score_credit: float = 1.0,
+        overlap_score_credit_decay: float = 0.0,
+        decode_active_request_weight: float = 0.0,
+        router_temperature: float = 0.0,
+        by_speed: float = 0.0,
+    ) -> None:
+        """Draw ties from `rng`; count load `by_speed` where GPUs differ (ours)."""
+        self._rng = rng
+        self._scale = prefill_load_scale
+        self._credit = overlap_score_credit
+        self._decay = overlap_score_credit_decay
+        self._request_weight = decode_active_request_weight
+        self._temperature = router_temperature
+        self._by_speed = by_speed
+
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+        """Return the cost of every replica, blocks."""
+        least = min(prefill_in_flight_tokens(s) for s in snapshots)
+        return [
+            self.combined(self._prefill_blocks(request, s, least), _decode_blocks(request, s), s)
+            * unit_of_load(s, self._by_speed)
+            for s in snapshots
+        ]
+
+    def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
+        """Return the cost of so many blocks to prefill and in KV memory."""
+        active = self._request_weight * snapshot.num_outstanding
+        return self._scale * prefill + decode + active
+
+    def pick(
+        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> int:
+        """Return one of the cheapest, drawn, or a draw of the softmax."""
+        least, most = min(costs), max(costs)
+        if self._temperature == 0.0 or least == most:
+            return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
+        scaled = (np.array(costs) - least) / ((most - least) * self._temperature)
+        weights = np.exp(-scaled)
+        return int(self._rng.choice(len(costs), p=weights / weights.sum()))
+
+    def _prefill_blocks(self, request: Request, snapshot: ReplicaSnapshot, least: float) -> float:
+        in_flight = prefill_in_flight_tokens(snapshot)
+        blocks = (in_flight + request.context_tokens) / BLOCK_TOKENS
+        own = math.ceil(request.context_tokens / BLOCK_TOKENS) or 1
+        decay = 1.0 + self._decay * (in_flight - least) / BLOCK_TOKENS / own
+        credit = self._credit / decay * (match_tokens(request, snapshot) // BLOCK_TOKENS)
+        return max(0.0, blocks - credit)
+
+
+class DynamoLMetric(DynamoCost):
+    """Least `prefill blocks x (decode blocks + 1)`, both as in `DynamoCost`; ties are drawn.
+
+    Source: ai-dynamo/dynamo, docs: router-concepts.md, option `lmetric`.
+    """
+
+    def __init__(self, rng: np.random.Generator, by_speed: float = 0.0) -> None:
+        """Draw ties from `rng`; count load `by_speed` where GPUs differ (ours)."""
+        super().__init__(rng, by_speed=by_speed)
+
+    def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
+        """Return the product for so many blocks to prefill and in KV memory."""
+        return prefill * (decode + 1.0)
+
+
+def _decode_blocks(request: Request, snapshot: ReplicaSnapshot) -> float:
+    return math.ceil((kv_tokens(snapshot) + request.context_tokens) / BLOCK_TOKENS)
