@@ -27,9 +27,16 @@ from serve_app.policy.runner import (
 )
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
+from tokenyard.routing.observation import (
+    MAX_CONCURRENCY,
+    NUM_RUNNING,
+    NUM_WAITING,
+    unranked_columns,
+)
 from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
+from tokenyard.types import FloatArray
 
 _WARM_UP_S = 30.0
 _NUM_TIMES = 1000
@@ -243,7 +250,7 @@ class PolicyManager:
         stale: bool = False,
         arm: Arm = "champion",
         runner: PolicyRunner | None = None,
-        last_sent_s: Sequence[float] | None = None,
+        last_sent_s: Sequence[float] | FloatArray | None = None,
     ) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy, and count it.
 
@@ -330,17 +337,17 @@ class PolicyManager:
     ) -> tuple[int, float]:
         """Maybe draw another replica, and say how likely the returned one was."""
         fraction, slo_s = runner.explore_fraction, runner.loaded.card.slo_response_s
-        safe = [
-            i
-            for i, finish_s in enumerate(finish_times_s(request, snapshots))
-            if finish_s <= slo_s and snapshots[i].num_outstanding < snapshots[i].max_concurrency
-        ]
-        if len(safe) < 2:
+        columns = unranked_columns(snapshots)
+        outstanding = columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
+        safe = outstanding < columns[:, MAX_CONCURRENCY]
+        safe &= finish_times_s(request, snapshots) <= slo_s
+        num_safe = int(np.count_nonzero(safe))
+        if num_safe < 2:
             return preferred, 1.0
         chosen = preferred
         if self._rng.random() < fraction:
-            chosen = safe[int(self._rng.integers(len(safe)))]
-        propensity = fraction / len(safe) if chosen in safe else 0.0
+            chosen = int(np.flatnonzero(safe)[self._rng.integers(num_safe)])
+        propensity = fraction / num_safe if safe[chosen] else 0.0
         if chosen == preferred:
             propensity += 1.0 - fraction
         return chosen, propensity

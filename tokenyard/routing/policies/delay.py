@@ -3,60 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from tokenyard.routing.observation import WAIT_S, batching_delays, unranked_columns
-from tokenyard.routing.policies.cost import LeastCost, cheapest
+import numpy as np
+
+from tokenyard.compiled import compiled
+from tokenyard.routing.observation import (
+    ITERATION_S,
+    TOKENS_PER_S,
+    WAIT_S,
+    batching_delays,
+    unranked_columns,
+)
+from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.types import ReplicaSnapshot, Request
-from tokenyard.types import Slo
+from tokenyard.types import FloatArray, Slo
+
+# Columns of `added_delays`.
+ADDED_WAIT_S = 0
+"""Until the replica could start on the prompt."""
+ADDED_FIRST_TOKEN_S = 1
+"""Until the first token, the wait included."""
+ADDED_DECODE_S = 2
+"""From the first token to the last."""
+ADDED_OTHERS_S = 3
+"""Sum of what all other requests are delayed by."""
+NUM_ADDED = 4
 
 
 def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time until `request` would be done at a replica: its wait and its service, seconds."""
-    return finish_times_s(request, [snapshot])[0]
+    return float(finish_times_s(request, [snapshot])[0])
 
 
-def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
-    """`finish_s` at every replica."""
-    total = request.predicted_total_tokens
-    if all(snapshot.engine is None for snapshot in snapshots):
-        return [snapshot.wait_s + total / snapshot.tokens_per_s for snapshot in snapshots]
-    return [delays.first_token_s + delays.decode_s for delays in added_delays(request, snapshots)]
+def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """`finish_s` at every replica, shape (num_replicas,)."""
+    delays = added_delays(request, snapshots)
+    return delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
 
 
-class AddedDelays(NamedTuple):
-    """Delays that a request would meet and cause at a replica that batches, seconds."""
+def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """Estimate the delays of a request at every replica, seconds, shape (num_replicas, NUM_ADDED).
 
-    wait_s: float
-    """Until the replica could start on its prompt."""
-    first_token_s: float
-    """Until its first token, the wait included."""
-    decode_s: float
-    """From its first token to its last."""
-    others_s: float
-    """Sum of what all other requests are delayed by."""
-
-
-def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[AddedDelays]:
-    """Estimate the delays of a request at every replica (`batching_delays`).
-
-    A replica that does not batch has nobody to delay, and only one time: all before the last token
-    is told as the time to the first.
+    Of replicas that batch, `batching_delays`. One that does not batch has nobody to delay, and only
+    one time: all before the last token is told as the time to the first.
     """
-    context = request.context_tokens
-    output_tokens = request.predicted_total_tokens - context
-    return [
-        AddedDelays(row[WAIT_S], *batching_delays(row, context, output_tokens))
-        if snapshot.engine is not None
-        else AddedDelays(snapshot.wait_s, finish_s(request, snapshot), 0.0, 0.0)
-        for snapshot, row in zip(snapshots, unranked_columns(snapshots), strict=True)
-    ]
+    return _delays(request, unranked_columns(snapshots))
+
+
+def _delays(request: Request, columns: FloatArray) -> FloatArray:
+    delays = np.empty((len(columns), NUM_ADDED))
+    # Always floats: the compiled function would be compiled anew for other types.
+    total = float(request.predicted_total_tokens)
+    _fill_delays(columns, float(request.context_tokens), total, delays)
+    return delays
+
+
+@compiled
+def _fill_delays(
+    columns: FloatArray, context_tokens: float, total_tokens: float, out: FloatArray
+) -> None:
+    for i in range(columns.shape[0]):
+        row, delays = columns[i], out[i]
+        delays[ADDED_WAIT_S] = row[WAIT_S]
+        if row[ITERATION_S] > 0.0:
+            first_s, decode_s, others_s = batching_delays(
+                row, context_tokens, total_tokens - context_tokens
+            )
+            delays[ADDED_FIRST_TOKEN_S] = first_s
+            delays[ADDED_DECODE_S] = decode_s
+            delays[ADDED_OTHERS_S] = others_s
+        else:
+            delays[ADDED_FIRST_TOKEN_S] = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
+            delays[ADDED_DECODE_S] = 0.0
+            delays[ADDED_OTHERS_S] = 0.0
 
 
 class ShortestExpectedDelay(LeastCost):
     """SED: joins the replica where the request is expected to be done first."""
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the expected response time at every replica, seconds."""
         return finish_times_s(request, snapshots)
 
@@ -73,16 +98,15 @@ class MarginalDelay(LeastCost):
         self._wait_weight = wait_weight
         self._others_weight = others_weight
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the request's own time and what it delays others by at every replica, seconds."""
-        if all(snapshot.engine is None for snapshot in snapshots):
-            return finish_times_s(request, snapshots)
-        return [self._cost_s(delays) for delays in added_delays(request, snapshots)]
-
-    def _cost_s(self, delays: AddedDelays) -> float:
-        own_s = delays.first_token_s + delays.decode_s
-        own_s += (self._wait_weight - 1.0) * delays.wait_s
-        return own_s + self._others_weight * delays.others_s
+        columns = unranked_columns(snapshots)
+        delays = _delays(request, columns)
+        own_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
+        if not columns[:, ITERATION_S].any():
+            return own_s
+        own_s += (self._wait_weight - 1.0) * delays[:, ADDED_WAIT_S]
+        return own_s + self._others_weight * delays[:, ADDED_OTHERS_S]
 
 
 class SedReserve:
@@ -96,8 +120,8 @@ class SedReserve:
         """Return the first to be done of the replicas that are open to the request."""
         costs = finish_times_s(request, snapshots)
         if request.predicted_total_tokens > self._above_tokens and len(costs) > 1:
-            costs[cheapest([s.tokens_per_s for s in snapshots])] = float("inf")
-        return cheapest(costs)
+            costs[unranked_columns(snapshots)[:, TOKENS_PER_S].argmin()] = np.inf
+        return int(costs.argmin())
 
 
 class SedDump:
@@ -115,6 +139,6 @@ class SedDump:
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the first to be done; the dump replica where even that violates the SLO."""
         costs = finish_times_s(request, snapshots)
-        best = cheapest(costs)
+        best = int(costs.argmin())
         attained = costs[best] <= self._slo.response_s
         return best if attained or len(costs) != self._num_replicas else self._replica

@@ -10,28 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenyard.routing.policies.cost import LeastCost, cheapest
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.routing import observation as ob
+from tokenyard.routing.policies.backlog import relative_queues
+from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
 
 STICKY_MATCH_FRACTION = 0.8
 """Share of a prompt that has to be cached for its replica to be worth sticking to (llm-d)."""
 
 
-def match_tokens(snapshot: ReplicaSnapshot) -> int:
-    """Leading tokens of the request that are believed to be cached; 0 without `engine`."""
-    return 0 if snapshot.engine is None else snapshot.engine.match_tokens
+def full_tokens_per_s(columns: FloatArray) -> FloatArray:
+    """Rate of every replica with every slot at work, tokens per second."""
+    return columns[:, ob.TOKENS_PER_S] * columns[:, ob.NUM_SLOTS]
 
 
-def token_load(request: Request, snapshot: ReplicaSnapshot) -> float:
+def token_loads(request: Request, columns: FloatArray) -> FloatArray:
     """Tokens in flight with those that the request would add, over the replica's full speed."""
-    added = request.predicted_total_tokens - match_tokens(snapshot)
-    return (snapshot.tokens_in_flight + added) / snapshot.full_tokens_per_s
+    added = request.predicted_total_tokens - columns[:, ob.MATCH_TOKENS]
+    return (columns[:, ob.TOKENS_IN_FLIGHT] + added) / full_tokens_per_s(columns)
 
 
-def prefill_tokens(request: Request, snapshot: ReplicaSnapshot) -> float:
-    """Prompt tokens that would be to compute at a replica, the request's own among them."""
-    in_flight = 0.0 if snapshot.engine is None else snapshot.engine.prefill_in_flight_tokens
-    return in_flight + request.context_tokens - match_tokens(snapshot)
+def tokens_to_prefill(request: Request, columns: FloatArray) -> FloatArray:
+    """Prompt tokens that would be to compute at every replica, the request's own among them."""
+    in_flight = columns[:, ob.PREFILL_IN_FLIGHT]
+    return in_flight + request.context_tokens - columns[:, ob.MATCH_TOKENS]
 
 
 class PrefixAffinity:
@@ -47,10 +53,10 @@ class PrefixAffinity:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least loaded of those with the longest prefix, or of all."""
-        loads = [token_load(request, s) for s in snapshots]
-        longest = max(match_tokens(s) for s in snapshots)
-        matching = [i for i, s in enumerate(snapshots) if match_tokens(s) == longest]
-        least, kept = cheapest(loads), min(matching, key=loads.__getitem__)
+        columns = ob.unranked_columns(snapshots)
+        loads, matches = token_loads(request, columns), columns[:, ob.MATCH_TOKENS]
+        least = int(loads.argmin())
+        kept = int(np.where(matches == matches.max(), loads, np.inf).argmin())
         return kept if loads[kept] <= self._load_ratio * loads[least] else least
 
 
@@ -68,16 +74,15 @@ class StickyUntilSaturated:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least loaded of the replicas to stick to, or of all where there is none."""
-        sticky = [i for i, s in enumerate(snapshots) if self._sticks(request, s)]
-        candidates = sticky or range(len(snapshots))
-        return min(candidates, key=lambda i: token_load(request, snapshots[i]))
+        columns = ob.unranked_columns(snapshots)
+        loads, sticky = token_loads(request, columns), self._sticks(request, columns)
+        return int((np.where(sticky, loads, np.inf) if sticky.any() else loads).argmin())
 
-    def _sticks(self, request: Request, snapshot: ReplicaSnapshot) -> bool:
-        if snapshot.engine is None:
-            return False
-        prefill_s = prefill_tokens(request, snapshot) * snapshot.engine.prefill_token_s
+    def _sticks(self, request: Request, columns: FloatArray) -> npt.NDArray[np.bool_]:
+        prefill_s = tokens_to_prefill(request, columns) * columns[:, ob.PREFILL_TOKEN_S]
         enough = STICKY_MATCH_FRACTION * request.context_tokens
-        return match_tokens(snapshot) >= enough and prefill_s <= self._saturated_s
+        sticks = (columns[:, ob.MATCH_TOKENS] >= enough) & (prefill_s <= self._saturated_s)
+        return sticks & (columns[:, ob.ITERATION_S] > 0.0)
 
 
 class KvCost(LeastCost):
@@ -91,17 +96,14 @@ class KvCost(LeastCost):
         """Count a prompt token that is to be computed `overlap_weight` times."""
         self._overlap_weight = overlap_weight
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return weighted prefill plus KV tokens over full speed of every replica."""
-        return [self._cost(request, s) for s in snapshots]
-
-    def _cost(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        engine = snapshot.engine
-        if engine is None:
-            return token_load(request, snapshot)
-        kv_tokens = engine.kv_used_fraction * engine.kv_capacity_tokens + request.context_tokens
-        weighted = self._overlap_weight * prefill_tokens(request, snapshot)
-        return (weighted + kv_tokens) / snapshot.full_tokens_per_s
+        columns = ob.unranked_columns(snapshots)
+        kv_tokens = columns[:, ob.KV_USED_FRACTION] * columns[:, ob.KV_CAPACITY_TOKENS]
+        weighted = self._overlap_weight * tokens_to_prefill(request, columns)
+        costs = (weighted + (kv_tokens + request.context_tokens)) / full_tokens_per_s(columns)
+        batches = columns[:, ob.ITERATION_S] > 0.0
+        return costs if batches.all() else np.where(batches, costs, token_loads(request, columns))
 
 
 class WeightedScorers(LeastCost):
@@ -117,20 +119,15 @@ class WeightedScorers(LeastCost):
         self._kv_weight = kv_weight
         self._prefix_weight = prefix_weight
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return minus the weighted sum of the scores of every replica."""
-        queues = [(s.num_outstanding + 1) / s.full_tokens_per_s for s in snapshots]
-        shortest, longest = min(queues), max(queues)
+        columns = ob.unranked_columns(snapshots)
+        queues = relative_queues(columns)
+        shortest, longest = queues.min(), queues.max()
         spread = (longest - shortest) or 1.0
-        return [
-            -(
-                self._queue_weight * (longest - queue) / spread
-                + self._kv_weight * _kv_free_fraction(snapshot)
-                + self._prefix_weight * match_tokens(snapshot) / request.context_tokens
-            )
-            for queue, snapshot in zip(queues, snapshots, strict=True)
-        ]
-
-
-def _kv_free_fraction(snapshot: ReplicaSnapshot) -> float:
-    return 1.0 if snapshot.engine is None else 1.0 - snapshot.engine.kv_used_fraction
+        scores: FloatArray = (
+            self._queue_weight * (longest - queues) / spread
+            + self._kv_weight * (1.0 - columns[:, ob.KV_USED_FRACTION])
+            + self._prefix_weight * columns[:, ob.MATCH_TOKENS] / request.context_tokens
+        )
+        return -scores
