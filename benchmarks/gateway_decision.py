@@ -37,8 +37,8 @@ from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
 T = TypeVar("T")
-PUBLISHED_PER_DECISION = 8
-"""Replicas that publish four times a second and get one request in two seconds."""
+PUBLISHED_PER_DECISION = 2
+"""Replicas that publish four times a second and get two requests a second."""
 IN_FLIGHT_PER_REPLICA = 4
 SHARED_TOKENS = 160
 """Leading tokens that many prompts have in common."""

@@ -404,13 +404,14 @@ class Gateway:
         response_s = answer.response_s if done else None
         self._placement.finish(pick, answer.request_id, now_s, response_s)
         metrics.requests.labels(pool, answer.service_class.name, outcome).inc()
-        metrics.output_tokens.labels(pool).inc(answer.num_tokens)
+        series = metrics.of_pool(pool)
+        series.output_tokens.inc(answer.num_tokens)
         if done:
-            metrics.response_seconds.labels(pool).observe(answer.response_s)
+            series.response_seconds.observe(answer.response_s)
             if answer.num_tokens:
-                metrics.ttft_seconds.labels(pool).observe(answer.ttft_s)
+                series.ttft_seconds.observe(answer.ttft_s)
             if answer.num_tokens > 1:
-                metrics.tpot_seconds.labels(pool).observe(answer.tpot_s(now_s))
+                series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
             time_s = now_s if attempt else answer.arrival_s
             self.log.write(_record(answer, pick, attempt, outcome, time_s))

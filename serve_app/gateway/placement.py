@@ -6,6 +6,7 @@ No two requests are placed on the same state: what one has reserved the next one
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class Placement:
         self._clock_s = clock_s
         self._ray: RayDefault | None = None
         self._realtime = RealtimePriority()
+        self._others_went_ns = 0
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
@@ -116,9 +118,7 @@ class Placement:
 
     async def pick(self, asked: Placeable) -> Pick | None:
         """Choose a replica and reserve a place in it; None: there is none left."""
-        # Threads that wait for the interpreter go first, or they interrupt the decision.
-        time.sleep(0)
-        started_ns = time.perf_counter_ns()
+        started_ns = self._let_others_go()
         by_ray = None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
@@ -139,7 +139,7 @@ class Placement:
             response_s: How long it took; None where it was not completed.
         """
         pick.replica.in_flight.close(request_id, now_s, response_s)
-        self._metrics.in_flight.labels(pick.replica.pool).dec()
+        self._metrics.of_pool(pick.replica.pool).in_flight.dec()
         if pick.by_ray and self._ray is not None:
             self._ray.finished(pick.replica.replica_id)
 
@@ -158,6 +158,21 @@ class Placement:
         if not len(rows):
             return None
         return float(self._table.snapshots(rows, Prompt([0])).columns[:, WAIT_S].min())
+
+    def _let_others_go(self) -> int:
+        """Let threads that wait for the interpreter go first, or they interrupt the decision.
+
+        They interrupt after waiting for the switch interval, so those that came after others were
+        last let go can be left waiting for half as long: to let them go costs more than a choice.
+
+        Returns:
+            The time, by `time.perf_counter_ns`.
+        """
+        now_ns = time.perf_counter_ns()
+        if now_ns - self._others_went_ns > 1e9 * sys.getswitchinterval() / 2:
+            time.sleep(0)
+            now_ns = self._others_went_ns = time.perf_counter_ns()
+        return now_ns
 
     def _decide(
         self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
@@ -235,10 +250,10 @@ class Placement:
         match_tokens = int(pick.snapshots.live[choice.index, MATCH_TOKENS])
         output_tokens = pick.request.predicted_total_tokens - context
         replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
-        metrics, pool = self._metrics, replica.pool
+        metrics, series = self._metrics, self._metrics.of_pool(replica.pool)
         metrics.decision_seconds.observe(choice.decision_us / 1e6)
-        metrics.in_flight.labels(pool).inc()
-        metrics.prompt_tokens.labels(pool).inc(context)
+        series.in_flight.inc()
+        series.prompt_tokens.inc(context)
         if choice.fallback_reason is not None:
             metrics.fallbacks.labels(choice.fallback_reason).inc()
         if choice.explored:

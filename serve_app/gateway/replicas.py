@@ -102,6 +102,8 @@ class InFlight:
 
     def count_at(self, time_s: float) -> int:
         """Requests that were in flight at a time, as far as is remembered."""
+        if time_s >= self._times_s[-1]:
+            return self._counts[-1]
         return self._counts[max(bisect_right(self._times_s, time_s) - 1, 0)]
 
     def send(
@@ -196,28 +198,31 @@ class PrefixIndex:
 
     def send(self, blocks: Iterable[int], row: int, capacity_blocks: int) -> None:
         """Note blocks that were sent to a row, which holds no more than its capacity."""
-        bit = 1 << row
-        sent: OrderedDict[int, None] = self._sent.setdefault(row, OrderedDict())
+        bit, holders = 1 << row, self._holders
+        sent = self._sent.get(row)
+        if sent is None:
+            sent = self._sent[row] = OrderedDict()
         for block in blocks:
             if block in sent:
                 sent.move_to_end(block)
             else:
                 sent[block] = None
-                self._holders[block] = self._holders.get(block, 0) | bit
-        while len(sent) > capacity_blocks:
-            self._drop(sent.popitem(last=False)[0], bit)
+                holders[block] = holders.get(block, 0) | bit
+        for _ in range(len(sent) - capacity_blocks):
+            oldest, _none = sent.popitem(last=False)
+            if holders[oldest] == bit:
+                del holders[oldest]
+            else:
+                holders[oldest] ^= bit
 
     def forget(self, row: int) -> None:
         """Forget all that was sent to a row."""
+        bit, holders = 1 << row, self._holders
         for block in self._sent.pop(row, ()):
-            self._drop(block, 1 << row)
-
-    def _drop(self, block: int, bit: int) -> None:
-        left = self._holders[block] & ~bit
-        if left:
-            self._holders[block] = left
-        else:
-            del self._holders[block]
+            if holders[block] == bit:
+                del holders[block]
+            else:
+                holders[block] ^= bit
 
 
 def _bits(number: int, count: int) -> IntArray:

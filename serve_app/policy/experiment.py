@@ -244,7 +244,8 @@ class Shadow:
         same = chosen == index
         if not same and asked.choice.scores is not None:
             # Where costs decide, which of two that are equally idle is taken is nobody's decision.
-            same = bool(equally_idle(unranked_columns(asked.snapshots), chosen)[index])
+            columns = unranked_columns(asked.snapshots)
+            same = equally_idle(columns[chosen], columns[index])
         self.num_asked += 1
         self.num_agreed += same
         times_s = finish_times_s(asked.request, asked.snapshots)

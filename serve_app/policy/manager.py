@@ -27,13 +27,7 @@ from serve_app.policy.runner import (
 )
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
-from tokenyard.routing.observation import (
-    MAX_CONCURRENCY,
-    NUM_RUNNING,
-    NUM_WAITING,
-    unranked_columns,
-)
-from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
 from tokenyard.types import FloatArray
@@ -337,11 +331,7 @@ class PolicyManager:
     ) -> tuple[int, float]:
         """Maybe draw another replica, and say how likely the returned one was."""
         fraction, slo_s = runner.explore_fraction, runner.loaded.card.slo_response_s
-        columns = unranked_columns(snapshots)
-        outstanding = columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
-        safe = outstanding < columns[:, MAX_CONCURRENCY]
-        safe &= finish_times_s(request, snapshots) <= slo_s
-        num_safe = int(np.count_nonzero(safe))
+        num_safe, safe = mark_safe(request, snapshots, slo_s)
         if num_safe < 2:
             return preferred, 1.0
         chosen = preferred

@@ -214,11 +214,12 @@ class PolicyRunner:
                 f"policy {card.name!r} decides between {card.num_replicas} replicas, "
                 f"got {len(snapshots)} snapshots"
             )
-        if card.needs_engine is None:
-            return
         # Of columns, all batch.
-        told = snapshots[:1] if isinstance(snapshots, SnapshotColumns) else snapshots
-        for snapshot in told:
+        if card.needs_engine is None or (
+            card.needs_engine and isinstance(snapshots, SnapshotColumns)
+        ):
+            return
+        for snapshot in snapshots:
             if card.needs_engine and snapshot.engine is None:
                 raise IncompatibleRequest(
                     f"policy {card.name!r} is for replicas that batch continuously: "
@@ -254,5 +255,9 @@ def decide_by(
 def _check(decision: Decision, num_replicas: int) -> None:
     if not 0 <= decision.replica < num_replicas:
         raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
-    if decision.scores is not None and not np.isfinite(decision.scores).all():
+    scores = decision.scores
+    # The sum of all is quicker to look at; that of large ones may overflow.
+    if scores is None or math.isfinite(np.add.reduce(scores)):
+        return
+    if not np.isfinite(scores).all():
         raise ValueError(f"costs are not finite: {decision.scores}")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from tokenyard.compiled import compiled
 from tokenyard.routing.observation import (
     ITERATION_S,
     MATCH_TOKENS,
@@ -41,43 +41,43 @@ def least_recently_used(
         index: The choice.
         last_sent_s: When each candidate was last sent a request, seconds of any clock.
     """
-    columns = unranked_columns(snapshots)
-    if columns[index, NUM_WAITING] or columns[index, NUM_RUNNING]:
-        return index
-    equal = np.flatnonzero(equally_idle(columns, index))
-    sent_s = np.asarray(last_sent_s)
-    first = equal[sent_s[equal].argmin()]
-    return index if sent_s[index] == sent_s[first] else int(first)
+    # Always in one piece: the compiled function would be compiled anew for other arrays.
+    sent_s = np.ascontiguousarray(last_sent_s, dtype=np.float64)
+    return _least_recently_used(unranked_columns(snapshots), index, sent_s)
 
 
-def equally_idle(columns: FloatArray, index: int) -> npt.NDArray[np.bool_]:
-    """Which replicas are idle, equally fast, and hold as much of the request's prefix as one.
+@compiled
+def _least_recently_used(columns: FloatArray, index: int, last_sent_s: FloatArray) -> int:
+    chosen = columns[index]
+    best = index
+    if chosen[NUM_WAITING] + chosen[NUM_RUNNING] > 0.0:
+        return best
+    for i in range(columns.shape[0]):
+        if last_sent_s[i] < last_sent_s[best] and equally_idle(columns[i], chosen):
+            best = i
+    return best
+
+
+@compiled
+def equally_idle(one: FloatArray, other: FloatArray) -> bool:
+    """Whether two replicas are idle, equally fast, and hold as much of the request's prefix.
 
     Args:
-        columns: The table of `tokenyard.routing.observation`, shape (num, NUM_COLUMNS).
-        index: Of that one, which always is.
-
-    Returns:
-        Shape (num,).
+        one: Row of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
+        other: Likewise.
     """
-    chosen = columns[index]
-    speeds = columns[:, TOKENS_PER_S] * columns[:, NUM_SLOTS]
-    response_s, own_s = columns[:, MEAN_RESPONSE_S], chosen[MEAN_RESPONSE_S]
-    prefill_s, own_prefill_s = columns[:, PREFILL_TOKEN_S], chosen[PREFILL_TOKEN_S]
-    equal: npt.NDArray[np.bool_] = (
-        (columns[:, NUM_WAITING] + columns[:, NUM_RUNNING] == 0.0)
-        & (chosen[NUM_WAITING] + chosen[NUM_RUNNING] == 0.0)
-        & (speeds == speeds[index])
-        & (columns[:, NUM_SLOTS] == chosen[NUM_SLOTS])
+    one_prefill_s, other_prefill_s = one[PREFILL_TOKEN_S], other[PREFILL_TOKEN_S]
+    difference_s = abs(one_prefill_s - other_prefill_s)
+    equal: bool = (
+        one[NUM_WAITING] + one[NUM_RUNNING] == 0.0
+        and other[NUM_WAITING] + other[NUM_RUNNING] == 0.0
+        and one[TOKENS_PER_S] * one[NUM_SLOTS] == other[TOKENS_PER_S] * other[NUM_SLOTS]
+        and one[NUM_SLOTS] == other[NUM_SLOTS]
         # NaN, where nothing has completed yet, is not greater than anything.
-        & ~(response_s > _SAME_SPEED * own_s)
-        & ~(own_s > _SAME_SPEED * response_s)
-        & ((columns[:, ITERATION_S] > 0.0) == (chosen[ITERATION_S] > 0.0))
-        & (columns[:, MATCH_TOKENS] == chosen[MATCH_TOKENS])
-        & (
-            np.abs(prefill_s - own_prefill_s)
-            <= _SAME_NUMBER * np.maximum(np.abs(prefill_s), abs(own_prefill_s))
-        )
+        and not one[MEAN_RESPONSE_S] > _SAME_SPEED * other[MEAN_RESPONSE_S]
+        and not other[MEAN_RESPONSE_S] > _SAME_SPEED * one[MEAN_RESPONSE_S]
+        and (one[ITERATION_S] > 0.0) == (other[ITERATION_S] > 0.0)
+        and one[MATCH_TOKENS] == other[MATCH_TOKENS]
+        and difference_s <= _SAME_NUMBER * max(abs(one_prefill_s), abs(other_prefill_s))
     )
-    equal[index] = True
     return equal

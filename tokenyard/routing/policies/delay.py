@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.observation import (
     ITERATION_S,
+    MAX_CONCURRENCY,
+    NUM_RUNNING,
+    NUM_WAITING,
     TOKENS_PER_S,
     WAIT_S,
     batching_delays,
@@ -76,6 +80,43 @@ def _fill_delays(
             delays[ADDED_FIRST_TOKEN_S] = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
             delays[ADDED_DECODE_S] = 0.0
             delays[ADDED_OTHERS_S] = 0.0
+
+
+def mark_safe(
+    request: Request, snapshots: Sequence[ReplicaSnapshot], slo_s: float
+) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Find replicas below capacity where `finish_s` is within an SLO, seconds.
+
+    Returns:
+        How many there are, and which, shape (num_replicas,).
+    """
+    columns = unranked_columns(snapshots)
+    safe = np.empty(len(columns), dtype=np.bool_)
+    context, total = float(request.context_tokens), float(request.predicted_total_tokens)
+    return _fill_safe(columns, context, total, slo_s, safe), safe
+
+
+@compiled
+def _fill_safe(
+    columns: FloatArray,
+    context_tokens: float,
+    total_tokens: float,
+    slo_s: float,
+    out: npt.NDArray[np.bool_],
+) -> int:
+    num = 0
+    for i in range(columns.shape[0]):
+        row = columns[i]
+        if row[ITERATION_S] > 0.0:
+            first_s, decode_s, _ = batching_delays(
+                row, context_tokens, total_tokens - context_tokens
+            )
+            finish = first_s + decode_s
+        else:
+            finish = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
+        out[i] = finish <= slo_s and row[NUM_WAITING] + row[NUM_RUNNING] < row[MAX_CONCURRENCY]
+        num += out[i]
+    return num
 
 
 class ShortestExpectedDelay(LeastCost):

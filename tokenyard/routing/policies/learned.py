@@ -216,7 +216,8 @@ def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -
 
 def _check_engines(batches: bool, snapshots: Sequence[ReplicaSnapshot]) -> None:
     # Of columns, all batch.
-    told = snapshots[:1] if isinstance(snapshots, SnapshotColumns) else snapshots
-    if any((snapshot.engine is not None) != batches for snapshot in told):
+    if batches and isinstance(snapshots, SnapshotColumns):
+        return
+    if any((snapshot.engine is not None) != batches for snapshot in snapshots):
         needed = "with" if batches else "without"
         raise ValueError(f"this policy needs snapshots {needed} `engine`: it was trained on such")
