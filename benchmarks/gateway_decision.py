@@ -56,8 +56,10 @@ class Args:
     """Who decides."""
     num_replicas: tuple[int, ...] = (4, 64, 1_000)
     """Replicas before the gateway."""
-    decisions: int = 3_000
+    decisions: int = 2_000
     """Measured decisions of each policy; a tenth as many come before, unmeasured."""
+    decisions_per_s: float = 1_000.0
+    """Decisions of all policies together, at most: without a pause nobody could write the log."""
     prompt_tokens: int = 500
     """Length of every prompt."""
     prefix_block_tokens: int = 16
@@ -217,6 +219,7 @@ def measure(args: Args, num_replicas: int) -> list[Row]:
         times: dict[str, list[tuple[float, float, float]]] = {policy: [] for policy in loads}
         for number in range(args.decisions + args.decisions // 10):
             for policy, load in loads.items():
+                time.sleep(1.0 / args.decisions_per_s)
                 took = load.step()
                 if number >= args.decisions // 10:
                     times[policy].append(took)

@@ -155,13 +155,13 @@ class DecisionLog:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        from serve_app.gateway.decision_rows import SCHEMA
+        from serve_app.gateway.decision_rows import REPEATED, SCHEMA
 
         name = f"decisions-{self._started}-{self._num_files:06d}.parquet"
         part = self._folder / f".{name}.part"
         lost_before = self._num_unwritten
         try:
-            with pq.ParquetWriter(part, SCHEMA) as writer:
+            with pq.ParquetWriter(part, SCHEMA, use_dictionary=REPEATED) as writer:
                 for group in _groups(records):
                     writer.write_table(self._lay_out(group))
             part.rename(self._folder / name)

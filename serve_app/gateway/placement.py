@@ -107,7 +107,7 @@ class Placement:
         self._clock_s = clock_s
         self._ray: RayDefault | None = None
         self._realtime = RealtimePriority()
-        self._others_went_ns = 0
+        self._others_went_s = 0.0
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
@@ -118,11 +118,12 @@ class Placement:
 
     async def pick(self, asked: Placeable) -> Pick | None:
         """Choose a replica and reserve a place in it; None: there is none left."""
-        started_ns = self._let_others_go()
-        by_ray = None
+        started_ns, by_ray = time.perf_counter_ns(), None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
         with self._realtime.section():
+            if by_ray is None:
+                self._let_others_go()
             now_s = self.refresh()
             pick = self._decide(asked, now_s, by_ray, started_ns)
         if pick is not None:
@@ -159,20 +160,16 @@ class Placement:
             return None
         return float(self._table.snapshots(rows, Prompt([0])).columns[:, WAIT_S].min())
 
-    def _let_others_go(self) -> int:
+    def _let_others_go(self) -> None:
         """Let threads that wait for the interpreter go first, or they interrupt the decision.
 
         They interrupt after waiting for the switch interval, so those that came after others were
         last let go can be left waiting for half as long: to let them go costs more than a choice.
-
-        Returns:
-            The time, by `time.perf_counter_ns`.
         """
-        now_ns = time.perf_counter_ns()
-        if now_ns - self._others_went_ns > 1e9 * sys.getswitchinterval() / 2:
+        now_s = time.monotonic()
+        if now_s - self._others_went_s > sys.getswitchinterval() / 2:
             time.sleep(0)
-            now_ns = self._others_went_ns = time.perf_counter_ns()
-        return now_ns
+            self._others_went_s = time.monotonic()
 
     def _decide(
         self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
