@@ -218,7 +218,10 @@ class Placement:
             rows = rows[~np.isin(rows, tried)]
         needed = asked.needed_tokens
         if any(one.max_model_tokens < needed for one in self._backends.values()):
-            holds = np.array([self._backends[n].max_model_tokens >= needed for n in table.pools])
+            long_enough = {
+                name for name, one in self._backends.items() if one.max_model_tokens >= needed
+            }
+            holds = np.array([name in long_enough for name in table.pools])
             rows = rows[holds[table.column(rows, POOL).astype(np.int64)]]
         return rows
 

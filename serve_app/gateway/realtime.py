@@ -1,7 +1,7 @@
 """A moment in which a thread goes before all others of the machine.
 
-A decision takes a quarter of a millisecond. On a few cores that also run proxies, controllers and
-engines, every fourth is interrupted by one of them, and then takes as long as that one's turn.
+A decision takes a tenth of a millisecond and more. On a few cores that also run proxies,
+controllers and engines, many are interrupted by one of them, and then take as long as that turn.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -175,21 +176,22 @@ class PrefixIndex:
         self._sent: dict[int, OrderedDict[int, None]] = {}
         """Blocks of every row, the least recently sent first."""
 
-    def match(self, blocks: Sequence[int], num_rows: int) -> IntArray:
-        """How many leading blocks each row is believed to hold, shape (num_rows,)."""
-        found = np.zeros(num_rows, dtype=np.int64)
+    def match(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Lengths of pieces of a prompt, leading first, each with the rows that hold all so far.
+
+        Rows are the bits of an integer. There are no more pieces once nobody holds all so far.
+        """
         holders, since = -1, 0
         for num, block in enumerate(blocks):
             now = holders & self._holders.get(block, 0)
             if now != holders:
                 if num > since:
-                    found += (num - since) * _bits(holders, num_rows)
+                    yield num - since, holders
                 holders, since = now, num
                 if not holders:
-                    return found
-        if blocks:
-            found += (len(blocks) - since) * _bits(holders, num_rows)
-        return found
+                    return
+        if since < len(blocks):
+            yield len(blocks) - since, holders
 
     def match_row(self, blocks: Sequence[int], row: int) -> int:
         """How many leading blocks one row is believed to hold."""
@@ -225,9 +227,10 @@ class PrefixIndex:
                 holders[block] ^= bit
 
 
+@lru_cache(maxsize=256)
 def _bits(number: int, count: int) -> IntArray:
-    """The lowest bits of an integer, shape (count,)."""
-    raw = (number & ((1 << count) - 1)).to_bytes((count + 7) // 8, "little")
+    """The lowest bits of an integer, shape (count,); it must not be written to."""
+    raw = number.to_bytes((count + 7) // 8, "little")
     bits = np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little")
     return bits.astype(np.int64)
 
@@ -243,14 +246,13 @@ class Prompt:
     def blocks(self, block_tokens: int) -> tuple[int, ...]:
         """Return the names of blocks, each by all tokens up to its end; 0 tokens: none."""
         if block_tokens not in self._blocks:
-            self._blocks[block_tokens] = tuple(self._hash(block_tokens))
+            self._blocks[block_tokens] = self._hash(block_tokens)
         return self._blocks[block_tokens]
 
-    def _hash(self, block_tokens: int) -> Iterator[int]:
-        name = 0
-        for end in range(block_tokens, len(self.token_ids) + 1, block_tokens):
-            name = hash((name, *self.token_ids[end - block_tokens : end]))
-            yield name
+    def _hash(self, block_tokens: int) -> tuple[int, ...]:
+        ids, name = self.token_ids, 0
+        starts = range(0, len(ids) - block_tokens + 1, block_tokens)
+        return tuple([name := hash((name, *ids[at : at + block_tokens])) for at in starts])
 
 
 class ReplicaState:
@@ -364,7 +366,11 @@ class ReplicaTable:
         self._state = np.zeros((_FIRST_ROWS, columns.NUM_STATE))
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._at: list[ReplicaState | None] = [None] * _FIRST_ROWS
-        self._note_members()
+        self._sets: dict[bytes, Candidates] = {}
+        self._no_matches: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
+        self._rows: IntArray | None = None
+        """In the order of adding; None: not known since replicas came or went."""
+        self._scratch: IntArray = np.zeros(0, dtype=np.int64)
         # Loads what is compiled, or the first decision would wait for it.
         assert not len(self.snapshots(self.offered(0.0, 0.0), Prompt([0])).columns)
 
@@ -388,7 +394,7 @@ class ReplicaTable:
         self._state[number, columns.POOL] = self.pools.index(pool)
         self.replicas[replica_id] = self._at[number] = replica
         self._tell_profile(replica)
-        self._note_members()
+        self._rows = None
         return replica
 
     def keep(self, pool: str, replica_ids: Iterable[str]) -> None:
@@ -403,7 +409,8 @@ class ReplicaTable:
             self._at[one.row] = None
             self._free.append(one.row)
         if gone:
-            self._note_members()
+            self._rows = None
+            self._sets.clear()
 
     def at(self, row: int) -> ReplicaState:
         """Return the replica of a row."""
@@ -421,8 +428,12 @@ class ReplicaTable:
 
         They are in the order in which replicas were added, shape (num,).
         """
-        num = offer(self._state, self._rows, now_s, stale_after_s, self._scratch)
-        return self._rows if num == len(self._rows) else self._scratch[:num].copy()
+        rows = self._rows
+        if rows is None:
+            rows = np.array([one.row for one in self.replicas.values()], dtype=np.int64)
+            self._rows, self._scratch = rows, np.empty_like(rows)
+        num = offer(self._state, rows, now_s, stale_after_s, self._scratch)
+        return rows if num == len(rows) else self._scratch[:num].copy()
 
     def snapshots(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
         """What a policy may know of some replicas when a prompt is to be placed.
@@ -441,9 +452,10 @@ class ReplicaTable:
         for block_tokens, prefixes in self._prefixes.items():
             if not block_tokens:
                 continue
+            # The last token is always computed.
             most = (len(prompt.token_ids) - 1) // block_tokens
-            found = prefixes.match(prompt.blocks(block_tokens), len(self._state))
-            matches = matches + np.minimum(found, most) * block_tokens
+            for num, holders in prefixes.match(prompt.blocks(block_tokens)[:most]):
+                matches = matches + num * block_tokens * _bits(holders, len(self._state))
         return matches
 
     def _candidates(self, rows: IntArray) -> Candidates:
@@ -462,6 +474,8 @@ class ReplicaTable:
         return known
 
     def _tell_profile(self, replica: ReplicaState) -> None:
+        if self._at[replica.row] is not replica:
+            return  # It is gone, and the row may be another's.
         profile = replica.profile
         self._state[replica.row, : columns.NUM_FIXED] = (
             profile.slot_tokens_per_s(*self._mean_lengths_tokens), profile.max_batch,
@@ -470,19 +484,13 @@ class ReplicaTable:
         )  # fmt: skip
         self._sets.clear()
 
-    def _note_members(self) -> None:
-        rows = [one.row for one in self.replicas.values()]
-        self._rows: IntArray = np.array(rows, dtype=np.int64)
-        self._scratch = np.empty_like(self._rows)
-        self._no_matches: IntArray = np.zeros(len(self._state), dtype=np.int64)
-        self._sets: dict[bytes, Candidates] = {}
-
     def _grow(self) -> None:
         """Make room for twice as many."""
         num = len(self._state)
         self._state = np.vstack([self._state, np.zeros_like(self._state)])
         self._free += range(2 * num - 1, num - 1, -1)
         self._at += [None] * num
+        self._no_matches = np.zeros(2 * num, dtype=np.int64)
         for one in self.replicas.values():
             one.tell(self._row(one.row))
 

@@ -271,8 +271,9 @@ class PolicyManager:
         # What stands in for a policy that was never there is the policy: its log must judge others.
         if asked.explore_fraction and reason in (None, "missing"):
             index, propensity = self._explore(request, snapshots, index, asked)
+        scores = None if decision.scores is None else np.asarray(decision.scores)
         choice = Choice(
-            index, decision.scores, propensity, index != preferred,
+            index, scores, propensity, index != preferred,
             (time.perf_counter_ns() - started_ns) / 1e3, reason,
         )  # fmt: skip
         if runner is None:

@@ -93,6 +93,10 @@ class Both:
         for request_id in list(self.open):
             if self.rng.random() < 0.4:
                 _, ours, theirs = self.open.pop(request_id)
+                # The last news of an answer may come of a replica that is gone.
+                status = EngineStatus(0, 1, 0.5, self.now_s, max_batch=int(self.rng.integers(1, 6)))
+                ours.publish(status)
+                theirs.publish(status)
                 response_s = None if self.rng.random() < 0.3 else float(self.rng.random())
                 ours.in_flight.close(request_id, self.now_s, response_s)
                 theirs.close(request_id, self.now_s, response_s)

@@ -190,7 +190,10 @@ def test_equal_blocks_after_different_beginnings_are_different():
     assert Prompt([1, 2, 3]).blocks(0) == ()
     sent = PrefixIndex()
     sent.send([1, 2, 3], row=1, capacity_blocks=2)
-    assert (sent.match([1], 3).tolist(), sent.match([2, 3], 3).tolist()) == ([0, 0, 0], [0, 2, 0])
+    sent.send([2], row=0, capacity_blocks=2)
+    assert (list(sent.match([1])), list(sent.match([2, 3, 4]))) == ([], [(1, 0b11), (1, 0b10)])
+    sent.forget(1)
+    assert list(sent.match([2, 3])) == [(1, 0b01)]
 
 
 class Counted(list):

@@ -93,7 +93,7 @@ def mark_safe(
     columns = unranked_columns(snapshots)
     safe = np.empty(len(columns), dtype=np.bool_)
     context, total = float(request.context_tokens), float(request.predicted_total_tokens)
-    return _fill_safe(columns, context, total, slo_s, safe), safe
+    return _fill_safe(columns, context, total, float(slo_s), safe), safe
 
 
 @compiled
