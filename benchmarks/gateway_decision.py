@@ -2,33 +2,48 @@
 
 python benchmarks/gateway_decision.py
 
-CPU time of one thread: `snapshots` is what the table of replicas does for a request (who is
-offered, what is known of each, which of the prompt its cache may hold), `route` is the policy.
+Everything is on: decision log, history, metrics, exploration, books of what is in flight and of
+prefixes. `pick` is all from the arrival at the placement to the reservation, publications that came
+since the last decision included; `close` are what ends with a request, its row of the log
+included. CPU time is that of the deciding thread, without the thread that writes the log. Policies
+take turns, so that a busy machine slows all of them down alike.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
+from collections import deque
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import tyro
 from rich.table import Table
 
-from serve_app.cluster import EngineProfile
+from serve_app.cluster import Cluster, EngineProfile
+from serve_app.engines.base import Sampling
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.gateway import Gateway, _Answer
+from serve_app.gateway.generation import GenerationChunk, GenerationRequest
+from serve_app.gateway.placement import Pick
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
+from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
 from tokenyard.provenance import report
-from tokenyard.routing.policies import PolicyContext, make_policy
-from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.types import Request
+from tokenyard.routing.fleet import AnyReplica
+from tokenyard.routing.scenario import Scenario, load_scenario
 
-PROFILE = EngineProfile(
-    iteration_s=0.02, prefill_token_s=6e-5, sequence_s=5e-5, kv_token_s=8e-8,
-    max_batch=64, token_budget=512, kv_capacity_tokens=150_000,
-)  # fmt: skip
-NOW_S = 1e9
+T = TypeVar("T")
+PUBLISHED_PER_DECISION = 2
+"""Replicas that publish four times a second and get two requests a second."""
+IN_FLIGHT_PER_REPLICA = 4
+SHARED_TOKENS = 160
+"""Leading tokens that many prompts have in common."""
+NUM_SHARED = 20
+"""Different beginnings of prompts."""
 
 
 @dataclass(frozen=True)
@@ -36,58 +51,210 @@ class Args:
     """Measure the gateway's time per decision."""
 
     scenario: str = "conversation_mixed_gpus"
-    """Whose SLO and tuned rules apply."""
-    policy: str = "marginal_delay"
-    """Rule that decides."""
-    num_replicas: tuple[int, ...] = (10, 100, 1_000, 10_000)
-    """Replicas before it, one row each."""
+    """Fleet that is repeated; whose champion, SLO and tuned rules apply."""
+    policies: tuple[str, ...] = ("champion", "tuned_marginal_delay", "generic")
+    """Who decides."""
+    num_replicas: tuple[int, ...] = (4, 64, 1_000)
+    """Replicas before the gateway."""
+    decisions: int = 2_000
+    """Measured decisions of each policy; a tenth as many come before, unmeasured."""
+    pause_ms: float = 0.0
+    """Between decisions. After a pause caches are cold, and the log's thread keeps up."""
     prompt_tokens: int = 500
     """Length of every prompt."""
-    prefix_block_tokens: int = 0
+    prefix_block_tokens: int = 16
     """Tokens of one block of the replicas' prefix caches; 0: they have none."""
+    explore_fraction: float = 0.01
+    """Share of decisions that are drawn at random."""
     json: Path | None = None
     """Write the result rows to this file."""
 
 
-def measure(args: Args, num_replicas: int) -> Row:
-    """Time decisions on replicas that are all busy alike."""
-    scenario = load_scenario(args.scenario)
-    table = ReplicaTable(scenario.mean_lengths_tokens)
-    for number in range(num_replicas):
-        replica = table.add(f"r{number}", "pool", PROFILE, args.prefix_block_tokens, NOW_S)
-        replica.publish(EngineStatus(1, 3, 0.2, NOW_S))
-    rng = np.random.default_rng(0)
-    policy = make_policy(args.policy, PolicyContext(scenario.name, scenario.slo, rng, num_replicas))
-    token_ids = list(range(args.prompt_tokens))
-    request = Request(NOW_S, args.prompt_tokens, 1.4 * args.prompt_tokens)
-    times = []
-    for _ in range(max(5, 3_000 // num_replicas)):
-        started = time.process_time()
-        snapshots = table.snapshots(table.offered(NOW_S, 5.0), Prompt(token_ids))
-        collected = time.process_time()
-        policy.route(request, snapshots)
-        times.append((collected - started, time.process_time() - collected))
-    snapshots_s, route_s = np.median(times, axis=0)
+class Fleet:
+    """A pool whose replicas publish in turn; it answers nothing."""
+
+    max_model_tokens = 1_000_000
+
+    def __init__(self, args: Args, scenario: Scenario, num_replicas: int) -> None:
+        """Repeat the scenario's replicas."""
+        self.name = "fleet"
+        kinds = scenario.required_fleet.replicas
+        self._profiles = [_profile(kinds[i % len(kinds)]) for i in range(num_replicas)]
+        self._block_tokens = args.prefix_block_tokens
+        self._next, self._added = 0, False
+        self._rng = np.random.default_rng(1)
+
+    def refresh(self, table: ReplicaTable, now_s: float) -> None:
+        """Publish what a few replicas would have published since the last decision."""
+        if not self._added:
+            for number, profile in enumerate(self._profiles):
+                table.add(f"replica-{number}", self.name, profile, self._block_tokens, now_s)
+            self._added = True
+        for _ in range(PUBLISHED_PER_DECISION):
+            number = self._next % len(self._profiles)
+            state = table.replicas[f"replica-{number}"]
+            running = state.in_flight.count
+            state.publish(EngineStatus(0, running, min(running * 0.01, 1.0), now_s))
+            self._next += 1
+
+    def ray_replicas(self) -> tuple[Any, ...]:
+        """None: Ray does not decide."""
+        return ()
+
+    def host_loads(self) -> dict[str, dict[str, float]]:
+        """Nothing is known."""
+        return {}
+
+    async def stream(
+        self, replica_id: str, request: GenerationRequest
+    ) -> AsyncGenerator[GenerationChunk, None]:
+        """Answer nothing."""
+        return
+        yield
+
+
+def _profile(replica: AnyReplica) -> EngineProfile:
+    a, b, c, d = replica.iteration.tolist()
+    return EngineProfile(
+        iteration_s=a, prefill_token_s=b, sequence_s=c, kv_token_s=d, max_batch=replica.max_batch,
+        token_budget=replica.token_budget, kv_capacity_tokens=replica.kv_capacity_tokens,
+    )  # fmt: skip
+
+
+class Load:
+    """A gateway before a fleet with requests in flight; every step places one and ends one."""
+
+    def __init__(self, args: Args, policy: str, num_replicas: int, folder: Path) -> None:
+        """Place as many requests as are in flight at any time."""
+        scenario = load_scenario(args.scenario)
+        cluster = _cluster(args.scenario)
+        rng = np.random.default_rng(0)
+        manager = PolicyManager(args.scenario, cluster.baseline, cluster.circuit_breaker, rng)
+        manager.switch(policy, args.explore_fraction)
+        self.log = DecisionLog(folder)
+        fleet = Fleet(args, scenario, num_replicas)
+        self.gateway = Gateway(cluster, manager, {fleet.name: fleet}, log=self.log)
+        self._prompts = _prompts(args)
+        self._open: deque[tuple[_Answer, Pick]] = deque()
+        self._num = 0
+        for _ in range(IN_FLIGHT_PER_REPLICA * num_replicas):
+            self._place()
+
+    def step(self) -> tuple[float, float, float]:
+        """Return CPU seconds of a pick, its seconds by the clock, and CPU seconds of a close."""
+        pick_s, clock_s = self._place()
+        answer, pick = self._open.popleft()
+        answer.take(GenerationChunk("a", 1), time.time())
+        pick.replica.in_flight.receive(answer.wanted.request_id, 1)
+        answer.take(GenerationChunk("b", 100, "stop"), time.time())
+        pick.replica.in_flight.receive(answer.wanted.request_id, 100)
+        started_ns = time.thread_time_ns()
+        self.gateway._close(answer, pick, 0, "stop")
+        return pick_s, clock_s, (time.thread_time_ns() - started_ns) / 1e9
+
+    def stop(self) -> None:
+        """End the threads.
+
+        Raises:
+            RuntimeError: The policy did not decide.
+        """
+        counts = self.gateway.manager.counts
+        self.gateway.manager.stop()
+        self.log.close()
+        if counts.fallbacks.total() > counts.num_decisions / 100:
+            raise RuntimeError(f"the baseline decided instead: {counts.fallbacks}")
+
+    def _place(self) -> tuple[float, float]:
+        gateway = self.gateway
+        request = GenerationRequest(f"request-{self._num}", next(self._prompts), Sampling(200))
+        self._num += 1
+        answer = _Answer(
+            request, gateway.cluster.classes[0], Prompt(request.token_ids), "champion",
+            time.time(), 0.0,
+        )  # fmt: skip
+        started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
+        pick = _result_of(gateway._placement.pick(answer))
+        ended_cpu_ns, ended_ns = time.thread_time_ns(), time.perf_counter_ns()
+        assert pick is not None
+        self._open.append((answer, pick))
+        return (ended_cpu_ns - started_cpu_ns) / 1e9, (ended_ns - started_ns) / 1e9
+
+
+def _cluster(scenario: str) -> Cluster:
+    pool = {"name": "fleet", "kind": "own", "config": {"model": "none"}}
+    return Cluster.model_validate(
+        {
+            "name": "b", "description": "b", "served_model": "m", "scenario": scenario,
+            "classes": [{"name": "default", "response_s": 10.0}], "pools": [pool],
+            "limits": {"max_in_flight": 4},
+        }
+    )  # fmt: skip
+
+
+def _prompts(args: Args) -> Iterator[tuple[int, ...]]:
+    rng = np.random.default_rng(2)
+    shared = rng.integers(0, 50_000, (NUM_SHARED, SHARED_TOKENS)).tolist()
+    while True:
+        own = rng.integers(0, 50_000, args.prompt_tokens).tolist()
+        yield tuple((shared[int(rng.integers(NUM_SHARED))] + own)[: args.prompt_tokens])
+
+
+def _result_of(work: Coroutine[Any, Any, T]) -> T:
+    """Run what waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+    raise RuntimeError("it waits")
+
+
+def measure(args: Args, num_replicas: int) -> list[Row]:
+    """Time decisions of all policies on a fleet of this size, in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        loads = {
+            policy: Load(args, policy, num_replicas, Path(folder) / policy)
+            for policy in args.policies
+        }
+        times: dict[str, list[tuple[float, float, float]]] = {policy: [] for policy in loads}
+        for number in range(args.decisions + args.decisions // 10):
+            for policy, load in loads.items():
+                if args.pause_ms:
+                    time.sleep(args.pause_ms / 1e3)
+                took = load.step()
+                if number >= args.decisions // 10:
+                    times[policy].append(took)
+        for load in loads.values():
+            load.stop()
+    return [
+        _row(policy, num_replicas, times[policy]) | {"rows_lost": load.log.num_lost}
+        for policy, load in loads.items()
+    ]
+
+
+def _row(policy: str, num_replicas: int, times: list[tuple[float, float, float]]) -> Row:
+    pick, clock, close = 1e6 * np.array(times).T
     return {
-        "policy": args.policy,
+        "policy": policy,
         "num_replicas": num_replicas,
-        "snapshots_us": 1e6 * float(snapshots_s),
-        "route_us": 1e6 * float(route_s),
-        "decisions_per_cpu_s": 1 / float(snapshots_s + route_s),
+        "pick_cpu_p50_us": float(np.median(pick)),
+        "pick_cpu_p99_us": float(np.percentile(pick, 99)),
+        "pick_p99_us": float(np.percentile(clock, 99)),
+        "close_cpu_p50_us": float(np.median(close)),
+        "close_cpu_p99_us": float(np.percentile(close, 99)),
+        "both_cpu_p50_us": float(np.median(pick + close)),
     }
 
 
 def main(args: Args) -> None:
-    rows = [measure(args, number) for number in args.num_replicas]
-    table = Table(title=f"one decision of the gateway, {args.policy}")
-    for column in ("replicas", "snapshots us", "route us", "decisions per CPU second"):
-        table.add_column(column, justify="right")
+    """Measure, print a table and write the rows."""
+    rows = [row for number in args.num_replicas for row in measure(args, number)]
+    table = Table(title="one decision of the gateway, microseconds")
+    for name in rows[0]:
+        table.add_column(name.removesuffix("_us"), justify="right")
     for row in rows:
-        table.add_row(
-            str(row["num_replicas"]), f"{row['snapshots_us']:.0f}", f"{row['route_us']:.0f}",
-            f"{row['decisions_per_cpu_s']:,.0f}",
-        )  # fmt: skip
-    report(table, rows, args.json, 0, width=100)
+        table.add_row(*(f"{v:.0f}" if isinstance(v, float) else str(v) for v in row.values()))
+    report(table, rows, args.json, 0, width=120)
 
 
 if __name__ == "__main__":

@@ -195,17 +195,16 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         prompt = Prompt(self._token_ids(pending_request))
         length = len(prompt.token_ids)
         request = Request(now_s, length, self._manager.policy.loaded.predicted_total_tokens(length))
-        last_sent_s = [one.last_sent_s for one in offered]
-        choice = self._manager.pick(
-            request, self._table.snapshots(offered, prompt), last_sent_s=last_sent_s
-        )
+        snapshots = self._table.snapshots(offered, prompt)
+        choice = self._manager.pick(request, snapshots, last_sent_s=snapshots.last_sent_s)
         # Reserved at once: the next request may be placed before this one is on its way.
-        self._reserve(pending_request, offered[choice.index].replica_id, prompt)
-        order = list(range(len(offered)))
+        ids = snapshots.candidates.replica_ids
+        self._reserve(pending_request, ids[choice.index], prompt)
+        order = list(range(len(ids)))
         if choice.scores is not None:
-            order.sort(key=choice.scores.__getitem__)
+            order = np.argsort(choice.scores, kind="stable").tolist()
         order.remove(choice.index)
-        return [[by_id[offered[i].replica_id]] for i in (choice.index, *order)]
+        return [[by_id[ids[i]]] for i in (choice.index, *order)]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: private.ReplicaID, result: ReplicaResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from serve_app.cluster import EngineProfile
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
+from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import Request, RoutingPolicy
 from tokenyard.workload.trace import Trace
 
@@ -113,13 +115,14 @@ class Carrier:
             predicted_output: Output that the policy is told of, tokens, by context.
         """
         lengths = float(trace.context_tokens.mean()), float(trace.generated_tokens.mean())
+        table = ReplicaTable(lengths)
         states = {
-            name: ReplicaState(name, "fleet", profile, 0, time.time(), lengths)
+            name: table.add(name, "fleet", profile, 0, time.time())
             for name, profile in profiles.items()
         }
         # What it compiles at its first decision must not count: another one makes that.
         first = Request(0.0, 8, 16.0)
-        make_policy().route(first, [state.snapshot(0) for state in states.values()])
+        make_policy().route(first, _snapshots(table))
         policy, sent = make_policy(), []
         due_s = (time.time() + trace.arrival_s).tolist()
         while len(sent) < len(due_s) or self._open:
@@ -134,20 +137,27 @@ class Carrier:
                 )
                 size = context + predicted_output(context)
                 request = Request(due_s[number], context, size)
-                sent.append(self._place(str(number), request, new, policy, list(states.values())))
+                sent.append(self._place(str(number), request, new, policy, table))
         return sent
 
     def _place(
         self, name: str, request: Request, num_new: int, policy: RoutingPolicy,
-        states: list[ReplicaState],
+        table: ReplicaTable,
     ) -> Sent:  # fmt: skip
-        chosen = states[policy.route(request, [state.snapshot(0) for state in states])]
+        snapshots = _snapshots(table)
+        chosen_id = snapshots.candidates.replica_ids[policy.route(request, snapshots)]
+        chosen = table.replicas[chosen_id]
         context, now_s = request.context_tokens, time.time()
         output = request.predicted_total_tokens - context
         chosen.send(name, Prompt([0] * context), 0, output, now_s)
         sent = Sent(chosen.replica_id, request.arrival_s, context, num_new)
         self._send(name, sent)
         return sent
+
+
+def _snapshots(table: ReplicaTable) -> SnapshotTable:
+    """All replicas, none of which has a prefix cache."""
+    return table.snapshots(table.offered(0.0, math.inf), Prompt([0]))
 
 
 def _publish(state: ReplicaState, told_s: float, stats: Any, grown: list[tuple[str, Sent]]) -> None:

@@ -1,31 +1,40 @@
 """The gateway's decision log: what was known, what was chosen, and what became of it, as Parquet.
 
 A row is written when its request ends, or at once where nothing is sent (`POST /v1/route`). The
-event loop only puts it into a queue; a thread makes files of it,
+event loop only hands over what it has; a thread lays it out and makes files of it,
 `decisions-<start>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import queue
 import threading
 import time
-from dataclasses import asdict, dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 4
 _MAX_QUEUED = 10_000
+_MAX_QUEUED_CANDIDATES = 1_000_000
+"""Of all rows together; each is a hundred bytes."""
 _ROWS_PER_FILE = 5_000
+_CANDIDATES_PER_FILE = 250_000
+_CANDIDATES_PER_GROUP = 50_000
+"""Laid out at once: meanwhile no other thread runs Python."""
+_CLOSE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecisionRecord:
     """One decision and its request's end."""
 
@@ -39,10 +48,10 @@ class DecisionRecord:
     """`name@sha256`."""
     service_class: str
     request: Request
-    snapshots: tuple[ReplicaSnapshot, ...]
+    snapshots: Sequence[ReplicaSnapshot]
     pools: tuple[str, ...]
     """Pool of every candidate."""
-    scores: tuple[float, ...] | None
+    scores: FloatArray | None
     index: int
     propensity: float | None
     explored: bool
@@ -61,26 +70,6 @@ class DecisionRecord:
     """Whose decision it was while a canary had its share: `champion` or `canary`."""
     mlflow_run: str | None = None
     """Run that trained the policy, where it comes from the registry."""
-
-    def to_row(self) -> dict[str, Any]:
-        """Lay it out as a row of the table; NaN becomes null."""
-        candidates = []
-        for number, snapshot in enumerate(self.snapshots):
-            fields = asdict(snapshot)
-            engine = fields.pop("engine") or {}
-            score = None if self.scores is None else self.scores[number]
-            fields |= engine | {"pool": self.pools[number], "score": score}
-            candidates.append({key: _or_none(value) for key, value in fields.items()})
-        row = {
-            name: _or_none(getattr(self, name))
-            for name in self.__slots__
-            if name not in ("request", "snapshots", "pools", "scores")
-        }
-        chosen = self.snapshots[self.index].replica_id
-        return {
-            "format_version": FORMAT_VERSION, **row, **asdict(self.request),
-            "replica_id": chosen, "candidates": candidates,
-        }  # fmt: skip
 
 
 class DecisionLog:
@@ -103,60 +92,116 @@ class DecisionLog:
         self._flush_s = flush_s
         self._started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self._num_files = 0
-        self.num_lost = 0
-        self._queue: queue.Queue[DecisionRecord | None] = queue.Queue(_MAX_QUEUED)
+        self._num_refused = 0
+        self._num_unwritten = 0
+        self._queue: deque[DecisionRecord] = deque()
+        # Each is written by one thread only: what is queued is their difference.
+        self._num_put = 0
+        self._num_taken = 0
+        self._wakes = threading.Event()
+        self._ends = False
         self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
         self._thread.start()
 
+    @property
+    def num_lost(self) -> int:
+        """Rows that were left out."""
+        return self._num_refused + self._num_unwritten
+
     def write(self, record: DecisionRecord) -> None:
-        """Hand over a row; returns at once."""
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._lose(1, "the writer is too slow")
+        """Hand over a row; returns at once. Always called from one thread."""
+        queued = self._num_put - self._num_taken
+        if len(self._queue) >= _MAX_QUEUED or queued >= _MAX_QUEUED_CANDIDATES:
+            self._warn("the writer is too slow")
+            self._num_refused += 1
+            return
+        self._num_put += len(record.snapshots)
+        self._queue.append(record)
+        # Not for every row: a thread that wakes interrupts this one.
+        if len(self._queue) >= _ROWS_PER_FILE or queued >= _CANDIDATES_PER_FILE:
+            self._wakes.set()
 
     def close(self) -> None:
-        """Write what is queued."""
-        self._queue.put(None)
-        self._thread.join()
+        """Write what is queued; wait for that a while, but not for ever."""
+        self._ends = True
+        self._wakes.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("decision log %s: %d rows are not written", self._folder, len(self._queue))
 
     def _run(self) -> None:
-        rows: list[dict[str, Any]] = []
-        due_s = time.monotonic() + self._flush_s
         more = True
         while more:
-            try:
-                record = self._queue.get(timeout=max(due_s - time.monotonic(), 0.01))
-                more = record is not None
-                if record is not None:
-                    rows.append(record.to_row())
-            except queue.Empty:
-                pass
-            if len(rows) >= _ROWS_PER_FILE or time.monotonic() >= due_s or not more:
-                self._flush(rows)
-                rows, due_s = [], time.monotonic() + self._flush_s
+            self._wakes.wait(self._flush_s)
+            self._wakes.clear()
+            more = not self._ends
+            while self._queue:
+                self._write_file(self._take())
 
-    def _flush(self, rows: list[dict[str, Any]]) -> None:
-        if not rows:
-            return
+    def _take(self) -> list[DecisionRecord]:
+        """Take from the queue what goes into one file."""
+        records: list[DecisionRecord] = []
+        num_candidates = 0
+        while self._queue and len(records) < _ROWS_PER_FILE:
+            if num_candidates >= _CANDIDATES_PER_FILE:
+                break
+            records.append(self._queue.popleft())
+            num_candidates += len(records[-1].snapshots)
+        self._num_taken += num_candidates
+        return records
+
+    def _write_file(self, records: list[DecisionRecord]) -> None:
         # Only this thread needs it, and it takes a while to import.
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        from serve_app.gateway.decision_rows import REPEATED, SCHEMA
+
         name = f"decisions-{self._started}-{self._num_files:06d}.parquet"
+        part = self._folder / f".{name}.part"
+        lost_before = self._num_unwritten
         try:
-            part = self._folder / f".{name}.part"
-            pq.write_table(pa.Table.from_pylist(rows), part)
+            with pq.ParquetWriter(part, SCHEMA, use_dictionary=REPEATED) as writer:
+                for group in _groups(records):
+                    writer.write_table(self._lay_out(group))
             part.rename(self._folder / name)
             self._num_files += 1
         except (OSError, pa.ArrowException) as error:
-            self._lose(len(rows), str(error))
+            self._lose(len(records) - (self._num_unwritten - lost_before), str(error))
+
+    def _lay_out(self, records: list[DecisionRecord]) -> pa.Table:
+        """Make rows; a record of which none can be made is left out, and no other."""
+        import pyarrow as pa
+
+        from serve_app.gateway.decision_rows import SCHEMA, lay_out
+
+        try:
+            return lay_out(records)
+        except Exception as error:
+            # Whatever is wrong with one row must not end the thread that writes all others.
+            if len(records) == 1:
+                self._lose(1, repr(error))
+                return SCHEMA.empty_table()
+        return pa.concat_tables([self._lay_out([one]) for one in records])
 
     def _lose(self, count: int, reason: str) -> None:
+        self._warn(reason)
+        self._num_unwritten += count
+
+    def _warn(self, reason: str) -> None:
         if self.num_lost == 0:
             logger.error("decision log %s loses rows: %s", self._folder, reason)
-        self.num_lost += count
 
 
-def _or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and math.isnan(value) else value
+def _groups(records: list[DecisionRecord]) -> Iterator[list[DecisionRecord]]:
+    """Cut rows into groups that are laid out at once."""
+    group: list[DecisionRecord] = []
+    num_candidates = 0
+    for one in records:
+        group.append(one)
+        num_candidates += len(one.snapshots)
+        if num_candidates >= _CANDIDATES_PER_GROUP:
+            yield group
+            group, num_candidates = [], 0
+    if group:
+        yield group

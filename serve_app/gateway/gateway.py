@@ -32,14 +32,11 @@ from serve_app.gateway.generation import (
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
-from serve_app.gateway.realtime import RealtimePriority
+from serve_app.gateway.placement import Pick, Placement
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
-from serve_app.policy.runner import RAY_DEFAULT, Choice
-from serve_app.router import RayDefault
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.types import ReplicaSnapshot, Request
 
 logger = logging.getLogger(__name__)
 
@@ -78,21 +75,6 @@ class _CutOff(Unserved):
     """A request that had not been answered when the gateway ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Pick:
-    """Where an attempt goes, and what was known when that was decided."""
-
-    replica: ReplicaState
-    choice: Choice
-    snapshots: tuple[ReplicaSnapshot, ...]
-    pools: tuple[str, ...]
-    request: Request
-    policy: str
-    mlflow_run: str | None
-    arm: Arm
-    by_ray: bool
-
-
 @dataclass(slots=True)
 class _Answer:
     """A request that was let in, and what has come of its answer so far."""
@@ -111,6 +93,11 @@ class _Answer:
     finish_reason: str | None = None
     response_s: float = math.nan
     """Arrival to the end; NaN: it was not completed."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name, the same for every attempt."""
+        return self.wanted.request_id
 
     @property
     def needed_tokens(self) -> int:
@@ -173,9 +160,11 @@ class Gateway:
         means = load_scenario(self.cluster.scenario).mean_lengths_tokens
         self.table = ReplicaTable(means)
         self.history = History()
-        self._ray: RayDefault | None = None
-        self._realtime = RealtimePriority()
         self.outliers = OutlierDetector(self.cluster.outlier_ejection)
+        self._placement = Placement(
+            self.cluster, self.manager, self.backends, self.table, self.history, self.outliers,
+            self.metrics, self.clock_s,
+        )  # fmt: skip
         self._waits: set[asyncio.Timeout] = set()
         self._ends_s = math.inf
 
@@ -251,10 +240,7 @@ class Gateway:
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""
-        now_s = self.clock_s()
-        for backend in self.backends.values():
-            backend.refresh(self.table, now_s)
-        return now_s
+        return self._placement.refresh()
 
     def observe(self) -> None:
         """Set the gauges that show the state of the pools."""
@@ -290,9 +276,8 @@ class Gateway:
 
     def _retry_after_s(self) -> int:
         """Whole seconds until a place is likely to be free."""
-        offered = self._offered(self.clock_s())
-        waits_s = [one.wait_s for one in self.table.snapshots(offered, Prompt([0]))]
-        wait_s = min(waits_s, default=float(_MIN_RETRY_AFTER_S))
+        least_s = self._placement.least_wait_s()
+        wait_s = float(_MIN_RETRY_AFTER_S) if least_s is None else least_s
         return int(min(max(math.ceil(wait_s), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
 
     def _settle(self, answer: _Answer) -> None:
@@ -367,7 +352,7 @@ class Gateway:
                 await asyncio.sleep(0.05)
 
     async def _attempt(
-        self, answer: _Answer, pick: _Pick, attempt: int
+        self, answer: _Answer, pick: Pick, attempt: int
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Stream from the replica that was picked, and note what comes."""
         replica, request = pick.replica, answer.wanted
@@ -388,7 +373,7 @@ class Gateway:
         except (ReplicaTimeout, _OutOfTime) as error:
             outcome = "timeout"
             if isinstance(error, ReplicaTimeout):
-                self._fail(replica, sent_s)
+                self._placement.fail(replica, sent_s)
             raise
         except _CutOff:
             outcome = "cut_off"
@@ -398,7 +383,7 @@ class Gateway:
             raise
         except ReplicaFailed as error:
             if not isinstance(error, ReplicaFull | ReplicaRefused):
-                self._fail(replica, sent_s)
+                self._placement.fail(replica, sent_s)
             raise
         finally:
             self._close(answer, pick, attempt, outcome)
@@ -410,142 +395,35 @@ class Gateway:
         if chunk.status is not None:
             replica.publish(chunk.status)
 
-    def _close(self, answer: _Answer, pick: _Pick, attempt: int, outcome: str) -> None:
+    def _close(self, answer: _Answer, pick: Pick, attempt: int, outcome: str) -> None:
         """Note the end of an attempt."""
         now_s = self.clock_s()
         done = outcome in ("stop", "length")
         answer.response_s = now_s - answer.arrival_s if done else math.nan
-        replica, pool = pick.replica, pick.replica.pool
-        replica.in_flight.close(
-            answer.wanted.request_id, now_s, answer.response_s if done else None
-        )
-        if pick.by_ray and self._ray is not None:
-            self._ray.finished(replica.replica_id)
-        metrics = self.metrics
-        metrics.in_flight.labels(pool).dec()
+        metrics, pool = self.metrics, pick.replica.pool
+        response_s = answer.response_s if done else None
+        self._placement.finish(pick, answer.request_id, now_s, response_s)
         metrics.requests.labels(pool, answer.service_class.name, outcome).inc()
-        metrics.output_tokens.labels(pool).inc(answer.num_tokens)
+        series = metrics.of_pool(pool)
+        series.output_tokens.inc(answer.num_tokens)
         if done:
-            metrics.response_seconds.labels(pool).observe(answer.response_s)
+            series.response_seconds.observe(answer.response_s)
             if answer.num_tokens:
-                metrics.ttft_seconds.labels(pool).observe(answer.ttft_s)
+                series.ttft_seconds.observe(answer.ttft_s)
             if answer.num_tokens > 1:
-                metrics.tpot_seconds.labels(pool).observe(answer.tpot_s(now_s))
+                series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
             time_s = now_s if attempt else answer.arrival_s
             self.log.write(_record(answer, pick, attempt, outcome, time_s))
 
-    async def _pick_or_wait(self, answer: _Answer) -> _Pick | None:
+    async def _pick_or_wait(self, answer: _Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""
-        pick = await self._pick(answer)
+        pick = await self._placement.pick(answer)
         if pick is None and not self.table.replicas:
             await self._some_replica(self.clock_s())
             answer.tried.clear()  # Those that come may be the same, and well again.
-            pick = await self._pick(answer)
+            pick = await self._placement.pick(answer)
         return pick
-
-    async def _pick(self, answer: _Answer) -> _Pick | None:
-        """Choose a replica and reserve a place in it; None: there is none left."""
-        # Threads that wait for the interpreter go first, or they interrupt the decision.
-        time.sleep(0)
-        started_ns = time.perf_counter_ns()
-        by_ray = await self._ask_ray(answer.tried)
-        with self._realtime.section():
-            now_s = self.refresh()
-            replicas = self._candidates(answer, now_s)
-            index = next((i for i, one in enumerate(replicas) if one.replica_id == by_ray), None)
-            if by_ray is not None and index is None and self._ray is not None:
-                self._ray.finished(by_ray)
-            if not replicas:
-                return None
-            snapshots = self.table.snapshots(replicas, answer.prompt)
-            request = self._request(answer)
-            if index is not None:
-                choice = self.manager.pick_by_ray(index, started_ns)
-            else:
-                stale = self._all_stale(replicas, now_s)
-                last_sent_s = [one.last_sent_s for one in replicas]
-                choice = self.manager.pick(
-                    request, snapshots, stale, answer.arm, last_sent_s=last_sent_s
-                )
-                if not answer.tried:
-                    self.manager.observe(answer.wanted.request_id, request, snapshots, choice)
-        pools = tuple(one.pool for one in replicas)
-        runner = self.manager.deciding(answer.arm)
-        pick = _Pick(
-            replicas[choice.index], choice, tuple(snapshots), pools, request,
-            runner.label, runner.mlflow_run, answer.arm, index is not None,
-        )  # fmt: skip
-        self._reserve(answer, pick, now_s)
-        return pick
-
-    def _candidates(self, answer: _Answer, now_s: float) -> list[ReplicaState]:
-        """Replicas that the request may go to."""
-        return [
-            one
-            for one in self._offered(now_s)
-            if one.replica_id not in answer.tried
-            and self.backends[one.pool].max_model_tokens >= answer.needed_tokens
-        ]
-
-    def _request(self, answer: _Answer) -> Request:
-        """The request as a policy sees it."""
-        context = len(answer.wanted.token_ids)
-        total = self.manager.deciding(answer.arm).loaded.predicted_total_tokens(context)
-        total = max(min(total, answer.needed_tokens), context + 1)
-        # Always a float: compiled policies are compiled anew for other types.
-        return Request(answer.arrival_s, context, float(total))
-
-    def _reserve(self, answer: _Answer, pick: _Pick, now_s: float) -> None:
-        """Note that the request is on its way, before anything else can be placed."""
-        choice, context = pick.choice, pick.request.context_tokens
-        engine = pick.snapshots[choice.index].engine
-        pick.replica.send(
-            answer.wanted.request_id, answer.prompt, 0 if engine is None else engine.match_tokens,
-            pick.request.predicted_total_tokens - context, now_s,
-        )  # fmt: skip
-        metrics, pool = self.metrics, pick.replica.pool
-        metrics.decision_seconds.observe(choice.decision_us / 1e6)
-        metrics.in_flight.labels(pool).inc()
-        metrics.prompt_tokens.labels(pool).inc(context)
-        if choice.fallback_reason is not None:
-            metrics.fallbacks.labels(choice.fallback_reason).inc()
-        if choice.explored:
-            metrics.explored.inc()
-        self.history.decide(now_s, pick.policy, pick.pools, pick.snapshots, choice)
-
-    async def _ask_ray(self, tried: set[str]) -> str | None:
-        """Let Ray's router choose, where it decides, among those that have not failed so far."""
-        if self.manager.policy.name != RAY_DEFAULT:
-            return None
-        if self._ray is None:
-            self._ray = RayDefault()
-        every = [one for backend in self.backends.values() for one in backend.ray_replicas()]
-        self._ray.update(every)
-        if len(every) <= len(tried):
-            return None
-        return await self._ray.choose()
-
-    def _offered(self, now_s: float) -> list[ReplicaState]:
-        """Replicas to choose from: without those that are ejected, as long as there are others."""
-        offered = self.table.offered(now_s, self.cluster.circuit_breaker.stale_after_s)
-        outliers = self.outliers
-        outliers.keep(self.table.replicas)
-        admitted = [r for r in offered if outliers.admits(r.replica_id, r.in_flight.count)]
-        return admitted or [r for r in offered if not outliers.ejected_s(r.replica_id)] or offered
-
-    def _fail(self, replica: ReplicaState, sent_s: float) -> None:
-        """Note that a replica has failed."""
-        if self.outliers.fail(replica.replica_id, sent_s):
-            ejected_s = self.outliers.ejected_s(replica.replica_id)
-            logger.warning("replica %s is ejected for %.1f s", replica.replica_id, ejected_s)
-            self.metrics.ejections.labels(replica.pool).inc()
-        if self._ray is not None:
-            self._ray.died(replica.replica_id)
-
-    def _all_stale(self, replicas: list[ReplicaState], now_s: float) -> bool:
-        newest_s = max(one.status.observed_at_s for one in replicas)
-        return now_s - newest_s > self.cluster.circuit_breaker.stale_after_s
 
 
 async def _next_of(
@@ -555,15 +433,16 @@ async def _next_of(
 
 
 def _record(
-    answer: _Answer, pick: _Pick, attempt: int, outcome: str, time_s: float
+    answer: _Answer, pick: Pick, attempt: int, outcome: str, time_s: float
 ) -> DecisionRecord:
     choice = pick.choice
     return DecisionRecord(
         decision_id=uuid.uuid4().hex, request_id=answer.wanted.request_id, attempt=attempt,
         time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
-        request=pick.request, snapshots=pick.snapshots, pools=pick.pools, scores=choice.scores,
-        index=choice.index, propensity=choice.propensity, explored=choice.explored,
-        fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome=outcome,
-        output_tokens=answer.num_tokens, ttft_s=answer.ttft_s, response_s=answer.response_s,
-        arm=pick.arm, mlflow_run=pick.mlflow_run,
+        request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
+        scores=choice.scores, index=choice.index, propensity=choice.propensity,
+        explored=choice.explored, fallback_reason=choice.fallback_reason,
+        decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
+        ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
+        mlflow_run=pick.mlflow_run,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.policy.runner import Choice
-from tokenyard.routing.types import ReplicaSnapshot
+from tokenyard.routing.snapshot_table import NUM_RUNNING, NUM_WAITING, SnapshotTable
 
 BIN_S = 5.0
 _NUM_BINS = 180
@@ -76,13 +76,12 @@ class History:
         self,
         now_s: float,
         policy: str,
-        pools: Sequence[str],
-        snapshots: Sequence[ReplicaSnapshot],
+        snapshots: SnapshotTable,
         choice: Choice,
     ) -> None:
         """Note where a request went; laid out only when somebody looks."""
-        self._bin(now_s).sent[pools[choice.index]] += 1
-        self._decisions.append((now_s, policy, tuple(pools), tuple(snapshots), choice))
+        self._bin(now_s).sent[snapshots.candidates.pools[choice.index]] += 1
+        self._decisions.append((now_s, policy, snapshots, choice))
 
     def rows(self) -> list[dict[str, Any]]:
         """Bins, oldest first."""
@@ -104,10 +103,13 @@ class History:
 
 
 def _decision(
-    now_s: float, policy: str, pools: Sequence[str], snapshots: Sequence[ReplicaSnapshot],
-    choice: Choice,
-) -> dict[str, Any]:  # fmt: skip
-    scores = choice.scores
+    now_s: float, policy: str, snapshots: SnapshotTable, choice: Choice
+) -> dict[str, Any]:
+    candidates, live = snapshots.candidates, snapshots.live
+    scores = [None] * len(live) if choice.scores is None else choice.scores.tolist()
+    waiting, running = live[:, [NUM_WAITING, NUM_RUNNING]].T.astype(int).tolist()
+    keys = ("replica_id", "pool", "score", "waiting", "running")
+    rows = zip(candidates.replica_ids, candidates.pools, scores, waiting, running, strict=True)
     return {
         "time_s": now_s,
         "policy": policy,
@@ -115,16 +117,7 @@ def _decision(
         "explored": choice.explored,
         "fallback_reason": choice.fallback_reason,
         "decision_us": choice.decision_us,
-        "candidates": [
-            {
-                "replica_id": snapshot.replica_id,
-                "pool": pools[number],
-                "score": None if scores is None else scores[number],
-                "waiting": snapshot.num_waiting,
-                "running": snapshot.num_running,
-            }
-            for number, snapshot in enumerate(snapshots)
-        ],
+        "candidates": [dict(zip(keys, row, strict=True)) for row in rows],
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 _LATENCIES_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
@@ -38,6 +40,18 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
 }
 
 
+@dataclass(frozen=True)
+class PoolSeries:
+    """Series of one pool: to look them up by label takes as long as to write them."""
+
+    in_flight: Gauge
+    prompt_tokens: Counter
+    output_tokens: Counter
+    response_seconds: Histogram
+    ttft_seconds: Histogram
+    tpot_seconds: Histogram
+
+
 class Metrics:
     """All series of one gateway, in a registry of its own; attributes are its names."""
 
@@ -66,6 +80,7 @@ class Metrics:
     def __init__(self) -> None:
         """Register them."""
         self.registry = one = CollectorRegistry()
+        self._pools: dict[str, PoolSeries] = {}
         for name, (text, labels) in _COUNTERS.items():
             setattr(self, name, Counter(f"tokenyard_{name}", text, labels, registry=one))
         for name, (text, labels) in _GAUGES.items():
@@ -73,6 +88,20 @@ class Metrics:
         for name, (text, labels, buckets) in _HISTOGRAMS.items():
             made = Histogram(f"tokenyard_{name}", text, labels, buckets=buckets, registry=one)
             setattr(self, name, made)
+
+    def of_pool(self, pool: str) -> PoolSeries:
+        """Return the series of a pool that every request writes."""
+        known = self._pools.get(pool)
+        if known is None:
+            known = self._pools[pool] = PoolSeries(
+                self.in_flight.labels(pool),
+                self.prompt_tokens.labels(pool),
+                self.output_tokens.labels(pool),
+                self.response_seconds.labels(pool),
+                self.ttft_seconds.labels(pool),
+                self.tpot_seconds.labels(pool),
+            )
+        return known
 
     def exposition(self) -> bytes:
         """All series in Prometheus's text format."""

@@ -36,6 +36,11 @@ class OutlierDetector:
         self.clock_s = clock_s
         self._records: dict[str, _Record] = {}
 
+    @property
+    def watches(self) -> bool:
+        """Whether any replica has failed lately; where none has, all are admitted."""
+        return bool(self._records)
+
     def fail(self, replica_id: str, sent_s: float) -> bool:
         """Note a failure; return whether the replica is ejected for it.
 

@@ -1,15 +1,14 @@
 """A moment in which a thread goes before all others of the machine.
 
-A decision takes a quarter of a millisecond. On a few cores that also run proxies, controllers and
-engines, every fourth is interrupted by one of them, and then takes as long as that one's turn.
+A decision takes a tenth of a millisecond and more. On a few cores that also run proxies,
+controllers and engines, many are interrupted by one of them, and then take as long as that turn.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 logger = logging.getLogger(__name__)
 
@@ -27,24 +26,29 @@ class RealtimePriority:
         self.allowed = hasattr(os, "sched_setscheduler")
         if not self.allowed:
             return
-        # A thread that is born in a block is an ordinary one.
-        self._raised = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_LOWEST_REALTIME)
-        self._usual = os.sched_getscheduler(0), os.sched_getparam(0)
+        self._section = _Section()
         try:
-            with self.section():
+            with self._section:
                 pass
         except PermissionError:
             self.allowed = False
             logger.info("other processes may interrupt decisions: this one has no CAP_SYS_NICE")
 
-    @contextmanager
-    def section(self) -> Iterator[None]:
+    def section(self) -> AbstractContextManager[None]:
         """Keep the calling thread from being interrupted until the block ends."""
-        if not self.allowed:
-            yield
-            return
+        return self._section if self.allowed else nullcontext()
+
+
+class _Section:
+    """Raises the priority of the calling thread, and puts it back."""
+
+    def __init__(self) -> None:
+        # A thread that is born in a block is an ordinary one.
+        self._raised = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_LOWEST_REALTIME)
+        self._usual = os.sched_getscheduler(0), os.sched_getparam(0)
+
+    def __enter__(self) -> None:
         os.sched_setscheduler(0, *self._raised)
-        try:
-            yield
-        finally:
-            os.sched_setscheduler(0, *self._usual)
+
+    def __exit__(self, *_: object) -> None:
+        os.sched_setscheduler(0, *self._usual)

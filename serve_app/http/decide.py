@@ -68,7 +68,7 @@ class RouteService:
             decision_id=decision_id,
             replica_id=snapshots[choice.index].replica_id,
             index=choice.index,
-            scores=None if choice.scores is None else list(choice.scores),
+            scores=None if choice.scores is None else choice.scores.tolist(),
             predicted_total_tokens=request.predicted_total_tokens,
             policy=card.reference,
             decision_us=choice.decision_us,

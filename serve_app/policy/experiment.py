@@ -27,6 +27,7 @@ from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.runner import Choice, CircuitBreaker, Failure, PolicyRunner
 from serve_app.policy.ties import equally_idle
 from serve_app.policy.timeouts import Timeouts
+from tokenyard.routing.observation import unranked_columns
 from tokenyard.routing.policies.delay import finish_times_s
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.statistics import off_policy as estimate
@@ -243,11 +244,12 @@ class Shadow:
         same = chosen == index
         if not same and asked.choice.scores is not None:
             # Where costs decide, which of two that are equally idle is taken is nobody's decision.
-            same = equally_idle(asked.snapshots[chosen], asked.snapshots[index])
+            columns = unranked_columns(asked.snapshots)
+            same = equally_idle(columns[chosen], columns[index])
         self.num_asked += 1
         self.num_agreed += same
         times_s = finish_times_s(asked.request, asked.snapshots)
-        expected = (times_s[chosen], times_s[index])
+        expected = (float(times_s[chosen]), float(times_s[index]))
         opened = _Open(same, asked.choice.propensity, *expected)
         with self._lock:
             early = self._early.pop(asked.request_id, None)

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.ties import least_recently_used
 from tokenyard.artifact import ArtifactError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import BASELINES, PolicyContext, draws, make_policy
-from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 from tokenyard.types import Slo
@@ -169,7 +170,8 @@ def warm_up(loaded: LoadedPolicy) -> None:
         idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
         policy = loaded.make(np.random.default_rng(0))
         policy.route(request, [idle] * (loaded.card.num_replicas or 1))
-        finish_times_s(request, [idle])  # Exploration asks it.
+        mark_safe(request, [idle], loaded.card.slo_response_s)  # Exploration asks it.
+        least_recently_used([idle], 0, [0.0])
 
 
 def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:

@@ -27,9 +27,10 @@ from serve_app.policy.runner import (
 )
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
-from tokenyard.routing.policies.delay import finish_times_s
+from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.types import ReplicaSnapshot, Request
 from tokenyard.statistics.sequential import DEFAULT_ALPHA
+from tokenyard.types import FloatArray
 
 _WARM_UP_S = 30.0
 _NUM_TIMES = 1000
@@ -243,7 +244,7 @@ class PolicyManager:
         stale: bool = False,
         arm: Arm = "champion",
         runner: PolicyRunner | None = None,
-        last_sent_s: Sequence[float] | None = None,
+        last_sent_s: Sequence[float] | FloatArray | None = None,
     ) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy, and count it.
 
@@ -270,8 +271,9 @@ class PolicyManager:
         # What stands in for a policy that was never there is the policy: its log must judge others.
         if asked.explore_fraction and reason in (None, "missing"):
             index, propensity = self._explore(request, snapshots, index, asked)
+        scores = None if decision.scores is None else np.asarray(decision.scores)
         choice = Choice(
-            index, decision.scores, propensity, index != preferred,
+            index, scores, propensity, index != preferred,
             (time.perf_counter_ns() - started_ns) / 1e3, reason,
         )  # fmt: skip
         if runner is None:
@@ -330,17 +332,13 @@ class PolicyManager:
     ) -> tuple[int, float]:
         """Maybe draw another replica, and say how likely the returned one was."""
         fraction, slo_s = runner.explore_fraction, runner.loaded.card.slo_response_s
-        safe = [
-            i
-            for i, finish_s in enumerate(finish_times_s(request, snapshots))
-            if finish_s <= slo_s and snapshots[i].num_outstanding < snapshots[i].max_concurrency
-        ]
-        if len(safe) < 2:
+        num_safe, safe = mark_safe(request, snapshots, slo_s)
+        if num_safe < 2:
             return preferred, 1.0
         chosen = preferred
         if self._rng.random() < fraction:
-            chosen = safe[int(self._rng.integers(len(safe)))]
-        propensity = fraction / len(safe) if chosen in safe else 0.0
+            chosen = int(np.flatnonzero(safe)[self._rng.integers(num_safe)])
+        propensity = fraction / num_safe if safe[chosen] else 0.0
         if chosen == preferred:
             propensity += 1.0 - fraction
         return chosen, propensity

@@ -17,7 +17,15 @@ import numpy as np
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.loading import LoadedPolicy
 from serve_app.policy.timeouts import Timeouts, TooSlow
-from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, RoutingPolicy, ScoringPolicy
+from tokenyard.routing.types import (
+    Decision,
+    ReplicaSnapshot,
+    Request,
+    RoutingPolicy,
+    ScoringPolicy,
+    SnapshotColumns,
+)
+from tokenyard.types import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +50,13 @@ class Failure:
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Choice:
     """What was decided for one request."""
 
     index: int
-    scores: tuple[float, ...] | None
-    """Cost of every candidate; None for policies that do not score."""
+    scores: FloatArray | None
+    """Cost of every candidate, shape (num,); None for policies that do not score."""
     propensity: float | None
     """Probability with which `index` was chosen; None: the policy draws and does not tell."""
     explored: bool
@@ -206,7 +214,10 @@ class PolicyRunner:
                 f"policy {card.name!r} decides between {card.num_replicas} replicas, "
                 f"got {len(snapshots)} snapshots"
             )
-        if card.needs_engine is None:
+        # Of columns, all batch.
+        if card.needs_engine is None or (
+            card.needs_engine and isinstance(snapshots, SnapshotColumns)
+        ):
             return
         for snapshot in snapshots:
             if card.needs_engine and snapshot.engine is None:
@@ -244,5 +255,9 @@ def decide_by(
 def _check(decision: Decision, num_replicas: int) -> None:
     if not 0 <= decision.replica < num_replicas:
         raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
-    if decision.scores is not None and not all(map(math.isfinite, decision.scores)):
+    scores = decision.scores
+    # The sum of all is quicker to look at; that of large ones may overflow.
+    if scores is None or math.isfinite(np.add.reduce(scores)):
+        return
+    if not np.isfinite(scores).all():
         raise ValueError(f"costs are not finite: {decision.scores}")

@@ -6,17 +6,33 @@ mostly idle then hangs on one replica, also where that replica hangs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot
+import numpy as np
+
+from tokenyard.compiled import compiled
+from tokenyard.routing.observation import (
+    ITERATION_S,
+    MATCH_TOKENS,
+    MEAN_RESPONSE_S,
+    NUM_RUNNING,
+    NUM_SLOTS,
+    NUM_WAITING,
+    PREFILL_TOKEN_S,
+    TOKENS_PER_S,
+    unranked_columns,
+)
+from tokenyard.routing.types import ReplicaSnapshot
+from tokenyard.types import FloatArray
 
 _SAME_SPEED = 2.0
 """Replicas whose mean response times differ by more are not equal, whatever is declared."""
+_SAME_NUMBER = 1e-9
+"""Relative difference of numbers that are equal but for rounding."""
 
 
 def least_recently_used(
-    snapshots: Sequence[ReplicaSnapshot], index: int, last_sent_s: Sequence[float]
+    snapshots: Sequence[ReplicaSnapshot], index: int, last_sent_s: Sequence[float] | FloatArray
 ) -> int:
     """Return the candidate that is next among those that are as idle as a choice.
 
@@ -25,33 +41,43 @@ def least_recently_used(
         index: The choice.
         last_sent_s: When each candidate was last sent a request, seconds of any clock.
     """
-    chosen = snapshots[index]
-    if chosen.num_outstanding:
-        return index
-    equal = [i for i, one in enumerate(snapshots) if equally_idle(one, chosen)]
-    return min(equal, key=lambda i: (last_sent_s[i], i != index))
+    # Always in one piece: the compiled function would be compiled anew for other arrays.
+    sent_s = np.ascontiguousarray(last_sent_s, dtype=np.float64)
+    return _least_recently_used(unranked_columns(snapshots), index, sent_s)
 
 
-def equally_idle(one: ReplicaSnapshot, other: ReplicaSnapshot) -> bool:
-    """Whether both are idle, equally fast, and hold as much of the request's prefix."""
-    if one is other:
-        return True
-    slower, faster = one.mean_response_s, other.mean_response_s
-    if faster > slower:
-        slower, faster = faster, slower
-    return (
-        not one.num_outstanding
-        and not other.num_outstanding
-        and one.full_tokens_per_s == other.full_tokens_per_s
-        and one.num_slots == other.num_slots
-        and not slower > _SAME_SPEED * faster  # NaN: nothing has completed yet.
-        and _same_engine(one.engine, other.engine)
+@compiled
+def _least_recently_used(columns: FloatArray, index: int, last_sent_s: FloatArray) -> int:
+    chosen = columns[index]
+    best = index
+    if chosen[NUM_WAITING] + chosen[NUM_RUNNING] > 0.0:
+        return best
+    for i in range(columns.shape[0]):
+        if last_sent_s[i] < last_sent_s[best] and equally_idle(columns[i], chosen):
+            best = i
+    return best
+
+
+@compiled
+def equally_idle(one: FloatArray, other: FloatArray) -> bool:
+    """Whether two replicas are idle, equally fast, and hold as much of the request's prefix.
+
+    Args:
+        one: Row of the table of `tokenyard.routing.observation`, shape (NUM_COLUMNS,).
+        other: Likewise.
+    """
+    one_prefill_s, other_prefill_s = one[PREFILL_TOKEN_S], other[PREFILL_TOKEN_S]
+    difference_s = abs(one_prefill_s - other_prefill_s)
+    equal: bool = (
+        one[NUM_WAITING] + one[NUM_RUNNING] == 0.0
+        and other[NUM_WAITING] + other[NUM_RUNNING] == 0.0
+        and one[TOKENS_PER_S] * one[NUM_SLOTS] == other[TOKENS_PER_S] * other[NUM_SLOTS]
+        and one[NUM_SLOTS] == other[NUM_SLOTS]
+        # NaN, where nothing has completed yet, is not greater than anything.
+        and not one[MEAN_RESPONSE_S] > _SAME_SPEED * other[MEAN_RESPONSE_S]
+        and not other[MEAN_RESPONSE_S] > _SAME_SPEED * one[MEAN_RESPONSE_S]
+        and (one[ITERATION_S] > 0.0) == (other[ITERATION_S] > 0.0)
+        and one[MATCH_TOKENS] == other[MATCH_TOKENS]
+        and difference_s <= _SAME_NUMBER * max(abs(one_prefill_s), abs(other_prefill_s))
     )
-
-
-def _same_engine(one: EngineSnapshot | None, other: EngineSnapshot | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return one.match_tokens == other.match_tokens and math.isclose(
-        one.prefill_token_s, other.prefill_token_s
-    )
+    return equal

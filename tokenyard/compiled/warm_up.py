@@ -19,6 +19,7 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
+from tokenyard.routing.policies.delay import finish_times_s, mark_safe
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
@@ -27,12 +28,23 @@ from tokenyard.routing.simulator.batching_streams import fleet_stream, token_row
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.snapshot_table import (
+    NUM_FIXED,
+    NUM_LIVE,
+    NUM_STATE,
+    Candidates,
+    SnapshotTable,
+    fill_live,
+    offer,
+)
+from tokenyard.routing.types import Request
 
 _NUM_REQUESTS = 20
 
 
 def compile_batching() -> None:
-    """Replicas that batch, and rollouts over them."""
+    """Replicas that batch, rollouts over them, and what a gateway knows of them."""
+    _read_columns()
     scenario = load_scenario("azure_code_mixed_gpus_085")
     drawn = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     stream = fleet_stream(drawn)
@@ -45,6 +57,18 @@ def compile_batching() -> None:
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
     sim.run_residual(policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
+
+
+def _read_columns() -> None:
+    """Read what a gateway keeps, as at a decision."""
+    state, rows = np.zeros((1, NUM_STATE)), np.zeros(1, dtype=np.int64)
+    offer(state, rows, 0.0, 1.0, rows.copy())
+    live = np.empty((1, NUM_LIVE))
+    fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
+    table = SnapshotTable(Candidates(("r",), ("p",), np.ones((1, NUM_FIXED))), live)
+    request = Request(0.0, 1, 2.0)
+    finish_times_s(request, table)
+    mark_safe(request, table, 1.0)
 
 
 def compile_constant_rate() -> None:

@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.types import ReplicaSnapshot
+from tokenyard.routing.types import ReplicaSnapshot, SnapshotColumns
 from tokenyard.types import FloatArray
 
 # Columns of the table.
@@ -160,6 +160,9 @@ _OBSERVED_AT_S = attrgetter("observed_at_s")
 def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """Lay snapshots out as the table, shape (num_replicas, NUM_COLUMNS)."""
     columns = unranked_columns(snapshots)
+    if isinstance(snapshots, SnapshotColumns):
+        columns[:, SPEED_RANK] = snapshots.speed_ranks
+        return columns
     # Places of a batch are not slots of a server: there the speed of all of them together counts.
     places = np.where(columns[:, ITERATION_S] > 0.0, columns[:, NUM_SLOTS], 1.0)
     columns[:, SPEED_RANK] = speed_ranks(columns[:, TOKENS_PER_S] * places)
@@ -168,6 +171,8 @@ def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
 
 def unranked_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """The table of `snapshot_columns` for those who do not look at ranks, which are left 0."""
+    if isinstance(snapshots, SnapshotColumns):
+        return snapshots.columns
     # This runs at every decision, for every replica: no Python between one number and the next.
     num = len(snapshots)
     columns = np.zeros((num, NUM_COLUMNS))
@@ -186,7 +191,10 @@ def unranked_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
 
 def fill_ages(columns: FloatArray, snapshots: Sequence[ReplicaSnapshot], now_s: float) -> None:
     """Write into the table how old every snapshot is at `now_s`, seconds, at least 0."""
-    seen_s = np.fromiter(map(_OBSERVED_AT_S, snapshots), np.float64, len(snapshots))
+    if isinstance(snapshots, SnapshotColumns):
+        seen_s = snapshots.observed_at_s
+    else:
+        seen_s = np.fromiter(map(_OBSERVED_AT_S, snapshots), np.float64, len(snapshots))
     np.maximum(now_s - seen_s, 0.0, out=columns[:, AGE_S])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -102,14 +103,37 @@ class ReplicaSnapshot:
         return self.tokens_in_flight / self.full_tokens_per_s
 
 
-@dataclass(frozen=True, slots=True)
+class SnapshotColumns(Sequence[ReplicaSnapshot]):
+    """Snapshots of replicas that batch continuously, all of them, kept as columns of numbers.
+
+    To index it makes a snapshot of one replica; to take a column costs nothing.
+    """
+
+    @property
+    @abstractmethod
+    def columns(self) -> FloatArray:
+        """The table of `observation`, shape (num, NUM_COLUMNS); ranks and ages are not filled."""
+
+    @property
+    @abstractmethod
+    def speed_ranks(self) -> FloatArray:
+        """Rank of each replica by speed (`observation.speed_ranks`), shape (num,)."""
+
+    @property
+    @abstractmethod
+    def observed_at_s(self) -> FloatArray:
+        """Clock time of each observation, seconds, shape (num,)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """Where a request goes, and why."""
 
     replica: int
     """Index into the snapshots that were offered."""
-    scores: tuple[float, ...] | None
-    """Cost of every candidate, lower is better; None for policies that do not score."""
+    scores: FloatArray | None
+    """Cost of every candidate, lower is better, shape (num,); None for policies that do not
+    score."""
 
 
 class RoutingPolicy(Protocol):

@@ -2,12 +2,26 @@
 
 import math
 import threading
+from dataclasses import replace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from serve_app.gateway import decision_log
+from serve_app.gateway import decision_log, decision_rows
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from tokenyard.routing.snapshot_table import (
+    MATCH_TOKENS,
+    NUM_LIVE,
+    NUM_RUNNING,
+    NUM_WAITING,
+    OBSERVED_AT_S,
+    OUTPUT_TOKENS,
+    PREFILL_TOKENS,
+    RESPONSE_S,
+    Candidates,
+    SnapshotTable,
+)
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
 
@@ -16,7 +30,7 @@ def a_record(decision_id="1"):
     return DecisionRecord(
         decision_id=decision_id, request_id="r", attempt=0, time_s=7.0, policy="sed@1",
         service_class="default", request=Request(7.0, 10, 20.0), snapshots=(snapshot,),
-        pools=("p",), scores=(0.5,), index=0, propensity=0.99, explored=False,
+        pools=("p",), scores=np.array([0.5]), index=0, propensity=0.99, explored=False,
         fallback_reason=None, decision_us=40.0, outcome="stop", output_tokens=9, ttft_s=0.1,
         response_s=0.5,
     )  # fmt: skip
@@ -50,14 +64,80 @@ def test_rows_that_cannot_be_written_are_counted_and_do_not_stop_the_log(tmp_pat
     assert "loses rows" in caplog.text
 
 
+def test_a_row_that_cannot_be_laid_out_is_left_out_alone(tmp_path, caplog):
+    log = DecisionLog(tmp_path)
+    for number, index in enumerate((0, 7, 0)):
+        log.write(replace(a_record(str(number)), index=index))  # There is no eighth candidate.
+    log.write(a_record("3"))
+    log.close()
+    assert [row["decision_id"] for row in rows_in(tmp_path)] == ["0", "2", "3"]
+    assert log.num_lost == 1
+    assert "IndexError" in caplog.text
+
+
+def test_closing_does_not_wait_for_ever(tmp_path, monkeypatch, caplog):
+    gate = threading.Event()
+    monkeypatch.setattr(decision_log, "_CLOSE_S", 0.05)
+    empty = decision_rows.SCHEMA.empty_table()
+    monkeypatch.setattr(decision_rows, "lay_out", lambda _: gate.wait(10) and empty)
+    log = DecisionLog(tmp_path, flush_s=0.01)
+    log.write(a_record())
+    log.close()
+    gate.set()
+    assert "not written" in caplog.text
+
+
+def a_table(num):
+    fixed = np.tile([5000.0, 4.0, 0.01, 1e-4, 1e-4, 1e-7, 512.0, 1e5], (num, 1))
+    live = np.zeros((num, NUM_LIVE))
+    live[:, [PREFILL_TOKENS, OUTPUT_TOKENS, OBSERVED_AT_S]] = 100.0, 50.0, 7.0
+    live[:, [NUM_WAITING, NUM_RUNNING, MATCH_TOKENS]] = np.arange(num)[:, None] + [1, 4, 16]
+    live[:, RESPONSE_S] = np.where(np.arange(num) % 2, np.nan, 1.5)
+    names = tuple(f"r{number}" for number in range(num))
+    return SnapshotTable(Candidates(names, ("p",) * num, fixed), live)
+
+
+def test_columns_make_the_same_rows_as_objects(tmp_path):
+    told = [a_table(3), a_table(1), a_table(5)]
+    for folder, make in (("columns", lambda table: table), ("objects", tuple)):
+        log = DecisionLog(tmp_path / folder)
+        for table in told:
+            num = len(table)
+            scores = None if num == 1 else np.arange(num) / 7.0
+            record = replace(a_record(str(num)), snapshots=make(table), index=num - 1)
+            log.write(replace(record, pools=("p",) * num, scores=scores))
+        log.close()
+    rows = rows_in(tmp_path / "columns")
+    assert rows == rows_in(tmp_path / "objects")
+    assert [len(row["candidates"]) for row in rows] == [3, 1, 5]
+    assert [row["replica_id"] for row in rows] == ["r2", "r0", "r4"]
+    candidate = rows[0]["candidates"][1]
+    assert candidate["tokens_in_flight"] == 150.0
+    assert (candidate["num_waiting"], candidate["mean_response_s"]) == (2, None)
+    assert candidate["predicted_wait_s"] is None
+    assert rows[1]["candidates"][0]["score"] is None
+    assert {row["format_version"] for row in rows} == {4}
+
+
+def test_many_rows_make_several_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(decision_log, "_ROWS_PER_FILE", 4)
+    log = DecisionLog(tmp_path, flush_s=60.0)
+    for number in range(10):
+        log.write(a_record(str(number)))
+    log.close()
+    assert [row["decision_id"] for row in rows_in(tmp_path)] == [str(one) for one in range(10)]
+    assert len(list(tmp_path.glob("*.parquet"))) >= 3
+
+
 def test_a_writer_that_falls_behind_loses_rows_instead_of_waiting(tmp_path, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr(decision_log, "_MAX_QUEUED", 5)
-    monkeypatch.setattr(DecisionRecord, "to_row", lambda _: gate.wait(10) and {"a": 1})
-    log = DecisionLog(tmp_path)
+    lay_out = decision_rows.lay_out
+    monkeypatch.setattr(decision_rows, "lay_out", lambda _: gate.wait(10) and lay_out(_))
+    log = DecisionLog(tmp_path, flush_s=0.01)
     for _ in range(20):
         log.write(a_record())
-    assert log.num_lost >= 14
+    assert log.num_lost >= 10
     gate.set()
     log.close()
     assert len(rows_in(tmp_path)) == 20 - log.num_lost

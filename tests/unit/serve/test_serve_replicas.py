@@ -20,6 +20,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.streams import StreamSource
+from tokenyard.routing.snapshot_table import NUM_STATE
 
 PROFILE = EngineProfile(
     iteration_s=0.01, prefill_token_s=1e-4, sequence_s=1e-4, kv_token_s=1e-7, max_batch=4,
@@ -38,6 +39,18 @@ def an_unequal_fleet(scrape_interval_s):
         update={"replicas": replicas, "scrape_interval_s": scrape_interval_s}
     )
     return scenario.model_copy(update={"fleet": fleet})
+
+
+def rows_of(*replicas):
+    return np.array([one.row for one in replicas])
+
+
+def ids_of(table, rows):
+    return [table.at(row).replica_id for row in rows]
+
+
+def in_flight_of_nobody():
+    return InFlight([0.0] * NUM_STATE)
 
 
 def profile_of(config, page_tokens):
@@ -113,7 +126,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
 
 
 def test_the_tracker_counts_what_is_on_its_way_and_forgets_what_has_ended():
-    in_flight = InFlight()
+    in_flight = in_flight_of_nobody()
     in_flight.send("a", 100.0, 20.0, 1.0)
     in_flight.send("b", 50.0, 10.0, 2.0)
     assert (in_flight.count, in_flight.prefill_tokens, in_flight.output_tokens) == (2, 150.0, 30.0)
@@ -128,7 +141,7 @@ def test_the_tracker_counts_what_is_on_its_way_and_forgets_what_has_ended():
 
 
 def test_an_answer_longer_than_predicted_still_has_a_token_to_come():
-    in_flight = InFlight()
+    in_flight = in_flight_of_nobody()
     in_flight.send("a", 10.0, 4.0, 0.0)
     in_flight.receive("a", 9)
     assert in_flight.output_tokens == 1.0
@@ -140,7 +153,7 @@ def test_what_was_sent_after_a_state_was_published_is_added_to_it():
     replica.send("a", Prompt([1] * 10), 0, 5.0, 1.0)
     replica.publish(EngineStatus(0, 1, 0.1, 2.0))
     replica.send("b", Prompt([1] * 10), 0, 5.0, 3.0)
-    (snapshot,) = table.snapshots([replica], Prompt([1]))
+    (snapshot,) = table.snapshots(rows_of(replica), Prompt([1]))
     assert (snapshot.num_running, snapshot.num_waiting) == (2, 0)
     replica.publish(EngineStatus(3, 3, 0.1, 1.5))  # Older than what is known.
     assert replica.status.num_running == 1
@@ -151,7 +164,7 @@ def test_a_queue_that_others_filled_is_a_wait_even_where_nothing_was_sent():
     idle = table.add("idle", "pool", PROFILE, 0, 0.0)
     busy = table.add("busy", "pool", PROFILE, 0, 0.0)
     busy.publish(EngineStatus(6, 4, 0.5, 1.0))
-    snapshots = table.snapshots([idle, busy], Prompt([1]))
+    snapshots = table.snapshots(rows_of(idle, busy), Prompt([1]))
     assert snapshots[1].engine.prefill_in_flight_tokens == 600.0
     assert snapshots[1].engine.output_in_flight_tokens == 80.0
     waits_s = ob.snapshot_columns(snapshots)[:, ob.WAIT_S]
@@ -175,9 +188,12 @@ def test_a_prefix_that_was_sent_is_believed_to_be_there_until_newer_ones_push_it
 def test_equal_blocks_after_different_beginnings_are_different():
     assert Prompt([1, 2, 3, 4]).blocks(2)[1] != Prompt([5, 6, 3, 4]).blocks(2)[1]
     assert Prompt([1, 2, 3]).blocks(0) == ()
-    sent = PrefixIndex(2)
-    sent.send([1, 2, 3])
-    assert (sent.match([1]), sent.match([2, 3])) == (0, 2)
+    sent = PrefixIndex()
+    sent.send([1, 2, 3], row=1, capacity_blocks=2)
+    sent.send([2], row=0, capacity_blocks=2)
+    assert (list(sent.match([1])), list(sent.match([2, 3, 4]))) == ([], [(1, 0b11), (1, 0b10)])
+    sent.forget(1)
+    assert list(sent.match([2, 3])) == [(1, 0b01)]
 
 
 class Counted(list):
@@ -195,12 +211,13 @@ def test_a_prompt_is_hashed_once_per_size_of_block_whatever_the_number_of_replic
     replicas = [table.add(f"r{i}", "pool", PROFILE, (4, 8)[i % 2], 0.0) for i in range(50)]
     token_ids = Counted(range(32))
     prompt = Prompt(token_ids)
-    table.snapshots(replicas, prompt)
+    table.snapshots(rows_of(*replicas), prompt)
     for number, replica in enumerate(replicas):
         replica.send(str(number), prompt, 0, 5.0, 0.0)
-    table.snapshots(replicas, prompt)
+    snapshots = table.snapshots(rows_of(*replicas), prompt)
     assert token_ids.num_cuts == 32 // 4 + 32 // 8
     assert [one.match_tokens(prompt) for one in replicas[:2]] == [28, 24]
+    assert [one.engine.match_tokens for one in snapshots] == [28, 24] * 25
 
 
 def test_replicas_that_drain_or_are_not_heard_of_are_not_offered_unless_all_are():
@@ -209,10 +226,10 @@ def test_replicas_that_drain_or_are_not_heard_of_are_not_offered_unless_all_are(
         table.add(name, "pool", PROFILE, 0, 0.0)
     table.replicas["drains"].publish(EngineStatus(0, 0, 0.0, 9.0, accepting=False))
     table.replicas["fresh"].publish(EngineStatus(0, 0, 0.0, 9.0))
-    assert [one.replica_id for one in table.offered(10.0, 5.0)] == ["fresh"]
+    assert ids_of(table, table.offered(10.0, 5.0)) == ["fresh"]
     table.keep("pool", ["old", "drains"])
-    assert [one.replica_id for one in table.offered(10.0, 5.0)] == ["old"]
-    assert [one.replica_id for one in table.offered(100.0, 5.0)] == ["old"]
+    assert ids_of(table, table.offered(10.0, 5.0)) == ["old"]
+    assert ids_of(table, table.offered(100.0, 5.0)) == ["old"]
 
 
 VLLM = """\

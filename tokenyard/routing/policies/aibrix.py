@@ -12,6 +12,7 @@ from tokenyard.routing.policies.cost import LeastCost, cheapest, cheapest_of, dr
 from tokenyard.routing.policies.recent import RecentCost
 from tokenyard.routing.policies.signals import longest_match, match_fraction, miss_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
 
 WINDOW_S = 60.0
 """Over which `load-balance` counts completions."""
@@ -130,12 +131,14 @@ class AibrixLoadBalance(LeastCost):
         self._num_sent: defaultdict[str, int] = defaultdict(int)
         self._done: defaultdict[str, deque[tuple[float, int]]] = defaultdict(deque)
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the pending time of every replica, seconds."""
-        return [s.num_outstanding / self._drain_per_s(request.arrival_s, s) for s in snapshots]
+        return np.array(
+            [s.num_outstanding / self._drain_per_s(request.arrival_s, s) for s in snapshots]
+        )
 
     def pick(
-        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+        self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
         """Return one of the cheapest, drawn, and count it as sent."""
         chosen = drawn_of(cheapest_of(range(len(costs)), costs), self._rng)

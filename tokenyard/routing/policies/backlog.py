@@ -6,17 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tokenyard.routing.observation import (
+    NUM_RUNNING,
+    NUM_SLOTS,
+    NUM_WAITING,
+    TOKENS_IN_FLIGHT,
+    TOKENS_PER_S,
+    unranked_columns,
+)
 from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.policies.signals import match_tokens
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
+
+
+def relative_queues(columns: FloatArray) -> FloatArray:
+    """Outstanding requests, the one to be placed included, per token per second of full speed."""
+    outstanding = columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
+    return (outstanding + 1.0) / (columns[:, TOKENS_PER_S] * columns[:, NUM_SLOTS])
 
 
 class LeastConnections(LeastCost):
     """Joins the replica with the fewest outstanding requests."""
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the outstanding requests of every replica."""
-        return [float(s.num_outstanding) for s in snapshots]
+        columns = unranked_columns(snapshots)
+        return columns[:, NUM_WAITING] + columns[:, NUM_RUNNING]
 
 
 class WeightedLeastConnections(LeastCost):
@@ -25,17 +41,17 @@ class WeightedLeastConnections(LeastCost):
     The request itself is counted in, so that of idle replicas the fastest is taken.
     """
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return outstanding requests, this one included, per token per second."""
-        return [(s.num_outstanding + 1) / s.full_tokens_per_s for s in snapshots]
+        return relative_queues(unranked_columns(snapshots))
 
 
 class LeastLoaded(LeastCost):
     """Joins the replica with the fewest tokens in flight (Abbaraju, section V)."""
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the tokens in flight of every replica."""
-        return [s.tokens_in_flight for s in snapshots]
+        return unranked_columns(snapshots)[:, TOKENS_IN_FLIGHT].copy()
 
 
 class WeightedLeastLoaded(LeastCost):
@@ -44,13 +60,15 @@ class WeightedLeastLoaded(LeastCost):
     The request's own tokens are counted in, but for those that are cached there.
     """
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the seconds that the tokens in flight take at full speed, at every replica."""
         total = request.predicted_total_tokens
-        return [
-            (s.tokens_in_flight + total - match_tokens(request, s)) / s.full_tokens_per_s
-            for s in snapshots
-        ]
+        return np.array(
+            [
+                (s.tokens_in_flight + total - match_tokens(request, s)) / s.full_tokens_per_s
+                for s in snapshots
+            ]
+        )
 
 
 class PowerOfTwoChoices:

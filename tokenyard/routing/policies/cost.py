@@ -8,14 +8,15 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from tokenyard.routing.types import Decision, ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
 
 
-def cheapest(costs: Sequence[float]) -> int:
+def cheapest(costs: Sequence[float] | FloatArray) -> int:
     """Index of the least cost, the first of equals: replicas keep the order they are offered in."""
-    return min(range(len(costs)), key=costs.__getitem__)
+    return int(np.argmin(costs))
 
 
-def cheapest_of(candidates: Iterable[int], costs: Sequence[float]) -> list[int]:
+def cheapest_of(candidates: Iterable[int], costs: Sequence[float] | FloatArray) -> list[int]:
     """All of the candidates that have the least cost among them, in their order."""
     listed = list(candidates)
     least = min(costs[i] for i in listed)
@@ -47,11 +48,11 @@ class LeastCost(ABC):
     """Sends each request to the replica of least `costs`."""
 
     @abstractmethod
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
-        """Return the cost of every candidate, lower is better."""
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+        """Return the cost of every candidate, lower is better, shape (num_replicas,)."""
 
     def pick(
-        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+        self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
         """Return one of the cheapest; of equals the first, unless the rule breaks ties its way."""
         return cheapest(costs)
@@ -63,4 +64,4 @@ class LeastCost(ABC):
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest candidate together with the cost of each."""
         costs = self.costs(request, snapshots)
-        return Decision(self.pick(costs, request, snapshots), tuple(costs))
+        return Decision(self.pick(costs, request, snapshots), costs)

@@ -3,60 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from tokenyard.routing.observation import WAIT_S, batching_delays, unranked_columns
-from tokenyard.routing.policies.cost import LeastCost, cheapest
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.compiled import compiled
+from tokenyard.routing.observation import (
+    ITERATION_S,
+    MAX_CONCURRENCY,
+    NUM_RUNNING,
+    NUM_SLOTS,
+    NUM_WAITING,
+    TOKENS_PER_S,
+    WAIT_S,
+    batching_delays,
+    unranked_columns,
+)
+from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.types import ReplicaSnapshot, Request
-from tokenyard.types import Slo
+from tokenyard.types import FloatArray, Slo
+
+# Columns of `added_delays`.
+ADDED_WAIT_S = 0
+"""Until the replica could start on the prompt."""
+ADDED_FIRST_TOKEN_S = 1
+"""Until the first token, the wait included."""
+ADDED_DECODE_S = 2
+"""From the first token to the last."""
+ADDED_OTHERS_S = 3
+"""Sum of what all other requests are delayed by."""
+NUM_ADDED = 4
 
 
 def finish_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time until `request` would be done at a replica: its wait and its service, seconds."""
-    return finish_times_s(request, [snapshot])[0]
+    return float(finish_times_s(request, [snapshot])[0])
 
 
-def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
-    """`finish_s` at every replica."""
-    total = request.predicted_total_tokens
-    if all(snapshot.engine is None for snapshot in snapshots):
-        return [snapshot.wait_s + total / snapshot.tokens_per_s for snapshot in snapshots]
-    return [delays.first_token_s + delays.decode_s for delays in added_delays(request, snapshots)]
+def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """`finish_s` at every replica, shape (num_replicas,)."""
+    delays = added_delays(request, snapshots)
+    return delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
 
 
-class AddedDelays(NamedTuple):
-    """Delays that a request would meet and cause at a replica that batches, seconds."""
+def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+    """Estimate the delays of a request at every replica, seconds, shape (num_replicas, NUM_ADDED).
 
-    wait_s: float
-    """Until the replica could start on its prompt."""
-    first_token_s: float
-    """Until its first token, the wait included."""
-    decode_s: float
-    """From its first token to its last."""
-    others_s: float
-    """Sum of what all other requests are delayed by."""
-
-
-def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[AddedDelays]:
-    """Estimate the delays of a request at every replica (`batching_delays`).
-
-    A replica that does not batch has nobody to delay, and only one time: all before the last token
-    is told as the time to the first.
+    Of replicas that batch, `batching_delays`. One that does not batch has nobody to delay, and only
+    one time: all before the last token is told as the time to the first.
     """
-    context = request.context_tokens
-    output_tokens = request.predicted_total_tokens - context
-    return [
-        AddedDelays(row[WAIT_S], *batching_delays(row, context, output_tokens))
-        if snapshot.engine is not None
-        else AddedDelays(snapshot.wait_s, finish_s(request, snapshot), 0.0, 0.0)
-        for snapshot, row in zip(snapshots, unranked_columns(snapshots), strict=True)
-    ]
+    return _delays(request, unranked_columns(snapshots))
+
+
+def _delays(request: Request, columns: FloatArray) -> FloatArray:
+    delays = np.empty((len(columns), NUM_ADDED))
+    # Always floats: the compiled function would be compiled anew for other types.
+    total = float(request.predicted_total_tokens)
+    _fill_delays(columns, float(request.context_tokens), total, delays)
+    return delays
+
+
+@compiled
+def _fill_delays(
+    columns: FloatArray, context_tokens: float, total_tokens: float, out: FloatArray
+) -> None:
+    for i in range(columns.shape[0]):
+        row, delays = columns[i], out[i]
+        delays[ADDED_WAIT_S] = row[WAIT_S]
+        if row[ITERATION_S] > 0.0:
+            first_s, decode_s, others_s = batching_delays(
+                row, context_tokens, total_tokens - context_tokens
+            )
+            delays[ADDED_FIRST_TOKEN_S] = first_s
+            delays[ADDED_DECODE_S] = decode_s
+            delays[ADDED_OTHERS_S] = others_s
+        else:
+            delays[ADDED_FIRST_TOKEN_S] = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
+            delays[ADDED_DECODE_S] = 0.0
+            delays[ADDED_OTHERS_S] = 0.0
+
+
+def mark_safe(
+    request: Request, snapshots: Sequence[ReplicaSnapshot], slo_s: float
+) -> tuple[int, npt.NDArray[np.bool_]]:
+    """Find replicas below capacity where `finish_s` is within an SLO, seconds.
+
+    Returns:
+        How many there are, and which, shape (num_replicas,).
+    """
+    columns = unranked_columns(snapshots)
+    safe = np.empty(len(columns), dtype=np.bool_)
+    context, total = float(request.context_tokens), float(request.predicted_total_tokens)
+    return _fill_safe(columns, context, total, float(slo_s), safe), safe
+
+
+@compiled
+def _fill_safe(
+    columns: FloatArray,
+    context_tokens: float,
+    total_tokens: float,
+    slo_s: float,
+    out: npt.NDArray[np.bool_],
+) -> int:
+    num = 0
+    for i in range(columns.shape[0]):
+        row = columns[i]
+        if row[ITERATION_S] > 0.0:
+            first_s, decode_s, _ = batching_delays(
+                row, context_tokens, total_tokens - context_tokens
+            )
+            finish = first_s + decode_s
+        else:
+            finish = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
+        out[i] = finish <= slo_s and row[NUM_WAITING] + row[NUM_RUNNING] < row[MAX_CONCURRENCY]
+        num += out[i]
+    return num
 
 
 class ShortestExpectedDelay(LeastCost):
     """SED: joins the replica where the request is expected to be done first."""
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the expected response time at every replica, seconds."""
         return finish_times_s(request, snapshots)
 
@@ -73,16 +140,15 @@ class MarginalDelay(LeastCost):
         self._wait_weight = wait_weight
         self._others_weight = others_weight
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the request's own time and what it delays others by at every replica, seconds."""
-        if all(snapshot.engine is None for snapshot in snapshots):
-            return finish_times_s(request, snapshots)
-        return [self._cost_s(delays) for delays in added_delays(request, snapshots)]
-
-    def _cost_s(self, delays: AddedDelays) -> float:
-        own_s = delays.first_token_s + delays.decode_s
-        own_s += (self._wait_weight - 1.0) * delays.wait_s
-        return own_s + self._others_weight * delays.others_s
+        columns = unranked_columns(snapshots)
+        delays = _delays(request, columns)
+        own_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
+        if not columns[:, ITERATION_S].any():
+            return own_s
+        own_s += (self._wait_weight - 1.0) * delays[:, ADDED_WAIT_S]
+        return own_s + self._others_weight * delays[:, ADDED_OTHERS_S]
 
 
 class SedLinear(LeastCost):
@@ -96,13 +162,12 @@ class SedLinear(LeastCost):
         """Count the request's own service `service_weight` times."""
         self._service_weight = service_weight
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the wait and the weighted service at every replica, seconds."""
-        return [
-            delays.wait_s
-            + self._service_weight * (delays.first_token_s - delays.wait_s + delays.decode_s)
-            for delays in added_delays(request, snapshots)
-        ]
+        delays = added_delays(request, snapshots)
+        wait_s = delays[:, ADDED_WAIT_S]
+        service_s = delays[:, ADDED_FIRST_TOKEN_S] - wait_s + delays[:, ADDED_DECODE_S]
+        return wait_s + self._service_weight * service_s
 
 
 class FilterDump:
@@ -123,14 +188,15 @@ class FilterDump:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the least marginal delay of those in time, or the slowest replica."""
-        delays = added_delays(request, snapshots)
-        done_s = [one.first_token_s + one.decode_s for one in delays]
-        in_time = [i for i, seconds in enumerate(done_s) if seconds <= self._limit_s]
-        if in_time:
-            return min(in_time, key=lambda i: done_s[i] + delays[i].others_s)
-        return min(
-            range(len(delays)), key=lambda i: (snapshots[i].full_tokens_per_s, -delays[i].wait_s)
-        )
+        columns = unranked_columns(snapshots)
+        delays = _delays(request, columns)
+        done_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
+        in_time = done_s <= self._limit_s
+        if in_time.any():
+            return int(np.where(in_time, done_s + delays[:, ADDED_OTHERS_S], np.inf).argmin())
+        speed = columns[:, TOKENS_PER_S] * columns[:, NUM_SLOTS]
+        slowest = speed == speed.min()
+        return int(np.where(slowest, -delays[:, ADDED_WAIT_S], np.inf).argmin())
 
 
 class SedReserve:
@@ -144,8 +210,8 @@ class SedReserve:
         """Return the first to be done of the replicas that are open to the request."""
         costs = finish_times_s(request, snapshots)
         if request.predicted_total_tokens > self._above_tokens and len(costs) > 1:
-            costs[cheapest([s.tokens_per_s for s in snapshots])] = float("inf")
-        return cheapest(costs)
+            costs[unranked_columns(snapshots)[:, TOKENS_PER_S].argmin()] = np.inf
+        return int(costs.argmin())
 
 
 class SedDump:
@@ -163,6 +229,6 @@ class SedDump:
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the first to be done; the dump replica where even that violates the SLO."""
         costs = finish_times_s(request, snapshots)
-        best = cheapest(costs)
+        best = int(costs.argmin())
         attained = costs[best] <= self._slo.response_s
         return best if attained or len(costs) != self._num_replicas else self._replica

@@ -15,6 +15,7 @@ from tokenyard.routing.policies.signals import (
     unit_of_load,
 )
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
 
 BLOCK_TOKENS = 16
 """Tokens of a KV block (vLLM)."""
@@ -52,14 +53,18 @@ class DynamoCost(LeastCost):
         self._temperature = router_temperature
         self._by_speed = by_speed
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the cost of every replica, blocks."""
         least = min(prefill_in_flight_tokens(s) for s in snapshots)
-        return [
-            self.combined(self._prefill_blocks(request, s, least), _decode_blocks(request, s), s)
-            * unit_of_load(s, self._by_speed)
-            for s in snapshots
-        ]
+        return np.array(
+            [
+                self.combined(
+                    self._prefill_blocks(request, s, least), _decode_blocks(request, s), s
+                )
+                * unit_of_load(s, self._by_speed)
+                for s in snapshots
+            ]
+        )
 
     def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
         """Return the cost of so many blocks to prefill and in KV memory."""
@@ -67,13 +72,13 @@ class DynamoCost(LeastCost):
         return self._scale * prefill + decode + active
 
     def pick(
-        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+        self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
         """Return one of the cheapest, drawn, or a draw of the softmax."""
-        least, most = min(costs), max(costs)
+        least, most = costs.min(), costs.max()
         if self._temperature == 0.0 or least == most:
             return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
-        scaled = (np.array(costs) - least) / ((most - least) * self._temperature)
+        scaled = (costs - least) / ((most - least) * self._temperature)
         weights = np.exp(-scaled)
         return int(self._rng.choice(len(costs), p=weights / weights.sum()))
 

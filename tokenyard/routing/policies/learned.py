@@ -28,7 +28,13 @@ from tokenyard.routing.observation import (
 )
 from tokenyard.routing.scores.any_cluster import engine_scores, server_scores
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
-from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, ScoringPolicy
+from tokenyard.routing.types import (
+    Decision,
+    ReplicaSnapshot,
+    Request,
+    ScoringPolicy,
+    SnapshotColumns,
+)
 from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import FeatureTracker
 
@@ -53,7 +59,7 @@ class LinearPolicy(ScoringPolicy):
             snapshot_columns(snapshots),
             costs,
         )
-        return Decision(best, tuple(costs.tolist()))
+        return Decision(best, costs)
 
 
 class MarginalPolicy(LinearPolicy):
@@ -77,7 +83,7 @@ class MarginalPolicy(LinearPolicy):
             snapshot_columns(snapshots),
             costs,
         )
-        return Decision(best, tuple(costs.tolist()))
+        return Decision(best, costs)
 
 
 class AnyClusterPolicy(ScoringPolicy):
@@ -92,19 +98,8 @@ class AnyClusterPolicy(ScoringPolicy):
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
         self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
 
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the cheapest replica."""
-        # A tuple of the costs would take a twentieth of the time.
-        return self._cheapest(request, snapshots)[0]
-
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the cluster."""
-        best, costs = self._cheapest(request, snapshots)
-        return Decision(best, tuple(costs.tolist()))
-
-    def _cheapest(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray]:
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
@@ -120,7 +115,7 @@ class AnyClusterPolicy(ScoringPolicy):
             best = server_scores(
                 self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
             )
-        return best, costs
+        return Decision(best, costs)
 
 
 class NetworkPolicy(ScoringPolicy):
@@ -155,7 +150,7 @@ class NetworkPolicy(ScoringPolicy):
         preference = self._network(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
-        return Decision(int(np.argmin(costs)), tuple(costs.tolist()))
+        return Decision(int(np.argmin(costs)), costs)
 
 
 class ResidualPolicy(ScoringPolicy):
@@ -193,7 +188,7 @@ class ResidualPolicy(ScoringPolicy):
             self._scratch,
             costs,
         )
-        return Decision(best, tuple(costs.tolist()))
+        return Decision(best, costs)
 
 
 class _RequestFeatures:
@@ -220,6 +215,9 @@ def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -
 
 
 def _check_engines(batches: bool, snapshots: Sequence[ReplicaSnapshot]) -> None:
+    # Of columns, all batch.
+    if batches and isinstance(snapshots, SnapshotColumns):
+        return
     if any((snapshot.engine is not None) != batches for snapshot in snapshots):
         needed = "with" if batches else "without"
         raise ValueError(f"this policy needs snapshots {needed} `engine`: it was trained on such")

@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tokenyard.routing.policies.cost import Turns, cheapest_of
-from tokenyard.routing.policies.delay import added_delays
+from tokenyard.routing.policies.delay import (
+    ADDED_DECODE_S,
+    ADDED_FIRST_TOKEN_S,
+    added_delays,
+)
 from tokenyard.routing.policies.signals import (
     kv_used_fraction,
     match_fraction,
@@ -186,10 +190,10 @@ class LlmdPredictedLatency:
         """Return a replica drawn by its score."""
         delays = added_delays(request, snapshots)
         outputs = max(1.0, request.predicted_total_tokens - request.context_tokens)
-        headrooms = [
-            (self._slo_s - d.first_token_s, (self._slo_s - d.decode_s) / outputs) for d in delays
-        ]
-        first_token_s = [d.first_token_s for d in delays].__getitem__
+        first_s, decode_s = delays[:, ADDED_FIRST_TOKEN_S], delays[:, ADDED_DECODE_S]
+        per_token_s = (self._slo_s - decode_s) / outputs
+        headrooms = list(zip((self._slo_s - first_s).tolist(), per_token_s.tolist(), strict=True))
+        first_token_s = first_s.tolist().__getitem__
         fractions = [match_fraction(request, s) for s in snapshots]
         kept = list(range(len(snapshots)))
         kept = prefix_cache_affinity(fractions, kept, 0.99, first_token_s, self._max_penalty_s)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tokenyard.routing.policies.cost import LeastCost, cheapest_of
 from tokenyard.routing.policies.recent import RecentCost
 from tokenyard.routing.policies.signals import (
@@ -14,6 +16,7 @@ from tokenyard.routing.policies.signals import (
     prefill_token_s,
 )
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import FloatArray
 
 
 class PrebleE2:
@@ -76,10 +79,13 @@ class LoadAware(LeastCost):
         """Weigh relative load by `beta`."""
         self._beta = beta
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return minus the score of every replica."""
         mean = sum(s.num_outstanding for s in snapshots) / len(snapshots)
-        return [
-            self._beta * (s.num_outstanding - mean) / max(1.0, mean) - match_fraction(request, s)
-            for s in snapshots
-        ]
+        return np.array(
+            [
+                self._beta * (s.num_outstanding - mean) / max(1.0, mean)
+                - match_fraction(request, s)
+                for s in snapshots
+            ]
+        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tokenyard.routing.policies.cost import LeastCost
 from tokenyard.routing.policies.signals import (
     match_tokens,
@@ -13,7 +15,7 @@ from tokenyard.routing.policies.signals import (
     unit_of_load,
 )
 from tokenyard.routing.types import ReplicaSnapshot, Request
-from tokenyard.types import Slo
+from tokenyard.types import FloatArray, Slo
 
 
 class LMetric(LeastCost):
@@ -30,15 +32,17 @@ class LMetric(LeastCost):
         """Take replicas for equal, as the source does, or count load `by_speed`."""
         self._by_speed = by_speed
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the product at every replica, token-requests."""
-        return [
-            miss_tokens(request, s) * (s.num_outstanding + 1) * unit_of_load(s, self._by_speed)
-            for s in snapshots
-        ]
+        return np.array(
+            [
+                miss_tokens(request, s) * (s.num_outstanding + 1) * unit_of_load(s, self._by_speed)
+                for s in snapshots
+            ]
+        )
 
     def pick(
-        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+        self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
         """Return the first of least cost, requests in flight and new tokens, in this order."""
         return min(
@@ -63,16 +67,18 @@ class PendingPrefill(LeastCost):
         """Take replicas for equal, as the source does, or count load `by_speed`."""
         self._by_speed = by_speed
 
-    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the prompt tokens to compute at every replica, the request's own included."""
-        return [
-            (prefill_in_flight_tokens(s) + miss_tokens(request, s))
-            * unit_of_load(s, self._by_speed)
-            for s in snapshots
-        ]
+        return np.array(
+            [
+                (prefill_in_flight_tokens(s) + miss_tokens(request, s))
+                * unit_of_load(s, self._by_speed)
+                for s in snapshots
+            ]
+        )
 
     def pick(
-        self, costs: Sequence[float], request: Request, snapshots: Sequence[ReplicaSnapshot]
+        self, costs: FloatArray, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> int:
         """Return the first of least cost and requests in flight."""
         return min(range(len(costs)), key=lambda i: (costs[i], snapshots[i].num_outstanding))

@@ -1,0 +1,167 @@
+"""Rows of the decision log, laid out column by column: most of it is columns already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+
+from tokenyard.routing import snapshot_table as st
+from tokenyard.routing.snapshot_table import SnapshotTable
+from tokenyard.types import FloatArray
+
+if TYPE_CHECKING:
+    from serve_app.gateway.decision_log import DecisionRecord
+
+FORMAT_VERSION = 4
+
+_FIXED = {
+    "tokens_per_s": st.TOKENS_PER_S,
+    "num_slots": st.MAX_BATCH,
+    "max_concurrency": st.MAX_BATCH,
+    "iteration_s": st.ITERATION_S,
+    "prefill_token_s": st.PREFILL_TOKEN_S,
+    "sequence_s": st.SEQUENCE_S,
+    "kv_token_s": st.KV_TOKEN_S,
+    "token_budget": st.TOKEN_BUDGET,
+    "kv_capacity_tokens": st.KV_CAPACITY_TOKENS,
+}
+"""Fields of a candidate by columns of `Candidates.fixed`."""
+_LIVE = {
+    "num_waiting": st.NUM_WAITING,
+    "num_running": st.NUM_RUNNING,
+    "mean_response_s": st.RESPONSE_S,
+    "observed_at_s": st.OBSERVED_AT_S,
+    "kv_used_fraction": st.KV_USED_FRACTION,
+    "prefill_in_flight_tokens": st.PREFILL_TOKENS,
+    "output_in_flight_tokens": st.OUTPUT_TOKENS,
+    "match_tokens": st.MATCH_TOKENS,
+}
+"""Fields of a candidate by columns of `SnapshotTable.live`."""
+_CANDIDATE = pa.struct([
+    ("replica_id", pa.string()), ("tokens_per_s", pa.float64()), ("num_slots", pa.int64()),
+    ("max_concurrency", pa.int64()), ("num_waiting", pa.int64()), ("num_running", pa.int64()),
+    ("tokens_in_flight", pa.float64()), ("predicted_wait_s", pa.float64()),
+    ("mean_response_s", pa.float64()), ("observed_at_s", pa.float64()),
+    ("iteration_s", pa.float64()), ("prefill_token_s", pa.float64()), ("sequence_s", pa.float64()),
+    ("kv_token_s", pa.float64()), ("token_budget", pa.int64()),
+    ("kv_capacity_tokens", pa.float64()), ("kv_used_fraction", pa.float64()),
+    ("prefill_in_flight_tokens", pa.float64()), ("output_in_flight_tokens", pa.float64()),
+    ("match_tokens", pa.int64()), ("pool", pa.string()), ("score", pa.float64()),
+])  # fmt: skip
+_OWN = [
+    ("decision_id", pa.string()), ("request_id", pa.string()), ("attempt", pa.int64()),
+    ("time_s", pa.float64()), ("policy", pa.string()), ("service_class", pa.string()),
+    ("index", pa.int64()), ("propensity", pa.float64()), ("explored", pa.bool_()),
+    ("fallback_reason", pa.string()), ("decision_us", pa.float64()), ("outcome", pa.string()),
+    ("output_tokens", pa.int64()), ("ttft_s", pa.float64()), ("response_s", pa.float64()),
+    ("arm", pa.string()), ("mlflow_run", pa.string()),
+]  # fmt: skip
+"""Fields of the record itself."""
+_REQUEST = [
+    ("arrival_s", pa.float64()), ("context_tokens", pa.int64()),
+    ("predicted_total_tokens", pa.float64()),
+]  # fmt: skip
+SCHEMA = pa.schema([
+    ("format_version", pa.int64()), *_OWN, *_REQUEST, ("replica_id", pa.string()),
+    ("candidates", pa.list_(pa.field("element", _CANDIDATE))),
+])  # fmt: skip
+
+REPEATED = [
+    "policy", "service_class", "outcome", "arm", "replica_id",
+    "candidates.list.element.replica_id", "candidates.list.element.pool",
+]  # fmt: skip
+"""Columns that Parquet keeps as dictionaries: for numbers it would take five times as long."""
+
+
+def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
+    """Make one row of every record; NaN becomes null.
+
+    Raises:
+        pa.ArrowException, AttributeError, TypeError, ValueError: A record is not what it should be.
+    """
+    requests = [one.request for one in records]
+    columns = [pa.array(np.full(len(records), FORMAT_VERSION), pa.int64())]
+    columns += [_column([getattr(one, name) for one in records], kind) for name, kind in _OWN]
+    columns += [_column([getattr(one, name) for one in requests], kind) for name, kind in _REQUEST]
+    chosen = [_ids(one)[one.index] for one in records]
+    columns += [_column(chosen, pa.string()), _candidates(records)]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    return pa.array(values, kind, from_pandas=True)
+
+
+def _ids(record: DecisionRecord) -> Sequence[str]:
+    snapshots = record.snapshots
+    if isinstance(snapshots, SnapshotTable):
+        return snapshots.candidates.replica_ids
+    return [one.replica_id for one in snapshots]
+
+
+def _candidates(records: Sequence[DecisionRecord]) -> pa.ListArray:
+    tables = [one.snapshots for one in records if isinstance(one.snapshots, SnapshotTable)]
+    if len(tables) == len(records):
+        candidates = _of_tables(tables, [one.scores for one in records])
+    else:
+        rows = [row for one in records for row in _rows(one)]
+        candidates = pa.array(rows, _CANDIDATE, from_pandas=True)
+    ends = np.cumsum([0, *(len(one.snapshots) for one in records)])
+    offsets = pa.array(ends, pa.int32())
+    return pa.ListArray.from_arrays(offsets, candidates).cast(SCHEMA.field("candidates").type)
+
+
+def _rows(record: DecisionRecord) -> list[dict[str, Any]]:
+    """Candidates that are objects, one dictionary for each."""
+    found = []
+    for number, snapshot in enumerate(record.snapshots):
+        fields = asdict(snapshot)
+        engine = fields.pop("engine") or {}
+        score = None if record.scores is None else float(record.scores[number])
+        found.append(fields | engine | {"pool": record.pools[number], "score": score})
+    return found
+
+
+def _of_tables(
+    tables: Sequence[SnapshotTable], scores: Sequence[FloatArray | None]
+) -> pa.StructArray:
+    # One column after the other, as they are read.
+    fixed = np.ascontiguousarray(np.concatenate([one.candidates.fixed for one in tables]).T)
+    live = np.ascontiguousarray(np.concatenate([one.live for one in tables]).T)
+    numbers = {name: fixed[at] for name, at in _FIXED.items()}
+    numbers |= {name: live[at] for name, at in _LIVE.items()}
+    numbers["tokens_in_flight"] = live[st.PREFILL_TOKENS] + live[st.OUTPUT_TOKENS]
+    numbers["predicted_wait_s"] = np.full(live.shape[1], np.nan)
+    numbers["score"] = np.concatenate(
+        [
+            np.full(len(table), np.nan) if one is None else one
+            for table, one in zip(tables, scores, strict=True)
+        ]
+    )
+    texts = {
+        "replica_id": _texts([one.candidates.replica_ids for one in tables]),
+        "pool": _texts([one.candidates.pools for one in tables]),
+    }
+    arrays = [
+        texts[field.name] if field.name in texts else _numbers(numbers[field.name], field.type)
+        for field in _CANDIDATE
+    ]
+    return pa.StructArray.from_arrays(arrays, fields=list(_CANDIDATE))
+
+
+def _numbers(values: FloatArray, kind: pa.DataType) -> pa.Array:
+    if kind == pa.int64():
+        return pa.array(values.astype(np.int64))
+    missing = np.isnan(values)
+    return pa.array(values, mask=missing if missing.any() else None)
+
+
+def _texts(groups: Sequence[tuple[str, ...]]) -> pa.Array:
+    """Many decisions are between the same replicas: their names are laid out once."""
+    different = {id(one): one for one in groups}
+    made = {number: pa.array(one, pa.string()) for number, one in different.items()}
+    return pa.concat_arrays([made[id(group)] for group in groups])

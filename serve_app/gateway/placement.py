@@ -1,0 +1,271 @@
+"""Where a request goes: candidates, the choice, and the reservation, without an await in between.
+
+No two requests are placed on the same state: what one has reserved the next one sees.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from serve_app.cluster import Cluster
+from serve_app.gateway.backends import Backend
+from serve_app.gateway.history import History
+from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.outliers import OutlierDetector
+from serve_app.gateway.realtime import RealtimePriority
+from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
+from serve_app.policy.experiment import Arm
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.runner import RAY_DEFAULT, Choice
+from serve_app.router import RayDefault
+from tokenyard.routing.observation import WAIT_S
+from tokenyard.routing.snapshot_table import MATCH_TOKENS, OBSERVED_AT_S, POOL, SnapshotTable
+from tokenyard.routing.types import Request
+from tokenyard.types import IntArray
+
+logger = logging.getLogger(__name__)
+
+
+class Placeable(Protocol):
+    """A request, as far as its placement needs to know it."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name, the same for every attempt."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its prompt."""
+
+    @property
+    def needed_tokens(self) -> int:
+        """Prompt and longest answer."""
+
+    @property
+    def arm(self) -> Arm:
+        """Whose decision it is."""
+
+    @property
+    def arrival_s(self) -> float:
+        """Unix time, seconds."""
+
+    @property
+    def tried(self) -> set[str]:
+        """Replicas that it must not be sent to again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Where an attempt goes, and what was known when that was decided."""
+
+    replica: ReplicaState
+    choice: Choice
+    snapshots: SnapshotTable
+    request: Request
+    policy: str
+    mlflow_run: str | None
+    arm: Arm
+    by_ray: bool
+
+
+class Placement:
+    """Chooses replicas for requests, and notes what is on its way to them."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        manager: PolicyManager,
+        backends: Mapping[str, Backend],
+        table: ReplicaTable,
+        history: History,
+        outliers: OutlierDetector,
+        metrics: Metrics,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """Place on the replicas of a table.
+
+        Args:
+            cluster: Its circuit breaker's settings count.
+            manager: Who decides.
+            backends: Pools, by name.
+            table: Their replicas.
+            history: Is told of every decision.
+            outliers: Which replicas fail.
+            metrics: Are told of every decision.
+            clock_s: Unix time, seconds.
+        """
+        self._stale_after_s = cluster.circuit_breaker.stale_after_s
+        self._manager, self._backends, self._table = manager, backends, table
+        self._history, self._outliers, self._metrics = history, outliers, metrics
+        self._clock_s = clock_s
+        self._ray: RayDefault | None = None
+        self._realtime = RealtimePriority()
+        self._others_went_s = 0.0
+
+    def refresh(self) -> float:
+        """Bring the table of replicas up to date; return the time."""
+        now_s = self._clock_s()
+        for backend in self._backends.values():
+            backend.refresh(self._table, now_s)
+        return now_s
+
+    async def pick(self, asked: Placeable) -> Pick | None:
+        """Choose a replica and reserve a place in it; None: there is none left."""
+        started_ns, by_ray = time.perf_counter_ns(), None
+        if self._manager.policy.name == RAY_DEFAULT:
+            by_ray = await self._ask_ray(asked.tried)
+        with self._realtime.section():
+            if by_ray is None:
+                self._let_others_go()
+            now_s = self.refresh()
+            pick = self._decide(asked, now_s, by_ray, started_ns)
+        if pick is not None:
+            self._reserve(asked, pick, now_s)
+        return pick
+
+    def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
+        """Note the end of an attempt.
+
+        Args:
+            pick: Where it went.
+            request_id: Whose.
+            now_s: Unix time, seconds.
+            response_s: How long it took; None where it was not completed.
+        """
+        pick.replica.in_flight.close(request_id, now_s, response_s)
+        self._metrics.of_pool(pick.replica.pool).in_flight.dec()
+        if pick.by_ray and self._ray is not None:
+            self._ray.finished(pick.replica.replica_id)
+
+    def fail(self, replica: ReplicaState, sent_s: float) -> None:
+        """Note that a replica has failed a request that it was sent at a time of the detector."""
+        if self._outliers.fail(replica.replica_id, sent_s):
+            ejected_s = self._outliers.ejected_s(replica.replica_id)
+            logger.warning("replica %s is ejected for %.1f s", replica.replica_id, ejected_s)
+            self._metrics.ejections.labels(replica.pool).inc()
+        if self._ray is not None:
+            self._ray.died(replica.replica_id)
+
+    def least_wait_s(self) -> float | None:
+        """Shortest time until a replica could start on a prompt, seconds; None: there is none."""
+        rows = self._offered(self._clock_s())
+        if not len(rows):
+            return None
+        return float(self._table.snapshots(rows, Prompt([0])).columns[:, WAIT_S].min())
+
+    def _let_others_go(self) -> None:
+        """Let threads that wait for the interpreter go first, or they interrupt the decision.
+
+        They interrupt after waiting for the switch interval, so those that came after others were
+        last let go can be left waiting for half as long: to let them go costs more than a choice.
+        """
+        now_s = time.monotonic()
+        if now_s - self._others_went_s > sys.getswitchinterval() / 2:
+            time.sleep(0)
+            self._others_went_s = time.monotonic()
+
+    def _decide(
+        self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
+    ) -> Pick | None:
+        rows = self._candidates(asked, now_s)
+        index = self._index_of(by_ray, rows)
+        if not len(rows):
+            return None
+        manager, arm = self._manager, asked.arm
+        snapshots = self._table.snapshots(rows, asked.prompt)
+        runner = manager.deciding(arm)
+        request = self._request(asked, runner.loaded.predicted_total_tokens)
+        if index is not None:
+            choice = manager.pick_by_ray(index, started_ns)
+        else:
+            # Either all that are offered were heard of lately, or none.
+            stale = now_s - snapshots.live[0, OBSERVED_AT_S] > self._stale_after_s
+            last_sent_s = snapshots.last_sent_s
+            choice = manager.pick(request, snapshots, stale, arm, last_sent_s=last_sent_s)
+            if not asked.tried:
+                manager.observe(asked.request_id, request, snapshots, choice)
+        snapshots.release()
+        replica = self._table.at(int(rows[choice.index]))
+        return Pick(
+            replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
+            index is not None,
+        )  # fmt: skip
+
+    def _index_of(self, by_ray: str | None, rows: IntArray) -> int | None:
+        """Position of Ray's choice among the candidates; None: it chose none of them."""
+        if by_ray is None:
+            return None
+        replica = self._table.replicas.get(by_ray)
+        found = [] if replica is None else np.flatnonzero(rows == replica.row).tolist()
+        if found:
+            return int(found[0])
+        if self._ray is not None:
+            self._ray.finished(by_ray)
+        return None
+
+    def _candidates(self, asked: Placeable, now_s: float) -> IntArray:
+        """Rows of the replicas that the request may go to, shape (num,)."""
+        rows, table = self._offered(now_s), self._table
+        if asked.tried:
+            tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
+            rows = rows[~np.isin(rows, tried)]
+        needed = asked.needed_tokens
+        if any(one.max_model_tokens < needed for one in self._backends.values()):
+            long_enough = {
+                name for name, one in self._backends.items() if one.max_model_tokens >= needed
+            }
+            holds = np.array([name in long_enough for name in table.pools])
+            rows = rows[holds[table.column(rows, POOL).astype(np.int64)]]
+        return rows
+
+    def _offered(self, now_s: float) -> IntArray:
+        """Replicas to choose from: without those that are ejected, as long as there are others."""
+        rows, outliers = self._table.offered(now_s, self._stale_after_s), self._outliers
+        outliers.keep(self._table.replicas)
+        if not outliers.watches:
+            return rows
+        replicas = [self._table.at(row) for row in rows.tolist()]
+        admitted = [outliers.admits(r.replica_id, r.in_flight.count) for r in replicas]
+        if not any(admitted):
+            admitted = [not outliers.ejected_s(r.replica_id) for r in replicas]
+        return rows[np.array(admitted)] if any(admitted) else rows
+
+    def _request(self, asked: Placeable, predicted: Callable[[int], float]) -> Request:
+        """The request as a policy sees it."""
+        context = len(asked.prompt.token_ids)
+        total = max(min(predicted(context), asked.needed_tokens), context + 1)
+        # Always a float: compiled policies are compiled anew for other types.
+        return Request(asked.arrival_s, context, float(total))
+
+    def _reserve(self, asked: Placeable, pick: Pick, now_s: float) -> None:
+        """Note that the request is on its way, before anything else can be placed."""
+        choice, context, replica = pick.choice, pick.request.context_tokens, pick.replica
+        match_tokens = int(pick.snapshots.live[choice.index, MATCH_TOKENS])
+        output_tokens = pick.request.predicted_total_tokens - context
+        replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
+        metrics, series = self._metrics, self._metrics.of_pool(replica.pool)
+        metrics.decision_seconds.observe(choice.decision_us / 1e6)
+        series.in_flight.inc()
+        series.prompt_tokens.inc(context)
+        if choice.fallback_reason is not None:
+            metrics.fallbacks.labels(choice.fallback_reason).inc()
+        if choice.explored:
+            metrics.explored.inc()
+        self._history.decide(now_s, pick.policy, pick.snapshots, choice)
+
+    async def _ask_ray(self, tried: set[str]) -> str | None:
+        """Let Ray's router choose, among those that have not failed so far."""
+        if self._ray is None:
+            self._ray = RayDefault()
+        every = [one for backend in self._backends.values() for one in backend.ray_replicas()]
+        self._ray.update(every)
+        if len(every) <= len(tried):
+            return None
+        return await self._ray.choose()

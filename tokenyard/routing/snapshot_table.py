@@ -1,0 +1,267 @@
+"""Snapshots as columns of numbers: what a router keeps of many replicas, and shows its policies.
+
+A router keeps one row of `state` per replica, and updates it when something is published, sent,
+received or closed. `offer` and `fill_live` read the rows at a decision. `SnapshotTable` shows them
+to policies, which take its columns as they are; a `ReplicaSnapshot` is made only where somebody
+asks for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
+from tokenyard.routing.types import (
+    EngineSnapshot,
+    ReplicaSnapshot,
+    SnapshotColumns,
+)
+from tokenyard.types import FloatArray, IntArray
+
+# Columns of the state, what is fixed first; units as in `ReplicaSnapshot` and `EngineSnapshot`.
+TOKENS_PER_S = 0
+MAX_BATCH = 1
+ITERATION_S = 2
+PREFILL_TOKEN_S = 3
+SEQUENCE_S = 4
+KV_TOKEN_S = 5
+TOKEN_BUDGET = 6
+KV_CAPACITY_TOKENS = 7
+NUM_FIXED = 8
+# What the replica published, and how many of its requests in flight were this router's then.
+PUBLISHED_WAITING = 8
+PUBLISHED_RUNNING = 9
+PUBLISHED_KV_USED = 10
+PUBLISHED_AT_S = 11
+ACCEPTING = 12
+SENT_WHEN_PUBLISHED = 13
+# What this router sent to the replica and has not got back.
+IN_FLIGHT = 14
+PREFILL_IN_FLIGHT = 15
+OUTPUT_IN_FLIGHT = 16
+MEAN_RESPONSE_S = 17
+LAST_SENT_S = 18
+POOL = 19
+"""Number of the replica's pool."""
+NUM_STATE = 20
+
+# Columns of what is live in a decision.
+NUM_WAITING = 0
+NUM_RUNNING = 1
+KV_USED_FRACTION = 2
+PREFILL_TOKENS = 3
+OUTPUT_TOKENS = 4
+MATCH_TOKENS = 5
+RESPONSE_S = 6
+OBSERVED_AT_S = 7
+SENT_S = 8
+"""When the replica was last sent a request, Unix time; no part of a snapshot."""
+NUM_LIVE = 9
+
+
+@compiled
+def offer(
+    state: FloatArray, rows: IntArray, now_s: float, stale_after_s: float, out: IntArray
+) -> int:
+    """Write the rows of replicas that take requests and were heard of lately.
+
+    Where none takes requests, all count as if they did; where none was heard of lately, none needs
+    to be.
+
+    Args:
+        state: Shape (num_rows, NUM_STATE).
+        rows: To choose from, in order, shape (num,).
+        now_s: Unix time, seconds.
+        stale_after_s: Age from which on nothing is current, seconds.
+        out: Filled with the first of what is returned, shape (num,) at least.
+
+    Returns:
+        How many they are.
+    """
+    accepting = fresh = 0
+    for i in range(rows.shape[0]):
+        row = state[rows[i]]
+        accepting += row[ACCEPTING] != 0.0
+    for i in range(rows.shape[0]):
+        row = state[rows[i]]
+        if accepting == 0 or row[ACCEPTING] != 0.0:
+            fresh += now_s - row[PUBLISHED_AT_S] <= stale_after_s
+    num = 0
+    for i in range(rows.shape[0]):
+        row = state[rows[i]]
+        if accepting != 0 and row[ACCEPTING] == 0.0:
+            continue
+        if fresh == 0 or now_s - row[PUBLISHED_AT_S] <= stale_after_s:
+            out[num] = rows[i]
+            num += 1
+    return num
+
+
+@compiled
+def fill_live(
+    state: FloatArray,
+    rows: IntArray,
+    match_tokens: IntArray,
+    mean_prompt_tokens: float,
+    mean_output_tokens: float,
+    out: FloatArray,
+) -> None:
+    """Combine what was published with what was sent and came back since, which is known at once.
+
+    Others' requests are taken to be like one's own. Where all are others', which a lone router of
+    the simulator never meets, they are taken to be mean ones, and those that run to be half done.
+
+    Args:
+        state: Shape (num_rows, NUM_STATE).
+        rows: Of the candidates, shape (num,).
+        match_tokens: Of the request to be placed, by row, shape (num_rows,).
+        mean_prompt_tokens: Mean prompt of a request, tokens.
+        mean_output_tokens: Mean output of a request, tokens.
+        out: Filled, shape (num, NUM_LIVE).
+    """
+    for i in range(rows.shape[0]):
+        row, live = state[rows[i]], out[i]
+        sent, waiting, running = row[IN_FLIGHT], row[PUBLISHED_WAITING], row[PUBLISHED_RUNNING]
+        outstanding = max(waiting + running + (sent - row[SENT_WHEN_PUBLISHED]), sent)
+        if waiting > 0.0:
+            waiting = max(outstanding - running, 0.0)
+        else:
+            waiting = max(outstanding - row[MAX_BATCH], 0.0)
+        if sent > 0.0:
+            share = outstanding / sent
+            live[PREFILL_TOKENS] = row[PREFILL_IN_FLIGHT] * share
+            live[OUTPUT_TOKENS] = row[OUTPUT_IN_FLIGHT] * share
+        else:
+            live[PREFILL_TOKENS] = waiting * mean_prompt_tokens
+            live[OUTPUT_TOKENS] = (outstanding + waiting) / 2.0 * mean_output_tokens
+        live[NUM_WAITING] = waiting
+        live[NUM_RUNNING] = outstanding - waiting
+        live[KV_USED_FRACTION] = row[PUBLISHED_KV_USED]
+        live[MATCH_TOKENS] = match_tokens[rows[i]]
+        live[RESPONSE_S] = row[MEAN_RESPONSE_S]
+        live[OBSERVED_AT_S] = row[PUBLISHED_AT_S]
+        live[SENT_S] = row[LAST_SENT_S]
+
+
+@compiled
+def _fill_columns(fixed: FloatArray, live: FloatArray, out: FloatArray) -> None:
+    """Write the table of `tokenyard.routing.observation`, with ages and ranks of 0."""
+    for i in range(fixed.shape[0]):
+        own, now, row = fixed[i], live[i], out[i]
+        row[ob.TOKENS_PER_S] = own[TOKENS_PER_S]
+        row[ob.NUM_SLOTS] = own[MAX_BATCH]
+        row[ob.MAX_CONCURRENCY] = own[MAX_BATCH]
+        row[ob.NUM_WAITING] = now[NUM_WAITING]
+        row[ob.NUM_RUNNING] = now[NUM_RUNNING]
+        row[ob.TOKENS_IN_FLIGHT] = now[PREFILL_TOKENS] + now[OUTPUT_TOKENS]
+        row[ob.MEAN_RESPONSE_S] = now[RESPONSE_S]
+        row[ob.SPEED_RANK] = 0.0
+        row[ob.ITERATION_S] = own[ITERATION_S]
+        row[ob.PREFILL_TOKEN_S] = own[PREFILL_TOKEN_S]
+        row[ob.SEQUENCE_S] = own[SEQUENCE_S]
+        row[ob.KV_TOKEN_S] = own[KV_TOKEN_S]
+        row[ob.TOKEN_BUDGET] = own[TOKEN_BUDGET]
+        row[ob.KV_CAPACITY_TOKENS] = own[KV_CAPACITY_TOKENS]
+        row[ob.KV_USED_FRACTION] = now[KV_USED_FRACTION]
+        row[ob.PREFILL_IN_FLIGHT] = now[PREFILL_TOKENS]
+        row[ob.OUTPUT_IN_FLIGHT] = now[OUTPUT_TOKENS]
+        row[ob.MATCH_TOKENS] = now[MATCH_TOKENS]
+        row[ob.AGE_S] = 0.0
+        row[ob.ROUTABLE] = 1.0
+        row[ob.WAIT_S] = ob.batching_wait_s(row)
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What does not change from one decision between the same replicas to the next."""
+
+    replica_ids: tuple[str, ...]
+    pools: tuple[str, ...]
+    fixed: FloatArray
+    """Shape (num, NUM_FIXED)."""
+
+    @cached_property
+    def speed_ranks(self) -> FloatArray:
+        """As `observation.speed_ranks` has them, shape (num,)."""
+        return ob.speed_ranks(self.fixed[:, TOKENS_PER_S] * self.fixed[:, MAX_BATCH])
+
+
+class SnapshotTable(SnapshotColumns):
+    """Snapshots of replicas that batch, kept as numbers."""
+
+    def __init__(self, candidates: Candidates, live: FloatArray) -> None:
+        """Show `live` of shape (num, NUM_LIVE), which must not change any more."""
+        self.candidates = candidates
+        self.live = live
+        self._columns: FloatArray | None = None
+
+    @property
+    def columns(self) -> FloatArray:
+        """The table of `observation`, shape (num, NUM_COLUMNS); ranks and ages are not filled."""
+        columns = self._columns
+        if columns is None:
+            columns = np.empty((len(self.live), ob.NUM_COLUMNS))
+            _fill_columns(self.candidates.fixed, self.live, columns)
+            self._columns = columns
+        return columns
+
+    @property
+    def speed_ranks(self) -> FloatArray:
+        """Rank of each replica by speed, shape (num,)."""
+        return self.candidates.speed_ranks
+
+    @property
+    def observed_at_s(self) -> FloatArray:
+        """Time of each observation, Unix time, shape (num,)."""
+        return self.live[:, OBSERVED_AT_S]
+
+    @property
+    def last_sent_s(self) -> FloatArray:
+        """When each replica was last sent a request, Unix time, shape (num,)."""
+        return self.live[:, SENT_S]
+
+    def release(self) -> None:
+        """Drop what can be derived again: whoever keeps the table long keeps less."""
+        self._columns = None
+
+    def __len__(self) -> int:
+        """Number of replicas."""
+        return len(self.live)
+
+    @overload
+    def __getitem__(self, at: int) -> ReplicaSnapshot: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[ReplicaSnapshot]: ...
+    def __getitem__(self, at: int | slice) -> ReplicaSnapshot | list[ReplicaSnapshot]:
+        """Make a snapshot, or a list of some."""
+        if isinstance(at, slice):
+            return [self._snapshot(i) for i in range(*at.indices(len(self)))]
+        return self._snapshot(range(len(self))[at])
+
+    def __iter__(self) -> Iterator[ReplicaSnapshot]:
+        """Make one snapshot after the other."""
+        return map(self._snapshot, range(len(self)))
+
+    def _snapshot(self, at: int) -> ReplicaSnapshot:
+        speed, batch, a, b, c, d, budget, capacity = self.candidates.fixed[at].tolist()
+        waiting, running, kv, prefill, output, match, response_s, seen_s, _ = self.live[at].tolist()
+        return ReplicaSnapshot(
+            replica_id=self.candidates.replica_ids[at],
+            tokens_per_s=speed,
+            num_slots=int(batch),
+            max_concurrency=int(batch),
+            num_waiting=int(waiting),
+            num_running=int(running),
+            tokens_in_flight=prefill + output,
+            mean_response_s=response_s,
+            observed_at_s=seen_s,
+            engine=EngineSnapshot(
+                a, b, c, d, int(budget), capacity, kv, prefill, output, int(match)
+            ),
+        )
