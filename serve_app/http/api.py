@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse
 
@@ -13,39 +10,27 @@ from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway.gateway import Gateway
 from serve_app.http import admin, decide, errors, openai
 from serve_app.http.auth import Access
+from serve_app.http.data_path import DataPath
 from serve_app.http.docs_page import documentation
 from serve_app.http.intake import PendingBodies
 
 
-def create_gateway_api(
-    gateway: Gateway,
-    tokenizer: Tokenizer,
-    access: Access,
-    start: Callable[[], None] = lambda: None,
-    stop: Callable[[], Awaitable[None]] | None = None,
-) -> FastAPI:
+def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> FastAPI:
     """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
 
     Args:
         gateway: Serves requests.
         tokenizer: Of the model that is served.
         access: Who may ask.
-        start: Called on the event loop before the first request.
-        stop: Called after the last.
     """
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        start()
-        yield
-        if stop is not None:
-            await stop()
-
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
-    api = FastAPI(title="Tokenyard gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    api = FastAPI(title="Tokenyard gateway", docs_url=None, redoc_url=None)
     limits = gateway.cluster.limits
     # Half of the places that the application holds for requests that are not in flight.
-    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight)
+    most = 2 * limits.max_in_flight
+    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes)
+    if any(one.takes_calls for one in gateway.backends.values()):
+        api.add_middleware(DataPath, gateway=gateway, tokenizer=tokenizer, refuse=errors.refuse)
     errors.install(api, access, bodies)
     for router in _routers(gateway, tokenizer, access):
         api.include_router(router)
