@@ -11,7 +11,6 @@ import contextlib
 import logging
 import math
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from serve_app.gateway.generation import (
     ReplicaRefused,
     ReplicaTimeout,
     RequestRejected,
+    new_id,
 )
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
@@ -569,7 +569,7 @@ def _record(
 ) -> DecisionRecord:
     choice = pick.choice
     return DecisionRecord(
-        decision_id=uuid.uuid4().hex, request_id=answer.wanted.request_id, attempt=attempt,
+        decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
         time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
         request=pick.request, snapshots=pick.snapshots, pools=pick.pools, scores=choice.scores,
         index=choice.index, propensity=choice.propensity, explored=choice.explored,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.engines.base import FinishReason, Sampling
 from serve_app.gateway.replicas import EngineStatus
+
+_IDS = random.Random()
+
+
+def new_id() -> str:
+    """Return 32 hexadecimal digits; `uuid4` would ask the kernel for each."""
+    return f"{_IDS.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)

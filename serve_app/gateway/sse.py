@@ -1,7 +1,7 @@
 r"""A peek at answers that are handed on as they are: how many tokens, and how they end.
 
 Events end at `\n` or `\r\n` only: other ends of lines may stand inside JSON. In JSON a quotation
-mark inside a text is escaped, so that the marks below are found outside of texts only.
+mark inside a text is escaped, so that the names below are found outside of texts only.
 """
 
 from __future__ import annotations
@@ -13,11 +13,6 @@ from typing import Any
 from serve_app.engines.base import FinishReason
 
 _MAX_LINE_BYTES = 16 << 20
-_MARKS = (
-    b'"finish_reason":"', b'"finish_reason": "', b'"usage":{', b'"usage": {', b"[DONE]",
-    b'{"error"', b'"response.completed"', b'"response.incomplete"', b'"response.failed"',
-)  # fmt: skip
-"""Without any of these, an event is one more token."""
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
 _CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
 _PEEK_BYTES = 64 << 10
@@ -78,7 +73,7 @@ class EventPeek:
             raise BadEvent(f"it sent a line longer than {_MAX_LINE_BYTES} bytes")
 
     def _look(self, lines: bytes) -> None:
-        if self.num_tokens and not any(mark in lines for mark in _MARKS):
+        if self.num_tokens and not _may_matter(lines):
             self.num_tokens += lines.count(b"\ndata:") + lines.startswith(b"data:")
             return
         for line in lines.split(b"\n"):
@@ -119,6 +114,20 @@ class EventPeek:
             self.num_tokens = int(usage["output_tokens"] if used is None else used)
         else:
             self.num_tokens += grows or kind.endswith(".delta")
+
+
+def _may_matter(lines: bytes) -> bool:
+    """Whether events may be anything but one more token each: a chain, since each token asks."""
+    return (
+        b'"finish_reason":"' in lines
+        or b'"finish_reason": "' in lines
+        or b'"usage":{' in lines
+        or b'"usage": {' in lines
+        or b"[DONE]" in lines
+        or b'{"error"' in lines
+        or b'"response":{' in lines
+        or b'"response": {' in lines
+    )
 
 
 def peek_whole(body: bytes) -> tuple[int, FinishReason]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
 from serve_app.gateway.exchange import Call, Generation, InferenceRequest
 from serve_app.gateway.gateway import Gateway, Refused, Unserved
-from serve_app.gateway.generation import RequestRejected
+from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.errors import BadRequest
-from serve_app.http.intake import OPENAI_PATHS
 from serve_app.http.openai import Generator
 from serve_app.http.peek import Peek, peek
 
@@ -33,29 +31,22 @@ Refusal = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DataPath:
-    """ASGI middleware: hands OpenAI's requests on, and everything else to the application."""
+    """ASGI application of `OPENAI_PATHS`, whose bodies have been read."""
 
-    def __init__(
-        self, app: ASGIApp, gateway: Gateway, tokenizer: Tokenizer, refuse: Refusal
-    ) -> None:
-        """Stand before an application.
+    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, refuse: Refusal) -> None:
+        """Answer by a gateway.
 
         Args:
-            app: Answers what is not OpenAI's.
             gateway: Has requests answered.
             tokenizer: Says how long prompts are.
             refuse: Writes a refusal.
         """
-        self._app, self._gateway, self._tokenizer, self._refuse = app, gateway, tokenizer, refuse
+        self._gateway, self._tokenizer, self._refuse = gateway, tokenizer, refuse
         has_engines = any(not one.takes_calls for one in gateway.backends.values())
         self._generator = Generator(gateway, tokenizer) if has_engines else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        is_ours = scope["type"] == "http" and scope["method"] == "POST"
-        if not is_ours or scope["path"] not in OPENAI_PATHS:
-            await self._app(scope, receive, send)
-            return
         try:
             body = (await receive())["body"]
             known = peek(body)
@@ -88,7 +79,7 @@ class DataPath:
                 wanted.request_id, wanted.token_ids, wanted.sampling.max_tokens, call, generation
             )
         ids = known.token_ids or self._count(known.text) or [0]
-        return InferenceRequest(f"req-{uuid.uuid4().hex}", ids, known.max_tokens, call)
+        return InferenceRequest(f"req-{new_id()}", ids, known.max_tokens, call)
 
     def _count(self, text: str) -> Sequence[int]:
         is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)

@@ -70,6 +70,8 @@ async def refuse(request: Request, error: Exception) -> Response:
         return await _on_refused(request, error)
     if isinstance(error, RequestRejected):
         return await _on_rejected(request, error)
+    if isinstance(error, Denied | TooMuch):
+        return await _on_turned_away(request, error)
     return await _on_unserved(request, error)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -18,7 +17,7 @@ from serve_app.engines.base import Sampling
 from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway.exchange import Generation, Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.generation import GenerationChunk, GenerationRequest
+from serve_app.gateway.generation import GenerationChunk, GenerationRequest, new_id
 from serve_app.http.answering import Answering
 from serve_app.http.auth import Access
 from serve_app.http.errors import BadRequest
@@ -127,7 +126,7 @@ class Generator:
                 "model",
             )  # fmt: skip
         return GenerationRequest(
-            request_id=f"{kind}-{uuid.uuid4().hex}",
+            request_id=f"{kind}-{new_id()}",
             token_ids=tuple(token_ids or [0]),
             sampling=Sampling(
                 max_tokens=self._max_tokens(body, len(token_ids)),
