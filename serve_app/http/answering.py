@@ -70,7 +70,11 @@ async def answer(
     serving = asyncio.current_task()
     assert serving is not None
     leaving = asyncio.create_task(_wait_until_gone(receive))
-    leaving.add_done_callback(lambda _: leaving.cancelled() or serving.cancel())
+
+    def leave(_: asyncio.Task[None]) -> None:
+        serving.cancel()
+
+    leaving.add_done_callback(leave)
     try:
         await gateway.serve(request, service_class, downstream)
     except asyncio.CancelledError:
@@ -80,7 +84,7 @@ async def answer(
         serving.uncancel()
         return
     except Unserved as error:
-        leaving.cancel()
+        leaving.remove_done_callback(leave)
         if not downstream.begun:
             raise
         # What is no stream has no place for a reason: the connection breaks off.
@@ -88,6 +92,7 @@ async def answer(
             await downstream.end_with_error(str(error))
         return
     finally:
+        leaving.remove_done_callback(leave)
         leaving.cancel()
     await downstream.end()
 

@@ -5,12 +5,15 @@ import base64
 import json
 from contextlib import asynccontextmanager
 
+import httpx
 import numpy as np
 import pytest
 from unit.raw_endpoint import RawCaller, raw_endpoints
 from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_external import a_cluster
+from unit.serve.test_serve_gateway import OWN, FakePool, Letters
 
+from serve_app.cluster import Pool
 from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
@@ -79,20 +82,26 @@ WHOLE = b'{ "id":"x", "choices" : [{"message":{"content":"\xe2\x80\xa8"}}],"usag
 
 
 @asynccontextmanager
-async def a_site(number=1, model="m", **fields):
-    """Yield a gateway's port, the gateway and its endpoints, all on real sockets."""
+async def a_site(number=1, model="m", own=None, **fields):
+    """Yield a gateway's port, the gateway and its endpoints, all on real sockets.
+
+    With `own` there is a pool of ours beside them, which answers "ok".
+    """
     async with raw_endpoints(number) as endpoints:
         cluster = a_cluster(endpoints, fields.pop("deadlines", {}), **fields)
         pool = cluster.external_pools[0].model_copy(update={"model": model})
-        cluster = cluster.model_copy(update={"pools": (pool,)})
+        pools = (pool,) if own is None else (pool, Pool(name=own.name, config=OWN))
+        cluster = cluster.model_copy(update={"pools": pools})
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
         )
         manager.switch("champion")
         metrics = Metrics()
         backend = ExternalBackend(pool, cluster.served_model, metrics)
-        gateway = Gateway(cluster, manager, {backend.name: backend}, metrics)
-        api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None))
+        backends = {one.name: one for one in (backend, own) if one is not None}
+        gateway = Gateway(cluster, manager, backends, metrics)
+        tokenizer = EstimatingTokenizer() if own is None else Letters()
+        api = create_gateway_api(gateway, tokenizer, Access(None))
         listener, port = Listener(api, cluster.limits), a_free_port()
         await listener.start("127.0.0.1", port)
         try:
@@ -323,5 +332,37 @@ def test_an_idle_connection_that_the_endpoint_has_closed_costs_no_request():
         value = gateway.metrics.registry.get_sample_value
         assert value("tokenyard_retries_total", {"pool": "theirs"}) is None
         assert len(endpoint.asked) == 3
+
+    run(test)
+
+
+def test_beside_a_pool_of_ours_endpoints_get_what_our_engines_do_not_understand():
+    own = FakePool("ours")
+    plain = json.dumps({"model": "m", "messages": MESSAGES, "max_tokens": 8}).encode()
+    tools = json.dumps({"model": "m", "messages": MESSAGES, "tools": [TOOL]}).encode()
+
+    async def test(port, gateway, endpoints):
+        endpoints[0].pieces = (WHOLE,)
+        gateway.manager.switch("round_robin")
+        async with RawCaller.to(port) as caller:
+            answers = [await caller.ask(CHAT, plain) for _ in range(4)]
+            assert {status for status, _, _ in answers} == {200}
+            texts = [answer for _, _, answer in answers]
+            assert (texts.count(WHOLE), len(own.requests)) == (2, 2)
+            assert sum(b'"content":"ok"' in text for text in texts) == 2
+            for path, body in ((CHAT, tools), (b"/v1/embeddings", b'{"input":"a"}')) * 3:
+                assert (await caller.ask(path, body))[2] == WHOLE
+        assert (len(own.requests), len(endpoints[0].asked)) == (2, 8)
+
+    run(test, own=own)
+
+
+def test_health_is_as_vllms():
+    async def test(port, gateway, endpoints):
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            well = await client.get("/health")
+            assert (well.status_code, well.content) == (200, b"")
+            gateway.draining = True
+            assert (await client.get("/health")).status_code == 503
 
     run(test)
