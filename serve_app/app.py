@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 import asyncio
+import errno
 import gc
 import logging
 import os
@@ -25,6 +26,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -86,6 +88,7 @@ class GatewayOptions(BaseModel):
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 3.0
 _PARENT_EVERY_S = 1.0
+_PROXY_S = 2.0
 _END_S = 5.0
 """For a gateway that has drained to end."""
 _SQLITE = "sqlite:///"
@@ -141,6 +144,7 @@ class GatewayReplica:
         Raises:
             OSError: The address cannot be listened on.
         """
+        await check_no_proxy(address["host"], address["port"])
         if self._listener is None:
             self._start()
             # Serve awaits it. One of the class would be called by the garbage collector, too.
@@ -206,6 +210,30 @@ class GatewayReplica:
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
+
+
+async def check_no_proxy(host: str, port: int) -> None:
+    """Find out whether Ray Serve's HTTP proxy has a port: it would share it, and answer half.
+
+    Raises:
+        OSError: It has.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    origin = Origin.of(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    client, head = UpstreamClient(_PROXY_S), origin.head(b"GET", b"/-/healthz", b"", 0)
+    try:
+        async with asyncio.timeout(_PROXY_S):
+            status, _ = await client.get(origin, head, 1 << 16)
+    except (UpstreamError, TimeoutError):
+        return
+    finally:
+        await client.close()
+    if status == 200:
+        raise OSError(
+            errno.EADDRINUSE,
+            f"Ray Serve's HTTP proxy listens on port {port}: start Serve with "
+            "`proxy_location: Disabled`, or give the gateway another port",
+        )
 
 
 def find_cluster(options: GatewayOptions) -> Cluster:

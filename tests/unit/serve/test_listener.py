@@ -4,6 +4,10 @@ import asyncio
 import socket
 from contextlib import asynccontextmanager
 
+import pytest
+from unit.serve_builders import a_deciding_api
+
+from serve_app.app import check_no_proxy
 from serve_app.cluster import Limits
 from serve_app.http.intake import MAX_HEADER_BYTES
 from serve_app.http.listener import Listener
@@ -169,5 +173,21 @@ def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive
             may_answer.set()
             assert (await slow)[0].endswith(b"ok")
             await new.stop()
+
+    run(test)
+
+
+def test_a_port_that_serves_own_proxy_has_is_refused_and_one_of_another_gateway_is_not():
+    async def test():
+        async with a_listener() as (port, _, asked):
+            with pytest.raises(OSError, match="proxy_location: Disabled"):
+                await check_no_proxy("0.0.0.0", port)
+            assert asked == ["/-/healthz"]
+        await check_no_proxy("127.0.0.1", port)
+        api = a_deciding_api()
+        other = Listener(api, Limits())
+        await other.start("127.0.0.1", port)
+        await check_no_proxy("127.0.0.1", port)
+        await other.stop()
 
     run(test)

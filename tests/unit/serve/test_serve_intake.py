@@ -78,6 +78,9 @@ def test_a_wrong_token_is_refused_before_a_byte_of_the_body_is_read():
             caller = Caller([*LENGTH, (b"authorization", b"Bearer wrong")])
             await ask(caller)
             assert (caller.status, caller.num_read, seen) == (401, 0, [])
+            other = Caller(LENGTH, path="/rerank")
+            await ask(other)
+            assert (other.status, other.num_read, seen) == (401, 0, [])
             assert caller.headers[b"connection"] == b"close"
 
     asyncio.run(run())
