@@ -38,7 +38,6 @@ from serve_app.app import (
 from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
-from serve_app.ray_serve import proxy
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import load_scenario
@@ -134,7 +133,7 @@ def main(args: Args) -> None:
         sys.exit(f"error: {' '.join(str(error).split())}")
     signals = _Signals()
     try:
-        _start(bind_gateway(deployment.cluster, deployment.options), args)
+        _start(bind_gateway(deployment.cluster, deployment.options))
         _report(deployment, args)
         if not _wait(signals, args, local):
             _give_up()
@@ -153,6 +152,8 @@ def _find(args: Args) -> Deployment:
         registry=args.registry,
         decision_log=args.decision_log,
         token=args.token,
+        host=args.host,
+        port=args.port,
     )
     if local_admin_of(options) and args.host not in LOOPBACK:
         raise ValueError(
@@ -168,7 +169,7 @@ def _find(args: Args) -> Deployment:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Find out now what Serve would report as an unhealthy proxy after a minute."""
+    """Find out now what Serve would try three times."""
     try:
         with socket.create_server((host, port)):
             pass
@@ -191,13 +192,15 @@ class _Signals:
 def _wait(signals: _Signals, args: Args, local: bool) -> bool:
     """Wait until told to end; False: what was started here is gone and does not come back.
 
-    Serve replaces replicas and proxies that die, but nobody replaces a local Ray.
+    Serve replaces replicas that die, but nobody replaces a local Ray.
     """
     answered_s = time.monotonic()
     while not signals.stop.wait(_WATCH_EVERY_S if local else None):
+        if local and not _has_a_node():
+            return False
         if _gateway_answers(args.host, args.port):
             answered_s = time.monotonic()
-        elif time.monotonic() - answered_s > _GONE_AFTER_S or not _has_a_node():
+        elif time.monotonic() - answered_s > _GONE_AFTER_S:
             return False
     return True
 
@@ -208,7 +211,7 @@ def _has_a_node() -> bool:
 
 
 def _gateway_answers(host: str, port: int) -> bool:
-    """Whether the gateway answers, well or not: the proxy also lives on without a Ray."""
+    """Whether the gateway answers, well or not."""
     address = "127.0.0.1" if host == "0.0.0.0" else host
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}/healthz"
     try:
@@ -253,12 +256,6 @@ def _ask_to_drain() -> int:
 
 
 def _connect(local: bool, num_cpus: float) -> None:
-    # A small machine that loads a model meanwhile takes longer than Serve's five seconds.
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    os.environ.setdefault(proxy.CALLBACK_VARIABLE, proxy.CALLBACK)
-    # A proxy that was killed is otherwise missed after half a minute.
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S", "5")
     # Ray gives its workers the lowest priority of all, which ranks beside other work feel.
     os.environ.setdefault("RAY_worker_niceness", "0")
     # Ranks on a small machine share its cores: Ray's count is only what actors reserve.
@@ -270,15 +267,16 @@ def _connect(local: bool, num_cpus: float) -> None:
     )
 
 
-def _start(application: Application, args: Args) -> None:
+def _start(application: Application) -> None:
     # The decision log says more than an access log, and costs less per request.
     quiet = {"log_level": "WARNING", "enable_access_log": False}
-    serve.start(http_options={"host": args.host, "port": args.port}, logging_config=quiet)
-    serve.run(application, name=APP_NAME, route_prefix="/", logging_config=quiet)
+    # The gateway listens itself.
+    serve.start(proxy_location="Disabled", logging_config=quiet)
+    serve.run(application, name=APP_NAME, route_prefix=None, logging_config=quiet)
 
 
 def _shut_down(local: bool) -> None:
-    # Waits for the last bytes of answers on their way to the proxy, which a shutdown kills first.
+    # Waits for the last bytes of answers, which a shutdown would cut.
     serve.delete(APP_NAME)
     # On a shared cluster only the application is ours, not Serve itself.
     if local:

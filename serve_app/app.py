@@ -2,7 +2,9 @@
 
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 import asyncio
+import errno
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -24,15 +26,19 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.http.listener import Listener
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import CANDIDATE
+
+logger = logging.getLogger(__name__)
 
 APP_NAME = "tokenyard-routing"
 REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI"
@@ -52,6 +58,10 @@ class GatewayOptions(BaseModel):
 
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster; `none`: no pools, decide only."""
+    host: str = "127.0.0.1"
+    """Address on the gateway's node where it listens; 0.0.0.0 for all."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    """Port where it listens. Ray Serve's own proxy is not used."""
     policy: str | None = None
     """In place of the cluster's policy; `candidate` also in place of its allocation's."""
     scenario: str | None = None
@@ -77,6 +87,10 @@ class GatewayOptions(BaseModel):
 
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 3.0
+_PARENT_EVERY_S = 1.0
+_PROXY_S = 2.0
+_END_S = 5.0
+"""For a gateway that has drained to end."""
 _SQLITE = "sqlite:///"
 _SWITCH_S = 1e-3
 """Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
@@ -84,7 +98,7 @@ _SWITCH_S = 1e-3
 
 
 class GatewayReplica:
-    """The gateway's one replica; Ray Serve asks it for the API once it is built."""
+    """The gateway's one replica: it listens itself, and Ray Serve keeps it alive."""
 
     def __init__(
         self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
@@ -99,7 +113,9 @@ class GatewayReplica:
         may_be_missing = not options.must_be_there
         manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing)
         metrics = Metrics()
-        self._external = [ExternalBackend(pool, metrics) for pool in cluster.external_pools]
+        self._external = [
+            ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
+        ]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         for pool in cluster.own_pools:
             backends[pool.name] = ServeBackend(pool, handles[pool.name])
@@ -114,15 +130,34 @@ class GatewayReplica:
             APP_NAME, self._gateway, backends, registry, options.decision_log
         )
         self._reshaping: asyncio.Task[None] | None = None
+        self._listener: Listener | None = None
         # What is here stays: collections that look through it would hold requests up.
         gc.collect()
         gc.freeze()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        """Return the HTTP API."""
-        api = create_gateway_api(
-            self._gateway, self._tokenizer, self._access, self._start, self._stop
-        )
+    async def reconfigure(self, address: dict[str, Any]) -> None:
+        """Begin to listen; Serve calls this before the replica counts as started.
+
+        Args:
+            address: `host` and `port`.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        await check_no_proxy(address["host"], address["port"])
+        if self._listener is None:
+            self._start()
+            # Serve awaits it. One of the class would be called by the garbage collector, too.
+            self.__del__ = self.end
+            self._orphaned = asyncio.create_task(self._end_with_ray(os.getppid()))
+        else:
+            await self._listener.stop()
+        self._listener = Listener(self.make_api(), self._gateway.cluster.limits)
+        await self._listener.start(address["host"], address["port"])
+
+    def make_api(self) -> FastAPI:
+        """Make the application that answers."""
+        api = create_gateway_api(self._gateway, self._tokenizer, self._access)
         if self._allocator is not None:
             scenario = self._allocator.scenario
             router = allocation.make_router(
@@ -131,6 +166,27 @@ class GatewayReplica:
             )  # fmt: skip
             api.include_router(router)
         return api
+
+    async def end(self) -> None:
+        """Answer what was let in, while another gateway may listen already."""
+        if self._listener is not None:
+            self._listener.refuse()
+            await self._gateway.drain()
+            await self._listener.stop()
+            await self._stop()
+
+    async def _end_with_ray(self, parent: int) -> None:
+        """Drain and exit where Ray's process on this node is gone.
+
+        Nobody would replace a replica or this process any more, and the port would stay taken.
+        """
+        while os.getppid() == parent:
+            await asyncio.sleep(_PARENT_EVERY_S)
+        logger.error("Ray is gone from this node, and so is the gateway once it has answered")
+        try:
+            await self.end()
+        finally:
+            os._exit(1)
 
     async def drain(self) -> int:
         """Let nothing more in; return what is still in flight when the time for it is over."""
@@ -154,6 +210,30 @@ class GatewayReplica:
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
+
+
+async def check_no_proxy(host: str, port: int) -> None:
+    """Find out whether Ray Serve's HTTP proxy has a port: it would share it, and answer half.
+
+    Raises:
+        OSError: It has.
+    """
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    origin = Origin.of(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    client, head = UpstreamClient(_PROXY_S), origin.head(b"GET", b"/-/healthz", b"", 0)
+    try:
+        async with asyncio.timeout(_PROXY_S):
+            status, _ = await client.get(origin, head, 1 << 16)
+    except (UpstreamError, TimeoutError):
+        return
+    finally:
+        await client.close()
+    if status == 200:
+        raise OSError(
+            errno.EADDRINUSE,
+            f"Ray Serve's HTTP proxy listens on port {port}: start Serve with "
+            "`proxy_location: Disabled`, or give the gateway another port",
+        )
 
 
 def find_cluster(options: GatewayOptions) -> Cluster:
@@ -256,18 +336,18 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     deploy = serve.deployment(
         name="gateway",
         num_replicas=1,
-        max_ongoing_requests=4 * cluster.limits.max_in_flight + 100,
         # Three checks in a row must fail.
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=cluster.limits.drain_s,
+        graceful_shutdown_timeout_s=cluster.limits.drain_s + _END_S,
+        user_config={"host": options.host, "port": options.port},
         ray_actor_options={
             "num_cpus": cluster.gateway.cpus,
             "label_selector": dict(cluster.gateway.node_labels),
         },
     )
-    deployment: Deployment = deploy(serve.ingress()(GatewayReplica))
+    deployment: Deployment = deploy(GatewayReplica)
     return deployment.bind(cluster, options, pools)
 
 

@@ -88,6 +88,9 @@ class Deadlines(FrozenModel):
     it computes, others with the first token."""
     first_token_s: Annotated[float, Field(gt=0)] = 60.0
     """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
+    whole_per_token_s: Annotated[float, Field(ge=0)] = 0.25
+    """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
+    that it may have. It is sent elsewhere, too."""
     between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
     """From one token to the next; the answer then ends with the reason."""
     total_s: Annotated[float, Field(gt=0)] = 600.0
@@ -190,8 +193,18 @@ class Limits(FrozenModel):
     """Longest time from arrival to the last token."""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """Time for which answers that have begun may go on when the gateway is told to end."""
+    head_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest time in which a request's head must come, and the first of a connection begin."""
     body_timeout_s: Annotated[float, Field(gt=0)] = 10.0
     """Longest time in which a request's body must come."""
+    max_body_bytes: Annotated[int, Field(ge=1)] = 16 << 20
+    """Longest body on OpenAI's routes; on the others it is 1 MiB."""
+    max_connections: Annotated[int, Field(ge=1)] = 4096
+    """Connections that callers hold open; one more is closed with 503."""
+    max_connections_per_address: Annotated[int, Field(ge=1)] = 1024
+    """Of one address. A proxy in front is one address."""
+    keep_alive_s: Annotated[int, Field(ge=1)] = 75
+    """Time after an answer for which its connection waits for another request."""
     max_retries: Annotated[int, Field(ge=0, le=10)] = 2
     """Times that a request is placed again where a replica fails before its first token."""
 

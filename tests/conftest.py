@@ -64,8 +64,6 @@ class SharedRay:
         known = os.environ.get("PYTHONPATH")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(WORKER_PATH + [known] * bool(known)))
-            # On a busy machine a proxy may take longer than Serve's five seconds.
-            patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
             # Ray gives its workers the lowest priority of all; other tests run beside them.
             patch.setenv("RAY_worker_niceness", "0")
             ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, overload
 
 _REPLACEMENT = "\ufffd"
 """What a tokenizer decodes bytes to that are no whole character yet."""
@@ -87,7 +87,7 @@ class EstimatingTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return a number for every four characters, equal for equal characters."""
-        return [hash(text[at : at + 4]) for at in range(0, len(text), 4)]
+        return list(EstimatedTokens(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Likewise, of all messages."""
@@ -96,6 +96,36 @@ class EstimatingTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Cannot be done."""
         raise NotImplementedError("texts of external pools come decoded")
+
+
+class EstimatedTokens(Sequence[int]):
+    """A number for every four characters of a text, made when somebody looks."""
+
+    def __init__(self, text: str) -> None:
+        """Look at nothing yet."""
+        self._text = text
+
+    def __len__(self) -> int:
+        """Characters over four."""
+        return (len(self._text) + 3) // 4
+
+    def __iter__(self) -> Iterator[int]:
+        """All of them."""
+        text = self._text
+        return (hash(text[at : at + 4]) for at in range(0, len(text), 4))
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[int]: ...
+    def __getitem__(self, at: int | slice) -> int | list[int]:
+        """Equal for equal characters."""
+        if isinstance(at, slice):
+            return [self[index] for index in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        start = 4 * (at % len(self))
+        return hash(self._text[start : start + 4])
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:

@@ -14,6 +14,7 @@ from ray.serve.request_router import RunningReplica
 
 from serve_app.cluster import Pool, max_model_tokens
 from serve_app.engines.base import EngineError
+from serve_app.gateway.exchange import Attempt, relay
 from serve_app.gateway.generation import (
     GenerationChunk,
     GenerationRequest,
@@ -31,6 +32,8 @@ class Backend(Protocol):
 
     name: str
     max_model_tokens: int
+    takes_calls: bool
+    """Whether its replicas are sent what the caller wrote, and not a generation."""
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published; cheap."""
@@ -40,13 +43,12 @@ class Backend(Protocol):
         """Replicas as Ray's own router takes them."""
         ...
 
-    def stream(
-        self, replica_id: str, request: GenerationRequest
-    ) -> AsyncGenerator[GenerationChunk, None]:
-        """Send a request to one replica; closing the stream cancels it there.
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
+        """Have one replica answer a request; being cancelled cancels it there.
 
         Raises:
             ReplicaFailed: It is gone, full or broken.
+            RequestRejected: It has something against the request.
         """
         ...
 
@@ -63,6 +65,8 @@ _HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 
 class ServeBackend:
     """A pool of ours: one deployment, asked through its handle."""
+
+    takes_calls = False
 
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
         """Connect to the deployment."""
@@ -125,7 +129,16 @@ class ServeBackend:
             # Whoever asked sees that it is not published, and asks again.
             logger.warning("replica %s took no batch limit: %s", replica_id, type(error).__name__)
 
-    async def stream(
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
+        """Have one replica answer a request; being cancelled cancels it there.
+
+        Raises:
+            ReplicaFailed: It is gone, full or broken.
+        """
+        assert attempt.request.generation is not None
+        await relay(self._stream(replica_id, attempt.request.generation.request), attempt)
+
+    async def _stream(
         self, replica_id: str, request: GenerationRequest
     ) -> AsyncGenerator[GenerationChunk, None]:
         """Send a request to one replica; closing the stream cancels it there.

@@ -11,36 +11,33 @@ import contextlib
 import logging
 import math
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from serve_app.cluster import Cluster, SloClass
+from serve_app.engines.base import FinishReason
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.generation import (
-    GenerationChunk,
-    GenerationRequest,
     ReplicaFailed,
     ReplicaFull,
     ReplicaRefused,
     ReplicaTimeout,
     RequestRejected,
+    new_id,
 )
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
-from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
 
 logger = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _MIN_RETRY_AFTER_S = 1
 _MAX_RETRY_AFTER_S = 60
 _DRAIN_POLL_S = 0.05
@@ -79,13 +76,16 @@ class _CutOff(Unserved):
 class _Answer:
     """A request that was let in, and what has come of its answer so far."""
 
-    wanted: GenerationRequest
+    wanted: InferenceRequest
     service_class: SloClass
+    downstream: Downstream
     prompt: Prompt
     arm: Arm
     arrival_s: float
-    deadline_s: float
-    """When it is given up, by the event loop's clock."""
+    wait: asyncio.Timeout
+    """When it is given up."""
+    longest_tokens: int
+    """Prompt and answer that any pool takes."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     num_tokens: int = 0
@@ -101,8 +101,15 @@ class _Answer:
 
     @property
     def needed_tokens(self) -> int:
-        """Prompt and longest answer."""
-        return len(self.wanted.token_ids) + self.wanted.sampling.max_tokens
+        """Prompt and longest answer, as far as any pool takes it.
+
+        Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
+        """
+        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.longest_tokens)
+
+    def fits(self, backend: Backend) -> bool:
+        """Whether the replicas of a pool can answer it."""
+        return self.wanted.is_for(backend) and backend.max_model_tokens >= self.needed_tokens
 
     @property
     def completed(self) -> bool:
@@ -117,12 +124,6 @@ class _Answer:
     def tpot_s(self, now_s: float) -> float:
         """Mean time per token after the first, where the answer ended at `now_s`."""
         return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
-
-    def take(self, chunk: GenerationChunk, now_s: float) -> None:
-        if chunk.num_tokens and math.isnan(self.first_token_s):
-            self.first_token_s = now_s
-        self.num_tokens = max(chunk.num_tokens, self.num_tokens)
-        self.finish_reason = chunk.finish_reason
 
     def attained_slo(self, now_s: float) -> bool | None:
         """Whether an answer that ended at `now_s` attained its SLO; None: its client left before.
@@ -167,6 +168,7 @@ class Gateway:
         )  # fmt: skip
         self._waits: set[asyncio.Timeout] = set()
         self._ends_s = math.inf
+        self._longest_tokens = 0 if self.cluster.decide_only else self.cluster.max_model_tokens
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
@@ -175,9 +177,9 @@ class Gateway:
         return next((one for one in self.cluster.classes if one.name == name), None)
 
     async def serve(
-        self, request: GenerationRequest, service_class: SloClass
-    ) -> AsyncGenerator[GenerationChunk, None]:
-        """Answer a request; leaving the stream early cancels it.
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> None:
+        """Answer a request; being cancelled cancels it at its replica.
 
         Raises:
             Draining: The gateway is about to end.
@@ -188,12 +190,12 @@ class Gateway:
         self.num_offered += 1
         self._admit(service_class)
         self.in_flight += 1
-        answer = self._open(request, service_class)
+        answer = self._open(request, service_class, downstream)
         try:
-            async with aclosing(self._attempts(answer)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except (GeneratorExit, asyncio.CancelledError):
+            with self._in_time(answer):
+                async with answer.wait:
+                    await self._attempts(answer)
+        except asyncio.CancelledError:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
             raise
@@ -201,11 +203,17 @@ class Gateway:
             self.in_flight -= 1
             self._settle(answer)
 
-    def _open(self, request: GenerationRequest, service_class: SloClass) -> _Answer:
+    def _open(
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> _Answer:
         """Begin the answer to a request that is let in."""
         arm, prompt = self.manager.arm_of(request.request_id), Prompt(request.token_ids)
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
-        answer = _Answer(request, service_class, prompt, arm, self.clock_s(), deadline_s)
+        wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
+        answer = _Answer(
+            request, service_class, downstream, prompt, arm, self.clock_s(), wait,
+            self._longest_tokens,
+        )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
                 request.request_id, arm, len(request.token_ids), answer.arrival_s,
@@ -290,12 +298,12 @@ class Gateway:
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
 
-    async def _attempts(self, answer: _Answer) -> AsyncGenerator[GenerationChunk, None]:
+    async def _attempts(self, answer: _Answer) -> None:
         """Try replicas until one has begun to answer."""
         failure: ReplicaFailed | None = None
-        await self._in_time(answer, self._some_replica(answer.arrival_s))
+        await self._some_replica(answer.arrival_s)
         for attempt in range(self.cluster.limits.max_retries + 1):
-            pick = await self._in_time(answer, self._pick_or_wait(answer))
+            pick = await self._pick_or_wait(answer)
             if pick is None:
                 break
             replica_id = pick.replica.replica_id
@@ -303,9 +311,7 @@ class Gateway:
             if attempt:
                 self.metrics.retries.labels(pick.replica.pool).inc()
             try:
-                async with aclosing(self._attempt(answer, pick, attempt)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
+                await self._attempt(answer, pick, attempt)
                 return
             except ReplicaFailed as error:
                 failure = error
@@ -313,35 +319,31 @@ class Gateway:
                 logger.warning(
                     "request %s, attempt %d at %s: %s", request_id, attempt, replica_id, error
                 )
-                if answer.num_tokens:
+                if answer.num_tokens or answer.downstream.begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
         if isinstance(failure, ReplicaFull):
             self.metrics.refused.labels("replicas full").inc()
             raise Refused(str(failure), self._retry_after_s())
         raise Unserved("no replica is there" if failure is None else str(failure))
 
-    async def _in_time(self, answer: _Answer, work: Coroutine[Any, Any, _T]) -> _T:
-        """Wait for one step of an answer.
-
-        Each step has the deadline anew: between two of them the caller may go on in another task,
-        which it must not cancel.
+    @contextlib.contextmanager
+    def _in_time(self, answer: _Answer) -> Iterator[None]:
+        """Say why an answer's time is over.
 
         Raises:
-            Unserved: The answer's time is over, or the gateway's.
+            Unserved: It is, or the gateway's.
         """
-        wait = asyncio.timeout_at(min(answer.deadline_s, self._ends_s))
-        self._waits.add(wait)
+        self._waits.add(answer.wait)
         try:
-            async with wait:
-                return await work
+            yield
         except TimeoutError:
-            if not wait.expired():
+            if not answer.wait.expired():
                 raise
             if math.isfinite(self._ends_s):
                 raise _CutOff("the gateway ended before the answer did") from None
             raise _OutOfTime(f"no answer within {self.cluster.limits.timeout_s:g} s") from None
         finally:
-            self._waits.discard(wait)
+            self._waits.discard(answer.wait)
 
     async def _some_replica(self, arrival_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
@@ -351,49 +353,35 @@ class Gateway:
             if not self.table.replicas:
                 await asyncio.sleep(0.05)
 
-    async def _attempt(
-        self, answer: _Answer, pick: Pick, attempt: int
-    ) -> AsyncGenerator[GenerationChunk, None]:
-        """Stream from the replica that was picked, and note what comes."""
-        replica, request = pick.replica, answer.wanted
-        outcome, sent_s = "failed", self.outliers.clock_s()
+    async def _attempt(self, answer: _Answer, pick: Pick, number: int) -> None:
+        """Have the replica that was picked answer, and note what comes."""
+        replica, attempt = pick.replica, _Attempt(self, answer, pick.replica)
+        outcome = "failed"
         try:
-            stream = self.backends[replica.pool].stream(replica.replica_id, request)
-            async with aclosing(stream) as chunks:
-                while (chunk := await self._in_time(answer, _next_of(chunks))) is not None:
-                    if chunk.num_tokens and not answer.num_tokens:
-                        self.outliers.begin(replica.replica_id, sent_s)
-                    self._take(answer, replica, chunk)
-                    if chunk.finish_reason is not None:
-                        outcome = chunk.finish_reason
-                    yield chunk
-        except (GeneratorExit, asyncio.CancelledError):
-            outcome = "abort" if outcome == "failed" else outcome
+            await self.backends[replica.pool].answer(replica.replica_id, attempt)
+            outcome = answer.finish_reason or "failed"
+        except asyncio.CancelledError:
+            outcome = answer.finish_reason or self._why_cancelled(answer)
             raise
-        except (ReplicaTimeout, _OutOfTime) as error:
+        except ReplicaTimeout:
             outcome = "timeout"
-            if isinstance(error, ReplicaTimeout):
-                self._placement.fail(replica, sent_s)
-            raise
-        except _CutOff:
-            outcome = "cut_off"
+            self._placement.fail(replica, attempt.sent_s)
             raise
         except RequestRejected:
             outcome = "rejected"
             raise
         except ReplicaFailed as error:
             if not isinstance(error, ReplicaFull | ReplicaRefused):
-                self._placement.fail(replica, sent_s)
+                self._placement.fail(replica, attempt.sent_s)
             raise
         finally:
-            self._close(answer, pick, attempt, outcome)
+            self._close(answer, pick, number, outcome)
 
-    def _take(self, answer: _Answer, replica: ReplicaState, chunk: GenerationChunk) -> None:
-        """Note what came."""
-        answer.take(chunk, self.clock_s())
-        replica.in_flight.receive(answer.wanted.request_id, chunk.num_tokens)
-        if chunk.status is not None:
-            replica.publish(chunk.status)
+    def _why_cancelled(self, answer: _Answer) -> str:
+        """Whether an answer's time is over, the gateway's, or its caller left."""
+        if not answer.wait.expired():
+            return "abort"
+        return "cut_off" if math.isfinite(self._ends_s) else "timeout"
 
     def _close(self, answer: _Answer, pick: Pick, attempt: int, outcome: str) -> None:
         """Note the end of an attempt."""
@@ -408,9 +396,9 @@ class Gateway:
         series.output_tokens.inc(answer.num_tokens)
         if done:
             series.response_seconds.observe(answer.response_s)
-            if answer.num_tokens:
+            if not math.isnan(answer.ttft_s):
                 series.ttft_seconds.observe(answer.ttft_s)
-            if answer.num_tokens > 1:
+            if answer.num_tokens > 1 and not math.isnan(answer.ttft_s):
                 series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
             time_s = now_s if attempt else answer.arrival_s
@@ -426,10 +414,35 @@ class Gateway:
         return pick
 
 
-async def _next_of(
-    chunks: AsyncGenerator[GenerationChunk, None],
-) -> GenerationChunk | None:
-    return await anext(chunks, None)
+class _Attempt:
+    """One try to have a replica answer a request."""
+
+    __slots__ = ("_answer", "_gateway", "_replica", "downstream", "request", "sent_s")
+
+    def __init__(self, gateway: Gateway, answer: _Answer, replica: ReplicaState) -> None:
+        self._gateway, self._answer, self._replica = gateway, answer, replica
+        self.request, self.downstream = answer.wanted, answer.downstream
+        self.sent_s = gateway.outliers.clock_s()
+
+    def take(
+        self,
+        num_tokens: int,
+        finish_reason: FinishReason | None = None,
+        status: EngineStatus | None = None,
+        is_whole: bool = False,
+    ) -> None:
+        """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
+        answer, gateway, replica = self._answer, self._gateway, self._replica
+        if (num_tokens or is_whole) and not answer.num_tokens:
+            gateway.outliers.begin(replica.replica_id, self.sent_s)
+            if not is_whole:
+                answer.first_token_s = gateway.clock_s()
+        if num_tokens > answer.num_tokens:
+            answer.num_tokens = num_tokens
+            replica.in_flight.receive(answer.wanted.request_id, num_tokens)
+        answer.finish_reason = finish_reason
+        if status is not None:
+            replica.publish(status)
 
 
 def _record(
@@ -437,7 +450,7 @@ def _record(
 ) -> DecisionRecord:
     choice = pick.choice
     return DecisionRecord(
-        decision_id=uuid.uuid4().hex, request_id=answer.wanted.request_id, attempt=attempt,
+        decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
         time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
         request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
         scores=choice.scores, index=choice.index, propensity=choice.propensity,

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from serve_app.engines.base import FinishReason, Sampling
 from serve_app.gateway.replicas import EngineStatus
+
+_IDS = random.Random()
+
+
+def new_id() -> str:
+    """Return 32 hexadecimal digits; `uuid4` would ask the kernel for each."""
+    return f"{_IDS.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +26,6 @@ class GenerationRequest:
     sampling: Sampling
     stop: tuple[str, ...] = ()
     """Strings at which the answer is cut."""
-    prompt: str | None = None
-    """The text, for endpoints that tokenise themselves."""
-    messages: tuple[Mapping[str, str], ...] | None = None
-    """The conversation, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,7 @@ class ReplicaTimeout(ReplicaFailed):
 class RequestRejected(RuntimeError):
     """What an endpoint has against the request itself: the caller gets it as it is."""
 
-    def __init__(self, status: int, content_type: str, body: bytes) -> None:
+    def __init__(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Keep the answer, whose status is from 400 to 499."""
         super().__init__(f"the endpoint answered {status}")
-        self.status, self.content_type, self.body = status, content_type, body
+        self.status, self.headers, self.body = status, headers, body

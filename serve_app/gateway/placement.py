@@ -48,6 +48,9 @@ class Placeable(Protocol):
     def needed_tokens(self) -> int:
         """Prompt and longest answer."""
 
+    def fits(self, backend: Backend) -> bool:
+        """Whether the replicas of a pool can answer it."""
+
     @property
     def arm(self) -> Arm:
         """Whose decision it is."""
@@ -216,13 +219,10 @@ class Placement:
         if asked.tried:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
-        needed = asked.needed_tokens
-        if any(one.max_model_tokens < needed for one in self._backends.values()):
-            long_enough = {
-                name for name, one in self._backends.items() if one.max_model_tokens >= needed
-            }
-            holds = np.array([name in long_enough for name in table.pools])
-            rows = rows[holds[table.column(rows, POOL).astype(np.int64)]]
+        fitting = [name for name, one in self._backends.items() if asked.fits(one)]
+        if len(fitting) < len(self._backends):
+            fits = np.array([name in fitting for name in table.pools])
+            rows = rows[fits[table.column(rows, POOL).astype(np.int64)]]
         return rows
 
     def _offered(self, now_s: float) -> IntArray:

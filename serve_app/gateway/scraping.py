@@ -7,9 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 
-import httpx
-
 from serve_app.gateway.replicas import EngineStatus, parse_vllm
+from serve_app.gateway.upstream import Origin, UpstreamClient
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +23,9 @@ class Scraper:
 
     def __init__(
         self,
-        client: httpx.AsyncClient,
-        url: str,
+        client: UpstreamClient,
+        origin: Origin,
+        key: bytes,
         publish: Callable[[EngineStatus], None],
         fail: Callable[[], None],
     ) -> None:
@@ -33,11 +33,13 @@ class Scraper:
 
         Args:
             client: Makes the connections.
-            url: Of the endpoint, without `/metrics`.
+            origin: The endpoint.
+            key: A header's line with its token, or nothing.
             publish: Called with what the endpoint tells.
             fail: Called for each scrape that failed.
         """
-        self._client, self._url = client, url
+        self._client, self._origin = client, origin
+        self._head = origin.head(b"GET", b"/metrics", key, 0)
         self._publish, self._fail = publish, fail
         self._task: asyncio.Task[None] | None = None
         self._fails = False
@@ -62,17 +64,13 @@ class Scraper:
                 # Whatever one endpoint does, it is asked again, or its news would end for good.
                 self._fail()
                 if not self._fails:
-                    logger.warning("endpoint %s cannot be scraped: %r", self._url, error)
+                    logger.warning("endpoint %s cannot be scraped: %r", self._origin.url, error)
                 self._fails = True
             await asyncio.sleep(EVERY_S)
 
     async def _scrape(self) -> None:
         asked_s = time.time()
-        page = bytearray()
-        async with self._client.stream("GET", f"{self._url}/metrics") as answer:
-            answer.raise_for_status()
-            async for piece in answer.aiter_bytes():
-                page += piece
-                if len(page) > _MAX_PAGE_BYTES:
-                    raise ValueError(f"its page is longer than {_MAX_PAGE_BYTES} bytes")
-        self._publish(parse_vllm(bytes(page), asked_s))
+        status, page = await self._client.get(self._origin, self._head, _MAX_PAGE_BYTES)
+        if status != 200:
+            raise ValueError(f"it answered {status}")
+        self._publish(parse_vllm(page, asked_s))

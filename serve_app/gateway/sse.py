@@ -1,94 +1,146 @@
-"""Reading server-sent events of OpenAI's API."""
+r"""A peek at answers that are handed on as they are: how many tokens, and how they end.
+
+Events end at `\n` or `\r\n` only: other ends of lines may stand inside JSON. In JSON a quotation
+mark inside a text is escaped, so that the names below are found outside of texts only.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+import re
 from typing import Any
 
 from serve_app.engines.base import FinishReason
-from serve_app.gateway.generation import GenerationChunk
 
-MAX_LINE_BYTES = 16 << 20
-"""Longest event that is read."""
+_MAX_LINE_BYTES = 16 << 20
+_USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
+_CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
+_PEEK_BYTES = 64 << 10
 
 
 class BadEvent(ValueError):
     """An event that is not one of OpenAI's; the text says what it lacks."""
 
 
-async def split_lines(pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    r"""Split a stream at `\n` and `\r\n` only: other ends of lines may stand inside JSON.
+class EventPeek:
+    """Follows a stream of events: until its first token each of them, and then those that matter.
 
-    Raises:
-        BadEvent: A line is longer than `MAX_LINE_BYTES`.
+    Without usage in them every event with something in it counts as a token.
     """
-    rest = bytearray()
-    async for piece in pieces:
-        rest += piece
-        *lines, last = rest.split(b"\n")
-        rest = bytearray(last)
-        for line in lines:
-            yield bytes(line.removesuffix(b"\r"))
-        if len(rest) > MAX_LINE_BYTES:
-            raise BadEvent(f"a line is longer than {MAX_LINE_BYTES} bytes")
-    if rest:
-        yield bytes(rest)
-
-
-async def read_chunks(pieces: AsyncIterator[bytes]) -> AsyncGenerator[GenerationChunk, None]:
-    """Read a stream of completions; without usage in them every event counts as a token.
-
-    Raises:
-        BadEvent: An event is not one of OpenAI's, or it says that the server failed.
-    """
-    reader = _Reader()
-    async with aclosing(split_lines(pieces)) as lines:
-        async for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
-                break
-            chunk = reader.read(data)
-            if chunk is not None:
-                yield chunk
-    if reader.finish_reason is not None:
-        yield GenerationChunk("", reader.num_tokens, reader.finish_reason)
-
-
-class _Reader:
-    """Makes chunks of events, one after another."""
 
     def __init__(self) -> None:
+        """Expect the first event."""
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
+        self._tail = bytearray()
+        self._is_done = False
 
-    def read(self, data: bytes) -> GenerationChunk | None:
-        """Read an event; None: the answer has not grown."""
+    @property
+    def has_ended(self) -> bool:
+        """Whether the answer has come to its end."""
+        return self._is_done or self.finish_reason is not None
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what came; return the lines of it that are whole.
+
+        Raises:
+            BadEvent: An event says that the server failed, or cannot be read and is before the
+                first token, or a line is longer than 16 MiB.
+        """
+        end = data.rfind(b"\n") + 1
+        if not end:
+            self._hold(data)
+            return b""
+        lines = data if end == len(data) else data[:end]
+        if self._tail:
+            lines = bytes(self._tail) + lines
+            self._tail.clear()
+        if end < len(data):
+            self._tail += data[end:]
+        self._look(lines)
+        return lines
+
+    def rest(self) -> bytes:
+        """Return what came after the last whole line, once there is no more."""
+        rest = bytes(self._tail)
+        if rest:
+            self._look(rest)
+        return rest
+
+    def _hold(self, data: bytes) -> None:
+        self._tail += data
+        if len(self._tail) > _MAX_LINE_BYTES:
+            raise BadEvent(f"it sent a line longer than {_MAX_LINE_BYTES} bytes")
+
+    def _look(self, lines: bytes) -> None:
+        if self.num_tokens and not _may_matter(lines):
+            self.num_tokens += lines.count(b"\ndata:") + lines.startswith(b"data:")
+            return
+        for line in lines.split(b"\n"):
+            if line.startswith(b"data:"):
+                self._read(line[5:].strip())
+
+    def _read(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._is_done = True
+            return
         try:
             event = json.loads(data)
             if event.get("error"):
                 raise BadEvent("it answered with an error event")
-            return self._read(event)
+            self._note(event)
         except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
             if isinstance(error, BadEvent):
                 raise
-            raise BadEvent(f"it sent an event that cannot be read: {error!r:.100}") from None
+            if not self.num_tokens:
+                text = f"it sent an event that cannot be read: {error!r:.100}"
+                raise BadEvent(text) from None
+            self.num_tokens += 1
 
-    def _read(self, event: dict[str, Any]) -> GenerationChunk | None:
-        usage, choices = event.get("usage"), event.get("choices")
-        text, num_before, grows = "", self.num_tokens, False
-        if choices:
-            choice = choices[0]
+    def _note(self, event: dict[str, Any]) -> None:
+        grows, kind = False, event.get("type") or ""
+        for choice in event.get("choices") or ():
             delta = choice.get("delta") or {}
-            text = choice.get("text") or delta.get("content") or ""
-            # A model that reasons or calls tools is at work, though that is not handed on.
-            grows = bool(text) or any(delta[key] for key in delta if key != "role")
+            # A model that reasons or calls tools is at work.
+            grows |= bool(choice.get("text")) or any(delta[key] for key in delta if key != "role")
             if choice.get("finish_reason"):
                 self.finish_reason = "length" if choice["finish_reason"] == "length" else "stop"
-        self.num_tokens = int(usage["completion_tokens"]) if usage else num_before + grows
-        if not grows and self.num_tokens <= num_before:
-            return None
-        return GenerationChunk(str(text), self.num_tokens)
+        answer = event.get("response") or event
+        if kind in ("response.completed", "response.incomplete"):
+            self.finish_reason = "stop" if kind == "response.completed" else "length"
+        usage = answer.get("usage")
+        if usage:
+            used = usage.get("completion_tokens")
+            self.num_tokens = int(usage["output_tokens"] if used is None else used)
+        else:
+            self.num_tokens += grows or kind.endswith(".delta")
+
+
+def _may_matter(lines: bytes) -> bool:
+    """Whether events may be anything but one more token each: a chain, since each token asks."""
+    return (
+        b'"finish_reason":"' in lines
+        or b'"finish_reason": "' in lines
+        or b'"usage":{' in lines
+        or b'"usage": {' in lines
+        or b"[DONE]" in lines
+        or b'{"error"' in lines
+        or b'"response":{' in lines
+        or b'"response": {' in lines
+    )
+
+
+def peek_whole(body: bytes) -> tuple[int, FinishReason]:
+    """Return the tokens that an answer which came at once says it has, and how it ended.
+
+    Args:
+        body: Of a long one, its last part. 0 tokens: it does not say.
+    """
+    used = _USED.findall(body)
+    reason: FinishReason = "length" if _CUT.search(body) else "stop"
+    return int(used[-1]) if used else 0, reason
+
+
+def last_part(tail: bytes, piece: bytes) -> bytes:
+    """Return as much of the end of an answer as `peek_whole` needs."""
+    return (tail + piece)[-_PEEK_BYTES:]

@@ -118,6 +118,13 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             status_code=503 if gateway.draining else 200,
         )
 
+    @router.get("/health", include_in_schema=False)
+    async def health() -> Response:
+        """As vLLM's: an empty answer, with 200 where requests can be answered."""
+        gateway.refresh()
+        well = not gateway.draining and (gateway.cluster.decide_only or gateway.table.replicas)
+        return Response(status_code=200 if well else 503)
+
     @router.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Everything that is counted, for Prometheus."""

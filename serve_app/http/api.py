@@ -2,51 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app import regions
 from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway.gateway import Gateway
 from serve_app.http import admin, decide, errors, openai
 from serve_app.http.auth import Access
+from serve_app.http.data_path import DataPath
 from serve_app.http.docs_page import documentation
-from serve_app.http.intake import PendingBodies
+from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
 
 
-def create_gateway_api(
-    gateway: Gateway,
-    tokenizer: Tokenizer,
-    access: Access,
-    start: Callable[[], None] = lambda: None,
-    stop: Callable[[], Awaitable[None]] | None = None,
-) -> FastAPI:
+class GatewayApi(FastAPI):
+    """FastAPI, with a short way for requests that are only handed on."""
+
+    data_path: ASGIApp | None = None
+    """Answers OpenAI's routes; None: they are routes like others."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        path = self.data_path
+        is_ours = path is not None and scope["type"] == "http" and scope["method"] == "POST"
+        if is_ours and path is not None and scope["path"] in OPENAI_PATHS:
+            await path(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> FastAPI:
     """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
 
     Args:
         gateway: Serves requests.
         tokenizer: Of the model that is served.
         access: Who may ask.
-        start: Called on the event loop before the first request.
-        stop: Called after the last.
     """
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        start()
-        yield
-        if stop is not None:
-            await stop()
-
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
-    api = FastAPI(title="Tokenyard gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
     limits = gateway.cluster.limits
     # Half of the places that the application holds for requests that are not in flight.
-    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight)
+    most = 2 * limits.max_in_flight
+    bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes)
     errors.install(api, access, bodies)
+    if any(one.takes_calls for one in gateway.backends.values()):
+        path = DataPath(gateway, tokenizer, errors.refuse)
+        api.data_path = Intake(path, access, bodies, errors.refuse)
     for router in _routers(gateway, tokenizer, access):
         api.include_router(router)
 

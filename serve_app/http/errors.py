@@ -19,14 +19,14 @@ from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
-from serve_app.http.intake import Intake, PendingBodies, TooMuch
+from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 413, 422)
 }
 """Answers of routes that are not OpenAI's, for the schema."""
-_OPENAI = ("/v1/completions", "/v1/chat/completions", "/v1/models")
+_MODELS = "/v1/models"
 _MAX_SHOWN = 40
 
 
@@ -60,6 +60,19 @@ def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
     ):
         api.add_exception_handler(error, handle)
     api.add_middleware(Intake, access=access, bodies=bodies, answer=_on_turned_away)
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """Write down why a request of OpenAI's is not answered."""
+    if isinstance(error, BadRequest):
+        return await _on_bad(request, error)
+    if isinstance(error, Refused):
+        return await _on_refused(request, error)
+    if isinstance(error, RequestRejected):
+        return await _on_rejected(request, error)
+    if isinstance(error, Denied | TooMuch):
+        return await _on_turned_away(request, error)
+    return await _on_unserved(request, error)
 
 
 async def _on_bad(request: Request, error: Exception) -> JSONResponse:
@@ -112,12 +125,17 @@ async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
 async def _on_rejected(request: Request, error: Exception) -> Response:
     """Hand on what the endpoint has against the request, as it is."""
     assert isinstance(error, RequestRejected)
-    headers = {"content-type": error.content_type}
-    return Response(error.body, status_code=error.status, headers=headers)
+    answer = Response(error.body, status_code=error.status)
+    answer.raw_headers = [
+        *((name, value) for name, value in error.headers if name != b"content-length"),
+        (b"content-length", str(len(error.body)).encode()),
+    ]
+    return answer
 
 
 def _speaks_openai(request: Request) -> bool:
-    return get_route_path(request.scope).startswith(_OPENAI)
+    path = get_route_path(request.scope)
+    return path in OPENAI_PATHS or path.startswith(_MODELS)
 
 
 def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:

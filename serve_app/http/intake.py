@@ -15,6 +15,13 @@ from serve_app.http.decide_schema import MAX_BODY_BYTES
 
 MAX_HEADER_BYTES = 64 << 10
 """Of all headers together."""
+OPENAI_PATHS = frozenset(
+    (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/score",
+        "/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize",
+    )
+)  # fmt: skip
+"""Routes of OpenAI and vLLM that replicas answer."""
 _NEEDS_TOKEN = "/v1"
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 
@@ -42,12 +49,22 @@ class PendingBodies:
     places of others are the oldest.
     """
 
-    def __init__(self, timeout_s: float, most: int) -> None:
-        """Wait so long for a body, and for so many at once."""
-        self._timeout_s, self._most = timeout_s, most
+    def __init__(self, timeout_s: float, most: int, max_openai_bytes: int = MAX_BODY_BYTES) -> None:
+        """Wait so long for a body, and for so many at once.
+
+        Args:
+            timeout_s: For one.
+            most: At once.
+            max_openai_bytes: Longest body on OpenAI's routes.
+        """
+        self._timeout_s, self._most, self._max_openai_bytes = timeout_s, most, max_openai_bytes
         self._waiting: dict[asyncio.Timeout, None] = {}
 
-    async def read(self, receive: Receive) -> bytes | None:
+    def max_bytes(self, path: str) -> int:
+        """Longest body on a route."""
+        return self._max_openai_bytes if path in OPENAI_PATHS else MAX_BODY_BYTES
+
+    async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
         """Read a body; None: the caller has left.
 
         Raises:
@@ -61,7 +78,7 @@ class PendingBodies:
         try:
             async with deadline:
                 self._waiting[deadline] = None
-                return await _read(receive)
+                return await _read(receive, max_bytes)
         except TimeoutError:
             if not deadline.expired():
                 raise
@@ -70,21 +87,21 @@ class PendingBodies:
             self._waiting.pop(deadline, None)
 
 
-async def _read(receive: Receive) -> bytes | None:
+async def _read(receive: Receive, max_bytes: int) -> bytes | None:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
-        _check_size(len(body))
+        _check_size(len(body), max_bytes)
         if not message.get("more_body"):
             return bytes(body)
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        raise TooMuch(f"body is larger than {MAX_BODY_BYTES} bytes", 413)
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise TooMuch(f"body is larger than {max_bytes} bytes", 413)
 
 
 class Intake:
@@ -107,8 +124,9 @@ class Intake:
             await self._app(scope, receive, send)
             return
         try:
-            self._check_head(scope)
-            body = await self._bodies.read(receive) if _has_body(scope) else b""
+            max_bytes = self._bodies.max_bytes(get_route_path(scope))
+            self._check_head(scope, max_bytes)
+            body = await self._bodies.read(receive, max_bytes) if _has_body(scope) else b""
         except (Denied, TooMuch) as error:
             answer = await self._answer(Request(scope), error)
             # What is left of the body is not waited for.
@@ -118,13 +136,14 @@ class Intake:
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
 
-    def _check_head(self, scope: Scope) -> None:
+    def _check_head(self, scope: Scope, max_bytes: int) -> None:
         if are_too_large(scope["headers"]):
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
-        if get_route_path(scope).startswith(_NEEDS_TOKEN):
+        path = get_route_path(scope)
+        if path.startswith(_NEEDS_TOKEN) or path in OPENAI_PATHS:
             self._access.check_use(HTTPConnection(scope))
         length = _header(scope, b"content-length") or b"0"
-        _check_size(int(length) if length.isdigit() else 0)
+        _check_size(int(length) if length.isdigit() else 0, max_bytes)
 
 
 def _has_body(scope: Scope) -> bool:

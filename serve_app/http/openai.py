@@ -5,22 +5,22 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from serve_app.cluster import SloClass
 from serve_app.engines.base import Sampling
 from serve_app.engines.tokenizer import Tokenizer
-from serve_app.gateway.gateway import Gateway, Unserved
-from serve_app.gateway.generation import GenerationChunk, GenerationRequest
+from serve_app.gateway.exchange import Generation, Headers, InferenceRequest
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import GenerationChunk, GenerationRequest, new_id
+from serve_app.http.answering import Answering
 from serve_app.http.auth import Access
-from serve_app.http.errors import BadRequest, openai_error
+from serve_app.http.errors import BadRequest
 from serve_app.http.openai_schema import (
     AssistantMessage,
     ChatAnswer,
@@ -50,16 +50,47 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
 class Generator:
-    """Makes answers of bodies: tokenises, checks lengths, and writes what the gateway streams."""
+    """Makes generations of bodies: tokenises, checks lengths, and says how answers are written."""
 
     def __init__(self, gateway: Gateway, tokenizer: Tokenizer) -> None:
         """Serve by `gateway`."""
         self._gateway = gateway
         self._tokenizer = tokenizer
 
-    async def complete(self, body: CompletionBody, class_header: str | None) -> Response:
-        """Answer a completion."""
+    async def read(self, path: str, fields: Mapping[str, Any]) -> Generation:
+        """Read a body of one of OpenAI's routes.
+
+        Raises:
+            ValueError: Engines of ours do not answer this route, or not this body.
+        """
+        if path == "/v1/completions":
+            return await self.completion(CompletionBody.model_validate(fields))
+        if path == "/v1/chat/completions":
+            return await self.chat(ChatBody.model_validate(fields))
+        raise BadRequest(f"{path} is not served here", 404)
+
+    async def answer(
+        self, generation: Generation, body: GenerationBody, class_header: str | None
+    ) -> Response:
+        """Answer a body that was read."""
+        wanted = generation.request
+        request = InferenceRequest(
+            wanted.request_id, wanted.token_ids, wanted.sampling.max_tokens, None, generation
+        )
+        return Answering(self._gateway, request, self._class(body, class_header))
+
+    async def completion(self, body: CompletionBody) -> Generation:
+        """Read a completion."""
+        token_ids: Sequence[int]
         if body.text is not None:
             token_ids = await self._encode(len(body.text), self._tokenizer.encode, body.text)
         else:
@@ -69,29 +100,24 @@ class Generator:
                 raise BadRequest(
                     f"token {max(token_ids)} is not in the vocabulary of {size}", param="prompt"
                 )
-        request = self._request("cmpl", body, token_ids, body.text, None)
-        write = _CompletionWriter(request.request_id, body, len(request.token_ids))
-        return await self._answer(request, body, class_header, write)
+        request = self._request("cmpl", body, token_ids)
+        return Generation(request, _CompletionWriter(request, body))
 
-    async def chat(self, body: ChatBody, class_header: str | None) -> Response:
-        """Answer a chat completion."""
+    async def chat(self, body: ChatBody) -> Generation:
+        """Read a chat completion."""
         conversation = body.conversation
         size = sum(len(one["content"]) for one in conversation)
         token_ids = await self._encode(size, self._tokenizer.encode_chat, conversation)
-        request = self._request("chatcmpl", body, token_ids, None, conversation)
-        write = _ChatWriter(request.request_id, body, len(request.token_ids))
-        return await self._answer(request, body, class_header, write)
+        request = self._request("chatcmpl", body, token_ids)
+        return Generation(request, _ChatWriter(request, body))
 
-    async def _encode(self, size: int, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+    async def _encode(
+        self, size: int, encode: Callable[[Any], Sequence[int]], text: Any
+    ) -> Sequence[int]:
         return await asyncio.to_thread(encode, text) if size > _LONG_TEXT else encode(text)
 
     def _request(
-        self,
-        kind: str,
-        body: GenerationBody,
-        token_ids: list[int],
-        prompt: str | None,
-        messages: tuple[dict[str, str], ...] | None,
+        self, kind: str, body: GenerationBody, token_ids: Sequence[int]
     ) -> GenerationRequest:
         cluster = self._gateway.cluster
         if body.model != cluster.served_model:
@@ -100,7 +126,7 @@ class Generator:
                 "model",
             )  # fmt: skip
         return GenerationRequest(
-            request_id=f"{kind}-{uuid.uuid4().hex}",
+            request_id=f"{kind}-{new_id()}",
             token_ids=tuple(token_ids or [0]),
             sampling=Sampling(
                 max_tokens=self._max_tokens(body, len(token_ids)),
@@ -111,8 +137,6 @@ class Generator:
                 ignore_eos=body.ignore_eos,
             ),
             stop=body.stops,
-            prompt=prompt,
-            messages=messages,
         )
 
     def _max_tokens(self, body: GenerationBody, num_prompt: int) -> int:
@@ -146,41 +170,48 @@ class Generator:
             )
         return found
 
-    async def _answer(
-        self,
-        request: GenerationRequest,
-        body: GenerationBody,
-        header: str | None,
-        write: _Writer,
-    ) -> Response:
-        service_class = self._class(body, header)
-        chunks = self._gateway.serve(request, service_class)
-        headers = {"x-request-id": request.request_id}
-        if not body.stream:
-            async with aclosing(chunks):
-                texts = []
-                async for chunk in chunks:
-                    texts.append(chunk.text)
-            answer = write.whole("".join(texts), chunk)
-            return JSONResponse(answer.model_dump(exclude_none=True), headers=headers)
-        # A refusal must be known before the status is sent.
-        first = await anext(chunks)
-        return StreamingResponse(
-            _events(first, chunks, write),
-            media_type="text/event-stream",
-            headers=headers | {"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )
-
 
 class _Writer:
-    """Writes deltas as OpenAI's JSON."""
+    """Writes what an engine generates as OpenAI's JSON, at once or in events."""
 
-    def __init__(self, request_id: str, body: GenerationBody, prompt_tokens: int) -> None:
+    kind = ""
+
+    def __init__(self, request: GenerationRequest, body: GenerationBody) -> None:
         options = body.stream_options
-        self.include_usage = options is not None and options.include_usage
+        self._include_usage = options is not None and options.include_usage
         self._continuous = options is not None and options.continuous_usage_stats
-        self._prompt_tokens = prompt_tokens
-        self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
+        self._prompt_tokens = len(request.token_ids)
+        self._head = {"id": request.request_id, "created": int(time.time()), "model": body.model}
+        self._stream, self._texts = bool(body.stream), list[str]()
+        self._last: GenerationChunk | None = None
+        names = _EVENT_HEADERS if self._stream else _JSON_HEADERS
+        self.headers: Headers = [*names, (b"x-request-id", request.request_id.encode())]
+
+    def add(self, chunk: GenerationChunk) -> bytes:
+        """Take what the answer grew by; return the event that says so, if there is one."""
+        is_first, self._last = self._last is None, chunk
+        if not self._stream:
+            self._texts.append(chunk.text)
+            return b""
+        if not (is_first or chunk.text or chunk.finish_reason is not None):
+            return b""
+        event = {**self._head, "object": self.kind, "choices": [self.choice(chunk)]}
+        if self._include_usage:
+            event["usage"] = self.usage(chunk).model_dump() if self._continuous else None
+        return _sse(event)
+
+    def finish(self) -> bytes:
+        """Return the last events, or all of the answer."""
+        last = self._last
+        assert last is not None
+        if not self._stream:
+            answer = self.whole("".join(self._texts), last)
+            return answer.model_dump_json(exclude_none=True).encode()
+        if not self._include_usage:
+            return b"data: [DONE]\n\n"
+        usage = self.usage(last).model_dump()
+        event = {**self._head, "object": self.kind, "choices": [], "usage": usage}
+        return _sse(event) + b"data: [DONE]\n\n"
 
     def usage(self, chunk: GenerationChunk) -> Usage:
         return Usage(
@@ -194,18 +225,6 @@ class _Writer:
 
     def choice(self, chunk: GenerationChunk) -> dict[str, Any]:
         raise NotImplementedError
-
-    kind = ""
-
-    def event(self, chunk: GenerationChunk) -> str:
-        event = {**self._head, "object": self.kind, "choices": [self.choice(chunk)]}
-        if self.include_usage:
-            event["usage"] = self.usage(chunk).model_dump() if self._continuous else None
-        return _sse(event)
-
-    def last_event(self, chunk: GenerationChunk) -> str:
-        usage = self.usage(chunk).model_dump()
-        return _sse({**self._head, "object": self.kind, "choices": [], "usage": usage})
 
 
 class _CompletionWriter(_Writer):
@@ -224,8 +243,8 @@ class _CompletionWriter(_Writer):
 class _ChatWriter(_Writer):
     kind = "chat.completion.chunk"
 
-    def __init__(self, request_id: str, body: GenerationBody, prompt_tokens: int) -> None:
-        super().__init__(request_id, body, prompt_tokens)
+    def __init__(self, request: GenerationRequest, body: GenerationBody) -> None:
+        super().__init__(request, body)
         self._began = False
 
     def whole(self, text: str, last: GenerationChunk) -> BaseModel:
@@ -245,26 +264,8 @@ def _reason(chunk: GenerationChunk) -> Any:
     return "stop" if chunk.finish_reason == "abort" else chunk.finish_reason
 
 
-def _sse(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n"
-
-
-async def _events(
-    first: GenerationChunk, chunks: AsyncGenerator[GenerationChunk, None], write: _Writer
-) -> AsyncIterator[str]:
-    last = first
-    async with aclosing(chunks):
-        try:
-            yield write.event(first)
-            async for last in chunks:
-                if last.text or last.finish_reason is not None:
-                    yield write.event(last)
-        except Unserved as error:
-            yield _sse({"error": openai_error(str(error), "server_error")})
-            return
-        if write.include_usage:
-            yield write.last_event(last)
-        yield "data: [DONE]\n\n"
+def _sse(event: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
 
 
 def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRouter:
@@ -286,7 +287,7 @@ def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRo
     )
     async def completions(body: CompletionBody, service_tier: _ClassHeader = None) -> Response:
         """Continue a prompt; `stream: true` gives server-sent events."""
-        return await generator.complete(body, service_tier)
+        return await generator.answer(await generator.completion(body), body, service_tier)
 
     @router.post(
         "/v1/chat/completions",
@@ -296,7 +297,7 @@ def make_router(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> APIRo
     )
     async def chat_completions(body: ChatBody, service_tier: _ClassHeader = None) -> Response:
         """Answer a conversation; `stream: true` gives server-sent events."""
-        return await generator.chat(body, service_tier)
+        return await generator.answer(await generator.chat(body), body, service_tier)
 
     def card() -> ModelCard:
         cluster = gateway.cluster

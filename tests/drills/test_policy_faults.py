@@ -14,6 +14,7 @@ import pytest
 from unit.serve.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import a_faulty_policy, marginal_artifact, network_artifact
 
+from serve_app.gateway.exchange import relay
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import GenerationChunk, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus
@@ -45,6 +46,11 @@ class BusyPool(FakePool):
             if self.tells:
                 replica.publish(EngineStatus(0, self.num_held, 0.1, now_s))
         table.keep(self.name, [self.replica_id] if self.there else [])
+
+    takes_calls = False
+
+    async def answer(self, replica_id, attempt):
+        await relay(self.stream(replica_id, attempt.request.generation.request), attempt)
 
     async def stream(self, replica_id, request):
         if self.num_held >= 4:

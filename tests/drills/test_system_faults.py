@@ -63,7 +63,6 @@ def site(tmp_path_factory, own_ray):
     path = os.pathsep.join([str(INTEGRATION), os.environ.get("PYTHONPATH", "")])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
-        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
         patch.setenv("RAY_worker_niceness", "0")
         patch.syspath_prepend(str(INTEGRATION))
         fake = FakeCluster(
@@ -88,9 +87,9 @@ def site(tmp_path_factory, own_ray):
         file = folder / "drills.yaml"
         file.write_text(yaml.safe_dump(cluster))
         try:
-            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-            options = GatewayOptions(cluster=str(file), registry=None, local_admin=True)
-            serve.run(build_gateway(options), name="drills", route_prefix="/")
+            serve.start(proxy_location="Disabled")
+            options = GatewayOptions(cluster=str(file), registry=None, local_admin=True, port=port)
+            serve.run(build_gateway(options), name="drills", route_prefix=None)
             made = Site(f"http://127.0.0.1:{port}", fake, folder)
             made.wait_for({"sharded": 1, "tiny": 2, "away": 1})
             yield made
@@ -245,12 +244,6 @@ def test_a_killed_engine_is_replaced_and_no_request_is_lost(site):
     assert heard["told why"] <= NUM_CLIENTS
 
 
-def test_a_killed_router_process_breaks_only_what_it_held(site):
-    (proxy,) = processes("ray::ProxyActor")
-    heard = under_load(site, lambda: kill(proxy), lambda: site.wait_for_answers())
-    assert heard["connection broken"] <= 2 * NUM_CLIENTS
-
-
 def test_a_killed_gateway_comes_back_and_says_so_meanwhile(site):
     (gateway,) = processes("ray::ServeReplica:drills:gateway")
 
@@ -284,9 +277,10 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
         policy = tmp_path / "mine.npz"
         marginal_artifact().save(policy)
         options = GatewayOptions(
-            cluster=str(site.folder / "drills.yaml"), registry=uri, local_admin=True
-        )
-        serve.run(build_gateway(options), name="drills", route_prefix="/")
+            cluster=str(site.folder / "drills.yaml"), registry=uri, local_admin=True,
+            port=int(site.url.rpartition(":")[2]),
+        )  # fmt: skip
+        serve.run(build_gateway(options), name="drills", route_prefix=None)
         site.wait_for(WHOLE)
         canary = {"action": "canary", "policy": str(policy)}
         started = httpx.post(f"{site.url}/v1/policies", json=canary, timeout=60)

@@ -345,7 +345,7 @@ def schema_of(cluster: str) -> dict[str, Any]:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)
         gc.unfreeze()
-    return gateway.__serve_build_asgi_app__().openapi()
+    return gateway.make_api().openapi()
 
 
 def described(schema: dict[str, Any]) -> dict[str, Any]:

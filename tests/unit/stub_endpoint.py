@@ -24,12 +24,19 @@ def an_event(text, finish_reason=None):
 
 DONE = b"data: [DONE]\n\n"
 OK = (an_event("ok"), an_event("", "stop"), DONE)
+WHOLE = (
+    b'{"choices":[{"index":0,"text":"ok","finish_reason":"stop"}],'
+    b'"usage":{"prompt_tokens":2,"completion_tokens":1,"total_tokens":3}}'
+)
 HANG = object()
 """In a script: say nothing more until the client goes."""
 
 
 class Stub:
-    """Answers `script`, pieces of a body, to every POST; counts what it was asked."""
+    """Answers `script`, pieces of a body, to every POST; keeps what it was asked.
+
+    With the script that it begins with, whoever asks for no events gets `WHOLE`.
+    """
 
     def __init__(self):
         self.script = OK
@@ -37,25 +44,32 @@ class Stub:
         self.headers = {"content-type": "text/event-stream"}
         self.sends_head = True
         """Whether the head is sent before the script hangs."""
+        self.delay_s = 0.0
+        """Time until the head."""
         self.waiting = "0.0"
         self.drips = False
         self.num_asked = 0
+        self.heads, self.bodies = [], []
+        self.num_connections = 0
         self.num_scraped = 0
         self.url = ""
 
     async def serve(self, reader, writer):
+        self.num_connections += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 lines = head.lower().split("\r\n")
                 length = [one.split(":")[1] for one in lines if one.startswith("content-length:")]
-                await reader.readexactly(int(length[0]) if length else 0)
+                body = await reader.readexactly(int(length[0]) if length else 0)
                 if head.startswith("GET"):
                     await self._metrics(writer)
                 else:
+                    self.heads.append(head)
+                    self.bodies.append(body)
                     await self._answer(reader, writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass  # The client has gone, or the test is over.
         finally:
             writer.close()
 
@@ -72,11 +86,16 @@ class Stub:
 
     async def _answer(self, reader, writer):
         self.num_asked += 1
+        if self.delay_s:
+            await asyncio.sleep(self.delay_s)
         headers = "".join(f"{key}: {value}\r\n" for key, value in self.headers.items())
+        script = self.script
+        if script is OK and self.status == 200 and b'"stream":true' not in self.bodies[-1]:
+            headers, script = "content-type: application/json\r\n", (WHOLE,)
         head = f"HTTP/1.1 {self.status} X\r\n{headers}transfer-encoding: chunked\r\n\r\n".encode()
         if self.sends_head:
             writer.write(head)
-        for piece in self.script:
+        for piece in script:
             if piece is HANG:
                 await writer.drain()
                 await reader.read(1)

@@ -51,8 +51,10 @@ def url(tmp_path_factory, ray_cluster):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         try:
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            options = GatewayOptions(cluster=str(folder / "cluster.yaml"), local_admin=True)
+            serve.start(proxy_location="Disabled")
+            options = GatewayOptions(
+                cluster=str(folder / "cluster.yaml"), local_admin=True, port=port
+            )
             serve.run(build_gateway(options), name="tested")
             address = f"http://127.0.0.1:{port}"
             wait_until(lambda: not look(address)["changing"], 60)

@@ -67,23 +67,25 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(folder, ray_cluster):
-    """The base URL of Serve on the Ray of all tests, whose workers find the tiny engine."""
+    """Serve on the Ray of all tests, whose workers find the tiny engine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        port = a_free_port()
         try:
-            serve.start(http_options={"host": "0.0.0.0", "port": port})
-            yield f"http://127.0.0.1:{port}"
+            serve.start(proxy_location="Disabled")
+            yield
         finally:
             serve.shutdown()
 
 
-def run(cluster_fields, folder, name, route_prefix, **options):
+def run(cluster_fields, folder, name, **options):
+    """Serve a gateway; return its base URL."""
     file = folder / f"{name}.yaml"
     known = {"name": name, "description": "A test.", "served_model": "tiny", "explore_fraction": 0}
     file.write_text(yaml.safe_dump(known | cluster_fields))
-    application = build_gateway(GatewayOptions(cluster=str(file), **options))
-    serve.run(application, name=name, route_prefix=route_prefix)
+    port = a_free_port()
+    options = GatewayOptions(cluster=str(file), host="0.0.0.0", port=port, **options)
+    serve.run(build_gateway(options), name=name, route_prefix=None)
+    return f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +100,9 @@ def url(cluster, folder):
             a_pool("slow", model, config={"max_batch": 2}, profile=PROFILE | {"max_batch": 2}),
         ],
     }
-    run(fields, folder, "main", "/", decision_log=folder / "log", local_admin=True)
-    wait_until(lambda: health(cluster)["replicas"] == 3)
-    return cluster
+    found = run(fields, folder, "main", decision_log=folder / "log", local_admin=True)
+    wait_until(lambda: health(found)["replicas"] == 3)
+    return found
 
 
 def health(url):
@@ -163,7 +165,7 @@ def test_the_official_client_recognises_every_refusal(url):
         client.completions.create(model="other", prompt="a")
     with pytest.raises(openai.BadRequestError, match="longer than the model's 2048"):
         client.completions.create(model="tiny", prompt="a" * 3000, max_tokens=10)
-    huge = httpx.post(f"{url}/v1/completions", content=b" " * (2 << 20), timeout=30)
+    huge = httpx.post(f"{url}/v1/completions", content=b" " * (17 << 20), timeout=30)
     assert huge.status_code == 413
 
 
@@ -321,10 +323,19 @@ class FakeVllm(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.asked.append(body)
         self.send_response(self.server.status)
+        kind = "text/event-stream" if body.get("stream") else "application/json"
+        self.send_header("content-type", kind)
         self.send_header("connection", "close")
         self.end_headers()
         if self.server.status != 200:
             self.wfile.write(b'{"error": "no"}')
+            return
+        if not body.get("stream"):
+            words = body["prompt"].split()
+            usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 0}
+            choice = {"index": 0, "text": f" {body['prompt']}", "finish_reason": "stop"}
+            whole = {"choices": [choice], "usage": usage}
+            self.wfile.write(json.dumps(whole).encode())
             return
         for number, word in enumerate(body["prompt"].split(), 1):
             usage = {"prompt_tokens": 1, "completion_tokens": number, "total_tokens": number + 1}
@@ -358,8 +369,7 @@ def test_a_fleet_that_runs_already_is_fronted_as_it_is_behind_a_token(cluster, f
             "endpoints": [{"url": idle_url}, {"url": busy_url}],
         }  # fmt: skip
         tokens = {"token": "secret", "admin_token": "more secret"}
-        run({"pools": [pool]}, folder, "front", "/front", **tokens)
-        url = f"{cluster}/front"
+        url = run({"pools": [pool]}, folder, "front", **tokens)
         assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 401
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         headers = {"authorization": "Bearer secret"}
@@ -409,7 +419,7 @@ def test_any_deployment_can_name_the_policy_as_its_router(cluster):
         responses = [handle.remote({"prompt": PROMPT}) for _ in range(8)]
         return [response.result(timeout_s=30) for response in responses]
 
-    serve.run(Sleeper.bind(), name="sleepers", route_prefix="/sleepers")
+    serve.run(Sleeper.bind(), name="sleepers", route_prefix=None)
     pids = ray.get(answers.remote())
     # Of equal replicas each gets half, since the router counts what it has sent; Serve takes the
     # second choice where the first does not tell its queue in time.

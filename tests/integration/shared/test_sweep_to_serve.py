@@ -101,10 +101,10 @@ def url(folder, uri, swept, request):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.start(proxy_location="Disabled")
         options = GatewayOptions(
             cluster=cluster_file(folder), policy="candidate", registry=uri, local_admin=True,
-            decision_log=folder / "log",
+            decision_log=folder / "log", port=port,
         )  # fmt: skip
         serve.run(build_gateway(options), name="swept")
         address = f"http://127.0.0.1:{port}"

@@ -266,7 +266,8 @@ def test_serve_files_name_an_application_and_pools_that_can_be_read():
     for config in (read("clusters/serve.yaml"), yaml.safe_load(service["spec"]["serveConfigV2"])):
         (application,) = ServeDeploySchema.model_validate(config).applications
         assert application.import_path == "serve_app.app:build_gateway"
-        GatewayOptions.model_validate(application.args)
+        options = GatewayOptions.model_validate(application.args)
+        assert (config["proxy_location"], options.port) == ("Disabled", 8000)
     (pools,) = objects_of("ConfigMap")
     cluster = Cluster.model_validate(yaml.safe_load(pools["data"]["pools.yaml"]))
     groups = {group.groupName for one in ray_clusters() for group in one.workerGroupSpecs}

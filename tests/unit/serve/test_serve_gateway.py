@@ -11,6 +11,7 @@ import pytest
 
 from serve_app.cluster import Cluster, EngineProfile
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.exchange import relay
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import GenerationChunk, ReplicaFailed, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus
@@ -82,6 +83,11 @@ class FakePool:
 
     def host_loads(self):
         return {self.replica_id: {"cpu_used_fraction": 0.5}}
+
+    takes_calls = False
+
+    async def answer(self, replica_id, attempt):
+        await relay(self.stream(replica_id, attempt.request.generation.request), attempt)
 
     async def stream(self, replica_id, request):
         assert replica_id == self.replica_id

@@ -1,0 +1,425 @@
+"""What the gateway's data path costs per request and per token, before a stub that answers at once.
+
+python benchmarks/gateway_throughput.py
+
+Three servers take turns in short blocks: the stub alone, a thin Ray Serve application that answers
+by itself, and the gateway before the stub, with decision log, metrics and scraping. CPU time is
+that of all of a server's processes, Ray's included, less what they take while nobody asks; the
+client's and the stub's are not counted. Latency is compared with the stub's in the same turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import httptools
+import numpy as np
+import psutil
+import tyro
+import uvloop
+import yaml
+from rich.table import Table
+
+from tokenyard.provenance import report
+
+ROOT = Path(__file__).parents[1]
+NUM_ENDPOINTS = 4
+TOKENS_PER_S = 50
+TOKENS = 64
+PROFILE = {
+    "iteration_s": 0.02, "prefill_token_s": 6e-5, "sequence_s": 5e-5, "max_batch": 64,
+    "token_budget": 512, "kv_capacity_tokens": 150_000,
+}  # fmt: skip
+WHOLE = json.dumps(
+    {
+        "id": "x", "object": "chat.completion", "created": 1, "model": "m",
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": "a"},
+                     "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 75, "completion_tokens": 1, "total_tokens": 76},
+    }
+).encode()  # fmt: skip
+THIN = """
+import asyncio, sys
+from ray import serve
+from starlette.responses import Response, StreamingResponse
+from gateway_throughput import END, TOKENS, TOKENS_PER_S, WHOLE, an_event
+
+@serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0})
+class Thin:
+    async def __call__(self, request):
+        body = await request.json()
+        if not body["stream"]:
+            return Response(WHOLE, media_type="application/json")
+        return StreamingResponse(self.events(), media_type="text/event-stream")
+
+    async def events(self):
+        for _ in range(TOKENS):
+            yield an_event()
+            await asyncio.sleep(1 / TOKENS_PER_S)
+        yield END
+
+quiet = {"log_level": "WARNING", "enable_access_log": False}
+import ray
+ray.init(address="local", include_dashboard=False, num_cpus=4, log_to_driver=False)
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])}, logging_config=quiet)
+serve.run(Thin.bind(), logging_config=quiet)
+print("serving", flush=True)
+sys.stdin.read()
+"""
+END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
+
+
+@dataclass(frozen=True)
+class Args:
+    """Measure the gateway's data path."""
+
+    repeats: int = 5
+    """Turns of every server."""
+    block_s: float = 4.0
+    """Length of a turn of one load."""
+    clients: tuple[int, ...] = (1, 8, 32)
+    """Closed loops of whole answers of one token, one load each."""
+    streams: int = 64
+    """Streams of 50 tokens a second at a time; 0: none."""
+    json: Path | None = None
+    """File for the rows."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One server under one load: medians over turns."""
+
+    gateway: str
+    clients: int
+    stream: bool
+    requests_per_s: float
+    added_p50_ms: float
+    """To the first byte of the answer, less the stub's."""
+    added_p99_ms: float
+    cpu_ms_per_request: float
+    cpu_ms_per_token: float
+    """Of streams; NaN for whole answers."""
+
+
+def an_event() -> bytes:
+    """One token, as vLLM sends it."""
+    choice = {"index": 0, "delta": {"content": " a"}, "logprobs": None, "finish_reason": None}
+    event = {
+        "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m",
+        "choices": [choice],
+    }  # fmt: skip
+    return f"data: {json.dumps(event)}\n\n".encode()
+
+
+def a_page() -> bytes:
+    """55 kB of vLLM's metrics."""
+    lines = [
+        f'vllm:{name}{{engine="0",model_name="m"}} 0.0'
+        for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+    ]
+    number = 0
+    while sum(map(len, lines)) < 55_000:
+        lines.append(f'vllm:e2e_request_latency_seconds_bucket{{engine="0",le="{number}.0"}} 5.0')
+        number += 1
+    return "\n".join([*lines[3:], *lines[:3], ""]).encode()
+
+
+class StubProtocol(asyncio.Protocol):
+    """An endpoint on one connection."""
+
+    def __init__(self) -> None:
+        """Wait for the transport."""
+        self._parser = httptools.HttpRequestParser(self)
+        self._body, self._url, self._page = b"", b"", a_page()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take it."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse a request."""
+        self._parser.feed_data(data)
+
+    def on_url(self, url: bytes) -> None:
+        """Note what is asked for."""
+        self._url, self._body = url, b""
+
+    def on_body(self, body: bytes) -> None:
+        """Keep the body."""
+        self._body += body
+
+    def on_message_complete(self) -> None:
+        """Answer."""
+        if self._url == b"/metrics":
+            self._send_whole(self._page, b"text/plain")
+        elif b'"stream": true' in self._body:
+            head = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            self._transport.write(b"HTTP/1.1 200 OK\r\n" + head)
+            self._send_token(TOKENS, asyncio.get_running_loop().time())
+        else:
+            self._send_whole(WHOLE, b"application/json")
+
+    def _send_whole(self, body: bytes, kind: bytes) -> None:
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % (kind, len(body)) + body)
+
+    def _send_token(self, left: int, at_s: float) -> None:
+        if self._transport.is_closing():
+            return
+        event = an_event() if left else END
+        end = b"" if left else b"0\r\n\r\n"
+        self._transport.write(b"%x\r\n%b\r\n%b" % (len(event), event, end))
+        if left:
+            next_s = at_s + 1 / TOKENS_PER_S
+            asyncio.get_running_loop().call_at(next_s, self._send_token, left - 1, next_s)
+
+
+class ClientProtocol(asyncio.Protocol):
+    """A closed loop on one connection: the next request follows the answer to the last."""
+
+    def __init__(self, stream: bool) -> None:
+        """Wait for the transport."""
+        body = {"model": "m", "messages": [{"role": "user", "content": "word " * 60}]}
+        content = json.dumps({**body, "max_tokens": TOKENS if stream else 1, "stream": stream})
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json"
+        self._request = f"{head}\r\ncontent-length: {len(content)}\r\n\r\n{content}".encode()
+        self.times_s: list[float] = []
+        self.num_done = self.num_tokens = 0
+        self._ends = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._ask()
+
+    def stop(self) -> None:
+        """Ask nothing more; what is on its way does not count."""
+        self._ends = True
+        self._transport.abort()
+
+    def _ask(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._sent_s, self._begun = time.perf_counter(), False
+        self._transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse an answer."""
+        self._parser.feed_data(data)
+
+    def on_headers_complete(self) -> None:
+        """Refuse errors."""
+        status = self._parser.get_status_code()
+        assert status == 200, f"answered {status}"
+
+    def on_body(self, body: bytes) -> None:
+        """Note the first byte, and tokens."""
+        if not self._begun:
+            self._begun = True
+            self.times_s.append(time.perf_counter() - self._sent_s)
+        self.num_tokens += body.count(b'"content": ')
+
+    def on_message_complete(self) -> None:
+        """Ask again."""
+        self.num_done += 1
+        if not self._ends:
+            self._ask()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one server did in one turn."""
+
+    requests_per_s: float
+    p50_s: float
+    p99_s: float
+    cpu_s_per_request: float
+    cpu_s_per_token: float
+
+
+@dataclass(frozen=True)
+class Server:
+    """Something that answers on a port."""
+
+    name: str
+    port: int
+    process: psutil.Process
+
+    def cpu_s(self) -> float:
+        """CPU time of all its processes so far."""
+        total_s = 0.0
+        for one in (self.process, *self.process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = one.cpu_times()
+                total_s += times.user + times.system
+        return total_s
+
+
+async def load(server: Server, clients: int, stream: bool, block_s: float) -> Turn:
+    """Ask for a while; compare with as long a pause."""
+    pause_s = block_s / 2
+    idle_s = server.cpu_s()
+    await asyncio.sleep(pause_s)
+    idle_per_s = (server.cpu_s() - idle_s) / pause_s
+    loop = asyncio.get_running_loop()
+    callers: list[ClientProtocol] = []
+    for number in range(clients):
+        _, made = await loop.create_connection(
+            lambda: ClientProtocol(stream), "127.0.0.1", server.port
+        )
+        callers.append(made)
+        if stream:
+            # Streams that began together would send their tokens together.
+            await asyncio.sleep(1 / TOKENS_PER_S / clients * (1 + number % 3))
+    await asyncio.sleep(0.5)
+    before = [(one.num_done, one.num_tokens, len(one.times_s)) for one in callers]
+    cpu_s, started_s = server.cpu_s(), time.perf_counter()
+    await asyncio.sleep(block_s)
+    took_s = time.perf_counter() - started_s
+    cpu_s = server.cpu_s() - cpu_s - idle_per_s * took_s
+    done = sum(one.num_done - had[0] for one, had in zip(callers, before, strict=True))
+    tokens = sum(one.num_tokens - had[1] for one, had in zip(callers, before, strict=True))
+    times_s = [s for one, had in zip(callers, before, strict=True) for s in one.times_s[had[2] :]]
+    for one in callers:
+        one.stop()
+    await asyncio.sleep(0.2)
+    p50_s, p99_s = np.quantile(times_s or [np.nan], (0.5, 0.99))
+    per_token_s = cpu_s / tokens if stream else np.nan
+    return Turn(done / took_s, p50_s, p99_s, cpu_s / max(done, 1), per_token_s)
+
+
+def serve_stub(ports: Connection) -> None:
+    """Serve endpoints until the parent is gone."""
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        servers = [await loop.create_server(StubProtocol, "127.0.0.1", 0) for _ in "1234"]
+        ports.send([one.sockets[0].getsockname()[1] for one in servers])
+        await asyncio.Event().wait()
+
+    uvloop.run(run())
+
+
+@contextlib.contextmanager
+def stub() -> Iterator[tuple[Server, list[int]]]:
+    """Yield the stub and its ports."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=serve_stub, args=(there,), daemon=True)
+    process.start()
+    ports = here.recv()
+    try:
+        yield Server("stub", ports[0], psutil.Process(process.pid)), ports
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextlib.contextmanager
+def started(name: str, port: int, command: list[str]) -> Iterator[Server]:
+    """Yield a server that says `serving` once it is up."""
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path])
+    }
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    ) as process:
+        try:
+            assert process.stdout is not None
+            while not (line := process.stdout.readline()).startswith("serving"):
+                assert line, f"{name} did not start"
+            yield Server(name, port, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def gateway_command(folder: Path, ports: list[int], port: int) -> list[str]:
+    """Write the cluster file; return what starts the gateway."""
+    pool = {
+        "name": "stubs", "kind": "external", "model": "m", "profile": PROFILE,
+        "endpoints": [{"url": f"http://127.0.0.1:{one}"} for one in ports],
+    }  # fmt: skip
+    cluster = {"name": "stubs", "description": "Stubs.", "served_model": "m", "pools": [pool]}
+    file = folder / "cluster.yaml"
+    file.write_text(yaml.safe_dump(cluster))
+    options = ["--cluster", str(file), "--port", str(port), "--decision-log", str(folder / "log")]
+    return [sys.executable, str(ROOT / "pipelines/deploy.py"), *options]
+
+
+def a_free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def measure(servers: list[Server], args: Args) -> list[Row]:
+    """Let the servers take turns."""
+    loads = [(one, False) for one in args.clients] + [(args.streams, True)] * bool(args.streams)
+    turns: dict[tuple[str, int, bool], list[Turn]] = {}
+    for _ in range(args.repeats):
+        for clients, stream in loads:
+            for server in servers:
+                turn = uvloop.run(load(server, clients, stream, args.block_s))
+                turns.setdefault((server.name, clients, stream), []).append(turn)
+    return [
+        row(server.name, clients, stream, turns) for clients, stream in loads for server in servers
+    ]
+
+
+def row(
+    name: str, clients: int, stream: bool, turns: dict[tuple[str, int, bool], list[Turn]]
+) -> Row:
+    """Lay out one server under one load."""
+    mine, stubs = turns[name, clients, stream], turns["stub", clients, stream]
+    pairs = list(zip(mine, stubs, strict=True))
+
+    def median(values: list[float]) -> float:
+        return float(np.median(values))
+
+    return Row(
+        name, clients, stream,
+        median([one.requests_per_s for one in mine]),
+        1e3 * median([one.p50_s - other.p50_s for one, other in pairs]),
+        1e3 * median([one.p99_s - other.p99_s for one, other in pairs]),
+        1e3 * median([one.cpu_s_per_request for one in mine]),
+        1e3 * median([one.cpu_s_per_token for one in mine]),
+    )  # fmt: skip
+
+
+def main(args: Args) -> None:
+    """Start the servers, measure, print, and write rows."""
+    thin_port, port = a_free_port(), a_free_port()
+    thin = [sys.executable, "-c", THIN, str(thin_port)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        stub() as (alone, ports),
+        started("thin Ray Serve", thin_port, thin) as thin_server,
+        started("tokenyard", port, gateway_command(Path(folder), ports, port)) as ours,
+    ):
+        rows = measure([alone, thin_server, ours], args)
+    table = Table(*asdict(rows[0]))
+    for one in rows:
+        table.add_row(*(_shown(value) for value in asdict(one).values()))
+    report(table, [asdict(one) for one in rows], args.json, None)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

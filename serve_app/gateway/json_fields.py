@@ -1,0 +1,67 @@
+"""Fields of a JSON object, and where their values stand in its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_value_at = json.JSONDecoder().raw_decode
+
+
+def spans(text: str) -> list[tuple[str, Any, int, int]]:
+    """Return the fields of an object: name, value, and where the value begins and ends.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
+    at, found = _after(text, 0, "{"), []
+    if text[at : at + 1] == "}":
+        return []
+    while True:
+        if text[at : at + 1] != '"':
+            raise ValueError(f"a name is missing at character {at}")
+        name, at = _value_at(text, at)
+        start = _after(text, at, ":")
+        value, end = _value_at(text, start)
+        found.append((name, value, start, end))
+        at = _skip(text, end)
+        if text[at : at + 1] != ",":
+            _after(text, at, "}")
+            return found
+        at = _skip(text, at + 1)
+
+
+def replace_field(body: bytes, name: str, value: str) -> bytes:
+    """Return an object with another value of one field; the rest of it stays byte by byte.
+
+    Args:
+        body: UTF-8.
+        name: Of the field; where it is not there, nothing changes.
+        value: A text.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
+    text, new = body.decode(), json.dumps(value)
+    pieces, done = [], 0
+    for field, _, start, end in spans(text):
+        if field == name:
+            pieces += [text[done:start], new]
+            done = end
+    return "".join([*pieces, text[done:]]).encode()
+
+
+def _skip(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _after(text: str, at: int, expected: str) -> int:
+    """Skip one character, and the space around it."""
+    at = _skip(text, at)
+    if text[at : at + 1] != expected:
+        raise ValueError(f"{expected!r} is missing at character {at}")
+    return _skip(text, at + 1)

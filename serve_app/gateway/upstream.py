@@ -1,0 +1,363 @@
+"""An HTTP/1.1 client for endpoints: connections are kept, and bytes are handed on as they come.
+
+It is for a data path that passes on hundreds of streams: one wake-up per read of the socket, one
+parser per connection, and nothing between them (docs/decisions/0018-bytes-through.md has what
+others cost).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+from urllib.parse import urlsplit
+from weakref import WeakSet
+
+import httptools
+
+_MOST_IDLE = 256
+"""Connections of one endpoint that are kept."""
+_IDLE_S = 55.0
+"""Time for which one is kept: what stands between may forget it after a minute."""
+_MAX_UNREAD_BYTES = 1 << 20
+"""Of an answer whose reader is slow; then the endpoint has to wait."""
+_MAX_HEAD_BYTES = 64 << 10
+_ONE_WRITE_BYTES = 64 << 10
+"""Longest body that is copied behind its head, to go out in one write."""
+_BODILESS = (204, 304)
+
+
+class UpstreamError(ConnectionError):
+    """An endpoint that broke its connection; the text says how, as part of a sentence."""
+
+
+class ConnectTimeout(UpstreamError):
+    """An endpoint that took no connection in time."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where an endpoint is."""
+
+    url: str
+    """As the cluster file has it, without a slash at its end."""
+    host: str
+    port: int
+    tls: bool
+    path: bytes
+    """What stands before every path."""
+    idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
+    """Its connections that wait for a request, the last used one last."""
+
+    @classmethod
+    def of(cls, url: str) -> Origin:
+        """Read a URL."""
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        host = parts.hostname or ""
+        return cls(url, host, parts.port or (443 if tls else 80), tls, parts.path.encode())
+
+    def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
+        """Write a request's head.
+
+        Args:
+            method: Such as `POST`.
+            path: With its query.
+            headers: Lines, each with its end.
+            num_bytes: Of the body.
+        """
+        authority = self.url.split("://", 1)[1].split("/", 1)[0].encode()
+        length = b"content-length: %d\r\n" % num_bytes if num_bytes or method == b"POST" else b""
+        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, authority)
+        return b"".join((line, headers, length, b"\r\n"))
+
+
+class Connection(asyncio.Protocol):
+    """One connection to an endpoint: a request after another, one reader at a time."""
+
+    def __init__(self, origin: Origin) -> None:
+        """Wait for the transport."""
+        self.origin = origin
+        self.idle_since_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._lost = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Expect a new answer."""
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.heard = False
+        """Whether a byte of the answer has come."""
+        self._head_done = self._done = self._until_close = self._keeps = self._paused = False
+        self._error: Exception | None = None
+        self._pieces: list[bytes] = []
+        self._num_unread = self._num_head = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether somebody waits for the endpoint, rather than for a client."""
+        return self._waiter is not None
+
+    @property
+    def is_reusable(self) -> bool:
+        """Whether another request may follow."""
+        transport = self._transport
+        return (
+            self._done
+            and self._keeps
+            and not self._lost
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()
+        )
+
+    def send(self, head: bytes, body: bytes) -> None:
+        """Send a request; its answer is the next that is read."""
+        assert self._transport is not None
+        self._begin()
+        if self._lost:
+            self._error = UpstreamError("closed its connection")
+        elif len(body) <= _ONE_WRITE_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.write(head)
+            self._transport.write(body)
+
+    async def wait_for_head(self) -> None:
+        """Wait until `status` and `headers` are there.
+
+        Raises:
+            Exception: What `fail` was told; UpstreamError: the connection broke.
+        """
+        while not self._head_done:
+            if self._error is not None:
+                raise self._error
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """Return all that has come of the body since the last time; empty: that was all.
+
+        Raises:
+            Exception: As `wait_for_head`, once all that came before is read.
+        """
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._done:
+                return b""
+            await self._wait()
+        pieces, self._pieces, self._num_unread = self._pieces, [], 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def fail(self, error: Exception) -> None:
+        """Give the answer up: whoever reads it gets the error."""
+        if not self._done and self._error is None:
+            self._error = error
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """Close at once, whatever is on its way."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse what came, and wake whoever reads."""
+        if self._done:
+            # Nobody asked for it.
+            self.close()
+            return
+        self.heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.fail(UpstreamError("sent what is not HTTP"))
+        if not self._head_done:
+            self._num_head += len(data)
+            if self._num_head > _MAX_HEAD_BYTES:
+                self.fail(UpstreamError("sent headers that are too long"))
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the answer: that may be its end, or not."""
+        self._lost = True
+        if self in self.origin.idle:
+            self.origin.idle.remove(self)
+        if self._until_close and exc is None:
+            self._done = True
+        elif not self._done and self._error is None:
+            self._error = UpstreamError("closed its connection")
+        self._wake()
+
+    # What the parser calls.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        if not self._done:
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Note the status; those from 100 to 199 announce another."""
+        status = self._parser.get_status_code()
+        if status < 200:
+            return
+        if self._done:
+            # A second answer that nobody asked for.
+            self.close()
+            return
+        self.status, self._head_done = status, True
+        names = [name for name, _ in self.headers]
+        sized = b"content-length" in names or b"transfer-encoding" in names
+        self._until_close = not sized and status not in _BODILESS
+
+    def on_body(self, body: bytes) -> None:
+        """Keep a piece of the body; have the endpoint wait where too much is unread."""
+        if self._done:
+            return
+        self._pieces.append(body)
+        self._num_unread += len(body)
+        if self._num_unread > _MAX_UNREAD_BYTES and self._transport and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """Note the end of the answer."""
+        if not self._head_done:
+            self.headers = []
+            return
+        self._done = True
+        self._keeps = bool(self._parser.should_keep_alive()) and not self._until_close
+
+
+class UpstreamClient:
+    """Sends requests to endpoints, over connections that are there where there are some."""
+
+    def __init__(self, connect_s: float) -> None:
+        """Allow each connection so long to come about, TLS included."""
+        self.connect_s = connect_s
+        self._tls = ssl.create_default_context()
+        self._made: WeakSet[Connection] = WeakSet()
+
+    async def send(
+        self,
+        origin: Origin,
+        head: bytes,
+        body: bytes = b"",
+        watch: Callable[[Connection], None] = lambda _: None,
+    ) -> Connection:
+        """Send a request, and wait for the head of its answer.
+
+        Args:
+            origin: Where to.
+            head: As `Origin.head` writes it.
+            body: Its bytes.
+            watch: Told of the connection as soon as one is used, so that it can be made to `fail`.
+
+        Raises:
+            UpstreamError: There is no connection, or it broke.
+            Exception: What the connection was made to fail with.
+        """
+        while True:
+            connection, is_new = self._idle(origin), False
+            if connection is None:
+                connection, is_new = await self._connect(origin), True
+            connection.send(head, body)
+            watch(connection)
+            try:
+                await connection.wait_for_head()
+            except UpstreamError:
+                self.release(connection)
+                # One that was kept may have been closed just when it was used.
+                if is_new or connection.heard:
+                    raise
+            except BaseException:
+                self.release(connection)
+                raise
+            else:
+                return connection
+
+    async def get(self, origin: Origin, head: bytes, max_bytes: int) -> tuple[int, bytes]:
+        """Return status and body of a whole answer.
+
+        Raises:
+            UpstreamError: As `send`, or the body is longer than `max_bytes`.
+        """
+        connection = await self.send(origin, head)
+        try:
+            body = bytearray()
+            while piece := await connection.read():
+                body += piece
+                if len(body) > max_bytes:
+                    raise UpstreamError(f"sent more than {max_bytes} bytes")
+            return connection.status, bytes(body)
+        finally:
+            self.release(connection)
+
+    def release(self, connection: Connection) -> None:
+        """Keep a connection for another request, or close it."""
+        idle = connection.origin.idle
+        if connection.is_reusable and len(idle) < _MOST_IDLE:
+            connection.idle_since_s = asyncio.get_running_loop().time()
+            idle.append(connection)
+        else:
+            connection.close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for one in list(self._made):
+            one.close()
+        self._made.clear()
+        await asyncio.sleep(0)
+
+    def _idle(self, origin: Origin) -> Connection | None:
+        oldest_s = asyncio.get_running_loop().time() - _IDLE_S
+        while origin.idle:
+            connection = origin.idle.pop()
+            if connection.idle_since_s > oldest_s and connection.is_reusable:
+                return connection
+            connection.close()
+        return None
+
+    async def _connect(self, origin: Origin) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.connect_s) as limit:
+                _, connection = await loop.create_connection(
+                    lambda: Connection(origin), origin.host, origin.port,
+                    ssl=self._tls if origin.tls else None,
+                )  # fmt: skip
+        except TimeoutError as error:
+            if limit.expired():
+                text = f"took no connection in {self.connect_s:g} s"
+                raise ConnectTimeout(text) from None
+            raise UpstreamError(f"takes no connection: {error.strerror}") from None
+        except OSError as error:
+            raise UpstreamError(f"takes no connection: {error.strerror or error}") from None
+        self._made.add(connection)
+        return connection

@@ -1,0 +1,189 @@
+"""Where the gateway listens: uvicorn, with the limits that it lacks for those who only connect.
+
+A head must come in time and must not be long, and nobody holds all connections. Bodies are limited
+by `serve_app.http.intake`, once their heads are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, cast
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serve_app.cluster import Limits
+from serve_app.http.intake import MAX_HEADER_BYTES
+
+_BACKLOG = 2048
+_END_S = 2.0
+"""For connections to close once their answers are out."""
+
+
+class _Config(uvicorn.Config):
+    """uvicorn's settings, and what connections may do."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        super().__init__(
+            cast(Any, app), http=GuardedProtocol, ws="none", lifespan="off", log_config=None,
+            access_log=False, proxy_headers=False, server_header=False,
+            timeout_keep_alive=limits.keep_alive_s, backlog=_BACKLOG,
+        )  # fmt: skip
+        self.limits = limits
+        self.num_by_address: Counter[str] = Counter()
+        self.open: set[GuardedProtocol] = set()
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection: uvicorn's, with a limited head and a place that must be free."""
+
+    _head_done = False
+    _head_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _guard(self) -> _Config:
+        assert isinstance(self.config, _Config)
+        return self.config
+
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take a connection, or close it where there are too many."""
+        super().connection_made(cast(asyncio.Transport, transport))
+        guard = self._guard
+        num_here, num_all = guard.num_by_address[self._address], len(guard.open)
+        limits = guard.limits
+        if num_all >= limits.max_connections or num_here >= limits.max_connections_per_address:
+            self._refuse(503, "too many connections")
+            return
+        guard.num_by_address[self._address] += 1
+        guard.open.add(self)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give the place back."""
+        self._stop_timer()
+        guard = self._guard
+        if self in guard.open:
+            guard.open.discard(self)
+            counts = guard.num_by_address
+            counts[self._address] -= 1
+            if not counts[self._address]:
+                del counts[self._address]
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; a head that does not end is given up."""
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._head_done or self.transport.is_closing():
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEADER_BYTES:
+            self._refuse(431, f"headers are larger than {MAX_HEADER_BYTES} bytes")
+        elif self._head_timer is None:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        self._head_done, self._head_bytes = False, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """End a head."""
+        self._head_done = True
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._guard.limits.head_timeout_s, self._head_late)
+
+    def _head_late(self) -> None:
+        self._head_timer = None
+        limit_s = self._guard.limits.head_timeout_s
+        self._refuse(408, f"the head did not come within {limit_s:g} s")
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Say why, and close."""
+        phrases = {408: "Request Timeout", 431: "Request Header Fields Too Large"}
+        phrase = phrases.get(status, "Service Unavailable")
+        # No route has seen the request, so nobody knows in which form the caller expects errors.
+        head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: text/plain\r\nconnection: close\r\n"
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(f"{head}content-length: {len(reason)}\r\n\r\n{reason}".encode())
+        self.transport.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: the process is Ray's."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Listener:
+    """A server on the running event loop, from `start` to `stop`."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        """Listen nowhere yet."""
+        self._config = _Config(app, limits)
+        self._server = _Server(self._config)
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Listen; another process of this user that listens there too gets a share of connections.
+
+        Raises:
+            OSError: The address cannot be listened on.
+        """
+        listening = _listening_socket(host, port)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.005)
+        if self._serving.done():
+            await self._serving
+
+    def refuse(self) -> None:
+        """Take no more connections, and close those that are idle."""
+        self._server.should_exit = True
+
+    async def stop(self) -> None:
+        """Refuse, and wait a moment for answers that are on their way."""
+        self.refuse()
+        if self._serving is None:
+            return
+        done, _ = await asyncio.wait([self._serving], timeout=_END_S)
+        if not done:
+            self._server.force_exit = True
+            for one in list(self._config.open):
+                one.transport.abort()
+            await self._serving
+
+
+def _listening_socket(host: str, port: int) -> socket.socket:
+    """Bind: a gateway that replaces one which drains listens beside it meanwhile."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return made

@@ -1,0 +1,94 @@
+"""What the gateway has to know of a body that it hands on as it is.
+
+What is odd in it is for the endpoint to say: it may know fields and values that nobody here does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.http.errors import BadRequest
+
+_LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Fields that say how long an answer may be: chat, completions, responses."""
+_TEXTS = (
+    "messages", "prompt", "input", "instructions", "text", "content", "query", "queries",
+    "documents", "text_1", "text_2", "items",
+)  # fmt: skip
+"""Fields with what a model reads, in any of OpenAI's and vLLM's bodies."""
+_MAX_DEPTH = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What a body says that decides where it goes."""
+
+    fields: dict[str, Any]
+    """All of it."""
+    model: str | None
+    """None: it names none, or not by a text."""
+    stream: bool
+    max_tokens: int
+    """Longest answer; 0: it does not say."""
+    class_name: str | None
+    """Class of the request; None: it names none."""
+
+    @property
+    def text(self) -> str:
+        """All that the model reads, as far as it is text."""
+        prompt = self.fields.get("prompt")
+        if isinstance(prompt, str):
+            return prompt
+        return "\n".join(_texts(self.fields, 0))
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The prompt where it is given in tokens; None: it is not."""
+        for name in ("prompt", "input"):
+            ids = self.fields.get(name)
+            if isinstance(ids, list) and ids and all(type(one) is int for one in ids):
+                return ids
+        return None
+
+
+def peek(body: bytes) -> Peek:
+    """Read what matters of a body.
+
+    Raises:
+        BadRequest: It is not a JSON object in UTF-8.
+    """
+    try:
+        fields = json.loads(body.decode())
+    except UnicodeDecodeError:
+        raise BadRequest("body is not UTF-8") from None
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"body is not JSON: {error.msg} at character {error.pos}") from None
+    except (ValueError, RecursionError):
+        raise BadRequest("body is not JSON: a number is too long, or it is too deep") from None
+    if not isinstance(fields, dict):
+        raise BadRequest("body must be a JSON object")
+    model = fields.get("model")
+    named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
+    names = (fields.get("service_tier"), fields.get("priority"))
+    return Peek(
+        fields,
+        model if isinstance(model, str) else None,
+        fields.get("stream") is True,
+        max(named, 0),
+        next((one for one in names if isinstance(one, str)), None),
+    )
+
+
+def _texts(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list) and depth < _MAX_DEPTH:
+        for one in value:
+            yield from _texts(one, depth + 1)
+    elif isinstance(value, dict) and depth < _MAX_DEPTH:
+        for name in _TEXTS:
+            if name in value:
+                yield from _texts(value[name], depth + 1)

@@ -1,0 +1,193 @@
+"""What the listener refuses before any application sees it."""
+
+import asyncio
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from unit.serve_builders import a_deciding_api
+
+from serve_app.app import check_no_proxy
+from serve_app.cluster import Limits
+from serve_app.http.intake import MAX_HEADER_BYTES
+from serve_app.http.listener import Listener
+
+ASK = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+def a_free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@asynccontextmanager
+async def a_listener(may_answer=None, **limits):
+    """Yield a port, the listener and the paths that were asked for."""
+    asked = []
+
+    async def app(scope, receive, send):
+        asked.append(scope["path"])
+        if may_answer is not None:
+            await may_answer.wait()
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    listener, port = Listener(app, Limits(**limits)), a_free_port()
+    await listener.start("127.0.0.1", port)
+    try:
+        yield port, listener, asked
+    finally:
+        await listener.stop()
+
+
+OPEN = []
+
+
+async def connect(port):
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    OPEN.append(writer)
+    return reader, writer
+
+
+async def ask(port, until=b"ok"):
+    reader, writer = await connect(port)
+    writer.write(ASK)
+    return await reader.readuntil(until), reader, writer
+
+
+def run(test):
+    async def inside():
+        async with asyncio.timeout(30):
+            await test()
+        for writer in OPEN:
+            writer.close()
+        OPEN.clear()
+        await asyncio.sleep(0)
+
+    asyncio.run(inside())
+
+
+def test_heads_that_do_not_end_are_given_up_and_others_are_answered_meanwhile():
+    async def test():
+        async with a_listener(head_timeout_s=0.2) as (port, _, asked):
+            held = [await connect(port) for _ in range(50)]
+            for number, (_, writer) in enumerate(held):
+                writer.write(b"POST / HTTP/1.1\r\nhost: a\r\nx-"[: 1 + number % 30])
+            held += [await connect(port) for _ in range(5)]
+            answer, _, _ = await ask(port)
+            assert answer.startswith(b"HTTP/1.1 200")
+            for reader, _ in held:
+                assert (await reader.read()).startswith(b"HTTP/1.1 408")
+            assert asked == ["/"]
+
+    run(test)
+
+
+def test_a_head_that_drips_on_a_connection_that_was_answered_is_given_up_too():
+    async def test():
+        async with a_listener(head_timeout_s=0.2) as (port, _, asked):
+            _, reader, writer = await ask(port)
+            writer.write(ASK)
+            await reader.readuntil(b"ok")
+            writer.write(b"GET /x")
+            assert (await reader.read()).startswith(b"HTTP/1.1 408")
+            assert asked == ["/", "/"]
+
+    run(test)
+
+
+def test_a_head_without_an_end_is_refused_while_it_comes():
+    async def test():
+        async with a_listener() as (port, _, asked):
+            reader, writer = await connect(port)
+            writer.write(b"GET / HTTP/1.1\r\n")
+            sent = 0
+            while not reader.at_eof() and sent < 100 * MAX_HEADER_BYTES:
+                writer.write(b"x: " + b"y" * 4000 + b"\r\n")
+                sent += 4000
+                try:
+                    await writer.drain()
+                except ConnectionError:
+                    break
+                await asyncio.sleep(0)
+            assert sent < 50 * MAX_HEADER_BYTES
+            assert asked == []
+
+    run(test)
+
+
+def test_one_address_takes_only_its_share_of_connections_and_gives_it_back():
+    async def test():
+        async with a_listener(max_connections_per_address=3) as (port, _, asked):
+            held = [await ask(port) for _ in range(3)]
+            refused, _, _ = await ask(port, until=b"connections")
+            assert refused.startswith(b"HTTP/1.1 503")
+            held[0][2].close()
+            await asyncio.sleep(0.05)
+            await ask(port)
+            assert len(asked) == 4
+
+    run(test)
+
+
+def test_there_is_an_end_to_all_connections_together():
+    async def test():
+        async with a_listener(max_connections=2) as (port, _, asked):
+            held = [await ask(port) for _ in range(2)]
+            refused, _, _ = await ask(port, until=b"connections")
+            assert refused.startswith(b"HTTP/1.1 503")
+            assert len(held) == len(asked) == 2
+
+    run(test)
+
+
+def test_a_connection_that_says_nothing_more_is_closed_after_its_answer():
+    async def test():
+        async with a_listener(keep_alive_s=1) as (port, _, _):
+            _, reader, _ = await ask(port)
+            assert await reader.read() == b""
+
+    run(test)
+
+
+def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive():
+    async def test():
+        may_answer = asyncio.Event()
+        async with a_listener(may_answer) as (port, old, asked):
+            slow = asyncio.create_task(ask(port))
+            while not asked:
+                await asyncio.sleep(0.01)
+
+            async def app(scope, receive, send):
+                await send({"type": "http.response.start", "status": 204, "headers": []})
+                await send({"type": "http.response.body", "body": b""})
+
+            new = Listener(app, Limits())
+            await new.start("127.0.0.1", port)
+            old.refuse()
+            await asyncio.sleep(0.3)
+            for _ in range(8):
+                answer, _, _ = await ask(port, until=b"\r\n")
+                assert b"204" in answer
+            may_answer.set()
+            assert (await slow)[0].endswith(b"ok")
+            await new.stop()
+
+    run(test)
+
+
+def test_a_port_that_serves_own_proxy_has_is_refused_and_one_of_another_gateway_is_not():
+    async def test():
+        async with a_listener() as (port, _, asked):
+            with pytest.raises(OSError, match="proxy_location: Disabled"):
+                await check_no_proxy("0.0.0.0", port)
+            assert asked == ["/-/healthz"]
+        await check_no_proxy("127.0.0.1", port)
+        api = a_deciding_api()
+        other = Listener(api, Limits())
+        await other.start("127.0.0.1", port)
+        await check_no_proxy("127.0.0.1", port)
+        await other.stop()
+
+    run(test)
