@@ -100,8 +100,8 @@ class ExternalBackend:
             Scraper(self._client, one.origin, self._key, partial(self._hear, one), failures.inc)
             for one in self._endpoints.values()
         ]
-        self._news = set(self._endpoints)
-        """Endpoints of which the table has not been told what was heard last."""
+        self._news = dict.fromkeys(self._endpoints)
+        """Endpoints of which the table has not been told what was heard last, in order."""
 
     def start(self) -> None:
         """Begin to scrape; must be called on the event loop."""
@@ -124,7 +124,7 @@ class ExternalBackend:
 
     def _hear(self, endpoint: _EndpointAsRayReplica, status: EngineStatus) -> None:
         endpoint.status = status
-        self._news.add(endpoint.url)
+        self._news[endpoint.url] = None
 
     def ray_replicas(self) -> tuple[Any, ...]:
         """The endpoints, dressed up."""
