@@ -90,7 +90,7 @@ class Deadlines(FrozenModel):
     """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
     whole_per_token_s: Annotated[float, Field(ge=0)] = 0.25
     """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
-    that it may have. It is sent elsewhere, too."""
+    that it may have. It is sent elsewhere, too. Without `max_tokens` it has `total_s`."""
     between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
     """From one token to the next; the answer then ends with the reason."""
     total_s: Annotated[float, Field(gt=0)] = 600.0

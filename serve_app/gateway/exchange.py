@@ -12,6 +12,7 @@ from serve_app.gateway.generation import GenerationChunk, GenerationRequest
 from serve_app.gateway.replicas import EngineStatus
 
 Headers = Sequence[tuple[bytes, bytes]]
+_GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,11 @@ class Call:
     body: bytes
     stream: bool
     """Whether events are asked for."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether a model writes the answer, token by token."""
+        return self.path.partition(b"?")[0] in _GENERATING
 
 
 class AnswerWriter(Protocol):

@@ -273,6 +273,17 @@ _LATE = {
 }
 
 
+def _whole_s(deadlines: Deadlines, request: InferenceRequest) -> float | None:
+    """Time for an answer that comes at once; None: it is a stream."""
+    call = request.call
+    if call is None or call.stream:
+        return None
+    if call.generates and not request.max_tokens:
+        # It may be as long as the model goes on.
+        return deadlines.total_s
+    return deadlines.first_token_s + deadlines.whole_per_token_s * request.max_tokens
+
+
 class _Patience:
     """The deadlines of one request. A timer looks now and then what is due: a token costs nothing.
 
@@ -283,10 +294,7 @@ class _Patience:
         self._loop = asyncio.get_running_loop()
         self._started_s = self._since_s = self._loop.time()
         self._limits_s = deadlines
-        self._whole_s: float | None = None
-        if request.call is not None and not request.call.stream:
-            per_token_s = deadlines.whole_per_token_s * request.max_tokens
-            self._whole_s = deadlines.first_token_s + per_token_s
+        self._whole_s = _whole_s(deadlines, request)
         self.has_head = self._has_begun = False
         self._connection: Connection | None = None
         self._timer: asyncio.TimerHandle | None = None

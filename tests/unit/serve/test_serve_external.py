@@ -157,6 +157,22 @@ def test_an_answer_that_comes_at_once_has_time_for_each_token_that_it_may_have()
     run(test, 2, deadlines=deadlines, outlier_ejection={"base_s": 60.0})
 
 
+def test_an_answer_of_any_length_that_comes_at_once_has_the_time_of_a_whole_answer():
+    async def test(client, gateway, endpoints):
+        endpoints[0].delay_s = 0.3
+        body = {key: value for key, value in BODY.items() if key != "max_tokens"}
+        answer = await client.post("/v1/completions", json={**body, "stream": False})
+        assert answer.content == WHOLE
+        endpoints[0].delay_s = 1.0
+        answer = await client.post("/v1/completions", json={**body, "stream": False})
+        assert answer.status_code == 503
+        answer = await client.post("/v1/embeddings", json={"model": BODY["model"], "input": "x"})
+        assert "sent no answer in 0.1 s" in answer.text
+
+    limits = {"max_retries": 0}
+    run(test, deadlines={"first_token_s": 0.1, "total_s": 0.6}, limits=limits)
+
+
 def test_a_timeout_in_a_stream_is_an_event_of_it_and_logged_as_what_it_was(tmp_path):
     log = DecisionLog(tmp_path)
 
