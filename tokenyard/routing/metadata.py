@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
 from tokenyard.config import FrozenModel
@@ -25,9 +25,7 @@ class LengthPredictor(FrozenModel):
 
     def generated_tokens(self, context_tokens: float) -> float:
         """Predicted output of a request, tokens."""
-        return self.mean_generated_tokens[
-            int(np.searchsorted(self.bin_edges_tokens, context_tokens))
-        ]
+        return self.mean_generated_tokens[bisect_left(self.bin_edges_tokens, context_tokens)]
 
 
 class FeatureScaling(FrozenModel):
