@@ -221,8 +221,8 @@ def _inputs(deviation: FloatArray, at: IntArray, slots_per_day: int) -> FloatArr
     summed = np.concatenate([[0.0], np.cumsum(known)])
     here = at + pad
     inputs = np.ones((len(at), NUM_HORIZONS, NUM_RECENT + 3))
-    for lag in range(NUM_RECENT):
-        inputs[:, :, lag] = known[here - 1 - lag][:, None]
+    latest = here[:, None] - 1 - np.arange(NUM_RECENT)
+    inputs[:, :, :NUM_RECENT] = known[latest][:, None, :]
     for day in (1, 2):
         centre = here[:, None] + np.arange(NUM_HORIZONS) - day * slots_per_day
         low = np.maximum(centre - _AROUND, 0)
