@@ -50,7 +50,7 @@ test-all: kernels ## Before a change lands: all but the cluster, at full size; l
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster
 
-drills: .venv/.dev ## Break the policy in twelve ways and the system in six, under load.
+drills: .venv/.dev ## Break the policy in twelve ways and the system in five, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills
 
 check: .venv/.dev ## Lint, format, types, layers, words, size.
