@@ -26,13 +26,7 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
-from tokenyard.routing.snapshot_table import (
-    MATCH_TOKENS,
-    OBSERVED_AT_S,
-    POOL,
-    SnapshotTable,
-    load_compiled,
-)
+from tokenyard.routing.snapshot_table import MATCH_TOKENS, OBSERVED_AT_S, POOL, SnapshotTable
 from tokenyard.routing.types import Request
 from tokenyard.types import IntArray
 
@@ -117,7 +111,6 @@ class Placement:
         self._ray: RayDefault | None = None
         self._realtime = RealtimePriority()
         self._others_went_s = 0.0
-        load_compiled()
 
     def refresh(self) -> float:
         """Bring the table of replicas up to date; return the time."""

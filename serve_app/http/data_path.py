@@ -15,7 +15,7 @@ from serve_app.gateway.gateway import Gateway, Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.errors import BadRequest
-from serve_app.http.openai import Generator
+from serve_app.http.openai import Generator, check_model, find_class
 from serve_app.http.peek import Peek, peek
 
 _HANDED_ON = frozenset(
@@ -58,17 +58,9 @@ class DataPath:
             await response(scope, receive, send)
 
     def _class(self, scope: Scope, known: Peek) -> SloClass:
-        model, served = known.model, self._gateway.cluster.served_model
-        if model is not None and model != served:
-            raise BadRequest(f"model {model!r} is not served here; {served!r} is", 404, "model")
-        name = known.class_name or _class_header(scope)
-        found = self._gateway.service_class(name)
-        if found is None:
-            classes = [one.name for one in self._gateway.cluster.classes]
-            raise BadRequest(
-                f"service_tier {name!r} is not known; choose one of {classes}", param="service_tier"
-            )
-        return found
+        if known.model is not None:
+            check_model(self._gateway, known.model)
+        return find_class(self._gateway, known.class_name or _class_header(scope))
 
     async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
         generation = await self._generation(scope["path"], known)

@@ -86,7 +86,8 @@ class Generator:
         request = InferenceRequest(
             wanted.request_id, wanted.token_ids, wanted.sampling.max_tokens, None, generation
         )
-        return Answering(self._gateway, request, self._class(body, class_header))
+        service_class = find_class(self._gateway, body.class_name or class_header)
+        return Answering(self._gateway, request, service_class)
 
     async def completion(self, body: CompletionBody) -> Generation:
         """Read a completion."""
@@ -119,12 +120,7 @@ class Generator:
     def _request(
         self, kind: str, body: GenerationBody, token_ids: Sequence[int]
     ) -> GenerationRequest:
-        cluster = self._gateway.cluster
-        if body.model != cluster.served_model:
-            raise BadRequest(
-                f"model {body.model!r} is not served here; {cluster.served_model!r} is", 404,
-                "model",
-            )  # fmt: skip
+        check_model(self._gateway, body.model)
         return GenerationRequest(
             request_id=f"{kind}-{new_id()}",
             token_ids=tuple(token_ids or [0]),
@@ -160,15 +156,31 @@ class Generator:
             )
         return wanted or min(limits.default_output_tokens, limits.max_output_tokens, room)
 
-    def _class(self, body: GenerationBody, header: str | None) -> SloClass:
-        name = body.class_name or header
-        found = self._gateway.service_class(name)
-        if found is None:
-            known = [one.name for one in self._gateway.cluster.classes]
-            raise BadRequest(
-                f"service_tier {name!r} is not known; choose one of {known}", param="service_tier"
-            )
-        return found
+
+def find_class(gateway: Gateway, name: str | None) -> SloClass:
+    """Return the class of that name, the first for None.
+
+    Raises:
+        BadRequest: There is none.
+    """
+    found = gateway.service_class(name)
+    if found is None:
+        known = [one.name for one in gateway.cluster.classes]
+        raise BadRequest(
+            f"service_tier {name!r} is not known; choose one of {known}", param="service_tier"
+        )
+    return found
+
+
+def check_model(gateway: Gateway, model: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        BadRequest: It is not.
+    """
+    served = gateway.cluster.served_model
+    if model != served:
+        raise BadRequest(f"model {model!r} is not served here; {served!r} is", 404, "model")
 
 
 class _Writer:

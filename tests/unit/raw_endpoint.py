@@ -3,6 +3,8 @@
 import asyncio
 from contextlib import asynccontextmanager
 
+from unit.stub_endpoint import served
+
 
 async def read_head(reader):
     """First line, and headers in lower case."""
@@ -74,27 +76,9 @@ class RawEndpoint:
             raise ConnectionError
 
 
-@asynccontextmanager
-async def raw_endpoints(number=1):
+def raw_endpoints(number=1):
     """Serve so many, each on a port of its own."""
-    made, servers, tasks = [RawEndpoint() for _ in range(number)], [], set()
-    for one in made:
-
-        async def serve(reader, writer, one=one):
-            tasks.add(asyncio.current_task())
-            await one.serve(reader, writer)
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=32 << 20)
-        servers.append(server)
-        one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    try:
-        yield made
-    finally:
-        for server in servers:
-            server.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return served([RawEndpoint() for _ in range(number)], limit_bytes=32 << 20)
 
 
 class RawCaller:

@@ -106,23 +106,28 @@ class Stub:
 
 
 @asynccontextmanager
-async def stubs(number):
-    """Serve so many stubs on ports of their own."""
-    made, servers, tasks = [Stub() for _ in range(number)], [], set()
-    for one in made:
+async def served(endpoints, limit_bytes=1 << 16):
+    """Serve each of some endpoints on a port of its own, which becomes its `url`."""
+    servers, tasks = [], set()
+    for one in endpoints:
 
         async def serve(reader, writer, one=one):
             tasks.add(asyncio.current_task())
             await one.serve(reader, writer)
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=limit_bytes)
         servers.append(server)
         one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        yield made
+        yield endpoints
     finally:
         for server in servers:
             server.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def stubs(number):
+    """Serve so many stubs."""
+    return served([Stub() for _ in range(number)])

@@ -31,9 +31,11 @@ from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
     NUM_FIXED,
     NUM_LIVE,
+    NUM_STATE,
     Candidates,
     SnapshotTable,
-    load_compiled,
+    fill_live,
+    offer,
 )
 from tokenyard.routing.types import Request
 
@@ -59,9 +61,11 @@ def compile_batching() -> None:
 
 def _read_columns() -> None:
     """Read what a gateway keeps, as at a decision."""
-    load_compiled()
-    candidates = Candidates(("r",), ("p",), np.ones((1, NUM_FIXED)))
-    table = SnapshotTable(candidates, np.zeros((1, NUM_LIVE)))
+    state, rows = np.zeros((1, NUM_STATE)), np.zeros(1, dtype=np.int64)
+    offer(state, rows, 0.0, 1.0, rows.copy())
+    live = np.empty((1, NUM_LIVE))
+    fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
+    table = SnapshotTable(Candidates(("r",), ("p",), np.ones((1, NUM_FIXED))), live)
     request = Request(0.0, 1, 2.0)
     finish_times_s(request, table)
     mark_safe(request, table, 1.0)

@@ -265,10 +265,3 @@ class SnapshotTable(SnapshotColumns):
                 a, b, c, d, int(budget), capacity, kv, prefill, output, int(match)
             ),
         )
-
-
-def load_compiled() -> None:
-    """Call what is compiled once, so that no decision waits until it is loaded."""
-    state, rows = np.zeros((1, NUM_STATE)), np.zeros(1, dtype=np.int64)
-    offer(state, rows, 0.0, 1.0, rows.copy())
-    fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, np.empty((1, NUM_LIVE)))

@@ -10,17 +10,8 @@ from tokenyard.routing.policies.signals import longest_match, match_fraction
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
 
-class SglangCacheAware:
-    """Follows the longest prefix while load is balanced and it is long enough, else least requests.
-
-    Imbalanced: `max - min > 64 and max > 1.5 x min` requests in flight; then the least. Balanced: a
-    replica with the longest match if it is above 0.3 of the prompt, else the least. Ties go to the
-    first. Matches are our snapshot's, in place of a tree of characters, which keeps any one of the
-    replicas of a prefix: here the first.
-
-    Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (053b63f), defaults of
-    sglang-router 0.3.2. Below the threshold it takes the least requests, not the smallest tree.
-    """
+class _Thresholds:
+    """What rules named `cache_aware` compare matches and loads with."""
 
     def __init__(
         self,
@@ -32,6 +23,19 @@ class SglangCacheAware:
         self._cache_threshold = cache_threshold
         self._balance_abs = balance_abs_threshold
         self._balance_rel = balance_rel_threshold
+
+
+class SglangCacheAware(_Thresholds):
+    """Follows the longest prefix while load is balanced and it is long enough, else least requests.
+
+    Imbalanced: `max - min > 64 and max > 1.5 x min` requests in flight; then the least. Balanced: a
+    replica with the longest match if it is above 0.3 of the prompt, else the least. Ties go to the
+    first. Matches are our snapshot's, in place of a tree of characters, which keeps any one of the
+    replicas of a prefix: here the first.
+
+    Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (053b63f), defaults of
+    sglang-router 0.3.2. Below the threshold it takes the least requests, not the smallest tree.
+    """
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return a replica with the longest match, or the one with the fewest requests."""
@@ -81,7 +85,7 @@ class VllmCacheAware(SglangCacheAware):
         return max(longest, key=lambda i: self._chosen_at.get(snapshots[i].replica_id, 0))
 
 
-class SmgSpill:
+class SmgSpill(_Thresholds):
     """Follows the longest prefix, but spills from replicas that are far above the mean load.
 
     A replica is gated when its requests in flight are above the mean by more than
@@ -96,17 +100,6 @@ class SmgSpill:
     Source: smg-project/smg, model_gateway/src/policies/cache_aware.rs (04def28), defaults and cap
     of smg 1.13.0.
     """
-
-    def __init__(
-        self,
-        cache_threshold: float = 0.3,
-        balance_abs_threshold: float = 64.0,
-        balance_rel_threshold: float = 1.5,
-    ) -> None:
-        """Follow a match above `cache_threshold`; spill at both thresholds of balance."""
-        self._cache_threshold = cache_threshold
-        self._balance_abs = balance_abs_threshold
-        self._balance_rel = balance_rel_threshold
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the candidate of least expected wait."""
