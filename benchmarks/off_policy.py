@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard import metrics
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.observation import (
@@ -192,7 +193,7 @@ def true_values(world: Scenario, policies: Sequence[FloatArray], args: Args) -> 
     )
     return np.array(
         [
-            [float(np.nanmean(one.outcomes.response_s)) for one in run_linear(
+            [metrics.mean(one.outcomes.offered_response_s) for one in run_linear(
                 world, streams, weights, source.mean_total_tokens
             )]
             for weights in policies

@@ -475,7 +475,7 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
 
 def _mean_response_s(source: StreamSource, streams: StreamSet, decide: Decide) -> float:
     runs = outcome_runs(source.scenario, streams, decide)
-    return float(np.mean([metrics.mean_response_s(run.outcomes.response_s) for run in runs]))
+    return float(np.mean([metrics.mean(run.outcomes.offered_response_s) for run in runs]))
 
 
 def take_turns(args: Args, contest: Contest) -> None:

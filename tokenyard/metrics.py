@@ -1,8 +1,8 @@
 """What a stream of routed requests is measured by; docs/metrics.md says how to read each.
 
 Response times are end to end, in seconds, shape (num_requests,), NaN where the request was
-dropped. Times are averaged over the requests that completed; violations and goodput count all
-that were offered, so that dropping a request never looks like serving it.
+dropped. All measures count every request that was offered, so that dropping one never looks like
+serving it: in means and percentiles it has waited until the run ended (`offered_s`).
 """
 
 from __future__ import annotations
@@ -36,26 +36,37 @@ def fraction(part: float, whole: float) -> float:
     return float(part) / float(whole) if whole else math.nan
 
 
-def mean_response_s(response_s: FloatArray) -> float:
-    """Mean response time of completed requests, seconds; NaN when none completed."""
-    return mean(response_s)
+def offered_s(times_s: FloatArray, arrival_s: FloatArray, response_s: FloatArray) -> FloatArray:
+    """Times of every offered request, in which those that have none waited as long as they could.
 
+    That is from their arrival to the end of the run (its last completion or arrival), and at least
+    as long as anybody else.
 
-def percentile_response_s(response_s: FloatArray, percent: float) -> float:
-    """Percentile of the response times of completed requests, seconds; NaN when none completed."""
-    return percentile(response_s, percent)
-
-
-def cvar99_response_s(response_s: FloatArray) -> float:
-    """Mean response time of the slowest hundredth of completed requests (at least one), seconds.
-
-    Conditional value at risk at 99 % (Rockafellar and Uryasev 2000); NaN when none completed.
+    Args:
+        times_s: Times from arrival, NaN where there is none, seconds, shape (num_requests,).
+        arrival_s: Clock times of arrival, seconds, shape (num_requests,).
+        response_s: End-to-end response times, NaN where dropped, seconds, shape (num_requests,).
     """
-    done = _known(response_s)
-    if not len(done):
+    missing = np.isnan(times_s)
+    if not missing.any():
+        return times_s
+    end_s = np.fmax(arrival_s + response_s, arrival_s).max()
+    longest_s = np.max(times_s, where=~missing, initial=0.0)
+    return np.where(missing, np.maximum(end_s - arrival_s, longest_s), times_s)
+
+
+def cvar99_s(times_s: FloatArray) -> float:
+    """Mean of the slowest hundredth of times (at least one), seconds; NaN when there is none.
+
+    Conditional value at risk at 99 % (Rockafellar and Uryasev 2000).
+
+    Args:
+        times_s: Of every offered request, shape (num_requests,).
+    """
+    if not len(times_s):
         return math.nan
-    num_slowest = math.ceil(TAIL * len(done))
-    return float(np.partition(done, len(done) - num_slowest)[-num_slowest:].mean())
+    num_slowest = math.ceil(TAIL * len(times_s))
+    return float(np.partition(times_s, len(times_s) - num_slowest)[-num_slowest:].mean())
 
 
 def violations(response_s: FloatArray, slo_s: float) -> BoolArray:
@@ -111,19 +122,16 @@ def load_balance(total_tokens: FloatArray, server: IntArray, capacity: FloatArra
     return float(1.0 - work.std() / work.mean()) if work.any() else math.nan
 
 
-def score(response_s: FloatArray, violations: BoolArray) -> float:
+def score(offered_response_s: FloatArray, violations: BoolArray) -> float:
     """What sweeps rank on: -(mean + 0.1 CVaR99 + 2 s x SLO-violation fraction); higher is better.
 
-    A dropped request counts as a violation and as slow as the slowest that completed; minus
-    infinity when none completed.
+    Args:
+        offered_response_s: Of every offered request (`offered_s`), shape (num_requests,).
+        violations: Which violated the SLO, shape (num_requests,).
     """
-    done = _known(response_s)
-    if not len(done):
-        return -math.inf
-    charged = np.where(np.isnan(response_s), done.max(), response_s)
     return -(
-        mean_response_s(charged)
-        + CVAR_WEIGHT * cvar99_response_s(charged)
+        mean(offered_response_s)
+        + CVAR_WEIGHT * cvar99_s(offered_response_s)
         + VIOLATION_WEIGHT_S * slo_violation_fraction(violations)
     )
 

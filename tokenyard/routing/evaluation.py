@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tokenyard import metrics
-from tokenyard.metrics import score
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet
@@ -28,7 +27,7 @@ def samples(
     if not streams.bootstrap:
         return {name: Samples(per_stream(scenario, some)) for name, some in runs.items()}
     assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
-    response_s = runs[baseline][0].outcomes.response_s
+    response_s = runs[baseline][0].outcomes.offered_response_s
     bootstrap = BlockBootstrap(
         len(response_s), block_length(response_s), np.random.default_rng(_BOOTSTRAP_SEED)
     )
@@ -42,22 +41,23 @@ def samples(
 def summarise(scenario: Scenario, run: Run) -> dict[str, float]:
     """Measure one stream; docs/metrics.md defines every key."""
     outcomes = run.outcomes
-    response_s, violations = outcomes.response_s, outcomes.violations(scenario.slo_response_s)
+    offered_s = outcomes.offered_response_s
+    violations = outcomes.violations(scenario.slo_response_s)
     capacity = np.array(scenario.server_capacities_tokens_per_s)
     shares = metrics.server_shares(outcomes.server, scenario.num_servers)
     return {
         "reward": float(run.rewards.sum()),
-        "mean_response_s": metrics.mean_response_s(response_s),
-        "p50_response_s": metrics.percentile_response_s(response_s, 50),
-        "p95_response_s": metrics.percentile_response_s(response_s, 95),
-        "p99_response_s": metrics.percentile_response_s(response_s, 99),
-        "cvar99_response_s": metrics.cvar99_response_s(response_s),
+        "mean_response_s": metrics.mean(offered_s),
+        "p50_response_s": metrics.percentile(offered_s, 50),
+        "p95_response_s": metrics.percentile(offered_s, 95),
+        "p99_response_s": metrics.percentile(offered_s, 99),
+        "cvar99_response_s": metrics.cvar99_s(offered_s),
         "mean_queue_length": float(outcomes.waiting_seen.mean()),
         "slo_violation_fraction": metrics.slo_violation_fraction(violations),
         "goodput_per_s": metrics.goodput_per_s(outcomes.arrival_s, violations),
-        "dropped_fraction": metrics.dropped_fraction(response_s),
+        "dropped_fraction": metrics.dropped_fraction(outcomes.response_s),
         "load_balance": metrics.load_balance(outcomes.total_tokens, outcomes.server, capacity),
-        "score": score(response_s, violations),
+        "score": metrics.score(offered_s, violations),
         **{f"share_server_{i}_fraction": float(share) for i, share in enumerate(shares)},
         **outcomes.further_measures(scenario),
     }
@@ -75,15 +75,12 @@ def per_stream(scenario: Scenario, runs: Sequence[Run]) -> dict[str, FloatArray]
 
 
 def _resample(bootstrap: BlockBootstrap, run: Run, slo_s: float) -> dict[str, FloatArray]:
-    response_s = run.outcomes.response_s
-    num_requests = len(response_s)
-    # nanpercentile is a hundred times slower than percentile.
-    percentile = np.nanpercentile if np.isnan(response_s).any() else np.percentile
+    offered_s = run.outcomes.offered_response_s
     violation = run.outcomes.violations(slo_s).astype(np.float64)
     return {
-        "reward": num_requests * bootstrap.resample(run.rewards, _row_means),
-        "mean_response_s": bootstrap.resample(response_s, lambda x: np.nanmean(x, axis=1)),
-        "p99_response_s": bootstrap.resample(response_s, lambda x: percentile(x, 99, axis=1)),
+        "reward": len(offered_s) * bootstrap.resample(run.rewards, _row_means),
+        "mean_response_s": bootstrap.resample(offered_s, _row_means),
+        "p99_response_s": bootstrap.resample(offered_s, lambda x: np.percentile(x, 99, axis=1)),
         "mean_queue_length": bootstrap.resample(run.outcomes.waiting_seen, _row_means),
         "slo_violation_fraction": bootstrap.resample(violation, _row_means),
     }

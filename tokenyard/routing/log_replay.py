@@ -119,7 +119,7 @@ PolicyRuns = Callable[[Scenario, StreamSet], Sequence[Run]]
 def values(twin: Twin, windows: Sequence[Window], run: PolicyRuns) -> FloatArray:
     """Mean response of a policy in every window, seconds, shape (num_windows,)."""
     runs = run(twin.scenario, streams_of(twin.scenario, windows))
-    return np.array([float(np.nanmean(one.outcomes.response_s)) for one in runs])
+    return np.array([metrics.mean(one.outcomes.offered_response_s) for one in runs])
 
 
 def difference(twin: Twin, ours_s: FloatArray, theirs_s: FloatArray) -> Interval:

@@ -43,11 +43,11 @@ class Objective:
     """Cost of each unit by which the mean p99 over streams exceeds that of the rule, as a fraction
     of it; 0 leaves the tail to `cvar99`."""
 
-    def stream_cost(self, response_s: FloatArray, violations: BoolArray) -> float:
-        """Cost in seconds of one stream's response times, NaN where dropped, shape (n,)."""
+    def stream_cost(self, offered_s: FloatArray, violations: BoolArray) -> float:
+        """Cost in seconds of the response times of one stream's offered requests, shape (n,)."""
         return (
-            self.mean * metrics.mean_response_s(response_s)
-            + self.cvar99 * metrics.cvar99_response_s(response_s)
+            self.mean * metrics.mean(offered_s)
+            + self.cvar99 * metrics.cvar99_s(offered_s)
             + self.violation * metrics.slo_violation_fraction(violations)
         )
 
@@ -158,11 +158,12 @@ class PolicySearch(CrossEntropy):
         objective = self.config.objective
         return StreamCosts(
             cost_s=np.array(
-                [objective.stream_cost(one.response_s, one.violations(slo_s)) for one in outcomes]
+                [
+                    objective.stream_cost(one.offered_response_s, one.violations(slo_s))
+                    for one in outcomes
+                ]
             ),
-            p99_s=np.array(
-                [metrics.percentile_response_s(one.response_s, 99.0) for one in outcomes]
-            ),
+            p99_s=np.array([metrics.percentile(one.offered_response_s, 99.0) for one in outcomes]),
         )
 
     def artifact(

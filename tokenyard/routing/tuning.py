@@ -261,7 +261,9 @@ class _Search:
         sim.drain()
         slo_s = self._scenario.slo_response_s
         outcomes = [sim.outcomes(copy) for copy in range(len(known))]
-        return float(np.mean([score(one.response_s, one.violations(slo_s)) for one in outcomes]))
+        return float(
+            np.mean([score(one.offered_response_s, one.violations(slo_s)) for one in outcomes])
+        )
 
     def _sita_choice(
         self, sim: Simulator, copy: int, rule: SizeIntervals, known: Sequence[int]

@@ -63,11 +63,11 @@ class Validation:
 
 def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, float]:
     """What became of one stream; the numbers are NAMES."""
-    response_s, violations = outcomes.response_s, outcomes.violations(slo_s)
+    offered_s, violations = outcomes.offered_response_s, outcomes.violations(slo_s)
     return (
-        metrics.score(response_s, violations),
-        metrics.mean_response_s(response_s),
-        metrics.percentile_response_s(response_s, 99.0),
+        metrics.score(offered_s, violations),
+        metrics.mean(offered_s),
+        metrics.percentile(offered_s, 99.0),
         metrics.slo_violation_fraction(violations),
     )
 

@@ -79,10 +79,11 @@ class BatchingOutcomes(Outcomes):
         done = ~np.isnan(self.response_s)
         delivered, wasted = self.output_tokens[done].sum(), self.wasted_tokens.sum()
         hit = self.hit_tokens.sum()
+        ttft_s = metrics.offered_s(self.first_token_s, self.arrival_s, self.response_s)
         return {
-            "mean_ttft_s": metrics.mean(self.first_token_s),
-            "p50_ttft_s": metrics.percentile(self.first_token_s, 50),
-            "p99_ttft_s": metrics.percentile(self.first_token_s, 99),
+            "mean_ttft_s": metrics.mean(ttft_s),
+            "p50_ttft_s": metrics.percentile(ttft_s, 50),
+            "p99_ttft_s": metrics.percentile(ttft_s, 99),
             "mean_tpot_s": metrics.mean(self.tpot_s),
             "p99_tpot_s": metrics.percentile(self.tpot_s, 99),
             "p50_itl_s": _itl_s(self, 50),

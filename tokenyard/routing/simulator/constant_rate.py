@@ -42,6 +42,11 @@ class Outcomes:
     waiting_seen: FloatArray
     """Requests waiting at all servers when this one was placed."""
 
+    @property
+    def offered_response_s(self) -> FloatArray:
+        """Response time of every offered request (`metrics.offered_s`), shape (num_requests,)."""
+        return metrics.offered_s(self.response_s, self.arrival_s, self.response_s)
+
     def violations(self, slo_response_s: float) -> BoolArray:
         """Which requests violated the SLO, shape (num_requests,)."""
         return metrics.violations(self.response_s, slo_response_s)
