@@ -64,8 +64,8 @@ check: .venv/.dev ## Lint, format, types, layers, words, size.
 serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000. POLICY=candidate: what was swept last.
 	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py $(addprefix --registry ,$(REGISTRY)) $(addprefix --policy ,$(POLICY))
 
-demo: .venv/.engines ## Three policies route live traffic over an emulated fleet, in five minutes, with a picture.
-	$(BIN)/python pipelines/replay.py --url emulated --rate 7 --length-scale 0.1 --duration-s 20 \
+demo: .venv/.engines ## Three policies route live traffic over an emulated fleet, in three minutes, with a picture.
+	$(BIN)/python pipelines/replay.py --url emulated --rate 14 --length-scale 0.05 --duration-s 12 \
 		--compare champion,sed,ray_default --baseline ray_default --figure $(STORAGE)/demo.png
 
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.
