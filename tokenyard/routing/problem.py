@@ -26,6 +26,7 @@ from tokenyard.routing.artifact import (
 )
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy, rows_for
+from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
 from tokenyard.routing.simulator.server_models import server_model
@@ -78,11 +79,11 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
     ) -> Candidate[Scenario, StreamSet, Run]:
-        """A rule, a bound, `champion`, `generic`, or the path of a policy file (.npz).
+        """A rule, a bound, `champion`, `generic`, or the path of a policy file (.npz or .py).
 
         Raises:
-            ValueError: The name is unknown, or it cannot be run on this scenario; a policy file
-                that is missing or broken gives an ArtifactError.
+            ValueError: The name is unknown, or it cannot be run on this scenario; an artifact that
+                is missing or broken gives an ArtifactError, a Python file a PolicyFileError.
         """
         if name in BASELINES:
             # Parameters that are missing must show before a long run.
@@ -94,10 +95,14 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         if name in TRAINED or name.endswith(".npz"):
             return _learned(name, scenario, registry)
+        if name.endswith(SUFFIX):
+            path = Path(name)
+            PolicyOfFile(path)
+            return Candidate(path.stem, f"the rule of {path}", partial(_run_file, path))
         known = [*BASELINES, *TRAINED, *BOUNDS]
         hint = former_names.hint(name, former_names.RULES)
         raise ValueError(
-            f"unknown policy {name!r}; give a policy file (.npz) or one of {known}{hint}"
+            f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}{hint}"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
@@ -241,6 +246,10 @@ def _run_trained(
     return run_policy(
         scenario, streams, lambda rng: learned_policy(artifact, started_at, slo), seed
     )
+
+
+def _run_file(path: Path, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:
+    return run_policy(scenario, streams, lambda rng: PolicyOfFile(path), seed)
 
 
 def _run_bound(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:

@@ -1,0 +1,144 @@
+"""Rank routing policies over many clusters, loads and kinds of traffic; add one of your own.
+
+python pipelines/arena.py --quick
+python pipelines/arena.py --quick --entry my_rule.py
+python pipelines/arena.py --full --json arena.json
+
+my_rule.py is a Python file with one class that has `route(self, request, snapshots) -> int`
+(docs/arena.md); a trained policy (.npz) is an entry too.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.evaluation import processes
+from tokenyard.problem import Row
+from tokenyard.provenance import command_line, versions, write_result
+from tokenyard.routing.arena import (
+    FULL,
+    QUICK,
+    USUAL,
+    Match,
+    board,
+    entries_of,
+    find_cells,
+    play_all,
+    rows_of_cell,
+)
+from tokenyard.routing.arena_page import write_page
+from tokenyard.routing.problem import PROBLEM
+
+WIDTH = 150
+"""Columns of a table that is not printed to a terminal."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """Rank every rule, the policies that ship, and your own."""
+
+    quick: bool = False
+    """6 of the 24 cells, with fewer and shorter streams."""
+    full: bool = False
+    """30 streams a cell in place of 8."""
+    entry: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """Policies of your own: Python files, or artifacts (.npz)."""
+    seed: int = 2026
+    """Of the streams."""
+    sealed_seed: int | None = None
+    """Draws the fleets of sealed cells; by default nobody knows it before, and it is printed."""
+    jobs: int = os.cpu_count() or 1
+    """Processes that matches are divided between."""
+    page: Path = Path("runs/arena.html")
+    """Where to write the board as a page."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+def print_board(console: Console, rows: list[Row]) -> None:
+    """Lay the board out."""
+    table = Table(
+        "entry", "kind", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        title="regret: how much longer the mean response is than the best rule's in hindsight",
+        title_justify="left",
+    )  # fmt: skip
+    for heading in ("cells", "mean rank", "mean regret %", "worst %", "better in", "worse in"):
+        table.add_column(heading, justify="right")
+    table.add_column("worst cell")
+    for row in rows:
+        table.add_row(
+            str(row["entry"]), str(row["kind"]), str(row["cells"]), f"{row['mean_rank']:.1f}",
+            *(f"{100 * float(row[f'{one}_regret_mean_fraction']):+.1f}"
+              for one in ("mean", "worst")),
+            str(row["cells_better"]), str(row["cells_worse"]), str(row["worst_cell"]),
+        )  # fmt: skip
+    console.print(table)
+
+
+def main(args: Args) -> None:
+    if args.quick and args.full:
+        sys.exit("arena: give one of --quick and --full")
+    sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed
+    size = QUICK if args.quick else FULL if args.full else USUAL
+    cells = find_cells(args.quick, sealed_seed)
+    try:
+        for path in args.entry:
+            PROBLEM.candidate(cells[0].scenario, str(path))
+    except ValueError as error:
+        sys.exit(f"arena: {error}")
+    matches = [
+        Match(entry, cell, size, args.seed)
+        for cell in cells
+        for entry in entries_of(cell, args.entry)
+    ]
+    started_s = time.monotonic()
+    with processes(args.jobs) as mapped:
+        found = play_all(matches, mapped)
+    rows: list[Row] = []
+    for cell in cells:
+        played = {
+            match.entry: one
+            for match, one in zip(matches, found, strict=True)
+            if match.cell is cell and not isinstance(one, str)
+        }
+        rows += rows_of_cell(cell, played, args.seed)
+    failed = [
+        f"{match.entry.name} in {match.cell.name}: {one}"
+        for match, one in zip(matches, found, strict=True)
+        if isinstance(one, str)
+    ]
+    summed = board(rows)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = WIDTH
+    print_board(console, summed)
+    for line in failed:
+        console.print(f"failed: {line}", markup=False)
+    took_s = time.monotonic() - started_s
+    told = (
+        f"{len(cells)} cells, {size.streams} streams of {size.requests} requests each, "
+        f"{took_s:.0f} s; sealed cells: --sealed-seed {sealed_seed}"
+    )
+    console.print(told, soft_wrap=True)
+    write_page(args.page, rows, summed, failed, [told, command_line(), _versions()])
+    console.print(f"page: {args.page}", soft_wrap=True)
+    if args.json is not None:
+        write_result(args.json, command_line(), args.seed, rows + summed, sealed_seed=sealed_seed)
+
+
+def _versions() -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions().items())
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

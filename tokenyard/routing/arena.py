@@ -1,0 +1,309 @@
+"""The arena: routing policies ranked over many clusters, loads and kinds of traffic.
+
+A cell is one workload on one fleet at one load. All entries of a cell decide the same streams.
+An entry's regret is how much longer its mean response is than that of the cell's best rule in
+hindsight. That rule is chosen on half of the streams and compared on the other half, both ways, so
+that no rule is judged on the streams it was chosen on.
+
+The fleets and loads of sealed cells are drawn when the arena runs: only their distribution is known
+(`search_any_cluster.draw_cluster`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from tokenyard.evaluation import Map
+from tokenyard.problem import Row
+from tokenyard.routing.evaluation import per_stream
+from tokenyard.routing.policy_file import SUFFIX
+from tokenyard.routing.problem import PROBLEM, TRAINED
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.search_any_cluster import Kind as DrawnKind
+from tokenyard.routing.search_any_cluster import draw_cluster
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
+from tokenyard.statistics.intervals import t_interval
+from tokenyard.types import FloatArray
+
+EntryKind = Literal["rule", "learned", "file"]
+MEAN = "mean_response_s"
+SHOWN = (
+    MEAN, "p99_response_s", "mean_ttft_s", "p99_ttft_s", "slo_violation_fraction", "goodput_per_s",
+    "dropped_fraction",
+)  # fmt: skip
+"""Measures of a row; those of first tokens are of fleets only."""
+ALL = "all"
+"""Cell of the rows that sum up an entry."""
+MOST_ENTRY_S = 60.0
+"""Time that the rule of a file may take in a cell."""
+
+_OWN_LOAD = None
+_QUICK: tuple[tuple[str, float | None], ...] = (
+    ("poisson_085", _OWN_LOAD),
+    ("conversation", _OWN_LOAD),
+    ("azure_code_slo", _OWN_LOAD),
+    ("conversation_mixed_gpus", 0.5),
+    ("multi_turn_prefix", _OWN_LOAD),
+)
+_MORE: tuple[tuple[str, float | None], ...] = (
+    ("poisson_050", _OWN_LOAD),
+    ("poisson_095", _OWN_LOAD),
+    ("bursty_serial", _OWN_LOAD),
+    ("homogeneous", _OWN_LOAD),
+    ("slotted", _OWN_LOAD),
+    ("thirty_two", _OWN_LOAD),
+    ("azure_code_mixed_gpus", _OWN_LOAD),
+    ("azure_code_slo", 0.5),
+    ("conversation_mixed_gpus", _OWN_LOAD),
+    ("stale_signals", _OWN_LOAD),
+    ("two_classes_slo", _OWN_LOAD),
+    ("two_classes_slo", 0.5),
+    ("churn", _OWN_LOAD),
+    ("emulated", _OWN_LOAD),
+    ("local_cpu", _OWN_LOAD),
+)
+_QUICK_SEALED: tuple[DrawnKind, ...] = ("engines",)
+_MORE_SEALED: tuple[DrawnKind, ...] = ("servers", "slots", "engines")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of each cell is played."""
+
+    streams: int
+    requests: int
+    """In a stream."""
+
+
+QUICK, USUAL, FULL = Size(6, 1000), Size(8, 2000), Size(30, 2000)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One workload on one fleet at one load."""
+
+    name: str
+    scenario: Scenario
+    load: float
+    """Offered, as if nothing were cached."""
+    is_sealed: bool = False
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Somebody who routes."""
+
+    name: str
+    kind: EntryKind
+    policy: str
+    """As `Routing.candidate` takes it."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One entry in one cell."""
+
+    entry: Entry
+    cell: Cell
+    size: Size
+    seed: int
+    """Of the streams."""
+
+
+Measured = Mapping[str, FloatArray]
+"""Measures by stream, shape (num_streams,) each."""
+
+
+def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
+    """Return the cells, of which the last are drawn.
+
+    Args:
+        quick: Only 6 of the 24.
+        sealed_seed: Draws the fleets and loads of sealed cells.
+    """
+    known = _QUICK if quick else _QUICK + _MORE
+    kinds = _QUICK_SEALED if quick else _QUICK_SEALED + _MORE_SEALED
+    drawn = [
+        draw_cluster(np.random.default_rng([sealed_seed, i]), kind) for i, kind in enumerate(kinds)
+    ]
+    return [_cell(load_scenario(name), load) for name, load in known] + [
+        _cell(one.model_copy(update={"name": f"sealed_{kind}_{i}"}), None, is_sealed=True)
+        for i, (one, kind) in enumerate(zip(drawn, kinds, strict=True))
+    ]
+
+
+def _cell(scenario: Scenario, load: float | None, is_sealed: bool = False) -> Cell:
+    load = StreamSource(scenario).offered_load if load is None else load
+    return Cell(f"{scenario.name} at {load:.2f}", scenario, load, is_sealed)
+
+
+def entries_of(cell: Cell, files: Sequence[Path]) -> list[Entry]:
+    """Return every rule whose signals the cell has, the policies that ship, and files."""
+    known = [name for name in PROBLEM.policies_for(cell.scenario) if name not in TRAINED]
+    rules = [Entry(name, "rule", name) for name in known if _source(cell.scenario, name)]
+    trained = [Entry(name, "learned", name) for name in TRAINED if _ships(cell.scenario, name)]
+    return rules + trained + [Entry(one.stem, _kind(one), str(one)) for one in files]
+
+
+def _kind(path: Path) -> EntryKind:
+    return "file" if path.suffix == SUFFIX else "learned"
+
+
+def _source(scenario: Scenario, name: str) -> str | None:
+    """Where a policy comes from; None: it cannot play, such as a tuned rule where none is tuned."""
+    try:
+        return PROBLEM.candidate(scenario, name).source
+    except ValueError:
+        return None
+
+
+def _ships(scenario: Scenario, name: str) -> bool:
+    """Whether a trained policy ships; a rule, or `generic`, stands there under its own name."""
+    source = _source(scenario, name)
+    if source is None or name == "generic":
+        return source is not None
+    return "the rule" not in source and "generic" not in source
+
+
+def play(match: Match) -> Measured:
+    """Let an entry decide the streams of a cell.
+
+    Raises:
+        ValueError: It cannot, or failed.
+    """
+    scenario, streams = _streams(match.cell, match.size, match.seed)
+    runs = PROBLEM.candidate(scenario, match.entry.policy).run(scenario, streams, match.seed)
+    found = per_stream(scenario, runs)
+    return {key: found[key] for key in SHOWN if key in found}
+
+
+@lru_cache(maxsize=2)
+def _drawn(name: str, text: str, load: float, size: Size, seed: int) -> tuple[Scenario, StreamSet]:
+    scenario = Scenario.model_validate_json(text)
+    source = StreamSource(scenario)
+    factor = load / source.offered_load
+    return scenario, synthetic_streams(source, size.streams, seed, load_factor=factor)
+
+
+def _streams(cell: Cell, size: Size, seed: int) -> tuple[Scenario, StreamSet]:
+    scenario = cell.scenario.model_copy(update={"requests_per_stream": size.requests})
+    # Scenarios have no hash; equal text is an equal scenario.
+    return _drawn(cell.name, scenario.model_dump_json(), cell.load, size, seed)
+
+
+def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
+    """Play matches; of those that failed the reason, a sentence.
+
+    Rules of files play in processes of their own, since they may hang.
+
+    Args:
+        matches: In any order.
+        mapped: Shares the others out.
+    """
+    ours = [one for one in matches if one.entry.kind != "file"]
+    found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
+    theirs = {id(one): _play_apart(one) for one in matches if one.entry.kind == "file"}
+    return [(found | theirs)[id(one)] for one in matches]
+
+
+def _try(match: Match) -> Measured | str:
+    try:
+        return play(match)
+    except ValueError as error:
+        return " ".join(str(error).split())
+
+
+def _play_apart(match: Match) -> Measured | str:
+    context = get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(match, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        if not here.poll(MOST_ENTRY_S):
+            return f"{match.entry.name} took more than {MOST_ENTRY_S:g} s"
+        found: Measured | str = here.recv()
+        return found
+    except EOFError:
+        return f"{match.entry.name} ended its process"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _tell(match: Match, there: Connection) -> None:
+    there.send(_try(match))
+
+
+def hindsight_s(rules: Mapping[str, FloatArray]) -> tuple[FloatArray, tuple[str, str]]:
+    """Return the mean responses of the best rule, chosen on the other half of the streams.
+
+    Args:
+        rules: Mean response by stream of every rule, shape (num_streams,).
+
+    Returns:
+        Shape (num_streams,), and the rules that even and odd streams are compared with.
+    """
+    names, times_s = list(rules), np.array(list(rules.values()))
+    chosen = [int(times_s[:, 1 - half :: 2].mean(axis=1).argmin()) for half in (0, 1)]
+    best_s = times_s[chosen[0]].copy()
+    best_s[1::2] = times_s[chosen[1], 1::2]
+    return best_s, (names[chosen[0]], names[chosen[1]])
+
+
+def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list[Row]:
+    """One row per entry, best mean response first; docs/metrics.md defines the keys."""
+    rules = {one.name: found[one][MEAN] for one in found if one.kind == "rule"}
+    best_s, names = hindsight_s(rules)
+    rows: list[Row] = []
+    for entry, measured in found.items():
+        regret = t_interval(measured[MEAN] - best_s).over(float(best_s.mean()))
+        rows.append(
+            {
+                "entry": entry.name, "kind": entry.kind, "cell": cell.name, "seed": seed,
+                "stream_count": len(best_s), "offered_load": cell.load,
+                **{key: float(measured[key].mean()) if key in measured else math.nan
+                   for key in SHOWN},
+                "best_rule": " or ".join(dict.fromkeys(names)),
+                "regret_mean_fraction": regret.estimate,
+                "regret_mean_ci_low": regret.low, "regret_mean_ci_high": regret.high,
+            }
+        )  # fmt: skip
+    rows.sort(key=lambda row: float(row[MEAN]))
+    return [{**row, "rank": rank} for rank, row in enumerate(rows, 1)]
+
+
+def board(rows: Sequence[Row]) -> list[Row]:
+    """Sum up every entry over its cells: those that play in most cells first, then by mean regret.
+
+    Args:
+        rows: Of all cells.
+    """
+    of_entry: dict[str, list[Row]] = {}
+    for row in rows:
+        of_entry.setdefault(str(row["entry"]), []).append(row)
+    summed = [_sum_up(some) for some in of_entry.values()]
+    return sorted(summed, key=lambda row: (-int(row["cells"]), row["mean_regret_mean_fraction"]))
+
+
+def _sum_up(some: Sequence[Row]) -> Row:
+    regrets = [float(row["regret_mean_fraction"]) for row in some]
+    worst = some[int(np.argmax(regrets))]
+    return {
+        "entry": some[0]["entry"], "kind": some[0]["kind"], "cell": ALL, "cells": len(some),
+        "mean_rank": float(np.mean([float(row["rank"]) for row in some])),
+        "mean_regret_mean_fraction": float(np.mean(regrets)),
+        "worst_regret_mean_fraction": max(regrets),
+        "worst_cell": worst["cell"],
+        "cells_better": sum(float(row["regret_mean_ci_high"]) < 0 for row in some),
+        "cells_worse": sum(float(row["regret_mean_ci_low"]) > 0 for row in some),
+    }  # fmt: skip

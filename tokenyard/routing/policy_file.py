@@ -1,0 +1,88 @@
+"""A rule of one's own: a Python file with one class that has `route`.
+
+    class Mine:
+        def route(self, request, snapshots):
+            return min(range(len(snapshots)), key=lambda i: snapshots[i].num_outstanding)
+
+The class is made afresh for every stream, without arguments. `tokenyard.routing.types` says what a
+request and a snapshot are. The file is run as it is: it is trusted like any other program.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenyard.routing.types import ReplicaSnapshot, Request, RoutingPolicy
+
+SUFFIX = ".py"
+
+
+class PolicyFileError(ValueError):
+    """A policy file that is not one, or whose rule failed; the text says how."""
+
+
+class PolicyOfFile:
+    """The rule of a file; what it answers is checked."""
+
+    def __init__(self, path: Path) -> None:
+        """Load the file, and make its class.
+
+        Raises:
+            PolicyFileError: It cannot be loaded or made.
+        """
+        self._file = path.name
+        self._rule: RoutingPolicy = self._try(load_rule(path))
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return what the rule chooses.
+
+        Raises:
+            PolicyFileError: It raised, or what it returned is no index of a replica.
+        """
+        answer = self._try(self._rule.route, request, snapshots)
+        try:
+            chosen = operator.index(answer)
+        except TypeError:
+            chosen = -1
+        if not 0 <= chosen < len(snapshots):
+            raise PolicyFileError(
+                f"{self._file}: route returned {answer!r:.50} for {len(snapshots)} replicas"
+            )
+        return chosen
+
+    def _try(self, call: Any, *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except Exception as error:  # Whatever somebody else's code raises.
+            raise PolicyFileError(f"{self._file}: {type(error).__name__}: {error}") from error
+
+
+def load_rule(path: Path) -> type:
+    """Return the one class of a file that has `route`.
+
+    Raises:
+        PolicyFileError: The file is missing or fails, or there is not exactly one such class.
+    """
+    if not path.is_file():
+        raise PolicyFileError(f"policy file {path} was not found")
+    spec = importlib.util.spec_from_file_location(f"policy_of_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # Whatever somebody else's code raises.
+        text = f"{path.name} cannot be loaded: {type(error).__name__}: {error}"
+        raise PolicyFileError(text) from error
+    found = [
+        one
+        for one in vars(module).values()
+        if isinstance(one, type) and one.__module__ == module.__name__ and hasattr(one, "route")
+    ]
+    if len(found) != 1:
+        raise PolicyFileError(f"{path.name} has {len(found)} classes with `route`, and not one")
+    return found[0]
