@@ -15,6 +15,7 @@ import contextlib
 import csv
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -72,9 +73,8 @@ class Case:
     """Whether engines answer a router that asks for their load, and it has to ask."""
     names_first: bool = False
     """Tell the rule what no snapshot does: of equal matches, who was sent the prefix first."""
-
-    draws_alike: bool = True
-    """Whether it should draw with the probabilities of our rule."""
+    draws_ties: bool = True
+    """Whether the router draws between equals where our rule does."""
 
     @property
     def setting(self) -> str:
@@ -86,6 +86,8 @@ class Case:
 
 BALANCE = {"balance_abs_threshold": 4.0}
 """At the default of 64 a fleet of four hardly ever counts as imbalanced."""
+IMBALANCED = {"imbalanced_threshold": 8.0}
+"""At the default of infinity no fleet is."""
 POLLED = ("--load-monitor-interval", "2")
 """At the default of 10 s what was sent since counts for far more than what is polled."""
 CASES = (
@@ -108,14 +110,8 @@ CASES = (
     Case("sglang-router", "round_robin", "round_robin"),
     Case("sglang-router", "random", "random"),
     Case(RAY, "PowerOfTwoChoicesRequestRouter", "ray_p2c"),
-    Case(RAY, "PrefixCacheAffinityRouter", "ray_prefix_affinity", draws_alike=False),
-    Case(
-        RAY,
-        "PrefixCacheAffinityRouter",
-        "ray_prefix_affinity",
-        {"imbalanced_threshold": 8.0},
-        draws_alike=False,
-    ),
+    Case(RAY, "PrefixCacheAffinityRouter", "ray_prefix_affinity", draws_ties=False),
+    Case(RAY, "PrefixCacheAffinityRouter", "ray_prefix_affinity", IMBALANCED, draws_ties=False),
 )
 
 
@@ -251,7 +247,14 @@ def measure(case: Case, args: Args) -> Parity:
         start_ray()
     started_s = time.monotonic()
     picks = asyncio.run(picks_of(case, args.picks, args.seed))
-    parity = parity_of(picks, case.rule, case.knobs, case.names_first, case.told_load)
+    parity = parity_of(
+        picks,
+        case.rule,
+        case.knobs,
+        names_first=case.names_first,
+        told_load=case.told_load,
+        draws_ties=case.draws_ties,
+    )
     return replace(parity, wall_s=time.monotonic() - started_s)
 
 
@@ -288,6 +291,8 @@ def write_csv(path: Path, rows: list[dict[str, object]]) -> None:
 def main(args: Args) -> None:
     if absent := [sentence for rival in args.rivals if (sentence := missing(rival))]:
         sys.exit("; ".join(absent))
+    # Who ends this process is to end the router as well.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows: list[dict[str, object]] = []
     for case in CASES:
         if case.rival in args.rivals:

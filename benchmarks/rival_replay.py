@@ -161,14 +161,24 @@ def parity_of(
     picks: Sequence[Pick],
     rule: str,
     knobs: Mapping[str, float],
-    names_first: bool,
-    told_load: bool,
+    *,
+    names_first: bool = False,
+    told_load: bool = False,
+    draws_ties: bool = True,
 ) -> Parity:
     """Ask a rule of ours for every recorded decision.
 
     The order of the engines is that of their first requests, which were sent while all were idle,
     as the routers break ties by their own order. Engines that tell no load have the requests in
     flight in place of a wait, as in smg.
+
+    Args:
+        picks: What the router did.
+        rule: A name of `BASELINES`.
+        knobs: Of the rule; the others are its makers'.
+        names_first: The rule is told which engine was sent the longest match first.
+        told_load: The router was told the load of the engines.
+        draws_ties: The router draws between equals, as our rule does.
     """
     order = list(dict.fromkeys(pick.chosen for pick in picks))
     waits = waits_of(picks) if told_load else [list(map(float, one.in_flight)) for one in picks]
@@ -179,14 +189,14 @@ def parity_of(
         named = order.index(pick.first_sent) if pick.first_sent >= 0 else -1
         chosen.append(order.index(pick.chosen))
         laws.append(replay.law(request, snapshots, named, chosen[-1]))
-    return compare(laws, chosen)
+    return compare(laws, chosen, draws_ties)
 
 
-def compare(laws: Sequence[Law], chosen: Sequence[int]) -> Parity:
+def compare(laws: Sequence[Law], chosen: Sequence[int], draws_ties: bool) -> Parity:
     """Compare what was chosen with the laws by which it should have been."""
     sure = [law[one] == 1.0 for law, one in zip(laws, chosen, strict=True) if max(law) == 1.0]
     possible = [law[one] > 0.0 for law, one in zip(laws, chosen, strict=True)]
-    statistic, degrees = chi_square(laws, chosen)
+    statistic, degrees = chi_square(laws, chosen, draws_ties)
     return Parity(
         num_picks=len(laws),
         agreement_fraction=float(np.mean(sure)) if sure else float("nan"),
@@ -198,10 +208,11 @@ def compare(laws: Sequence[Law], chosen: Sequence[int]) -> Parity:
     )
 
 
-def chi_square(laws: Sequence[Law], chosen: Sequence[int]) -> tuple[float, int]:
+def chi_square(laws: Sequence[Law], chosen: Sequence[int], draws_ties: bool) -> tuple[float, int]:
     """Pearson's statistic and its degrees of freedom, summed over decisions of the same law.
 
-    What the law excludes is not counted: `possible_fraction` says how often that was chosen.
+    What the law excludes is not counted: `possible_fraction` says how often that was chosen. Laws
+    of equals are left out where the router does not draw between them.
     """
     counts: defaultdict[Law, Counter[int]] = defaultdict(Counter)
     for law, one in zip(laws, chosen, strict=True):
@@ -210,6 +221,9 @@ def chi_square(laws: Sequence[Law], chosen: Sequence[int]) -> tuple[float, int]:
     for law, found in counts.items():
         cells = [i for i, probability in enumerate(law) if probability > 0.0]
         expected = {i: law[i] * found.total() for i in cells}
+        is_tie = max(expected.values()) == min(expected.values())
+        if is_tie and not draws_ties:
+            continue
         if len(cells) > 1 and min(expected.values()) >= LEAST_EXPECTED:
             statistic += sum((found[i] - expected[i]) ** 2 / expected[i] for i in cells)
             degrees += len(cells) - 1
