@@ -13,7 +13,10 @@ export PYTHONFAULTHANDLER := 1
 # Two workers, with what needs Ray in one of them.
 IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=25
 
-.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install
+# Routers of others, for benchmarks/rival_parity.py: an environment each, as two of them share a script's name.
+RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
+
+.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install rivals
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -46,6 +49,13 @@ test: kernels ## At every change: what starts no process, and one of each kind t
 test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
+
+rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## Routers that our rules are compared with, in .rivals.
+
+$(RIVALS)/%/.installed: rivals/%.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
 
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster

@@ -151,18 +151,15 @@ def sglang_cache_aware(history: History, request: Request, fleet: Fleet) -> set[
 
 def vllm_cache_aware(history: History, request: Request, fleet: Fleet) -> set[int]:
     _, holders = cache_aware(request, fleet)
-    for sent in reversed(history):
-        for i in holders:
-            if fleet[i].replica_id == sent.name:
-                return {i}
-    return {holders[0]}
+    loads = {i: fleet[i].num_waiting + fleet[i].num_running for i in holders}
+    return {min(i for i in holders if loads[i] == min(loads.values()))}
 
 
 def smg_spill(history: History, request: Request, fleet: Fleet) -> set[int]:
     loads = [s.num_waiting + s.num_running for s in fleet]
     mean = sum(loads) / len(loads)
-    margin = min(max(64, 0.5 * mean), max(4, 2 * math.sqrt(mean)))
-    gated = [load > mean + margin for load in loads]
+    margin = min(64, max(4, math.ceil(2 * math.sqrt(mean))))
+    gated = [load > mean + margin and load > 1.5 * mean for load in loads]
     longest = max(hit(request, s) for s in fleet)
     everyone = list(range(len(fleet)))
     candidates = everyone

@@ -145,7 +145,7 @@ def tied(name: str, request: Request, fleet: list[ReplicaSnapshot]) -> bool:
     """Whether a fresh rule has nothing to tell two of these replicas apart by."""
     matches = sorted(min(s.engine.match_tokens if s.engine else 0, request.context_tokens)
                      for s in fleet)  # fmt: skip
-    if len(fleet) > 1 and name in ("sglang_cache_aware", "vllm_cache_aware", "smetric"):
+    if len(fleet) > 1 and name in ("sglang_cache_aware", "smetric"):
         # Of equal prefixes they name any one.
         return matches[-1] == matches[-2]
     if name == "preble_e2":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tokenyard.routing.policies.cost import cheapest, cheapest_of
+import numpy as np
+
+from tokenyard.routing.policies.cost import cheapest, cheapest_of, drawn_of
 from tokenyard.routing.policies.signals import longest_match, match_fraction
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
@@ -54,58 +56,51 @@ class SglangCacheAware(_Thresholds):
 
 
 class VllmCacheAware(SglangCacheAware):
-    """`SglangCacheAware` whose tree names the replica that was sent to last; same defaults.
+    """`SglangCacheAware`, but of the replicas with the longest match it takes the least requests.
 
-    Of replicas with the longest match it takes the one that this rule chose last, else the first.
+    Ties go to the first; same defaults.
 
-    Source: vllm-project/router, src/policies/cache_aware.rs (16917f4), a fork of SGLang's, and
-    `router_args.py` of vllm-router 0.1.17.
+    Source: picks of vllm-router 0.1.17, whose tree names all replicas of a prefix where the stored
+    src/policies/cache_aware.rs (16917f4) still named one: docs/results/rival-parity.md.
     """
 
-    def __init__(
-        self,
-        cache_threshold: float = 0.3,
-        balance_abs_threshold: float = 64.0,
-        balance_rel_threshold: float = 1.5,
-    ) -> None:
-        """Begin without a replica that was chosen last."""
-        super().__init__(cache_threshold, balance_abs_threshold, balance_rel_threshold)
-        self._num_routed = 0
-        self._chosen_at: dict[str, int] = {}
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the choice, and remember it."""
-        chosen = super().route(request, snapshots)
-        self._num_routed += 1
-        self._chosen_at[snapshots[chosen].replica_id] = self._num_routed
-        return chosen
-
     def holder(self, longest: Sequence[int], snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the one of the replicas with the longest match that was chosen last."""
-        return max(longest, key=lambda i: self._chosen_at.get(snapshots[i].replica_id, 0))
+        """Return the one of the replicas with the longest match that has the fewest requests."""
+        return cheapest_of(longest, [s.num_outstanding for s in snapshots])[0]
 
 
 class SmgSpill(_Thresholds):
     """Follows the longest prefix, but spills from replicas that are far above the mean load.
 
-    A replica is gated when its requests in flight are above the mean by more than
-    `min(max(64, 0.5 x mean), max(4, 2 x sqrt(mean)))`. Of the replicas with the longest match, if
+    A replica is gated when its requests in flight are above 1.5 x mean and above the mean by more
+    than `min(64, max(4, ceil(2 x sqrt(mean))))`. Of the replicas with the longest match, if
     that is above 0.3 of the prompt, those that are not gated are candidates; if all are gated, all
     that are not gated anywhere are, else all. Without a match all are. The candidate of least
-    expected wait is taken, the first of equals.
+    expected wait is taken; of equals one is drawn.
 
-    Ours: the expected wait is our snapshot's, where smg divides the queue that it polls by a rate;
-    the swing that its margin is capped at, two standard deviations, is that of a Poisson count.
+    Ours: the expected wait is our snapshot's, where smg divides the queue that it polls by a rate.
 
-    Source: smg-project/smg, model_gateway/src/policies/cache_aware.rs (04def28), defaults and cap
-    of smg 1.13.0.
+    Source: smg-project/smg, model_gateway/src/policies/{cache_aware,least_load}.rs (04def28),
+    defaults of smg 1.13.0; the cap, two standard deviations of a Poisson count, is newer than the
+    stored source and comes from picks of the binary: docs/results/rival-parity.md.
     """
 
+    def __init__(
+        self,
+        rng: np.random.Generator,
+        cache_threshold: float = 0.3,
+        balance_abs_threshold: float = 64.0,
+        balance_rel_threshold: float = 1.5,
+    ) -> None:
+        """Draw ties from `rng`."""
+        super().__init__(cache_threshold, balance_abs_threshold, balance_rel_threshold)
+        self._rng = rng
+
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the candidate of least expected wait."""
+        """Return a candidate of least expected wait."""
         waits = [s.wait_s for s in snapshots]
         candidates = self._candidates(request, snapshots)
-        return cheapest_of(candidates, waits)[0]
+        return drawn_of(cheapest_of(candidates, waits), self._rng)
 
     def _candidates(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Sequence[int]:
         everyone = range(len(snapshots))
@@ -118,5 +113,5 @@ class SmgSpill(_Thresholds):
 
     def _most_requests(self, snapshots: Sequence[ReplicaSnapshot]) -> float:
         mean = sum(s.num_outstanding for s in snapshots) / len(snapshots)
-        margin = max(self._balance_abs, (self._balance_rel - 1.0) * mean)
-        return mean + min(margin, max(4.0, 2.0 * math.sqrt(mean)))
+        swing = max(4.0, math.ceil(2.0 * math.sqrt(mean)))
+        return max(self._balance_rel * mean, mean + min(self._balance_abs, swing))

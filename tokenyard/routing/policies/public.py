@@ -149,7 +149,7 @@ PUBLIC_RULES: dict[str, PublicRule] = {
     ),
     "vllm_cache_aware": PublicRule(VllmCacheAware, Needs.PREFIX_CACHE, CACHE_AWARE),
     "sglang_cache_aware": PublicRule(SglangCacheAware, Needs.PREFIX_CACHE, CACHE_AWARE),
-    "smg_spill": PublicRule(SmgSpill, Needs.PREFIX_CACHE, CACHE_AWARE),
+    "smg_spill": PublicRule(SmgSpill, Needs.PREFIX_CACHE, CACHE_AWARE, _draws),
     "aibrix_prefix_cache": PublicRule(
         AibrixPrefixCache,
         Needs.PREFIX_CACHE,
