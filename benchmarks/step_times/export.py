@@ -3,8 +3,8 @@
 .cache/rivals/aiconfigurator/bin/python benchmarks/step_times/export.py > times.csv
 
 It imports the standard library and `aiconfigurator_core` (rivals/aiconfigurator.txt), nothing of
-Tokenyard. The wheel adds up measured kernels: matrix products and attention of vLLM, collectives of
-NCCL; elementwise kernels by a formula. Its times are NVIDIA's data: use them, do not commit them.
+Tokenyard. The wheel adds up measured kernels of vLLM: matrix products, attention, all-reduces;
+elementwise kernels by a formula. Its times are NVIDIA's data: use them, do not commit them.
 """
 
 from __future__ import annotations

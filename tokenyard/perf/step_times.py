@@ -231,7 +231,7 @@ def _calibration(system: str, degrees: Sequence[int], parameters: FloatArray) ->
 def _link(system: str, degrees: Sequence[int], parameters: FloatArray) -> Link:
     modelled_link = KINDS[system].modelled_link
     return Link(
-        source=f"all-reduce fitted to step times, NCCL on {system}; sends as {modelled_link}",
+        source=f"all-reduce fitted to step times of {system}; sends as {modelled_link}",
         all_reduce={
             degree: Collective(latency_s=float(latency_s), bandwidth_bytes_per_s=float(bandwidth))
             for degree, (latency_s, bandwidth) in zip(
