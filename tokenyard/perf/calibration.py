@@ -39,7 +39,7 @@ def mape(predicted: FloatArray, measured: FloatArray) -> float:
     return float(np.abs(predicted / measured - 1).mean())
 
 
-def _fit_positive(
+def fit_positive(
     predict: Callable[[FloatArray], FloatArray],
     measured: FloatArray,
     start: Sequence[float],
@@ -75,7 +75,7 @@ def fit_kernels(profiles: Sequence[KernelProfile], gpu: Gpu) -> Kernels:
     def predict(parameters: FloatArray) -> FloatArray:
         return _linear_s(_kernels(parameters, 1.0), compute_s, memory_s)
 
-    fitted = _fit_positive(
+    fitted = fit_positive(
         predict, linear_s, (0.75, 0.9, 1.4, 2e-5), (0.1, 0.1, 1.0, 1e-7), (1.5, 1.5, 20.0, 1e-3)
     )
     return _kernels(fitted, _fit_elementwise_overhead_s(profiles, gpu))
@@ -102,7 +102,7 @@ def _fit_elementwise_overhead_s(profiles: Sequence[KernelProfile], gpu: Gpu) -> 
         return np.asarray(parameters[0] + traffic / bandwidth)
 
     start, lower, upper = (1e-5, 0.8), (1e-7, 0.05), (1e-3, 10.0)
-    return float(_fit_positive(predict, measured, start, lower, upper)[0])
+    return float(fit_positive(predict, measured, start, lower, upper)[0])
 
 
 def _elementwise_bytes(profile: KernelProfile) -> FloatArray:
@@ -163,7 +163,7 @@ def fit_collective(profile: CollectiveProfile, kind: str) -> Collective:
         return np.asarray(parameters[0] + traffic / parameters[1])
 
     start, lower, upper = (2e-5, 1e11), (1e-7, 1e8), (1e-2, 2e12)
-    latency_s, bandwidth = _fit_positive(predict, profile.time_s, start, lower, upper)
+    latency_s, bandwidth = fit_positive(predict, profile.time_s, start, lower, upper)
     return Collective(latency_s=float(latency_s), bandwidth_bytes_per_s=float(bandwidth))
 
 
@@ -242,7 +242,7 @@ def fit_engine(figures: Sequence[Published], calibration: Calibration) -> Engine
     def predict(parameters: FloatArray) -> FloatArray:
         return predicted(figures, with_engine(calibration, _engine(parameters)))
 
-    fitted = _fit_positive(
+    fitted = fit_positive(
         predict, measured, (0.8, 0.6, 1e-3, 1.0), (0.2, 0.1, 1e-6, 0.1), (1.0, 1.0, 0.1, 10.0)
     )
     return _engine(fitted)
@@ -310,7 +310,7 @@ def fit_replica(profile: IterationProfile, replica: Replica) -> Calibration:
     start = (0.75, 0.9, 1.4, 2e-5, 0.8, 0.6, 1e-3)
     lower = (0.02, 0.02, 1.0, 1e-7, 0.02, 0.02, 1e-6)
     upper = (1.5, 1.5, 20.0, 1e-2, 1.5, 1.5, 1.0)
-    return calibration(_fit_positive(predict, profile.time_s, start, lower, upper))
+    return calibration(fit_positive(predict, profile.time_s, start, lower, upper))
 
 
 def held_out_third(profile: IterationProfile) -> tuple[IterationProfile, IterationProfile]:

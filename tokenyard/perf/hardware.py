@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Annotated, Any, Self, TypeVar
 
 import yaml
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from tokenyard.config import FrozenModel
 
@@ -91,6 +91,8 @@ class Engine(FrozenModel):
     """Fixed cost of an iteration: scheduling, sampling, detokenising."""
     overhead_scale: Positive
     """Factor on the fixed costs of a layer."""
+    attention_overhead_s: Annotated[float, Field(ge=0)] = 0.0
+    """Fixed cost, in every layer, of the attention of prompts, and as much of that of decoding."""
     overlaps_stages: bool = True
     """Whether pipeline stages compute different micro-batches at a time; else they take turns."""
 
@@ -110,8 +112,17 @@ def shipped_calibration(file: str = "fitted.json") -> Calibration:
     return Calibration.model_validate_json(read_table(file))
 
 
+@functools.cache
+def step_time_calibrations() -> Mapping[str, Calibration]:
+    """Return what was fitted to NVIDIA's step times, by name of the kernels (`step_times`)."""
+    return TypeAdapter(dict[str, Calibration]).validate_json(read_table("step_times.json"))
+
+
 def calibration_of(gpu: Gpu) -> Calibration:
     """Return the shipped parameters that know a kind's kernels: of GPUs, or of CPU ranks."""
+    of_steps = step_time_calibrations()
+    if gpu.kernels in of_steps:
+        return of_steps[gpu.kernels]
     of_gpus = shipped_calibration()
     return of_gpus if gpu.kernels in of_gpus.kernels else shipped_calibration("cpu_ranks.json")
 

@@ -33,9 +33,9 @@ class IterationTime:
     elementwise_s: FloatArray
     """Norms, activation, residual."""
     attention_s: FloatArray
-    """Operations of the prompts' attention."""
+    """Attention of prompts: its operations and its fixed cost."""
     kv_s: FloatArray
-    """Reading the KV cache of decoding sequences."""
+    """Attention of decoding sequences: reading their KV cache, and its fixed cost."""
     head_s: FloatArray
     """LM head, one row per sequence."""
     all_reduce_s: FloatArray
@@ -110,7 +110,7 @@ def _stage(
         linear_s=num_layers * _linear_s(replica, tokens),
         elementwise_s=num_layers * _elementwise_s(replica, tokens),
         attention_s=num_layers * _attention_s(replica, prefill, context),
-        kv_s=num_layers * _kv_s(replica, kv),
+        kv_s=num_layers * _kv_s(replica, decode, kv),
         head_s=_head_s(replica, decode + np.minimum(prefill, 1)),
         all_reduce_s=num_layers * 2 * _all_reduce_s(replica, tokens),
         send_s=_send_s(replica, tokens),
@@ -180,17 +180,19 @@ def _elementwise_s(replica: Replica, tokens: FloatArray) -> FloatArray:
 
 def _attention_s(replica: Replica, prefill: FloatArray, context: FloatArray) -> FloatArray:
     """4 h operations per pair of a prompt token and one it attends to, in 16 bit."""
-    efficiency = replica.calibration.engine.attention_efficiency
+    engine = replica.calibration.engine
     operations = 4 * replica.llm.hidden_size * prefill * context
-    rate = replica.tensor_parallel * replica.gpu.bf16_tflops * 1e12 * efficiency
-    return np.asarray(operations / rate)
+    rate = replica.tensor_parallel * replica.gpu.bf16_tflops * 1e12 * engine.attention_efficiency
+    return np.asarray(operations / rate + engine.attention_overhead_s * (prefill > 0))
 
 
-def _kv_s(replica: Replica, kv_tokens: FloatArray) -> FloatArray:
+def _kv_s(replica: Replica, decode: FloatArray, kv_tokens: FloatArray) -> FloatArray:
+    engine = replica.calibration.engine
     bytes_per_token = replica.llm.kv_bytes_per_token(replica.precision) / replica.llm.num_layers
-    efficiency = replica.calibration.engine.kv_efficiency
-    rate = replica.kv_shards * replica.memory_bytes_per_s * efficiency
-    return np.asarray(bytes_per_token * kv_tokens / rate)
+    rate = replica.kv_shards * replica.memory_bytes_per_s * engine.kv_efficiency
+    return np.asarray(
+        bytes_per_token * kv_tokens / rate + engine.attention_overhead_s * (decode > 0)
+    )
 
 
 def _head_s(replica: Replica, rows: FloatArray) -> FloatArray:

@@ -9,6 +9,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "azure_code_mixed_gpus",
         "azure_code_mixed_gpus_085",
         "azure_code_slo",
+        "conversation_measured_gpus",
         "conversation_mixed_gpus",
         "multi_turn_prefix",
         "two_classes_slo",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from unit.gpu_kinds import GPU_KINDS
+from unit.gpu_kinds import GPU_KINDS, STEP_TIME_KINDS, precisions
 
 from tokenyard.perf.coefficients import batch_grid, fit_linear, linear_coefficients
 from tokenyard.perf.iteration import iteration_parts, iteration_s, layer_work
@@ -19,17 +19,16 @@ LLMS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_8b", "internlm_20b", "s
 
 
 @st.composite
-def replicas(draw, llms=LLMS):
+def replicas(draw, llms=LLMS, gpus=(*GPU_KINDS, *STEP_TIME_KINDS)):
     llm = draw(st.sampled_from(llms))
     degrees = (1,) if llm == "smollm2_135m" else (1, 2, 4, 8)
-    gpu = draw(st.sampled_from(GPU_KINDS))
-    precisions = ("fp16",) if gpu in ("a100_80g_sxm", "a10g") else ("fp16", "fp8")
+    gpu = draw(st.sampled_from(gpus))
     replica = make_replica(
         gpu,
         llm,
         tensor_parallel=draw(st.sampled_from(degrees)),
         pipeline_parallel=draw(st.sampled_from((1, 2, 4))),
-        precision=draw(st.sampled_from(precisions)),
+        precision=draw(st.sampled_from(precisions(gpu))),
     )
     assume(replica.kv_capacity_tokens > 0)
     return replica
@@ -105,7 +104,7 @@ def test_throughput_never_exceeds_what_either_bound_allows(replica, context, gen
     assert tokens_per_s * per_output < attained
 
 
-@given(replica=replicas())
+@given(replica=replicas(gpus=GPU_KINDS))
 def test_four_coefficients_are_not_negative_and_miss_no_batch_by_more_than_a_tenth(replica):
     linear = linear_coefficients(replica)
     four = (linear.base_s, linear.per_prefill_token_s, linear.per_sequence_s, linear.per_kv_token_s)
