@@ -11,6 +11,7 @@ python pipelines/evaluate.py --suite regions
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass
@@ -148,19 +149,24 @@ def evaluate(
         console.print(table)
     overload = problem.overload(streams)
     if overload is not None:
+        rows, beside = [_without_differences(row) for row in rows], []
         console.print(
             f"offered load {overload:.1f}: the queue only grows; use --load 0.8. Differences are "
             "not shown: they would tell how long the streams are."
         )
     else:
         console.print(difference_table(problem, scenario, rows))
-    if beside and overload is None:
+    if beside:
         console.print(difference_table(problem, scenario, beside, "baseline"))
     figures: dict[str, Figure] = {}
     if args.figures is not None or args.mlflow:
         drawn = problem.figures(scenario, streams, runs, rows)
         figures = {f"{scenario.name}/{name}": drawn[name] for name in drawn}
     return rows + [row for row in beside if row["baseline"] != baseline], figures
+
+
+def _without_differences(row: Row) -> Row:
+    return {key: math.nan if key.startswith("delta_") else value for key, value in row.items()}
 
 
 def log_to_mlflow(args: Args, rows: list[Row], figures: dict[str, Figure]) -> None:

@@ -66,7 +66,7 @@ _MORE: tuple[tuple[str, float | None], ...] = (
     ("conversation_mixed_gpus", _OWN_LOAD),
     ("stale_signals", _OWN_LOAD),
     ("two_classes_slo", _OWN_LOAD),
-    ("two_classes_slo", 0.5),
+    ("conversation_measured_gpus", _OWN_LOAD),
     ("churn", _OWN_LOAD),
     ("emulated", _OWN_LOAD),
     ("local_cpu", _OWN_LOAD),

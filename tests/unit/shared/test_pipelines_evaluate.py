@@ -139,8 +139,12 @@ def heavy_trace(folder: Path) -> Path:
 def test_a_trace_many_times_over_capacity_gives_a_sentence_and_no_percentages(tmp_path, capsys):
     args = dict(scenario="poisson_085", policies="sed,least_loaded", streams=2)
     trace = heavy_trace(tmp_path)
-    evaluate.main(evaluate.Args(**args, trace=trace, native_time=True))
+    out = tmp_path / "rows.json"
+    evaluate.main(evaluate.Args(**args, trace=trace, native_time=True, json=out))
     printed = capsys.readouterr().out
+    for row in json.loads(out.read_text())["rows"]:
+        assert row["mean_response_s"] > 0
+        assert all(row[key] is None for key in FROZEN_KEYS if key.startswith("delta_"))
     assert "offered load 4.0: the queue only grows; use --load 0.8" in printed
     assert "difference to" not in printed
 
