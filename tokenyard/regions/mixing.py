@@ -35,7 +35,7 @@ _SIZES = (
 _AT_FILL, _AT_MIX, _AT_LIVE = np.cumsum(_SIZES[:-1]).tolist()
 NUM_PARAMETERS = sum(_SIZES)
 START_CAP, START_SMOOTHING = 0.8, 0.4
-START_LIVE = LiveCost(debt_s=0.4, service=0.3, use=0.6, usd_s=2e4, late=2.0)
+START_LIVE = LiveCost(debt_s=0.4, service=0.3, use=10.0, usd_s=2e4, late=2.0)
 _START = np.log(np.array([1.0, START_SMOOTHING, 0.01, 0.01]))
 _LATENCY, _START_COST = 0.1, 0.02
 _MOST_LIVE = 20.0
