@@ -5,6 +5,7 @@ python pipelines/paper.py ranking        does synthetic traffic rank rules as re
 python pipelines/paper.py allocation --figures runs/allocation-paper    Table 1, figures 2 to 13
 python pipelines/paper.py fronts --figures runs/fronts                  plans, fronts, constraints
 python pipelines/paper.py torta accuracy                                also ablation, failures
+python pipelines/paper.py layouts --scenario abilene --seed 1           regions, over drawn layouts
 
 Sources: Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems";
 Dadizadeh Dargiry 2026; Du et al. 2025, TORTA, arXiv 2507.10259.
@@ -32,10 +33,13 @@ from tokenyard.allocation import fronts
 from tokenyard.allocation.paper.figures import draw
 from tokenyard.allocation.paper.study import MEASURES, PaperStudy, run_study
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures
 from tokenyard.problem import Row
 from tokenyard.provenance import command_line, write_result
-from tokenyard.regions import studies
+from tokenyard.regions import judge, studies
+from tokenyard.regions.policies import REGION_BASELINES
+from tokenyard.regions.problem import LEARNED, PROBLEM
 from tokenyard.regions.scenario import load_regions
 from tokenyard.routing.ranking import METRICS, agreement
 from tokenyard.routing.scenario import load_scenario
@@ -144,12 +148,30 @@ class Torta:
     """Write the result rows to this file."""
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Compare regional policies over drawn layouts of servers, on streams of their own."""
+
+    scenario: str = "abilene"
+    """Name or YAML path."""
+    policies: str | None = None
+    """By name, separated by commas; by default all rules, torta and its unlearned start."""
+    layouts: int = 20
+    slots: int = 160
+    """Length of each stream, intervals of 45 s."""
+    seed: int = 0
+    """Draws layouts and streams."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
 Args = (
     Annotated[Tables, tyro.conf.subcommand("tables")]
     | Annotated[Ranking, tyro.conf.subcommand("ranking")]
     | Annotated[Allocation, tyro.conf.subcommand("allocation")]
     | Annotated[Fronts, tyro.conf.subcommand("fronts")]
     | Annotated[Torta, tyro.conf.subcommand("torta")]
+    | Annotated[Layouts, tyro.conf.subcommand("layouts")]
 )
 
 
@@ -327,6 +349,26 @@ def study_regions(args: Torta) -> list[Row]:
     return rows
 
 
+def judge_regions(args: Layouts) -> list[Row]:
+    scenario = load_regions(args.scenario).model_copy(update={"num_slots": args.slots})
+    default = (*REGION_BASELINES, judge.START, LEARNED)
+    names = args.policies.split(",") if args.policies else default
+    runs = judge.run_layouts(scenario, names, args.layouts, args.seed)
+    rows = judge.judge(scenario, runs)
+    print(f"{scenario.name}: {args.layouts} layouts, {args.slots} slots, seed {args.seed}")
+    levels, differences = rows[: len(names) + 1], rows[1:]
+    for table in level_tables(PROBLEM, scenario, levels):
+        console(170).print(table)
+    console(230).print(difference_table(PROBLEM, scenario, levels[1:]))
+    console(230).print(difference_table(PROBLEM, scenario, rows[len(names) + 1 :], "baseline"))
+    table = Table("policy", "against", *judge.CLAIMS, title="p-values, Holm over all of them")
+    for row in differences:
+        cells = [f"{row[f'{key}_p_holm']:.3f}" for key in judge.CLAIMS]
+        table.add_row(str(row["policy"]), str(row["baseline"]), *cells)
+    console(170).print(table)
+    return rows
+
+
 def run(args: Args) -> list[Row]:
     if isinstance(args, Tables):
         return fill_tables(args)
@@ -336,6 +378,8 @@ def run(args: Args) -> list[Row]:
         return replicate_allocation(args)
     if isinstance(args, Fronts):
         return draw_fronts(args)
+    if isinstance(args, Layouts):
+        return judge_regions(args)
     return study_regions(args)
 
 

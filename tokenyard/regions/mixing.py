@@ -34,8 +34,8 @@ _SIZES = (
 )  # fmt: skip
 _AT_FILL, _AT_MIX, _AT_LIVE = np.cumsum(_SIZES[:-1]).tolist()
 NUM_PARAMETERS = sum(_SIZES)
-START_CAP, START_SMOOTHING = 0.8, 0.4
-START_LIVE = LiveCost(debt_s=0.4, service=0.3, use=10.0, usd_s=2e4, late=2.0)
+START_CAP, START_SMOOTHING = 0.38, 0.11
+START_LIVE = LiveCost(debt_s=1.8, service=0.33, use=1.8, usd_s=1e4, late=2.4)
 _START = np.log(np.array([1.0, START_SMOOTHING, 0.01, 0.01]))
 _LATENCY, _START_COST = 0.1, 0.02
 _MOST_LIVE = 20.0
@@ -92,7 +92,7 @@ def cost_of(theta: FloatArray, state: RegionState) -> PlanCost:
         latency=_LATENCY * math.exp(np.clip(theta[0], -3.0, 3.0)),
         start=_START_COST * math.exp(np.clip(theta[1], -3.0, 3.0)),
         efficiency=float(np.clip(theta[2], 0.0, 1.0)),
-        cap=float(np.clip(START_CAP + 0.1 * fill, 0.4, 1.2)),
+        cap=float(np.clip(START_CAP + 0.1 * fill, 0.2, 1.2)),
         reserve=float(np.clip(theta[3], 0.0, 2.0)),
     )
 

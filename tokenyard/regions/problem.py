@@ -77,11 +77,11 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
             ValueError: The name is unknown, or the policy is missing or broken.
         """
         make, source = policy_maker(scenario, name, registry)
-        return Candidate(name, source, partial(_run, make))
+        return Candidate(name, source, runner(make))
 
     def trained(self, artifact: RegionArtifact) -> Runner[RegionScenario, Episodes, Measured]:
         """What runs a trained policy."""
-        return partial(_run, partial(_learned, artifact))
+        return runner(partial(_learned, artifact))
 
     def streams(
         self, scenario: RegionScenario, purpose: Purpose, count: int, seed: int
@@ -156,6 +156,11 @@ def policy_maker(
 
 def _learned(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:
     return learned_regions(artifact, ActivationRule.from_scenario(scenario))
+
+
+def runner(make: Maker) -> Runner[RegionScenario, Episodes, Measured]:
+    """What runs a policy that is made anew for every stream."""
+    return partial(_run, make)
 
 
 def _run(make: Maker, scenario: RegionScenario, among: Episodes, seed: int) -> list[Measured]:

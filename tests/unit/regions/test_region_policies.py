@@ -118,7 +118,7 @@ def test_cheaper_energy_draws_more_tasks_the_less_distance_counts():
         for weight in (100.0, 0.0)
     ]
     assert paid[1] <= paid[0] + 1e-9
-    assert ot_slack(state, state.forecast[0]).sum(axis=1) == pytest.approx(np.ones(4))
+    assert ot_slack(state, state.forecast[0], 0.55).sum(axis=1) == pytest.approx(np.ones(4))
 
 
 def test_artifacts_come_back_as_they_were_and_bad_ones_are_refused(tmp_path):

@@ -69,7 +69,7 @@ class RegionTrialConfig(IteratedConfig):
 def search_env_steps(num_generations: int, config: RegionSearchConfig | None = None) -> int:
     """Slots that so many generations of policy search over one scenario live through."""
     config = config or RegionSearchConfig()
-    return num_generations * (config.population + 2) * config.slots
+    return num_generations * (config.population + 1) * config.slots
 
 
 class RegionTrainable(PolicyTrainable):
