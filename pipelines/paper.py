@@ -39,7 +39,7 @@ from tokenyard.problem import Row
 from tokenyard.provenance import command_line, write_result
 from tokenyard.regions import judge, studies
 from tokenyard.regions.policies import REGION_BASELINES
-from tokenyard.regions.problem import LEARNED, PROBLEM
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import load_regions
 from tokenyard.routing.ranking import METRICS, agreement
 from tokenyard.routing.scenario import load_scenario
@@ -140,7 +140,7 @@ class Torta:
     study: Annotated[studies.Study, tyro.conf.Positional]
     scenario: str = "abilene"
     """Name or YAML path."""
-    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_ot_forecast_live_cost,torta"
+    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_ot_forecast_live_cost"
     """By name, separated by commas; `ablation` takes the first and the last."""
     streams: int = 3
     seed: int = 2026
@@ -155,7 +155,9 @@ class Layouts:
     scenario: str = "abilene"
     """Name or YAML path."""
     policies: str | None = None
-    """By name, separated by commas; by default all rules, torta and its unlearned start."""
+    """By name, separated by commas; by default all rules."""
+    baseline: str | None = None
+    """What they are compared to; by default the best rule of the other half of the layouts."""
     layouts: int = 20
     slots: int = 160
     """Length of each stream, intervals of 45 s."""
@@ -351,20 +353,18 @@ def study_regions(args: Torta) -> list[Row]:
 
 def judge_regions(args: Layouts) -> list[Row]:
     scenario = load_regions(args.scenario).model_copy(update={"num_slots": args.slots})
-    default = (*REGION_BASELINES, judge.START, LEARNED)
+    default = tuple(REGION_BASELINES)
     names = args.policies.split(",") if args.policies else default
     runs = judge.run_layouts(scenario, names, args.layouts, args.seed)
-    rows = judge.judge(scenario, runs)
+    rows = judge.judge(scenario, runs, args.baseline)
     print(f"{scenario.name}: {args.layouts} layouts, {args.slots} slots, seed {args.seed}")
-    levels, differences = rows[: len(names) + 1], rows[1:]
-    for table in level_tables(PROBLEM, scenario, levels):
+    for table in level_tables(PROBLEM, scenario, rows):
         console(170).print(table)
-    console(230).print(difference_table(PROBLEM, scenario, levels[1:]))
-    console(230).print(difference_table(PROBLEM, scenario, rows[len(names) + 1 :], "baseline"))
-    table = Table("policy", "against", *judge.CLAIMS, title="p-values, Holm over all of them")
-    for row in differences:
+    console(230).print(difference_table(PROBLEM, scenario, rows[1:]))
+    table = Table("policy", *judge.CLAIMS, title="p-values, Holm over all of them")
+    for row in rows[1:]:
         cells = [f"{row[f'{key}_p_holm']:.3f}" for key in judge.CLAIMS]
-        table.add_row(str(row["policy"]), str(row["baseline"]), *cells)
+        table.add_row(str(row["policy"]), *cells)
     console(170).print(table)
     return rows
 

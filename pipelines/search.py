@@ -5,7 +5,6 @@ This is how the shipped champions are made; docs/results has the commands.
 python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
 python pipelines/search.py rollouts --scenario azure_code_mixed_gpus --out policies
 python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
-python pipelines/search.py regions --scenarios abilene,polska,gabriel,cost266 --out generic.npz
 python pipelines/search.py region-rules --rules skylb,ot_slack
 
 The policy for any cluster takes three steps, which can be stopped and go on where they were:
@@ -33,11 +32,10 @@ from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
 from tokenyard.config import with_settings
 from tokenyard.problem import Artifact, Row
-from tokenyard.provenance import command_line, lineage, write_result
-from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.provenance import command_line, write_result
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
-from tokenyard.regions.search import KnobSearch, RegionSearch, RegionSearchConfig, go_on
+from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import search_any_cluster_study as any_cluster
 from tokenyard.routing import search_study
 from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
@@ -131,29 +129,8 @@ class Planner:
 
 
 @dataclass(frozen=True)
-class Regions:
-    """Search a regional policy over drawn layouts; progress is kept, and taken up."""
-
-    out: Path
-    """The artifact; beside it a .json with the state of the search."""
-    scenarios: str = "abilene,polska,gabriel,cost266"
-    """Names or YAML paths, separated by commas."""
-    generations: int = RegionSearchConfig.num_generations
-    population: int = RegionSearchConfig.population
-    slots: int = RegionSearchConfig.slots
-    """Length of training episodes."""
-    start: Path | None = None
-    """Artifact to start from; by default all parameters are zero."""
-    spread: float = 1.0
-    """How far the first generation looks, as a share of the usual."""
-    seed: int = 0
-    json: Path | None = None
-    """Where to write the rows."""
-
-
-@dataclass(frozen=True)
 class RegionRules:
-    """Tune the knobs of regional rules with the budget that the learned policy has."""
+    """Tune the knobs of regional rules over drawn layouts."""
 
     rules: str | None = None
     """By name, separated by commas; by default all that have knobs."""
@@ -172,7 +149,6 @@ Args = (
     | Annotated[AnyCluster, tyro.conf.subcommand("any-cluster")]
     | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
-    | Annotated[Regions, tyro.conf.subcommand("regions")]
     | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
 )
 
@@ -265,37 +241,13 @@ def search_planner(args: Planner) -> list[Row]:
     return rows
 
 
-def region_config(args: Regions | RegionRules) -> RegionSearchConfig:
-    return RegionSearchConfig(
-        population=args.population,
-        slots=args.slots,
-        spread=args.spread if isinstance(args, Regions) else 1.0,
-        num_generations=args.generations,
-    )
-
-
-def search_regions(args: Regions) -> list[Row]:
-    scenarios = [load_regions(name) for name in args.scenarios.split(",")]
-    start = RegionArtifact.load(args.start).arrays["theta"] if args.start else None
-    search = RegionSearch(scenarios, region_config(args), args.seed, start)
-    rows: list[Row] = []
-    for found in go_on(search, args.out.with_suffix(".json")):
-        tell(search.generation, found)
-        rows.append({"generation": search.generation, **found})
-        search.artifact().save(args.out)
-    cost = search.validate()
-    print(f"validation: cost over start {cost:.4f}")
-    made_by = {**lineage(), "seed": str(args.seed)}
-    search.artifact({"cost_over_start": cost}, made_by).save(args.out)
-    return [*rows, {"generation": search.generation, "validation_cost_over_start": cost}]
-
-
 def tune_region_rules(args: RegionRules) -> list[Row]:
     scenarios = [load_regions(name) for name in args.scenarios.split(",")]
+    config = RegionSearchConfig(args.population, slots=args.slots, num_generations=args.generations)
     tunable = [name for name, recipe in RECIPES.items() if recipe.tunable]
     rows: list[Row] = []
     for name in args.rules.split(",") if args.rules else tunable:
-        search = KnobSearch(name, scenarios, region_config(args), args.seed)
+        search = KnobSearch(name, scenarios, config, args.seed)
         while search.generation < args.generations:
             search.step()
         cost, knobs = search.validate(), search.knobs(search.mean)
@@ -345,9 +297,7 @@ def run(args: Args) -> list[Row]:
         return improve_by_rollouts(args)
     if isinstance(args, Planner):
         return search_planner(args)
-    if isinstance(args, RegionRules):
-        return tune_region_rules(args)
-    return search_regions(args)
+    return tune_region_rules(args)
 
 
 def main(args: Args) -> None:

@@ -15,7 +15,7 @@ from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.telemetry import row_of
 
 FIRST_HIDDEN_SLOT, NUM_SLOTS = 3, 9
-POLICIES = [*REGION_BASELINES, "torta"]
+POLICIES = list(REGION_BASELINES)
 DECIDED = [world.TARGET, world.SERVER, world.STATUS]
 
 

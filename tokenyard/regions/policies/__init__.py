@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from tokenyard.config import did_you_mean
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.mixing import START_CAP, START_LIVE, START_SMOOTHING
 from tokenyard.regions.policies.rules import (
+    COST_KNOBS,
     Demand,
     Knobs,
     Planned,
@@ -53,7 +53,6 @@ def _receding(dispatch: Dispatch) -> Maker:
 
 
 _CAP, _PROX, _COST = ("cap",), ("cap", "smoothing"), ("cap", "smoothing", "live")
-_START = Knobs(START_CAP, START_SMOOTHING, START_LIVE)
 
 RECIPES: dict[str, Recipe] = {
     "round_robin": Recipe(_planned(by_servers)),
@@ -72,13 +71,11 @@ RECIPES: dict[str, Recipe] = {
         _planned(ot_slack, demand_ahead, "live_shares"), _PROX, Knobs(0.44, 0.4)
     ),
     "prox_ot_forecast_live_cost": Recipe(
-        _planned(ot_slack, demand_ahead, "live_cost"), _COST, _START
+        _planned(ot_slack, demand_ahead, "live_cost"), _COST, COST_KNOBS
     ),
     "receding_horizon": Recipe(_receding("shares"), _CAP, Knobs(0.43)),
     "receding_horizon_live": Recipe(_receding("live_shares"), _CAP, Knobs(0.44)),
-    "receding_horizon_live_cost": Recipe(
-        _receding("live_cost"), ("cap", "live"), Knobs(START_CAP, live=START_LIVE)
-    ),
+    "receding_horizon_live_cost": Recipe(_receding("live_cost"), ("cap", "live"), COST_KNOBS),
 }
 """Every rule by name."""
 
@@ -90,9 +87,9 @@ def _as_tuned(recipe: Recipe) -> Callable[[ActivationRule], RegionPolicy]:
 REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
     name: _as_tuned(recipe) for name, recipe in RECIPES.items()
 }
-"""Every rule by name, with its knobs as they were tuned (docs/results/torta.md).
-`prox_ot_forecast_live_cost` is the start of the search for `torta`: what `torta` gains over it is
-what learning gains."""
+"""Every rule by name, with its knobs as they were tuned (docs/results/torta.md)."""
+BEST_RULE = "prox_ot_forecast_live_cost"
+"""What ships: no learned policy has beaten it."""
 
 
 def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:

@@ -14,7 +14,7 @@ import numpy as np
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
-from tokenyard.types import FloatArray
+from tokenyard.types import BoolArray, FloatArray
 
 PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
 """w1 and w2 of the paper's cost, whose values it does not give; w1 is to be much the greater."""
@@ -32,6 +32,10 @@ class Knobs:
     paper's target, where plans are independent."""
     live: LiveCost = field(default_factory=LiveCost)
     """Of dispatch by cost."""
+
+
+COST_KNOBS = Knobs(0.3, 0.05, LiveCost(debt_s=2.4, service=0.39, use=0.43, usd_s=6400.0, late=1.8))
+"""Of plans whose tasks go by cost (docs/results/torta.md)."""
 
 
 def paper_cost(state: RegionState) -> FloatArray:
@@ -69,10 +73,20 @@ class Planned:
     def decide(self, state: RegionState) -> RegionDecision:
         """Plan, smooth, and turn servers on for it."""
         knobs = self.knobs
-        shares = self.plan(state, self.demand(state), knobs.cap)
+        plan = shares = self.plan(state, self.demand(state), knobs.cap)
         if knobs.smoothing:
-            shares = transport.prox(shares, state.previous, knobs.smoothing)
+            smooth = transport.prox(plan, state.previous, knobs.smoothing)
+            shares = without(smooth, state.capacity > 0, plan)
         return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, knobs.live)
+
+
+def without(shares: FloatArray, there: BoolArray, instead: FloatArray) -> FloatArray:
+    """Send nothing to regions that are down: what is left is scaled up, else `instead` holds."""
+    if there.all():
+        return shares
+    kept = shares * there
+    mass = kept.sum(axis=1, keepdims=True)
+    return np.where(mass > 1e-9, kept / np.maximum(mass, 1e-9), instead)
 
 
 def stay_local(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
