@@ -51,7 +51,7 @@ for name, one in {
     found[name] = least_s(one.run_episode, n)
 args = regions.Args(runs=n)
 scenario = regions.a_scenario(12, 250, 100)
-for policy in ("round_robin", "torta"):
+for policy in ("round_robin", "prox_ot_forecast_live_cost"):
     found[f"regions episode, {policy}"] = regions.episode_s(scenario, policy, args)[0]
 args = latency.Args()
 for replicas in (3, 100):

@@ -23,7 +23,7 @@ from tokenyard.regions.simulator.run import run_regions
 
 SIZES = ((12, 250, 100), (37, 600, 300))
 """Regions, servers, tasks per slot."""
-POLICIES = ("round_robin", "prox_ot_forecast_live", "prox_ot_forecast_live_cost", "torta")
+POLICIES = ("round_robin", "prox_ot_forecast_live", "prox_ot_forecast_live_cost")
 
 
 @dataclass(frozen=True)

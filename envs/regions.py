@@ -15,7 +15,6 @@ from tokenyard.config import FrozenModel
 from tokenyard.regions.activation import ActivationRule, targets
 from tokenyard.regions.demand import sample_stream
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.mixing import START_LIVE
 from tokenyard.regions.observation import (
     LIMIT,
     Action,
@@ -25,6 +24,7 @@ from tokenyard.regions.observation import (
     shares_of,
     wanted_shares,
 )
+from tokenyard.regions.policies.rules import COST_KNOBS
 from tokenyard.regions.scenario import RegionScenario, load_regions
 from tokenyard.regions.servers import make_cluster
 from tokenyard.regions.simulator import RegionSim, world
@@ -106,7 +106,7 @@ class _Copy:
         before, state = self.sim.shares, self.state
         shares = shares_of(action, state, self.config.action)
         active = targets(state, shares, self._rule)
-        decision = RegionDecision(shares, active, self.config.dispatch, START_LIVE)
+        decision = RegionDecision(shares, active, self.config.dispatch, COST_KNOBS.live)
         out = self.sim.step(decision)
         reward = self._reward(shares, before, state, out)
         # After the last slot the state before it stands in: nothing follows.
@@ -165,8 +165,8 @@ class RegionEnv(gymnasium.Env[Observations, npt.NDArray[np.float32]]):
 
     Action:
         float32 in [-1, 1], shape (4 R,): a fifth of the logits of the weights of four plans by row
-        (`tokenyard.regions.mixing`). With `action="shares"`, (R^2,): a fifth of the logits of the
-        shares by row.
+        (`combine` in `tokenyard.regions.observation`). With `action="shares"`, (R^2,): a fifth of
+        the logits of the shares by row.
 
     Reward:
         `RegionReward`; by default minus dollars over the energy bill of a slot with all servers at

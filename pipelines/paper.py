@@ -5,6 +5,7 @@ python pipelines/paper.py ranking        does synthetic traffic rank rules as re
 python pipelines/paper.py allocation --figures runs/allocation-paper    Table 1, figures 2 to 13
 python pipelines/paper.py fronts --figures runs/fronts                  plans, fronts, constraints
 python pipelines/paper.py torta accuracy                                also ablation, failures
+python pipelines/paper.py layouts --scenario abilene --seed 1           regions, over drawn layouts
 
 Sources: Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems";
 Dadizadeh Dargiry 2026; Du et al. 2025, TORTA, arXiv 2507.10259.
@@ -32,10 +33,13 @@ from tokenyard.allocation import fronts
 from tokenyard.allocation.paper.figures import draw
 from tokenyard.allocation.paper.study import MEASURES, PaperStudy, run_study
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures
 from tokenyard.problem import Row
 from tokenyard.provenance import command_line, write_result
-from tokenyard.regions import studies
+from tokenyard.regions import judge, studies
+from tokenyard.regions.policies import REGION_BASELINES
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import load_regions
 from tokenyard.routing.ranking import METRICS, agreement
 from tokenyard.routing.scenario import load_scenario
@@ -136,10 +140,29 @@ class Torta:
     study: Annotated[studies.Study, tyro.conf.Positional]
     scenario: str = "abilene"
     """Name or YAML path."""
-    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_ot_forecast_live_cost,torta"
+    policies: str = "round_robin,skylb,sdib,prox_ot_forecast,prox_ot_forecast_live_cost"
     """By name, separated by commas; `ablation` takes the first and the last."""
     streams: int = 3
     seed: int = 2026
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Compare regional policies over drawn layouts of servers, on streams of their own."""
+
+    scenario: str = "abilene"
+    """Name or YAML path."""
+    policies: str | None = None
+    """By name, separated by commas; by default all rules."""
+    baseline: str | None = None
+    """What they are compared to; by default the best rule of the other half of the layouts."""
+    layouts: int = 20
+    slots: int = 160
+    """Length of each stream, intervals of 45 s."""
+    seed: int = 0
+    """Draws layouts and streams."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -150,6 +173,7 @@ Args = (
     | Annotated[Allocation, tyro.conf.subcommand("allocation")]
     | Annotated[Fronts, tyro.conf.subcommand("fronts")]
     | Annotated[Torta, tyro.conf.subcommand("torta")]
+    | Annotated[Layouts, tyro.conf.subcommand("layouts")]
 )
 
 
@@ -327,6 +351,24 @@ def study_regions(args: Torta) -> list[Row]:
     return rows
 
 
+def judge_regions(args: Layouts) -> list[Row]:
+    scenario = load_regions(args.scenario).model_copy(update={"num_slots": args.slots})
+    default = tuple(REGION_BASELINES)
+    names = args.policies.split(",") if args.policies else default
+    runs = judge.run_layouts(scenario, names, args.layouts, args.seed)
+    rows = judge.judge(scenario, runs, args.baseline)
+    print(f"{scenario.name}: {args.layouts} layouts, {args.slots} slots, seed {args.seed}")
+    for table in level_tables(PROBLEM, scenario, rows):
+        console(170).print(table)
+    console(230).print(difference_table(PROBLEM, scenario, rows[1:]))
+    table = Table("policy", *judge.CLAIMS, title="p-values, Holm over all of them")
+    for row in rows[1:]:
+        cells = [f"{row[f'{key}_p_holm']:.3f}" for key in judge.CLAIMS]
+        table.add_row(str(row["policy"]), *cells)
+    console(170).print(table)
+    return rows
+
+
 def run(args: Args) -> list[Row]:
     if isinstance(args, Tables):
         return fill_tables(args)
@@ -336,6 +378,8 @@ def run(args: Args) -> list[Row]:
         return replicate_allocation(args)
     if isinstance(args, Fronts):
         return draw_fronts(args)
+    if isinstance(args, Layouts):
+        return judge_regions(args)
     return study_regions(args)
 
 

@@ -5,7 +5,7 @@ This is how the shipped champions are made; docs/results has the commands.
 python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
 python pipelines/search.py rollouts --scenario azure_code_mixed_gpus --out policies
 python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
-python pipelines/search.py regions --scenarios abilene,polska,gabriel --out generic.npz
+python pipelines/search.py region-rules --rules skylb,ot_slack
 
 The policy for any cluster takes three steps, which can be stopped and go on where they were:
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +32,10 @@ from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
 from tokenyard.config import with_settings
 from tokenyard.problem import Artifact, Row
-from tokenyard.provenance import command_line, lineage, write_result
-from tokenyard.regions.artifact import RegionArtifact
+from tokenyard.provenance import command_line, write_result
+from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
-from tokenyard.regions.search import RegionSearch, RegionSearchConfig, go_on
+from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import search_any_cluster_study as any_cluster
 from tokenyard.routing import search_study
 from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
@@ -129,22 +129,16 @@ class Planner:
 
 
 @dataclass(frozen=True)
-class Regions:
-    """Search a regional policy over one or several clusters; progress is kept, and taken up."""
+class RegionRules:
+    """Tune the knobs of regional rules over drawn layouts."""
 
-    out: Path
-    """The artifact; beside it a .json with the state of the search."""
-    scenarios: str = "abilene,polska,gabriel"
+    rules: str | None = None
+    """By name, separated by commas; by default all that have knobs."""
+    scenarios: str = "abilene,polska,gabriel,cost266"
     """Names or YAML paths, separated by commas."""
-    generations: int = 24
-    population: int = 24
-    slots: int = 160
-    """Length of training episodes."""
-    start: Path | None = None
-    """Artifact to start from; by default all parameters are zero."""
-    spread: float = 1.0
-    """How far the first generation looks, as a share of the usual."""
-    elites: int = 6
+    generations: int = RegionSearchConfig.num_generations
+    population: int = RegionSearchConfig.population
+    slots: int = RegionSearchConfig.slots
     seed: int = 0
     json: Path | None = None
     """Where to write the rows."""
@@ -155,7 +149,7 @@ Args = (
     | Annotated[AnyCluster, tyro.conf.subcommand("any-cluster")]
     | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
-    | Annotated[Regions, tyro.conf.subcommand("regions")]
+    | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
 )
 
 
@@ -247,27 +241,23 @@ def search_planner(args: Planner) -> list[Row]:
     return rows
 
 
-def search_regions(args: Regions) -> list[Row]:
+def tune_region_rules(args: RegionRules) -> list[Row]:
     scenarios = [load_regions(name) for name in args.scenarios.split(",")]
-    config = RegionSearchConfig(
-        population=args.population,
-        num_elites=args.elites,
-        slots=args.slots,
-        spread=args.spread,
-        num_generations=args.generations,
-    )
-    start = RegionArtifact.load(args.start).arrays["theta"] if args.start else None
-    search = RegionSearch(scenarios, config, args.seed, start)
+    config = RegionSearchConfig(args.population, slots=args.slots, num_generations=args.generations)
+    tunable = [name for name, recipe in RECIPES.items() if recipe.tunable]
     rows: list[Row] = []
-    for found in go_on(search, args.out.with_suffix(".json")):
-        tell(search.generation, found)
-        rows.append({"generation": search.generation, **found})
-        search.artifact().save(args.out)
-    cost = search.validate()
-    print(f"validation: cost over start {cost:.4f}")
-    made_by = {**lineage(), "seed": str(args.seed)}
-    search.artifact({"cost_over_start": cost}, made_by).save(args.out)
-    return [*rows, {"generation": search.generation, "validation_cost_over_start": cost}]
+    for name in args.rules.split(",") if args.rules else tunable:
+        search = KnobSearch(name, scenarios, config, args.seed)
+        while search.generation < args.generations:
+            search.step()
+        cost, knobs = search.validate(), search.knobs(search.mean)
+        print(f"{name}: cost over start {cost:.4f} in validation with {knobs}", flush=True)
+        live = {f"live_{key}": value for key, value in asdict(knobs.live).items()}
+        rows.append(
+            {"rule": name, "validation_cost_over_start": cost, "cap": knobs.cap,
+             "smoothing": knobs.smoothing, **live}
+        )  # fmt: skip
+    return rows
 
 
 BESIDE_THE_RULE = ("mean", "p99", "at most", "violations")
@@ -307,7 +297,7 @@ def run(args: Args) -> list[Row]:
         return improve_by_rollouts(args)
     if isinstance(args, Planner):
         return search_planner(args)
-    return search_regions(args)
+    return tune_region_rules(args)
 
 
 def main(args: Args) -> None:

@@ -1,4 +1,4 @@
-"""Who decides about regions: the learned policy, then prox_ot, then everything stays local."""
+"""Who decides about regions: the rule that ships, then prox_ot, then everything stays local."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
 from serve_app.http.errors import PROBLEMS
 from serve_app.http.regions_schema import RegionsAnswer, RegionsCard, RegionsMessage
-from tokenyard.artifact import ArtifactError
+from tokenyard.problem import RULE
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import learned_regions, resolve_region_champion
-from tokenyard.regions.policies import REGION_BASELINES
+from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES
 from tokenyard.regions.types import RegionDecision, RegionPolicy, RegionState, check_decision
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,14 @@ class RegionDecider:
 
     def __init__(
         self,
-        policy: RegionPolicy | None,
-        name: str = "torta",
+        policy: RegionPolicy,
+        name: str = BEST_RULE,
         source: str = "",
         version: str = "",
         rule: ActivationRule | None = None,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve `policy`; None: it was not found, and the fallbacks decide.
+        """Serve `policy`.
 
         Counters go to `registry`, None: one of its own.
         """
@@ -68,18 +67,11 @@ class RegionDecider:
         )  # fmt: skip
 
     @classmethod
-    def shipped(
-        cls, scenario: str = "generic", registry: CollectorRegistry | None = None
-    ) -> RegionDecider:
-        """Serve the shipped policy of a scenario, or the one for any regions."""
+    def shipped(cls, registry: CollectorRegistry | None = None) -> RegionDecider:
+        """Serve the rule that ships."""
         rule = ActivationRule()
-        try:
-            artifact, source = resolve_region_champion(scenario)
-        except ArtifactError as error:
-            logger.warning("fallbacks decide about regions: %s", error)
-            return cls(None, source=str(error), rule=rule, registry=registry)
-        policy = learned_regions(artifact, rule)
-        return cls(policy, "torta", source, artifact.sha256, rule, registry)
+        policy = REGION_BASELINES[BEST_RULE](rule)
+        return cls(policy, BEST_RULE, RULE, rule=rule, registry=registry)
 
     def decide(self, message: RegionsMessage) -> RegionsAnswer:
         """Decide by the first policy whose answer can be used, and count."""
@@ -117,9 +109,7 @@ class RegionDecider:
 
     def _decide(self, message: RegionsMessage) -> tuple[RegionDecision, str, str | None]:
         reason: str | None = None
-        if self._policy is None:
-            reason = "missing"
-        elif not message.has_forecast:
+        if not message.has_forecast:
             reason = "no_forecast"
         elif message.forecast_age_slots > MAX_FORECAST_AGE_SLOTS:
             reason = "stale_forecast"

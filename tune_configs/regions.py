@@ -12,8 +12,7 @@ from ray import tune
 import envs
 from envs.regions import PAPER_REWARD, RegionReward
 from tokenyard.regions.problem import PROBLEM
-from tokenyard.regions.search import RegionSearchConfig
-from tokenyard.rl.regions.trial import RegionTrainable, search_env_steps
+from tokenyard.rl.regions.trial import RegionTrainable
 from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
 from tune_configs.schedulers import drawn_weights
 
@@ -83,8 +82,7 @@ def _compile_kernels() -> None:
 
 
 def default() -> Experiment:
-    """The paper's recipe, PPO on the mix of plans, and policy search, some minutes each."""
-    generations = RegionSearchConfig.num_generations
+    """The paper's recipe, and PPO on the mix of plans, some minutes each."""
     return Experiment(
         problem=PROBLEM,
         scenario=SCENARIO,
@@ -92,7 +90,6 @@ def default() -> Experiment:
         trials=(
             _trial(FAITHFUL, 96_000, weights=PAPER),
             _trial("ppo", 96_000),
-            _trial("policy_search", search_env_steps(generations), iterations=4),
         ),
         baselines=RULES,
         baseline="prox_ot_forecast",
@@ -130,7 +127,7 @@ def smoke() -> Experiment:
         default(),
         trials=(
             _trial(FAITHFUL, 4_800, iterations=1, weights=PAPER),
-            _trial("policy_search", search_env_steps(1), iterations=1),
+            _trial("ppo", 4_800, iterations=1),
         ),
         baselines=("prox_ot_forecast",),
         promotion_streams=2,

@@ -138,7 +138,7 @@ class RegionsAnswer(BaseModel):
     policy: str
     """What decided."""
     fallback_reason: str | None
-    """Why the learned policy did not; null where it did."""
+    """Why the policy that is served did not; null where it did."""
     decision_us: float
     """Time that the decision took, microseconds, without HTTP and JSON."""
 

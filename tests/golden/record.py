@@ -38,10 +38,7 @@ from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import allocation_names, load_allocation
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
-from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.artifact import RegionArtifact, learned_regions
 from tokenyard.regions.scenario import load_regions, region_names
-from tokenyard.regions.types import RegionState
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
@@ -55,7 +52,7 @@ SEED = 17
 NOT_COMPARED = {"decision_ms"}
 SERVERS, FLEET = "sed,sed_reserve,sed_dump,sita", "sed,tuned_marginal_delay,dynamo_cost,sita"
 ALLOCATION = "champion,planner,best_static,autoscaler_tuned,autoscaler_forecast"
-REGIONS = "torta,skylb,prox_ot_forecast_live_cost,receding_horizon_live"
+REGIONS = "skylb,prox_ot_forecast_live_cost,receding_horizon_live"
 RECORDED = {
     "azure_code": "AzureLLMInferenceTrace_code.csv",
     "azure_conv": "AzureLLMInferenceTrace_conv_first60.csv",
@@ -225,8 +222,6 @@ def decisions_part() -> dict[str, Any]:
             found[key] = routing_decisions(PolicyArtifact.load(path), not serial)
     for path in shipped("allocation"):
         found[f"allocation/{path.stem}"] = allocation_decisions(AllocationArtifact.load(path))
-    for path in shipped("regions"):
-        found[f"regions/{path.stem}"] = regional_decisions(RegionArtifact.load(path))
     return found
 
 
@@ -300,31 +295,6 @@ def allocation_decisions(artifact: AllocationArtifact) -> dict[str, Any]:
         "plans": kinds,
         "decided": " ".join(str(kinds.index(one)) for one in plans),
     }
-
-
-def regional_decisions(artifact: RegionArtifact) -> dict[str, Any]:
-    """Shares, servers that are to be on, and how tasks are sent; five regions, twelve servers."""
-    rng, num = np.random.default_rng(SEED), 5
-    policy = learned_regions(artifact, ActivationRule.from_scenario(load_regions("continents")))
-    previous, decided = np.eye(num), []
-    latency = rng.uniform(0.01, 0.1, (num, num))
-    latency = (latency + latency.T) * (1 - np.eye(num))
-    server_tasks = np.sort(rng.uniform(1, 5, (num, 12)))[:, ::-1]
-    for _ in range(NUM_CASES // 2):
-        usual = rng.uniform(5, 30, num)
-        state = RegionState(
-            45.0, latency, rng.poisson(usual, (8, num)).astype(float),
-            usual * rng.uniform(0.7, 1.4, (8, num)), rng.poisson(3, num).astype(float),
-            rng.random(num), rng.integers(1, 12, num), rng.uniform(0.09, 0.28, num), previous,
-            server_tasks, 0.001 * server_tasks,
-        )  # fmt: skip
-        decision = policy.decide(state)
-        previous = decision.shares
-        live = np.round(decision.live.weights, 9).tolist()
-        active = np.asarray(decision.active).tolist()
-        shares = [",".join(f"{share:.9f}" for share in row) for row in previous]
-        decided.append([decision.dispatch, live, active, shares])
-    return {"sha256": artifact.sha256, "decided": decided}
 
 
 def schema_part() -> dict[str, Any]:

@@ -14,11 +14,11 @@ from typing import Literal
 
 from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
 from tokenyard.config import FrozenModel
-from tokenyard.network import Network, check_names, check_network, check_shape, network_names
+from tokenyard.network import Network, check_names, check_network, network_names
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.mixing import NUM_PARAMETERS
 from tokenyard.regions.observation import Action
-from tokenyard.regions.policies.learned import LearnedMix, RegionNetwork
+from tokenyard.regions.policies import BEST_RULE
+from tokenyard.regions.policies.learned import RegionNetwork
 from tokenyard.regions.types import Dispatch, RegionPolicy
 
 
@@ -27,9 +27,8 @@ class RegionMetadata(FrozenModel):
 
     format_version: Literal[2] = 2
     problem: Literal["regions"] = "regions"
-    kind: Literal["mix", "network"] = "mix"
-    """`mix`: parameters of `tokenyard.regions.mixing`, array `theta`, for any regions. `network`:
-    a `tokenyard.network.Network` with ReLU, for its own regions."""
+    kind: Literal["network"] = "network"
+    """A `tokenyard.network.Network` with ReLU, for its own regions."""
     action: Action = "mix"
     """What the outputs of a network mean."""
     dispatch: Dispatch = "live_cost"
@@ -66,11 +65,6 @@ class RegionKind(Kind[RegionArtifact]):
     policy: Callable[[RegionArtifact, ActivationRule], RegionPolicy]
 
 
-def _check_mix(artifact: RegionArtifact) -> None:
-    check_names(artifact.arrays, ["theta"])
-    check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
-
-
 def _check_network(artifact: RegionArtifact) -> None:
     check_network(artifact.arrays)
     check_names(artifact.arrays, network_names(artifact.arrays))
@@ -82,9 +76,6 @@ def _network(artifact: RegionArtifact, rule: ActivationRule) -> RegionNetwork:
 
 
 KINDS: dict[str, RegionKind] = {
-    "mix": RegionKind(
-        check=_check_mix, policy=lambda it, rule: LearnedMix(it.arrays["theta"], rule)
-    ),
     "network": RegionKind(check=_check_network, policy=_network),
 }
 """Kind of an artifact to what there is to know of it."""
@@ -98,15 +89,16 @@ def learned_regions(artifact: RegionArtifact, rule: ActivationRule) -> RegionPol
 def resolve_region_champion(
     scenario: str, path: str | Path | None = None, registry: RegistryLookup | None = None
 ) -> tuple[RegionArtifact, str]:
-    """Find the policy that `torta` means, and say where it was found.
+    """Find the policy that `champion` means, and say where it was found.
 
-    The order is that of `tokenyard.artifact.find_champion`; no regional rule is tuned.
+    The order is that of `tokenyard.artifact.find_champion`; none ships, so that it is the best rule
+    where none is registered.
 
     Raises:
-        NoChampionError: There is none.
+        NoChampionError: There is none; it names the best rule.
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
-        "regions", scenario, RegionArtifact.load, "python pipelines/search.py regions", path,
-        registry,
+        "regions", scenario, RegionArtifact.load, "python pipelines/sweep.py regions:default",
+        path, registry, lambda scenario: BEST_RULE,
     )  # fmt: skip

@@ -57,6 +57,20 @@ def stream_rng(seed: int, part: str, index: int) -> np.random.Generator:
     return np.random.default_rng([seed, 8, parts.index(part), index])
 
 
+def draw_layout(scenario: RegionScenario, seed: int, part: str, index: int) -> RegionScenario:
+    """Draw the scenario's servers, prices and mean demands anew; parts never share a layout.
+
+    Where each server stands is a Dirichlet draw, of concentration 2, of the regions' shares; its
+    warm-up, prices, waves and demands are drawn as `tokenyard.regions.servers` says. What stays is
+    the topology and how many servers of each kind there are.
+
+    Raises:
+        ValueError: The part is none of training, validation and test.
+    """
+    layout_seed = int(stream_rng(seed, part, index).integers(2**31))
+    return scenario.model_copy(update={"layout_seed": layout_seed})
+
+
 def sample_stream(scenario: RegionScenario, rng: np.random.Generator) -> RegionStream:
     """Draw an episode that begins at any time of the day."""
     cluster = make_cluster(scenario)

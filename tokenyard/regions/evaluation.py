@@ -12,8 +12,8 @@ MEASURES = (
     Measure("total_cost", "total $", ".1f", delta="delta_cost_fraction"),
     Measure("mean_response_s", "response s", delta="delta_mean_response_s_fraction"),
     Measure("p50_response_s", "p50", ".0f"),
-    Measure("p95_response_s", "p95", ".0f"),
-    Measure("p99_response_s", "p99", ".0f"),
+    Measure("p95_response_s", "p95", ".0f", delta="delta_p95_response_s_fraction"),
+    Measure("p99_response_s", "p99", ".0f", delta="delta_p99_response_s_fraction"),
     Measure("network_s", "network"),
     Measure("waiting_s", "wait"),
     Measure("inference_s", "serve"),
@@ -37,20 +37,21 @@ def measure(outcomes: RegionOutcomes) -> dict[str, float]:
     offered = max(total(world.OUT_OFFERED), 1.0)
     placed = max(total(world.OUT_PLACED), 1.0)
     served_s = max(total(world.OUT_SERVED_S), 1e-9)
-    network = total(world.OUT_NETWORK_S) / placed
-    inference = total(world.OUT_INFERENCE_S) / placed
+    network = total(world.OUT_NETWORK_S) / offered
+    inference = total(world.OUT_INFERENCE_S) / offered
+    mean_s = float(response.mean()) if len(response) else np.nan
     lost_s = total(world.OUT_WARMUP_S) + total(world.OUT_SWITCH_S) + total(world.OUT_MIGRATION_S)
     energy, switching = total(world.OUT_ENERGY_USD), total(world.OUT_OVERHEAD_USD)
     late = total(world.OUT_LATE_USD)
     steps = np.diff(outcomes.shares, axis=0)
     p50, p95, p99 = np.percentile(response, [50, 95, 99]) if len(response) else [np.nan] * 3
     return {
-        "mean_response_s": float(response.mean()) if len(response) else np.nan,
+        "mean_response_s": mean_s,
         "p50_response_s": float(p50),
         "p95_response_s": float(p95),
         "p99_response_s": float(p99),
         "network_s": network,
-        "waiting_s": total(world.OUT_RESPONSE_S) / placed - network - inference,
+        "waiting_s": mean_s - network - inference,
         "inference_s": inference,
         "load_balance": float(outcomes.outs[:, world.OUT_BALANCE].mean()),
         "energy_cost": energy,

@@ -6,12 +6,13 @@ from typing import Literal
 
 import numpy as np
 
-from tokenyard.regions.mixing import PLANS, PlanCost, combine
+from tokenyard.regions.policies.rules import COST_KNOBS, ot_slack, without
 from tokenyard.regions.types import RegionState
 from tokenyard.types import FloatArray
 
 Action = Literal["mix", "shares"]
 """`mix`: weights of four plans by row; `shares`: all shares freely, as the TORTA paper has it."""
+PLANS = ("forecast", "previous", "now", "local")
 LIMIT = 10.0
 """Observations lie within plus and minus this."""
 LOGIT_SCALE = 5.0
@@ -55,7 +56,7 @@ def encode(state: RegionState, action: Action) -> FloatArray:
 
 def wanted_shares(state: RegionState) -> FloatArray:
     """Transport of the forecast, towards which the paper's reward draws the shares."""
-    return PlanCost().shares(state, state.forecast[0])
+    return ot_slack(state, state.forecast[0], COST_KNOBS.cap)
 
 
 def shares_of(outputs: FloatArray, state: RegionState, action: Action) -> FloatArray:
@@ -73,6 +74,25 @@ def shares_of(outputs: FloatArray, state: RegionState, action: Action) -> FloatA
     if not np.isfinite(logits).all():
         raise ValueError("the action is not finite")
     if action == "mix":
-        return combine(state, PlanCost(), logits)
+        return combine(state, logits)
     raised = np.exp(logits - logits.max(axis=1, keepdims=True))
     return np.asarray(raised / raised.sum(axis=1, keepdims=True))
+
+
+def combine(state: RegionState, logits: FloatArray) -> FloatArray:
+    """Mix four plans by row with softmax weights, logits of shape (R, 4).
+
+    They are transport of the forecast, the last shares, transport of the last slot's arrivals, and
+    staying local. Every answer lies in the convex hull of plans that are safe.
+    """
+    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
+    weights = raised / raised.sum(axis=1, keepdims=True)
+    ahead = wanted_shares(state)
+    now = ot_slack(state, state.arrivals[-1], COST_KNOBS.cap)
+    shares = (
+        weights[:, :1] * ahead
+        + weights[:, 1:2] * state.previous
+        + weights[:, 2:3] * now
+        + weights[:, 3:] * np.eye(state.num_regions)
+    )
+    return without(shares, state.capacity > 0, ahead)

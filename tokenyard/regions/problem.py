@@ -8,20 +8,19 @@ from functools import partial
 
 import numpy as np
 
-from tokenyard.artifact import RegistryLookup
+from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.problem import RULE, Candidate, Measure, Problem, Purpose, Runner, Score
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.artifact import RegionArtifact, learned_regions, resolve_region_champion
 from tokenyard.regions.demand import RegionStream, sample_stream, stream_rng
 from tokenyard.regions.evaluation import MEASURES, measure
 from tokenyard.regions.forecast import DemandForecaster, fit_seasonal
-from tokenyard.regions.policies import REGION_BASELINES, make_region_policy
+from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES, make_region_policy
 from tokenyard.regions.scenario import RegionScenario, load_regions, region_names
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionPolicy
 from tokenyard.statistics.intervals import Samples
 
-LEARNED = "torta"
 SUITES = {"regions": ("abilene", "polska", "gabriel", "cost266")}
 Measured = dict[str, float]
 """What `measure` says of one episode: all that is kept of a run, whose tasks are many."""
@@ -53,7 +52,7 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
 
     name = "regions"
     suites = SUITES
-    default_policies = (*REGION_BASELINES, LEARNED)
+    default_policies = tuple(REGION_BASELINES)
     default_baseline = "skylb"
     score = Score("total_cost", -1, "$ an episode")
     headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
@@ -61,7 +60,6 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     scenario_names = staticmethod(region_names)
     load_scenario = staticmethod(load_regions)
     load_artifact = staticmethod(RegionArtifact.load)
-    learned = LEARNED
     rivals = (
         "skylb", "sdib", "round_robin", "prox_ot_forecast", "prox_ot_forecast_live",
         "prox_ot_forecast_live_cost", "receding_horizon", "receding_horizon_live",
@@ -71,13 +69,17 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     def candidate(
         self, scenario: RegionScenario, name: str, registry: RegistryLookup | None = None
     ) -> Candidate[RegionScenario, Episodes, Measured]:
-        """A rule, `torta` or the path of a policy file (.npz).
+        """A rule, `champion` or the path of a policy file (.npz).
 
         Raises:
             ValueError: The name is unknown, or the policy is missing or broken.
         """
         make, source = policy_maker(scenario, name, registry)
         return Candidate(name, source, partial(_run, make))
+
+    def best_tuned_rule(self, scenario: RegionScenario) -> str | None:
+        """The rule that ships."""
+        return BEST_RULE
 
     def trained(self, artifact: RegionArtifact) -> Runner[RegionScenario, Episodes, Measured]:
         """What runs a trained policy."""
@@ -143,13 +145,16 @@ def policy_maker(
     """
     if name in REGION_BASELINES:
         return partial(make_region_policy, name), RULE
-    if name != LEARNED and not name.endswith(".npz"):
+    if name != PROBLEM.learned and not name.endswith(".npz"):
         raise ValueError(
             f"unknown regional policy {name!r}; give a policy file (.npz) or one of "
-            f"{[*REGION_BASELINES, LEARNED]}"
+            f"{[*REGION_BASELINES, PROBLEM.learned]}"
         )
-    path = None if name == LEARNED else name
-    artifact, source = resolve_region_champion(scenario.name, path, registry)
+    path = None if name == PROBLEM.learned else name
+    try:
+        artifact, source = resolve_region_champion(scenario.name, path, registry)
+    except NoChampionError:
+        return partial(make_region_policy, BEST_RULE), f"best tuned rule, {BEST_RULE}"
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
     return partial(_learned, artifact), words
 

@@ -46,8 +46,9 @@ def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArra
             os.environ.setdefault(f"POT_BACKEND_DISABLE_{library}", "1")
         import ot
 
+        supply, demand, cost = (np.ascontiguousarray(one) for one in (supply, demand, cost))
         plan = ot.emd(
-            supply, demand, np.ascontiguousarray(cost), numItermax=1_000_000,
+            supply, demand, cost, numItermax=1_000_000,
             center_dual=False, check_marginals=False,  # Nobody looks at the dual.
         )  # fmt: skip
         return np.asarray(plan)

@@ -11,27 +11,27 @@ from tokenyard.types import FloatArray, IntArray
 
 Dispatch = Literal["shares", "live_shares", "live_cost", "spill", "least_loaded", "balance"]
 """How the tasks of a slot are sent: by the decided shares; by these and by where a server with the
-task's model is free at the moment; by these and by `LiveCost` at the moment; local first and to the
-nearest region with a free server; to the least work per server; to the least spread of work and
-idle time."""
+task's model is free; by these and by `LiveCost`; local first and to the nearest region with a free
+server; to the least work per server; to the least spread of work and idle time. All but the first
+go by the last reports of the regions (`tokenyard.regions.telemetry`)."""
 
 
 @dataclass(frozen=True)
 class LiveCost:
-    """What sending one task to a region costs at the moment, in seconds.
+    """What sending one task to a region is expected to cost, in seconds, by its last report.
 
-    The least over the region's servers that are on of: the time until it is free and has the task's
-    model, plus the weighted terms below; plus the way there and back.
+    The time until a server should be free (none where one is), a change of model and the weighted
+    terms below, the least over the kinds of servers that are on; plus the way there and back.
     """
 
     debt_s: float = 2.0
     """Per task that the shares owe to the region, taken off."""
     service: float = 0.0
-    """Per second that the server needs for the task."""
+    """Per second that a server of the kind is expected to need for the task."""
     use: float = 0.0
-    """Per second for which the server is already at work in this slot: levels use."""
+    """Of a region whose servers are all at work, in proportion to how many are: levels use."""
     usd_s: float = 0.0
-    """Per dollar of energy that the task takes there beyond an idle server's."""
+    """Per dollar of energy that the task should take there beyond an idle server's."""
     late: float = 0.0
     """Per second after the task's deadline."""
 

@@ -48,6 +48,28 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def paired_p_value(differences: FloatArray) -> float:
+    """Two-sided p-value that independent differences have a mean of zero, by Student's test.
+
+    1 where they are all zero.
+    """
+    if not differences.any():
+        return 1.0
+    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Correct the p-values of a family of tests, in their order (Holm 1979).
+
+    A corrected value below 0.05 is significant however many of the family's nulls are true.
+    """
+    corrected, greatest = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(np.argsort(p_values, kind="stable").tolist()):
+        greatest = max(greatest, (len(p_values) - rank) * p_values[index])
+        corrected[index] = min(1.0, greatest)
+    return corrected
+
+
 class BlockBootstrap:
     """Resamples one long stream in blocks, so that what belongs together stays together.
 

@@ -94,7 +94,7 @@ def test_a_refusal_is_one_sentence_over_http_too(server):
 def test_regions_are_decided_over_http_and_what_is_stale_falls_back_and_is_counted(server):
     url, _ = server
     answer = httpx.post(f"{url}/v1/regions", json=regions_body(), timeout=10).json()
-    assert (answer["policy"], answer["fallback_reason"]) == ("torta", None)
+    assert (answer["policy"], answer["fallback_reason"]) == ("prox_ot_forecast_live_cost", None)
     assert [sum(row) for row in answer["shares"]] == pytest.approx([1.0, 1.0, 1.0])
     body = regions_body(forecast_age_slots=9.0)
     stale = httpx.post(f"{url}/v1/regions", json=body, timeout=10).json()

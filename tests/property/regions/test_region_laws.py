@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from sizes import scaled
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
+from tokenyard.regions import telemetry
+from tokenyard.regions.policies.dispatch import DISPATCH, by_live_cost
 from tokenyard.regions.scenario import Failure
-from tokenyard.regions.simulator import DISPATCH, RegionSim, world
-from tokenyard.regions.simulator.dispatch import by_live_cost
+from tokenyard.regions.simulator import RegionSim, world
+from tokenyard.regions.simulator.reports import declare, report
+from tokenyard.regions.simulator.servers import place
 from tokenyard.regions.types import LiveCost, RegionDecision
 
 few = settings(max_examples=scaled(25))
@@ -89,7 +92,7 @@ def test_no_server_serves_two_tasks_at_once_nor_faster_than_it_can(episode):
         mine = (w.labels[:, world.SERVER] == server) & (w.labels[:, world.STATUS] == world.PLACED)
         rows = w.tasks[mine][np.argsort(w.tasks[mine][:, world.BEGIN_S], kind="stable")]
         assert (rows[1:, world.BEGIN_S] >= rows[:-1, world.FINISH_S] - 1e-6).all()
-        kind = w.servers[server, world.KIND]
+        kind = w.seen.servers[server, telemetry.KIND]
         least = rows[:, world.WORK_S] * sim.cluster.service_factor[:, kind].min()
         assert (rows[:, world.FINISH_S] - rows[:, world.START_S] >= least - 1e-9).all()
         assert (rows[:, world.BEGIN_S] >= rows[:, world.ARRIVAL_S]).all()
@@ -122,8 +125,12 @@ def test_equal_streams_and_decisions_give_equal_bytes_though_another_simulator_r
     for decision in decisions:
         first.step(decision)
         second.step(decision)
-    for mine, theirs in zip(first.arrays, second.arrays, strict=True):
+    for mine, theirs in zip(all_arrays(first), all_arrays(second), strict=True):
         assert mine.tobytes() == theirs.tobytes()
+
+
+def all_arrays(sim):
+    return [*sim.arrays.seen, *sim.arrays[1:]]
 
 
 def test_a_region_that_fails_loses_no_task_without_it_being_counted():
@@ -143,45 +150,61 @@ def test_a_region_that_fails_loses_no_task_without_it_being_counted():
     assert total[world.OUT_LOST_S] > 0
 
 
-def two_regions(**live):
-    """A world of two regions, each with one free server of one kind that holds the model."""
+def two_regions(busy=False, **live):
+    """A world of two regions, each with one server of one kind on, which holds the model.
+
+    Where `busy`, that of the first serves a task. Everything has been reported; task 0 has come to
+    the first region.
+    """
     scenario = a_scenario(
         num_slots=3, topology="synthetic/gabriel/2/1", mean_latency_ms=10.0,
         server_counts={"A100": 4}, demand={"load": 0.3, "model_shares": (1.0,)},
     )  # fmt: skip
     w = RegionSim(scenario, a_stream(scenario), an_oracle(scenario)).arrays
-    w.servers[:, world.STATE] = np.where(np.arange(4) % 2 == 0, world.ON, world.OFF)
-    w.servers[:, world.HELD_MODEL] = 0
-    w.weights[:] = LiveCost(**live).weights
-    w.prices[:] = 0.2
+    on = np.arange(4) % 2 == 0
+    w.seen.servers[:, telemetry.STATE] = np.where(on, telemetry.ON, telemetry.OFF)
+    w.seen.servers[:, telemetry.HELD_MODEL] = 0
+    w.seen.weights[:] = LiveCost(**live).weights
+    w.seen.prices[:] = 0.2
+    w.labels[:2, world.ORIGIN] = 0
+    for task in (0, 1):
+        declare(w, task)
+    if busy:
+        w.labels[1, world.TARGET] = 0
+        place(w, 1, 0, 0.0)
+    report(w, 0, 0.0)
     return w
 
 
-def test_by_live_cost_a_task_goes_where_a_server_is_ready_soonest_unless_debts_weigh_more():
-    local = np.eye(2)
-    w = two_regions(debt_s=0.0)
-    assert by_live_cost(w, 0, 0, local, 0.0) == 0
-    w.times[0, world.FREE_S] = 5.0
-    assert by_live_cost(w, 0, 0, local, 0.0) == 1
-    w = two_regions(debt_s=10.0)
-    w.times[0, world.FREE_S] = 5.0
-    assert by_live_cost(w, 0, 0, local, 0.0) == 0
+def chosen(w):
+    return by_live_cost(w.seen, 0, np.eye(2), 1.0)
 
 
-def test_live_cost_levels_use_and_prefers_cheap_energy_as_far_as_they_weigh():
-    w = two_regions(debt_s=0.0, use=0.5)
-    w.times[0, world.BUSY_S] = 20.0
-    assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
+def test_by_live_cost_a_task_goes_where_a_server_is_free_unless_debts_weigh_more():
+    assert chosen(two_regions(debt_s=0.0)) == 0
+    assert chosen(two_regions(busy=True, debt_s=0.0)) == 1
+    assert chosen(two_regions(busy=True, debt_s=100.0)) == 0
+
+
+def test_live_cost_prefers_cheap_energy_as_far_as_it_weighs():
     for usd_s, expected in ((0.0, 0), (2e4, 1)):
         w = two_regions(debt_s=0.0, usd_s=usd_s)
-        w.prices[:, 0] = 0.4
-        assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == expected
+        w.seen.prices[:, 0] = 0.4
+        assert chosen(w) == expected
 
 
-def test_live_cost_sends_nothing_to_a_region_that_is_down():
+def test_live_cost_sends_nothing_to_a_region_that_reports_to_be_down():
     w = two_regions(debt_s=0.0)
     w.region[0, world.IS_DOWN] = 1
-    assert by_live_cost(w, 0, 0, np.eye(2), 0.0) == 1
+    report(w, 1, 0.5)
+    assert chosen(w) == 1
+
+
+def test_what_was_sent_since_a_report_is_not_free_any_more():
+    w = two_regions(busy=True, debt_s=0.0)
+    w.seen.sent[0, 1] = 1.0
+    w.seen.near[0] = [0, 1]
+    assert chosen(w) == 0
 
 
 def test_half_a_regions_capacity_lost_moves_what_runs_there_at_a_cost():

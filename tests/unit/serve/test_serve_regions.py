@@ -6,8 +6,7 @@ from prometheus_client import generate_latest
 from serve_app.http.regions_schema import RegionsMessage
 from serve_app.regions import RegionDecider
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.mixing import NUM_PARAMETERS
-from tokenyard.regions.policies.learned import LearnedMix
+from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES
 from tokenyard.regions.types import RegionDecision
 
 
@@ -44,8 +43,8 @@ class Fails:
         raise RuntimeError("broken")
 
 
-def the_mix():
-    return LearnedMix(np.zeros(NUM_PARAMETERS), ActivationRule())
+def the_rule():
+    return REGION_BASELINES[BEST_RULE](ActivationRule())
 
 
 def decide(policy, **changes):
@@ -53,9 +52,9 @@ def decide(policy, **changes):
     return decider.decide(RegionsMessage.model_validate(a_body(**changes))), decider
 
 
-def test_the_learned_policy_answers_with_shares_and_servers():
-    answer, decider = decide(the_mix())
-    assert (answer.policy, answer.fallback_reason) == ("torta", None)
+def test_the_rule_that_ships_answers_with_shares_and_servers():
+    answer, decider = decide(the_rule())
+    assert (answer.policy, answer.fallback_reason) == (BEST_RULE, None)
     assert np.sum(answer.shares, axis=1) == pytest.approx(np.ones(3))
     assert all(1 <= count <= 5 for count in answer.active)
     assert decider.describe().fallbacks == {}
@@ -72,10 +71,9 @@ NO_SHARES = [[0.9, 0.5, 0.5]] * 3
         (Says(NO_SHARES), {}, "unusable"),
         (Says([[1.0]]), {}, "unusable"),
         (Fails(), {}, "error"),
-        (None, {}, "missing"),
-        (the_mix(), {"forecast_age_slots": 9.0}, "stale_forecast"),
+        (the_rule(), {"forecast_age_slots": 9.0}, "stale_forecast"),
         (
-            the_mix(),
+            the_rule(),
             {"regions": [a_region(name, forecast=None) for name in "abc"]},
             "no_forecast",
         ),
@@ -98,7 +96,7 @@ def test_where_prox_ot_fails_too_everything_stays_local():
 
 def test_a_region_that_is_down_is_sent_nothing():
     regions = [a_region("a"), a_region("b", servers=[], num_active=0), a_region("c")]
-    answer, _ = decide(the_mix(), regions=regions)
+    answer, _ = decide(the_rule(), regions=regions)
     assert np.array(answer.shares)[:, 1] == pytest.approx(np.zeros(3), abs=1e-9)
     assert answer.active[1] == 0
 
@@ -125,12 +123,12 @@ def test_the_routes_answer_and_count():
     from serve_app.http.intake import PendingBodies
     from serve_app.regions import make_router
 
-    api, decider = FastAPI(), RegionDecider(the_mix())
+    api, decider = FastAPI(), RegionDecider(the_rule())
     access = Access(None)
     errors.install(api, access, PendingBodies(10.0, 8))
     api.include_router(make_router(decider, access))
     client = TestClient(api)
-    assert client.post("/v1/regions", json=a_body()).json()["policy"] == "torta"
+    assert client.post("/v1/regions", json=a_body()).json()["policy"] == BEST_RULE
     stale = client.post("/v1/regions", json=a_body(forecast_age_slots=99.0)).json()
     assert stale["fallback_reason"] == "stale_forecast"
     refused = client.post("/v1/regions", json=a_body(slot_s=-1.0))

@@ -9,6 +9,8 @@ from tokenyard.statistics.intervals import (
     BlockBootstrap,
     Interval,
     block_length,
+    holm,
+    paired_p_value,
     percentile_interval,
     t_interval,
 )
@@ -78,3 +80,15 @@ def test_all_policies_are_resampled_with_the_same_blocks():
     bootstrap = BlockBootstrap(500, 20, np.random.default_rng(6))
     ours = bootstrap.resample(values + 1.0, means)
     assert ours - bootstrap.resample(values, means) == pytest.approx(np.ones(2000))
+
+
+def test_holm_corrects_by_rank_keeps_the_order_and_never_exceeds_one():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_equal_values_differ_in_nothing_and_large_differences_are_unlikely():
+    assert paired_p_value(np.zeros(5)) == 1.0
+    assert paired_p_value(np.array([1.0, 1.1, 0.9, 1.0])) < 1e-3
+    assert paired_p_value(np.array([1.0, -1.0, 2.0, -2.0])) == pytest.approx(1.0)

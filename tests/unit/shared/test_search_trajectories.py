@@ -17,8 +17,8 @@ from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.regions.mixing import NUM_PARAMETERS as NUM_MIX
-from tokenyard.regions.search import RegionSearch, RegionSearchConfig
+from tokenyard.regions.policies import BEST_RULE
+from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import finetune as of_routing_log
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
@@ -60,8 +60,7 @@ def of_regions():
     config = RegionSearchConfig(
         population=4, num_elites=2, slots=10, spread=0.7, noise=0.3, num_generations=4
     )
-    start = np.linspace(-0.2, 0.2, NUM_MIX)
-    return trajectory(RegionSearch([a_scenario(num_slots=12)], config, 3, start))
+    return trajectory(KnobSearch(BEST_RULE, [a_scenario(num_slots=12)], config, 3))
 
 
 class Valley:

@@ -1,20 +1,20 @@
 """Regional policies: every baseline by name, and how to make one.
 
 A policy sees states, never the simulator. To add one, write its class and add its line to
-`REGION_BASELINES`.
+`RECIPES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from tokenyard.config import did_you_mean
 from tokenyard.regions.activation import ActivationRule
-from tokenyard.regions.mixing import START_CAP, START_LIVE, START_SMOOTHING
 from tokenyard.regions.policies.rules import (
-    LIVE_CAP,
-    SMOOTHING,
+    COST_KNOBS,
     Demand,
+    Knobs,
     Planned,
     Planner,
     RecedingHorizon,
@@ -24,52 +24,72 @@ from tokenyard.regions.policies.rules import (
     demand_now,
     ot_balanced,
     ot_slack,
-    ot_slack_live,
-    ot_slack_live_cost,
     sinkhorn,
     spilled,
     stay_local,
 )
 from tokenyard.regions.scenario import RegionScenario
-from tokenyard.regions.types import Dispatch, LiveCost, RegionPolicy
+from tokenyard.regions.types import Dispatch, RegionPolicy
+
+Maker = Callable[[ActivationRule, Knobs], RegionPolicy]
 
 
-def _planned(
-    plan: Planner,
-    demand: Demand = demand_now,
-    smoothing: float = 0.0,
-    dispatch: Dispatch = "shares",
-    live: LiveCost | None = None,
-) -> Callable[[ActivationRule], RegionPolicy]:
-    return lambda rule: Planned(plan, rule, demand, smoothing, dispatch, live or LiveCost())
+@dataclass(frozen=True)
+class Recipe:
+    """A rule with its knobs."""
+
+    make: Maker
+    tunable: tuple[str, ...] = ()
+    """Fields of `Knobs` that it reads."""
+    knobs: Knobs = field(default_factory=Knobs)
+
+
+def _planned(plan: Planner, demand: Demand = demand_now, dispatch: Dispatch = "shares") -> Maker:
+    return lambda rule, knobs: Planned(plan, rule, demand, dispatch, knobs)
+
+
+def _receding(dispatch: Dispatch) -> Maker:
+    return lambda rule, knobs: RecedingHorizon(rule, dispatch, knobs)
+
+
+_CAP, _PROX, _COST = ("cap",), ("cap", "smoothing"), ("cap", "smoothing", "live")
+
+RECIPES: dict[str, Recipe] = {
+    "round_robin": Recipe(_planned(by_servers)),
+    "local_first": Recipe(_planned(stay_local)),
+    "least_loaded": Recipe(_planned(by_capacity, dispatch="least_loaded")),
+    "skylb": Recipe(_planned(spilled, demand_ahead, "spill"), _CAP, Knobs(0.5)),
+    "sdib": Recipe(_planned(by_capacity, dispatch="balance")),
+    "ot_balanced": Recipe(_planned(ot_balanced)),
+    "ot_slack": Recipe(_planned(ot_slack), _CAP, Knobs(0.43)),
+    "sinkhorn": Recipe(_planned(sinkhorn), _CAP, Knobs(0.46)),
+    "prox_ot": Recipe(_planned(ot_slack), _PROX, Knobs(0.43, 0.4)),
+    "ot_slack_forecast": Recipe(_planned(ot_slack, demand_ahead), _CAP, Knobs(0.43)),
+    "sinkhorn_forecast": Recipe(_planned(sinkhorn, demand_ahead), _CAP),
+    "prox_ot_forecast": Recipe(_planned(ot_slack, demand_ahead), _PROX, Knobs(0.43, 0.4)),
+    "prox_ot_forecast_live": Recipe(
+        _planned(ot_slack, demand_ahead, "live_shares"), _PROX, Knobs(0.44, 0.4)
+    ),
+    "prox_ot_forecast_live_cost": Recipe(
+        _planned(ot_slack, demand_ahead, "live_cost"), _COST, COST_KNOBS
+    ),
+    "receding_horizon": Recipe(_receding("shares"), _CAP, Knobs(0.43)),
+    "receding_horizon_live": Recipe(_receding("live_shares"), _CAP, Knobs(0.44)),
+    "receding_horizon_live_cost": Recipe(_receding("live_cost"), ("cap", "live"), COST_KNOBS),
+}
+"""Every rule by name."""
+
+
+def _as_tuned(recipe: Recipe) -> Callable[[ActivationRule], RegionPolicy]:
+    return lambda rule: recipe.make(rule, recipe.knobs)
 
 
 REGION_BASELINES: dict[str, Callable[[ActivationRule], RegionPolicy]] = {
-    "round_robin": _planned(by_servers),
-    "local_first": _planned(stay_local),
-    "least_loaded": _planned(by_capacity, dispatch="least_loaded"),
-    "skylb": _planned(spilled, demand_ahead, dispatch="spill"),
-    "sdib": _planned(by_capacity, dispatch="balance"),
-    "ot_balanced": _planned(ot_balanced),
-    "ot_slack": _planned(ot_slack),
-    "sinkhorn": _planned(sinkhorn),
-    "prox_ot": _planned(ot_slack, smoothing=SMOOTHING),
-    "ot_slack_forecast": _planned(ot_slack, demand_ahead),
-    "sinkhorn_forecast": _planned(sinkhorn, demand_ahead),
-    "prox_ot_forecast": _planned(ot_slack, demand_ahead, SMOOTHING),
-    "prox_ot_forecast_live": _planned(ot_slack_live, demand_ahead, SMOOTHING, "live_shares"),
-    "prox_ot_forecast_live_cost": _planned(
-        ot_slack_live_cost, demand_ahead, START_SMOOTHING, "live_cost", START_LIVE
-    ),
-    "receding_horizon": RecedingHorizon,
-    "receding_horizon_live": lambda rule: RecedingHorizon(rule, LIVE_CAP, "live_shares"),
-    "receding_horizon_live_cost": lambda rule: RecedingHorizon(
-        rule, START_CAP, "live_cost", START_LIVE
-    ),
+    name: _as_tuned(recipe) for name, recipe in RECIPES.items()
 }
-"""Every baseline by name. `prox_ot_forecast_live_cost` has the fill, the smoothing and the live
-costs with which the search for `torta` starts, and learns nothing: what `torta` gains over it is
-what learning gains."""
+"""Every rule by name, with its knobs as they were tuned (docs/results/torta.md)."""
+BEST_RULE = "prox_ot_forecast_live_cost"
+"""What ships: no learned policy has beaten it."""
 
 
 def make_region_policy(name: str, scenario: RegionScenario) -> RegionPolicy:

@@ -1,4 +1,4 @@
-"""What learning makes of regions: the mix of plans, and networks.
+"""What learning makes of regions: networks.
 
 `tokenyard.regions.artifact` makes them of artifacts.
 """
@@ -11,25 +11,9 @@ import numpy as np
 
 from tokenyard.network import Network
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.mixing import START_LIVE, live_of, mix, total_load
 from tokenyard.regions.observation import LIMIT, Action, encode, observation_size, shares_of
+from tokenyard.regions.policies.rules import COST_KNOBS
 from tokenyard.regions.types import Dispatch, RegionDecision, RegionState
-from tokenyard.types import FloatArray
-
-
-@dataclass(frozen=True)
-class LearnedMix:
-    """`torta`: the learned mix of plans and costs (`tokenyard.regions.mixing`)."""
-
-    theta: FloatArray
-    rule: ActivationRule
-    dispatch: Dispatch = "live_cost"
-
-    def decide(self, state: RegionState) -> RegionDecision:
-        """Mix the plans, turn servers on for the mix, and say what single tasks cost where."""
-        shares = mix(state, self.theta)
-        live = live_of(self.theta, total_load(state))
-        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, live)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,4 +43,4 @@ class RegionNetwork:
         outputs = self.network(np.clip(encode(state, self.action), -LIMIT, LIMIT))
         shares = shares_of(np.clip(outputs, -1.0, 1.0), state, self.action)
         active = targets(state, shares, self.rule)
-        return RegionDecision(shares, active, self.dispatch, START_LIVE)
+        return RegionDecision(shares, active, self.dispatch, COST_KNOBS.live)

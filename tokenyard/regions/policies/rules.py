@@ -13,18 +13,29 @@ import numpy as np
 
 from tokenyard.regions import transport
 from tokenyard.regions.activation import ActivationRule, targets
-from tokenyard.regions.mixing import START_CAP
 from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
-from tokenyard.types import FloatArray
+from tokenyard.types import BoolArray, FloatArray
 
 PRICE_WEIGHT, LATENCY_WEIGHT = 1.0, 0.1
 """w1 and w2 of the paper's cost, whose values it does not give; w1 is to be much the greater."""
-SMOOTHING = 0.4
-"""lambda1: steps are 2.5 times smaller, the paper's target, where plans are independent."""
-CAP, LIVE_CAP = 0.55, 0.65
-"""Share of a region's capacity that plans fill, where tasks go by the shares alone and where they
-also go by what is free. Tuned on training streams of two clusters (docs/results/torta.md): servers
-that change models serve less than their capacity, and a plan learns nothing of queues."""
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """What a rule leaves open, and a search may tune."""
+
+    cap: float = 0.55
+    """Share of a region's capacity that plans fill: servers that change models serve less than
+    their capacity, and a plan learns nothing of queues."""
+    smoothing: float = 0.0
+    """lambda1, the weight of the last slot's shares. At 0.4 steps are 2.5 times smaller, the
+    paper's target, where plans are independent."""
+    live: LiveCost = field(default_factory=LiveCost)
+    """Of dispatch by cost."""
+
+
+COST_KNOBS = Knobs(0.3, 0.05, LiveCost(debt_s=2.4, service=0.39, use=0.43, usd_s=6400.0, late=1.8))
+"""Of plans whose tasks go by cost (docs/results/torta.md)."""
 
 
 def paper_cost(state: RegionState) -> FloatArray:
@@ -45,7 +56,8 @@ def demand_ahead(state: RegionState) -> FloatArray:
 
 
 Demand = Callable[[RegionState], FloatArray]
-Planner = Callable[[RegionState, FloatArray], FloatArray]
+Planner = Callable[[RegionState, FloatArray, float], FloatArray]
+"""From a state, demand and the share of capacity that may be filled to shares."""
 
 
 @dataclass(frozen=True)
@@ -53,35 +65,43 @@ class Planned:
     """Shares that some function plans, smoothed over time or not."""
 
     plan: Planner
-    """From a state and demand to shares."""
     rule: ActivationRule
     demand: Demand = demand_now
-    smoothing: float = 0.0
-    """Weight of the last slot's shares (`transport.prox`)."""
     dispatch: Dispatch = "shares"
-    live: LiveCost = field(default_factory=LiveCost)
+    knobs: Knobs = field(default_factory=Knobs)
 
     def decide(self, state: RegionState) -> RegionDecision:
         """Plan, smooth, and turn servers on for it."""
-        shares = self.plan(state, self.demand(state))
-        if self.smoothing:
-            shares = transport.prox(shares, state.previous, self.smoothing)
-        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, self.live)
+        knobs = self.knobs
+        plan = shares = self.plan(state, self.demand(state), knobs.cap)
+        if knobs.smoothing:
+            smooth = transport.prox(plan, state.previous, knobs.smoothing)
+            shares = without(smooth, state.capacity > 0, plan)
+        return RegionDecision(shares, targets(state, shares, self.rule), self.dispatch, knobs.live)
 
 
-def stay_local(state: RegionState, _: FloatArray) -> FloatArray:
+def without(shares: FloatArray, there: BoolArray, instead: FloatArray) -> FloatArray:
+    """Send nothing to regions that are down: what is left is scaled up, else `instead` holds."""
+    if there.all():
+        return shares
+    kept = shares * there
+    mass = kept.sum(axis=1, keepdims=True)
+    return np.where(mass > 1e-9, kept / np.maximum(mass, 1e-9), instead)
+
+
+def stay_local(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """Everything where it comes from, but for regions that are down: those go by capacity."""
     there = state.capacity > 0
-    return np.where(there[:, None], np.eye(state.num_regions), by_capacity(state, _))
+    return np.where(there[:, None], np.eye(state.num_regions), by_capacity(state, demand))
 
 
-def by_servers(state: RegionState, _: FloatArray) -> FloatArray:
+def by_servers(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """Round robin over regions, each as often as it has servers."""
     servers = (state.server_tasks > 0).sum(axis=1).astype(np.float64)
     return _same_rows(servers)
 
 
-def by_capacity(state: RegionState, _: FloatArray) -> FloatArray:
+def by_capacity(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """Every region's share of all capacity."""
     return _same_rows(state.capacity)
 
@@ -93,12 +113,12 @@ def _same_rows(weights: FloatArray) -> FloatArray:
     return np.tile(row, (num, 1))
 
 
-def spilled(state: RegionState, demand: FloatArray) -> FloatArray:
+def spilled(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     """What spilling comes to: local up to capacity, the rest to the nearest that has room.
 
     A rule that forwards request by request has no plan; this one says which servers it will need.
     """
-    room = CAP * state.capacity
+    room = cap * state.capacity
     served = np.minimum(demand, room)
     plan = np.diag(served)
     room = room - served
@@ -115,29 +135,19 @@ def spilled(state: RegionState, demand: FloatArray) -> FloatArray:
     return transport.as_shares(plan)
 
 
-def ot_balanced(state: RegionState, demand: FloatArray) -> FloatArray:
+def ot_balanced(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """The paper's Eq 2."""
     return transport.as_shares(transport.balanced(demand, state.capacity, paper_cost(state)))
 
 
-def ot_slack(state: RegionState, demand: FloatArray, cap: float = CAP) -> FloatArray:
+def ot_slack(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     """The same cost with capacities as upper bounds."""
     return transport.as_shares(transport.within(demand, cap * state.capacity, paper_cost(state)))
 
 
-def ot_slack_live(state: RegionState, demand: FloatArray) -> FloatArray:
-    """The same, filled as tightly as is good where tasks also go by what is free."""
-    return ot_slack(state, demand, LIVE_CAP)
-
-
-def ot_slack_live_cost(state: RegionState, demand: FloatArray) -> FloatArray:
-    """The same, for tasks that go by what they cost where at the moment."""
-    return ot_slack(state, demand, START_CAP)
-
-
-def sinkhorn(state: RegionState, demand: FloatArray) -> FloatArray:
+def sinkhorn(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     """`ot_slack` with an entropy term."""
-    plan = transport.sinkhorn(demand, CAP * state.capacity, paper_cost(state))
+    plan = transport.sinkhorn(demand, cap * state.capacity, paper_cost(state))
     return transport.as_shares(plan)
 
 
@@ -150,9 +160,8 @@ class RecedingHorizon:
     def __init__(
         self,
         rule: ActivationRule,
-        cap: float = CAP,
         dispatch: Dispatch = "shares",
-        live: LiveCost | None = None,
+        knobs: Knobs | None = None,
         num_slots: int = 4,
         switching_cost: float = 0.05,
     ) -> None:
@@ -160,15 +169,14 @@ class RecedingHorizon:
 
         Args:
             rule: For activation.
-            cap: Share of a region's capacity that plans fill.
             dispatch: How tasks are sent.
-            live: What they cost where, for dispatch by cost.
+            knobs: Its cap and live costs are read; nothing is smoothed.
             num_slots: Slots of a plan.
             switching_cost: Of a task that another region served in the slot before, in units of
                 the paper's cost.
         """
-        self._rule, self._cap, self._num_slots, self._cost = rule, cap, num_slots, switching_cost
-        self._dispatch, self._live = dispatch, live or LiveCost()
+        self._rule, self._num_slots, self._cost = rule, num_slots, switching_cost
+        self._dispatch, self._knobs = dispatch, knobs or Knobs()
         self._plans: list[FloatArray] = []
         self._capacity: FloatArray | None = None
 
@@ -184,7 +192,7 @@ class RecedingHorizon:
             cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
             before = demand_now(state) @ state.previous
             plans = transport.receding_horizon(
-                ahead, self._cap * capacity, cost, before, self._cost
+                ahead, self._knobs.cap * capacity, cost, before, self._cost
             )
             self._plans = [transport.as_shares(plan) for plan in plans]
             self._capacity = capacity
@@ -192,4 +200,4 @@ class RecedingHorizon:
 
     def _decision(self, state: RegionState, shares: FloatArray) -> RegionDecision:
         active = targets(state, shares, self._rule)
-        return RegionDecision(shares, active, self._dispatch, self._live)
+        return RegionDecision(shares, active, self._dispatch, self._knobs.live)

@@ -7,26 +7,22 @@ import math
 
 import numpy as np
 
+from tokenyard.regions import telemetry
 from tokenyard.regions.activation import ActivationRule, targets_for
 from tokenyard.regions.demand import RegionStream
 from tokenyard.regions.forecast import DemandForecaster
+from tokenyard.regions.policies.dispatch import DISPATCH
 from tokenyard.regions.scenario import TASK_TYPES, Failure, RegionScenario
 from tokenyard.regions.servers import Cluster, likeness, make_cluster
 from tokenyard.regions.simulator import slot as kernel
 from tokenyard.regions.simulator import world
+from tokenyard.regions.simulator.reports import report
 from tokenyard.regions.simulator.servers import fail, recover
 from tokenyard.regions.simulator.world import RegionArrays
-from tokenyard.regions.types import Dispatch, RegionDecision, RegionState, check_decision
+from tokenyard.regions.telemetry import Telemetry, num_columns
+from tokenyard.regions.types import RegionDecision, RegionState, check_decision
 from tokenyard.types import FloatArray, IntArray
 
-DISPATCH: dict[Dispatch, int] = {
-    "shares": world.BY_SHARES,
-    "live_shares": world.LIVE_SHARES,
-    "spill": world.SPILL,
-    "least_loaded": world.LEAST_LOADED,
-    "balance": world.BALANCE,
-    "live_cost": world.LIVE_COST,
-}
 HISTORY_SLOTS = 8
 """Slots of past arrivals that a state holds."""
 _NEEDED_SPEED = {"compute": 1.3, "memory": 0.7, "lightweight": 0.35}
@@ -52,11 +48,12 @@ class RegionSim:
         self.shares = np.eye(num)
         state = self.state()
         self._start(targets_for(state, state.forecast[0], ActivationRule.from_scenario(scenario)))
+        report(self.arrays, 0, 0.0)
 
     @property
     def slot(self) -> int:
         """The slot that comes next."""
-        return int(self.arrays.clock[world.SLOT])
+        return int(self.arrays.seen.clock[telemetry.SLOT])
 
     @property
     def ended(self) -> bool:
@@ -64,39 +61,38 @@ class RegionSim:
         return self.slot >= self.stream.num_slots
 
     def _start(self, active: IntArray) -> None:
-        w = self.arrays
+        t = self.arrays.seen
         for region, count in enumerate(active.tolist()):
-            lo = int(w.first[region])
-            w.servers[lo : lo + count, world.STATE] = world.ON
+            lo = int(t.first[region])
+            t.servers[lo : lo + count, telemetry.STATE] = telemetry.ON
             # Models in proportion to what is asked for.
             shares = np.cumsum(self.scenario.demand.model_shares)
             spots = (np.arange(count) + 0.5) / max(count, 1)
             held = np.minimum(np.searchsorted(shares, spots), len(shares) - 1)
             # Kinds follow each other in the order of servers: models are dealt out across them.
-            w.servers[lo : lo + count, world.HELD_MODEL] = held[_dealt(count)]
+            t.servers[lo : lo + count, telemetry.HELD_MODEL] = held[_dealt(count)]
 
     def state(self) -> RegionState:
-        """What a policy may know now."""
-        w, slot = self.arrays, self.slot
-        down = w.servers[:, world.STATE] == world.DOWN
+        """What a policy may know now: telemetry, as old as the last reports."""
+        t, slot = self.arrays.seen, self.slot
+        states = t.servers[:, telemetry.STATE]
+        down = states == telemetry.DOWN
         tasks = np.where(self._slots_of >= 0, self._server_tasks, 0.0)
         if down.any():
             tasks = np.where(down[self._slots_of], 0.0, tasks)
-        running = (w.servers[:, world.STATE] == world.ON) | (
-            w.servers[:, world.STATE] == world.WARMING
-        )
+        running = (states == telemetry.ON) | (states == telemetry.WARMING)
         past: FloatArray = self.stream.counts[max(0, slot - HISTORY_SLOTS) : slot].astype(float)
         if not len(past):
             past = self.forecasts[0, :1]
         return RegionState(
             slot_s=self.scenario.slot_s,
-            latency_s=w.latency,
+            latency_s=t.latency,
             arrivals=past,
             forecast=self.forecasts[slot],
-            waiting=w.region[:, world.NUM_WAITING].astype(np.float64),
-            used=w.used[max(slot - 1, 0)],
-            num_active=np.add.reduceat(running, w.first[:-1], dtype=np.int64),
-            usd_per_kwh=w.prices[slot],
+            waiting=t.rows[t.clock[telemetry.NEWEST], :, telemetry.WAITING].copy(),
+            used=t.used[max(slot - 1, 0)],
+            num_active=np.add.reduceat(running, t.first[:-1], dtype=np.int64),
+            usd_per_kwh=t.prices[slot],
             previous=self.shares,
             server_tasks=tasks,
             server_kwh=self._server_kwh,
@@ -113,7 +109,7 @@ class RegionSim:
         self._break(slot)
         self.shares = np.ascontiguousarray(decision.shares, dtype=np.float64)
         active = np.ascontiguousarray(decision.active, dtype=np.int64)
-        self.arrays.weights[:] = decision.live.weights
+        self.arrays.seen.weights[:] = decision.live.weights
         kernel.run_slot(self.arrays, self.shares, active, DISPATCH[decision.dispatch])
         return np.asarray(self.arrays.out[slot])
 
@@ -130,19 +126,20 @@ class RegionSim:
                 self._begin(failure, now)
             if slot == failure.end_slot:
                 if failure.kind == "links_slow":
-                    self.arrays.latency[:] = self._plain_latency
+                    self.arrays.seen.latency[:] = self._plain_latency
                 else:
                     recover(self.arrays, self._region_of(failure))
 
     def _begin(self, failure: Failure, now: float) -> None:
         if failure.kind == "links_slow":
             rows = slice(None) if failure.region is None else failure.region
-            self.arrays.latency[rows] *= failure.factor
+            latency = self.arrays.seen.latency
+            latency[rows] *= failure.factor
             if failure.region is not None:
-                self.arrays.latency[:, failure.region] = self.arrays.latency[failure.region]
+                latency[:, failure.region] = latency[failure.region]
             return
         region = self._region_of(failure)
-        size = int(self.arrays.first[region + 1] - self.arrays.first[region])
+        size = int(self.arrays.seen.first[region + 1] - self.arrays.seen.first[region])
         is_lost = failure.kind == "region_down"
         count = size if is_lost else round(failure.fraction * size)
         fail(self.arrays, region, count, is_lost, now)
@@ -179,22 +176,39 @@ def _padded_index(cluster: Cluster) -> IntArray:
 
 def _make_arrays(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> RegionArrays:
     num, servers = cluster.num_regions, len(cluster.region)
-    models, tasks = len(scenario.demand.model_shares), len(stream.numbers)
-    server_ints = np.full((servers, world.NUM_SERVER_INTS), -1, dtype=np.int64)
-    server_ints[:, world.REGION] = cluster.region
-    server_ints[:, world.KIND] = cluster.kind
-    server_ints[:, world.STATE] = world.OFF
     times = np.zeros((servers, world.NUM_SERVER_FLOATS))
     times[:, world.WARMUP_S] = cluster.warmup_s
-    task_floats = np.zeros((tasks, world.NUM_TASK_FLOATS))
-    task_floats[:, : stream.numbers.shape[1]] = stream.numbers
-    labels = np.full((tasks, world.NUM_TASK_INTS), -1, dtype=np.int64)
+    tasks = np.zeros((len(stream.numbers), world.NUM_TASK_FLOATS))
+    tasks[:, : stream.numbers.shape[1]] = stream.numbers
+    labels = np.full((len(tasks), world.NUM_TASK_INTS), -1, dtype=np.int64)
     labels[:, : stream.labels.shape[1]] = stream.labels
     labels[:, world.STATUS] = world.TO_COME
-    slots = stream.num_slots
     return RegionArrays(
+        seen=_make_telemetry(scenario, cluster, stream),
+        servers=np.full((servers, world.NUM_SERVER_INTS), -1, dtype=np.int64),
+        times=times,
+        tasks=tasks,
+        labels=labels,
+        buffer=np.zeros((num, scenario.micro.buffer_size), dtype=np.int64),
+        region=np.zeros((num, world.NUM_REGION_INTS), dtype=np.int64),
+        clock=np.zeros(world.NUM_CLOCK, dtype=np.int64),
+        out=np.zeros((stream.num_slots, world.NUM_OUT)),
+    )
+
+
+def _make_telemetry(scenario: RegionScenario, cluster: Cluster, stream: RegionStream) -> Telemetry:
+    num, servers, num_tasks = cluster.num_regions, len(cluster.region), len(stream.numbers)
+    models = len(scenario.demand.model_shares)
+    states = np.zeros((servers, telemetry.NUM_SERVER_INTS), dtype=np.int64)
+    states[:, telemetry.KIND] = cluster.kind
+    states[:, telemetry.STATE] = telemetry.OFF
+    states[:, telemetry.HELD_MODEL] = -1
+    clock = np.zeros(telemetry.NUM_CLOCK, dtype=np.int64)
+    clock[telemetry.NEWEST] = telemetry.FIRST
+    columns = num_columns(len(scenario.kinds), models)
+    return Telemetry(
         rules=_rules(scenario),
-        weights=np.zeros(world.NUM_WEIGHTS),
+        weights=np.zeros(telemetry.NUM_WEIGHTS),
         kinds=_kinds(scenario, cluster),
         factor=cluster.service_factor,
         fit=_fit(scenario),
@@ -202,55 +216,54 @@ def _make_arrays(scenario: RegionScenario, cluster: Cluster, stream: RegionStrea
         first=cluster.first_server.astype(np.int64),
         latency=cluster.latency_s.copy(),
         near=np.argsort(cluster.latency_s, axis=1, kind="stable"),
-        servers=server_ints,
-        times=times,
-        recent=np.zeros((servers, models)),
-        tasks=task_floats,
-        labels=labels,
-        buffer=np.zeros((num, scenario.micro.buffer_size), dtype=np.int64),
-        region=np.zeros((num, world.NUM_REGION_INTS), dtype=np.int64),
-        credit=np.zeros((num, num)),
-        asked=np.zeros((num, models)),
-        backlog=np.zeros(num),
         prices=stream.usd_per_kwh,
-        clock=np.zeros(world.NUM_CLOCK, dtype=np.int64),
-        out=np.zeros((slots, world.NUM_OUT)),
-        inflow=np.zeros((slots, num)),
-        used=np.zeros((slots, num)),
+        tasks=np.zeros((num_tasks, telemetry.NUM_TASK_FLOATS)),
+        labels=np.zeros((num_tasks, telemetry.NUM_LABELS), dtype=np.int64),
+        servers=states,
+        times=np.zeros((servers, telemetry.NUM_SERVER_FLOATS)),
+        recent=np.zeros((servers, models)),
+        asked=np.zeros((num, models)),
+        rows=np.zeros((telemetry.NUM_ROWS, num, columns)),
+        reported_s=np.full(telemetry.NUM_ROWS, -math.inf),
+        sent=np.zeros((num, num)),
+        used=np.zeros((stream.num_slots, num)),
+        credit=np.zeros((num, num)),
+        backlog=np.zeros(num),
+        clock=clock,
     )
 
 
 def _rules(scenario: RegionScenario) -> FloatArray:
     micro = scenario.micro
-    rules = np.zeros(world.NUM_RULES)
-    rules[world.SLOT_S] = scenario.slot_s
-    rules[world.ROOM_S] = micro.room_s
-    rules[world.ROUND_S] = micro.round_s
-    rules[world.PATIENCE_S] = micro.patience_s
-    rules[world.HARDWARE] = micro.hardware_weight
-    rules[world.LOAD] = micro.load_weight
-    rules[world.LOCALITY] = micro.locality_weight
-    rules[world.DECAY] = math.log(2) / micro.locality_half_life_s
-    rules[world.RAMP] = micro.ramp_fraction
-    rules[world.SURPLUS_SLOTS] = micro.surplus_slots
-    rules[world.EARLIEST] = micro.rule == "earliest"
-    rules[world.SEARCH] = micro.local_search
-    rules[world.PUE] = scenario.prices.pue
-    rules[world.LATE_USD] = scenario.prices.late_usd_per_s
-    rules[world.TASK_S] = float(np.mean(scenario.demand.work_s))
+    rules = np.zeros(telemetry.NUM_RULES)
+    rules[telemetry.SLOT_S] = scenario.slot_s
+    rules[telemetry.ROOM_S] = micro.room_s
+    rules[telemetry.ROUND_S] = micro.round_s
+    rules[telemetry.PATIENCE_S] = micro.patience_s
+    rules[telemetry.HARDWARE] = micro.hardware_weight
+    rules[telemetry.LOAD] = micro.load_weight
+    rules[telemetry.LOCALITY] = micro.locality_weight
+    rules[telemetry.DECAY] = math.log(2) / micro.locality_half_life_s
+    rules[telemetry.RAMP] = micro.ramp_fraction
+    rules[telemetry.SURPLUS_SLOTS] = micro.surplus_slots
+    rules[telemetry.EARLIEST] = micro.rule == "earliest"
+    rules[telemetry.SEARCH] = micro.local_search
+    rules[telemetry.PUE] = scenario.prices.pue
+    rules[telemetry.LATE_USD] = scenario.prices.late_usd_per_s
+    rules[telemetry.TASK_S] = float(np.mean(scenario.demand.work_s))
     return rules
 
 
 def _kinds(scenario: RegionScenario, cluster: Cluster) -> FloatArray:
-    table = np.zeros((len(scenario.kinds), world.NUM_KIND))
+    table = np.zeros((len(scenario.kinds), telemetry.NUM_KIND))
     for row, kind in zip(table, scenario.kinds.values(), strict=True):
-        row[world.KIND_MEMORY] = kind.memory_gb
-        row[world.KIND_IDLE_W] = kind.tdp_w * scenario.idle_power_fraction
-        row[world.KIND_PEAK_W] = kind.tdp_w
-        row[world.KIND_SWITCH_S] = kind.switch_s
-        row[world.KIND_MIGRATION_S] = kind.migration_s
-        row[world.KIND_USD] = kind.usd_per_hour / 3600
-    table[:, world.KIND_TASK_S] = cluster.mean_service_s
+        row[telemetry.KIND_MEMORY] = kind.memory_gb
+        row[telemetry.KIND_IDLE_W] = kind.tdp_w * scenario.idle_power_fraction
+        row[telemetry.KIND_PEAK_W] = kind.tdp_w
+        row[telemetry.KIND_SWITCH_S] = kind.switch_s
+        row[telemetry.KIND_MIGRATION_S] = kind.migration_s
+        row[telemetry.KIND_USD] = kind.usd_per_hour / 3600
+    table[:, telemetry.KIND_TASK_S] = cluster.mean_service_s
     return table
 
 

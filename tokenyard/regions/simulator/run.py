@@ -29,6 +29,8 @@ class RegionOutcomes:
     """Shares in force, shape (slots, regions, regions)."""
     decision_s: FloatArray
     """Wall time of each decision, shape (slots,)."""
+    patience_s: float
+    """The longest that a task waits before it is dropped."""
 
     def total(self, column: int) -> float:
         """Sum of a column over all slots."""
@@ -36,12 +38,13 @@ class RegionOutcomes:
 
     @property
     def response_s(self) -> FloatArray:
-        """Response time of every task that was served, return path included."""
+        """Response time of every task, return path included; the patience of one that was dropped.
+
+        The patience is the longest that it could have waited.
+        """
         done = self.labels[:, world.STATUS] == world.PLACED
-        rows = self.tasks[done]
-        return np.asarray(
-            rows[:, world.FINISH_S] + rows[:, world.BACK_S] - rows[:, world.ARRIVAL_S]
-        )
+        ends = self.tasks[:, world.FINISH_S] + self.tasks[:, world.BACK_S]
+        return np.where(done, ends - self.tasks[:, world.ARRIVAL_S], self.patience_s)
 
 
 def run_regions(
@@ -63,4 +66,5 @@ def run_regions(
         shares[slot] = sim.shares
     sim.finish()
     w = sim.arrays
-    return RegionOutcomes(w.out, w.tasks, w.labels, shares, decision_s)
+    patience_s = scenario.micro.patience_s
+    return RegionOutcomes(w.out, w.tasks, w.labels, shares, decision_s, patience_s)

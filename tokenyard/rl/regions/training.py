@@ -1,4 +1,4 @@
-"""Learners of regions behind one interface: PPO and A2C on the environment, and policy search.
+"""Learners of regions behind one interface: PPO and A2C on the environment.
 
 `torta_faithful` is the TORTA paper's recipe (Du et al. 2025, arXiv 2507.10259v2, section V-B and
 appendix B): networks of 256-512-256, free shares, PPO with the loss of Eq 5, whose weights grow
