@@ -10,8 +10,8 @@ from sizes import scaled
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.engines.base import Chunk
+from serve_app.engines.texts import read_texts
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder
-from serve_app.ray_serve.replica import read_texts
 
 
 @pytest.fixture(scope="module")
