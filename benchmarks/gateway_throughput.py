@@ -380,10 +380,13 @@ def stub() -> Iterator[tuple[Server, list[int]]]:
 @contextlib.contextmanager
 def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iterator[Server]:
     """Yield a server that says `serving` once it is up, from the checkout at `root`."""
-    path = [str(root), str(ROOT / "benchmarks"), *sys.path]
+    # Ray's workers look where the driver does, in an order of their own: no other checkout may be
+    # there, nor be the working directory.
+    others = [one for one in sys.path if Path(one or ".").resolve() != ROOT]
+    path = [str(root), str(ROOT / "benchmarks"), *others]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=root
     ) as process:
         try:
             assert process.stdout is not None
