@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 _REPLACEMENT = "\ufffd"
@@ -47,6 +47,10 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"model {folder} has no tokenizer: {first}") from None
+        self._decode: Callable[..., str] = self._tokenizer.decode
+        if self._tokenizer.is_fast and not self._tokenizer.clean_up_tokenization_spaces:
+            # Each token of each answer is decoded twice, and what is around this costs twice more.
+            self._decode = self._tokenizer.backend_tokenizer.decode
 
     @property
     def vocab_size(self) -> int | None:
@@ -70,8 +74,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._decode(list(token_ids), skip_special_tokens=True)
 
 
 class EstimatingTokenizer:
@@ -155,7 +158,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return what was held back."""
-        return self._take(hold=False)
+        return self._take(hold=False) if self._read < len(self._ids) else ""
 
     def _take(self, hold: bool) -> str:
         known = self._tokenizer.decode(self._ids[self._context : self._read])
@@ -177,6 +180,8 @@ class StopFinder:
 
     def push(self, text: str) -> str:
         """Return what is certainly before any stop string."""
+        if not self._stops:
+            return text
         self._held += text
         starts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if starts:

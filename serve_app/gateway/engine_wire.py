@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 
 import numpy as np
 
@@ -23,6 +23,8 @@ STATUS_HEADER = b"x-engine-status"
 PROGRESS = b" "
 _BYTES_PER_TOKEN = 4
 _TOKENS = np.dtype("<u4")
+_STATUS = tuple(one.name for one in fields(EngineStatus))
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def put_tokens_before(body: bytes, token_ids: Sequence[int]) -> bytes:
@@ -50,7 +52,7 @@ def split_tokens(content: bytes, num_tokens: int) -> tuple[list[int], bytes]:
 
 def write_status(status: EngineStatus) -> bytes:
     """Lay the state of an engine out as a header's value."""
-    return json.dumps(asdict(status), separators=(",", ":")).encode()
+    return _encode({name: getattr(status, name) for name in _STATUS}).encode()
 
 
 def read_status(value: bytes) -> EngineStatus:

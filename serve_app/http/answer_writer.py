@@ -26,6 +26,7 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def writer_of(generation: Generation, request_id: str) -> AnswerWriter:
@@ -47,9 +48,10 @@ class AnswerWriter:
         self._continuous = options is not None and options.continuous_usage_stats
         self._prompt_tokens = len(generation.token_ids)
         self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
-        opening = json.dumps({**self._head, "object": self.kind}, separators=(",", ":"))
-        self._opening = f'data: {opening[:-1]},"choices":['
         self.streams, self._texts = bool(body.stream), list[str]()
+        if self.streams:
+            opening = _encode({**self._head, "object": self.kind})
+            self._opening = f'data: {opening[:-1]},"choices":['
         self._last: TextChunk | None = None
         names = _EVENT_HEADERS if self.streams else _JSON_HEADERS
         self.headers = [*names, (b"x-request-id", request_id.encode())]
