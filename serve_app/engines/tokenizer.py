@@ -48,9 +48,13 @@ class HuggingFaceTokenizer:
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"model {folder} has no tokenizer: {first}") from None
         self._decode: Callable[..., str] = self._tokenizer.decode
-        if self._tokenizer.is_fast and not self._tokenizer.clean_up_tokenization_spaces:
-            # Each token of each answer is decoded twice, and what is around this costs twice more.
-            self._decode = self._tokenizer.backend_tokenizer.decode
+        self._backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            if not self._tokenizer.clean_up_tokenization_spaces:
+                # Each token of each answer is decoded twice, and what is around costs twice more.
+                self._decode = self._backend.decode
 
     @property
     def vocab_size(self) -> int | None:
@@ -59,7 +63,18 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text)
+        return self._ids(text, add_special_tokens=True)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if self._backend is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # Where each token stands in the text nobody asks, and it takes a third of the time.
+            (found,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = found.ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -69,8 +84,7 @@ class HuggingFaceTokenizer:
         text = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self._ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
