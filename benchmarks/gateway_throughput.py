@@ -346,7 +346,7 @@ async def load(server: Server, clients: int, stream: bool, block_s: float) -> Tu
         one.stop()
     await asyncio.sleep(0.2)
     p50_s, p99_s = np.quantile(times_s or [np.nan], (0.5, 0.99))
-    per_token_s = cpu_s / tokens if stream else np.nan
+    per_token_s = cpu_s / max(tokens, 1) if stream else np.nan
     return Turn(done / took_s, p50_s, p99_s, cpu_s / max(done, 1), per_token_s)
 
 
