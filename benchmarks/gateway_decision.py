@@ -11,10 +11,11 @@ take turns, so that a busy machine slows all of them down alike.
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +25,9 @@ import tyro
 from rich.table import Table
 
 from serve_app.cluster import Cluster, EngineProfile
-from serve_app.engines.base import Sampling
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.gateway.gateway import Gateway, _Answer
-from serve_app.gateway.generation import GenerationChunk, GenerationRequest
+from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
+from serve_app.gateway.gateway import Gateway, _Answer, _Attempt
 from serve_app.gateway.placement import Pick
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
@@ -74,6 +74,7 @@ class Fleet:
     """A pool whose replicas publish in turn; it answers nothing."""
 
     max_model_tokens = 1_000_000
+    takes_any = True
 
     def __init__(self, args: Args, scenario: Scenario, num_replicas: int) -> None:
         """Repeat the scenario's replicas."""
@@ -105,12 +106,8 @@ class Fleet:
         """Nothing is known."""
         return {}
 
-    async def stream(
-        self, replica_id: str, request: GenerationRequest
-    ) -> AsyncGenerator[GenerationChunk, None]:
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
         """Answer nothing."""
-        return
-        yield
 
 
 def _profile(replica: AnyReplica) -> EngineProfile:
@@ -144,10 +141,9 @@ class Load:
         """Return CPU seconds of a pick, its seconds by the clock, and CPU seconds of a close."""
         pick_s, clock_s = self._place()
         answer, pick = self._open.popleft()
-        answer.take(GenerationChunk("a", 1), time.time())
-        pick.replica.in_flight.receive(answer.wanted.request_id, 1)
-        answer.take(GenerationChunk("b", 100, "stop"), time.time())
-        pick.replica.in_flight.receive(answer.wanted.request_id, 100)
+        attempt = _Attempt(self.gateway, answer, pick.replica)
+        attempt.take(1)
+        attempt.take(100, "stop")
         started_ns = time.thread_time_ns()
         self.gateway._close(answer, pick, 0, "stop")
         return pick_s, clock_s, (time.thread_time_ns() - started_ns) / 1e9
@@ -166,11 +162,12 @@ class Load:
 
     def _place(self) -> tuple[float, float]:
         gateway = self.gateway
-        request = GenerationRequest(f"request-{self._num}", next(self._prompts), Sampling(200))
+        call = Call(b"", b"", b"", stream=False)
+        request = InferenceRequest(f"request-{self._num}", next(self._prompts), 200, call)
         self._num += 1
         answer = _Answer(
-            request, gateway.cluster.classes[0], Prompt(request.token_ids), "champion",
-            time.time(), 0.0,
+            request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids), "champion",
+            time.time(), asyncio.Timeout(None), Fleet.max_model_tokens,
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         pick = _result_of(gateway._placement.pick(answer))
@@ -178,6 +175,18 @@ class Load:
         assert pick is not None
         self._open.append((answer, pick))
         return (ended_cpu_ns - started_cpu_ns) / 1e9, (ended_ns - started_ns) / 1e9
+
+
+class _Nobody:
+    """Reads no answer."""
+
+    begun = False
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Send nothing."""
+
+    async def write(self, data: bytes) -> None:
+        """Send nothing."""
 
 
 def _cluster(scenario: str) -> Cluster:

@@ -2,10 +2,11 @@
 
 python benchmarks/gateway_throughput.py
 
-Three servers take turns in short blocks: the stub alone, a thin Ray Serve application that answers
-by itself, and the gateway before the stub, with decision log, metrics and scraping. CPU time is
-that of all of a server's processes, Ray's included, less what they take while nobody asks; the
-client's and the stub's are not counted. Latency is compared with the stub's in the same turn.
+Four servers take turns in short blocks: the stub alone, a thin Ray Serve application that answers
+by itself, the gateway before the stub, and the gateway before a pool of its own, whose engine
+computes nothing. Gateways have decision log, metrics, exploration and scraping. CPU time is that of
+all of a server's processes, Ray's and the engines' included, less what they take while nobody asks;
+the client's and the stub's are not counted. Latency is compared with the stub's in the same turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,10 +35,11 @@ import uvloop
 import yaml
 from rich.table import Table
 
+from serve_app.engines.base import Chunk, EngineConfig, EngineStats, Sampling
 from tokenyard.provenance import report
 
 ROOT = Path(__file__).parents[1]
-NUM_ENDPOINTS = 4
+OWN_REPLICAS = 2
 TOKENS_PER_S = 50
 TOKENS = 64
 PROFILE = {
@@ -95,6 +97,8 @@ class Args:
     """Closed loops of whole answers of one token, one load each."""
     streams: int = 64
     """Streams of 50 tokens a second at a time; 0: none."""
+    before: Path | None = None
+    """Another checkout, whose gateway before a pool of its own takes turns with the others."""
     json: Path | None = None
     """File for the rows."""
 
@@ -136,6 +140,51 @@ def a_page() -> bytes:
         lines.append(f'vllm:e2e_request_latency_seconds_bucket{{engine="0",le="{number}.0"}} 5.0')
         number += 1
     return "\n".join([*lines[3:], *lines[:3], ""]).encode()
+
+
+class PacedEngine:
+    """An engine of ours that repeats its prompt: one token at once, more at `TOKENS_PER_S`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Run nothing."""
+        self._running: set[str] = set()
+
+    async def start(self) -> None:
+        """Load nothing."""
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncGenerator[Chunk, None]:
+        """Generate all that may be."""
+        self._running.add(request_id)
+        loop, most = asyncio.get_running_loop(), sampling.max_tokens
+        at_s = loop.time()
+        try:
+            for number in range(1, most + 1):
+                yield Chunk(
+                    (token_ids[number % len(token_ids)],), "length" if number == most else None
+                )
+                at_s += 1 / TOKENS_PER_S
+                if number < most:
+                    await asyncio.sleep(at_s - loop.time())
+        finally:
+            self._running.discard(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Nothing goes on without its reader."""
+
+    def stats(self) -> EngineStats:
+        """Tell how many are running."""
+        return EngineStats(0, len(self._running), 0.0, 150_000.0, 0, 0.02, len(self._running))
+
+    async def check_health(self) -> None:
+        """Be well."""
+
+    async def drain(self) -> None:
+        """Wait for nobody."""
+
+    async def stop(self) -> None:
+        """Free nothing."""
 
 
 class StubProtocol(asyncio.Protocol):
@@ -230,7 +279,7 @@ class ClientProtocol(asyncio.Protocol):
         if not self._begun:
             self._begun = True
             self.times_s.append(time.perf_counter() - self._sent_s)
-        self.num_tokens += body.count(b'"content": ')
+        self.num_tokens += body.count(b'"content":')
 
     def on_message_complete(self) -> None:
         """Ask again."""
@@ -297,7 +346,7 @@ async def load(server: Server, clients: int, stream: bool, block_s: float) -> Tu
         one.stop()
     await asyncio.sleep(0.2)
     p50_s, p99_s = np.quantile(times_s or [np.nan], (0.5, 0.99))
-    per_token_s = cpu_s / tokens if stream else np.nan
+    per_token_s = cpu_s / max(tokens, 1) if stream else np.nan
     return Turn(done / took_s, p50_s, p99_s, cpu_s / max(done, 1), per_token_s)
 
 
@@ -329,13 +378,15 @@ def stub() -> Iterator[tuple[Server, list[int]]]:
 
 
 @contextlib.contextmanager
-def started(name: str, port: int, command: list[str]) -> Iterator[Server]:
-    """Yield a server that says `serving` once it is up."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path])
-    }
+def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iterator[Server]:
+    """Yield a server that says `serving` once it is up, from the checkout at `root`."""
+    # Ray's workers look where the driver does, in an order of their own: no other checkout may be
+    # there, nor be the working directory.
+    others = [one for one in sys.path if Path(one or ".").resolve() != ROOT]
+    path = [str(root), str(ROOT / "benchmarks"), *others]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=root
     ) as process:
         try:
             assert process.stdout is not None
@@ -347,17 +398,39 @@ def started(name: str, port: int, command: list[str]) -> Iterator[Server]:
             process.wait()
 
 
-def gateway_command(folder: Path, ports: list[int], port: int) -> list[str]:
-    """Write the cluster file; return what starts the gateway."""
-    pool = {
+def external_pool(ports: list[int]) -> dict[str, Any]:
+    """The stub's ports."""
+    return {
         "name": "stubs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": f"http://127.0.0.1:{one}"} for one in ports],
     }  # fmt: skip
-    cluster = {"name": "stubs", "description": "Stubs.", "served_model": "m", "pools": [pool]}
-    file = folder / "cluster.yaml"
-    file.write_text(yaml.safe_dump(cluster))
-    options = ["--cluster", str(file), "--port", str(port), "--decision-log", str(folder / "log")]
-    return [sys.executable, str(ROOT / "pipelines/deploy.py"), *options]
+
+
+def own_pool() -> dict[str, Any]:
+    """Replicas of ours, with the embedded model's tokenizer."""
+    config = {
+        "model": "default", "max_batch": 256, "max_waiting": 256, "device": "cpu", "rank_cpus": 0.1,
+    }  # fmt: skip
+    return {
+        "name": "own", "kind": "own", "engine": "gateway_throughput:PacedEngine", "config": config,
+        "replicas": OWN_REPLICAS, "replica_cpus": 0.1, "profile": PROFILE,
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def gateway(name: str, pool: dict[str, Any], root: Path = ROOT) -> Iterator[Server]:
+    """Yield a gateway before a pool, from the checkout at `root`."""
+    port = a_free_port()
+    cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cluster.yaml"
+        file.write_text(yaml.safe_dump(cluster))
+        command = [
+            sys.executable, str(root / "pipelines/deploy.py"), "--cluster", str(file),
+            "--port", str(port), "--decision-log", str(Path(folder) / "log"),
+        ]  # fmt: skip
+        with started(name, port, command, root) as server:
+            yield server
 
 
 def a_free_port() -> int:
@@ -402,15 +475,20 @@ def row(
 
 def main(args: Args) -> None:
     """Start the servers, measure, print, and write rows."""
-    thin_port, port = a_free_port(), a_free_port()
+    thin_port = a_free_port()
     thin = [sys.executable, "-c", THIN, str(thin_port)]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        stub() as (alone, ports),
-        started("thin Ray Serve", thin_port, thin) as thin_server,
-        started("tokenyard", port, gateway_command(Path(folder), ports, port)) as ours,
-    ):
-        rows = measure([alone, thin_server, ours], args)
+    with contextlib.ExitStack() as stack:
+        alone, ports = stack.enter_context(stub())
+        servers = [
+            alone,
+            stack.enter_context(started("thin Ray Serve", thin_port, thin)),
+            stack.enter_context(gateway("tokenyard", external_pool(ports))),
+            stack.enter_context(gateway("tokenyard, own pool", own_pool())),
+        ]
+        if args.before is not None:
+            before = gateway("own pool before", own_pool(), args.before)
+            servers.append(stack.enter_context(before))
+        rows = measure(servers, args)
     table = Table(*asdict(rows[0]))
     for one in rows:
         table.add_row(*(_shown(value) for value in asdict(one).values()))

@@ -26,7 +26,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError
+from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -116,9 +116,9 @@ class GatewayReplica:
         self._external = [
             ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
         ]
+        self._own = [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
-        for pool in cluster.own_pools:
-            backends[pool.name] = ServeBackend(pool, handles[pool.name])
+        backends |= {one.name: one for one in self._own}
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._gateway = Gateway(cluster, manager, backends, metrics, log=log)
         self._access = make_access(options)
@@ -205,8 +205,10 @@ class GatewayReplica:
         if self._reshaping is not None:
             # Its replicas stay: another gateway takes them over.
             self._reshaping.cancel()
-        for one in self._external:
-            await one.stop()
+        for external in self._external:
+            await external.stop()
+        for own in self._own:
+            await own.stop()
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
@@ -219,7 +221,7 @@ async def check_no_proxy(host: str, port: int) -> None:
         OSError: It has.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    origin = Origin.of(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    origin = Origin.of(url_of(host, port))
     client, head = UpstreamClient(_PROXY_S), origin.head(b"GET", b"/-/healthz", b"", 0)
     try:
         async with asyncio.timeout(_PROXY_S):
@@ -329,9 +331,7 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
             "local_admin": local_admin_of(options),
         }
     )
-    pools = {
-        pool.name: bind_pool(pool, cluster.routing_stats_period_s) for pool in cluster.own_pools
-    }
+    pools = {pool.name: bind_pool(pool, cluster) for pool in cluster.own_pools}
     # One replica: what it has sent is known only to itself, and decisions are made on that.
     deploy = serve.deployment(
         name="gateway",

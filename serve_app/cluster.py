@@ -36,6 +36,32 @@ class EngineProfile(EngineSpeed):
         return per_s * (context_tokens + generated_tokens) / self.max_batch
 
 
+class Deadlines(FrozenModel):
+    """How long an endpoint may take, seconds. Each is a failure of the endpoint.
+
+    Defaults are those of external pools.
+    """
+
+    connect_s: Annotated[float, Field(gt=0)] = 2.0
+    """Until the connection is there, TLS included."""
+    first_byte_s: Annotated[float, Field(gt=0)] | None = None
+    """Until the head of the answer; None: only the first token has a deadline. vLLM sends it before
+    it computes, others with the first token."""
+    first_token_s: Annotated[float, Field(gt=0)] = 60.0
+    """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
+    whole_per_token_s: Annotated[float, Field(ge=0)] = 0.25
+    """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
+    that it may have. It is sent elsewhere, too. Without `max_tokens` it has `total_s`."""
+    between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
+    """From one token to the next; the answer then ends with the reason."""
+    total_s: Annotated[float, Field(gt=0)] = 600.0
+    """Until the last token."""
+
+
+_OWN_DEADLINES = Deadlines(first_token_s=600.0, between_tokens_s=600.0)
+"""An engine of ours queues by itself, and Serve replaces it where it hangs."""
+
+
 class Pool(FrozenModel):
     """Equal replicas of one engine, deployed by us."""
 
@@ -56,6 +82,9 @@ class Pool(FrozenModel):
     """Tokens of one block of the engine's prefix cache; 0: it has none."""
     profile: EngineProfile | None = None
     """Declared speed; None: measured when the replica starts."""
+    deadlines: Deadlines = _OWN_DEADLINES
+    """How long a replica may take; where none are given, 600 s for its first token, and from one
+    to the next."""
 
     @property
     def max_ongoing_requests(self) -> int:
@@ -76,25 +105,6 @@ class Endpoint(FrozenModel):
             # It names the replica in logs and on pages.
             raise ValueError("leave user and password out; api_key_env names the token's variable")
         return url
-
-
-class Deadlines(FrozenModel):
-    """How long an endpoint may take, seconds. Each is a failure of the endpoint."""
-
-    connect_s: Annotated[float, Field(gt=0)] = 2.0
-    """Until the connection is there, TLS included."""
-    first_byte_s: Annotated[float, Field(gt=0)] | None = None
-    """Until the head of the answer; None: only the first token has a deadline. vLLM sends it before
-    it computes, others with the first token."""
-    first_token_s: Annotated[float, Field(gt=0)] = 60.0
-    """Until the first token, the endpoint's queue included; the request is then sent elsewhere."""
-    whole_per_token_s: Annotated[float, Field(ge=0)] = 0.25
-    """An answer that is not streamed comes at its end: so long after `first_token_s` for each token
-    that it may have. It is sent elsewhere, too. Without `max_tokens` it has `total_s`."""
-    between_tokens_s: Annotated[float, Field(gt=0)] = 30.0
-    """From one token to the next; the answer then ends with the reason."""
-    total_s: Annotated[float, Field(gt=0)] = 600.0
-    """Until the last token."""
 
 
 class ExternalPool(FrozenModel):

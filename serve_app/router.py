@@ -1,8 +1,9 @@
-"""How a request gets to a replica through Ray Serve.
+"""Routers of Ray Serve.
 
-Three routers: `ChosenReplicaRouter` sends to the replica that the gateway has chosen, `RayDefault`
-is Ray's own choice over the replicas of several deployments, and `PolicyRequestRouter` decides by
-policy within any one deployment that names it in its `request_router_config`.
+`ChosenReplicaRouter` calls one replica of a pool of ours by name and knows which there are; what
+callers ask does not go through it. `RayDefault` is Ray's own choice over the replicas of several
+deployments, and `PolicyRequestRouter` decides by policy within any one deployment that names it in
+its `request_router_config`.
 """
 
 from __future__ import annotations
@@ -36,12 +37,11 @@ logger = logging.getLogger(__name__)
 
 
 class ChosenReplicaRouter(RequestRouter):
-    """Sends every request to the replica named by its keyword `replica_id`.
+    """Sends every call to the replica named by its keyword `replica_id`.
 
-    Serve's own procedure hands a replica that was found to the oldest request that waits, or tries
-    again until one is found. Here the choice is made before, so a replica that is gone or full is
-    an error at once, and the gateway chooses again. For the same reason
-    `_choose_replica_for_request` is replaced, which is where a request and its replica meet.
+    Serve's own procedure hands a replica that was found to the oldest call that waits, or tries
+    again until one is found. Here a replica that is gone or full is an error at once. For the same
+    reason `_choose_replica_for_request` is replaced, which is where a call and its replica meet.
 
     One instance lives in each process that has a handle to the pool; the gateway finds its own in
     `serve_app.ray_serve.router_registry`. Serve runs it in a thread of its own, which

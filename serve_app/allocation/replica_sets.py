@@ -109,7 +109,7 @@ class ServeReplicaSets:
                 # Asked for, and Serve has not begun.
                 held[shape] = Held(self._wanted[shape])
             else:
-                self._forget(shape)
+                await self._forget(shape)
         return held
 
     async def want(self, shape: Shape, count: int) -> None:
@@ -143,17 +143,18 @@ class ServeReplicaSets:
 
     def _run(self, shape: Shape, count: int, name: str) -> None:
         pool = pool_of(self._template, shape).model_copy(update={"replicas": count})
-        period_s = self._gateway.cluster.routing_stats_period_s
-        private.run_application(bind_pool(pool, period_s), name)
+        private.run_application(bind_pool(pool, self._gateway.cluster), name)
 
-    def _forget(self, shape: Shape) -> None:
+    async def _forget(self, shape: Shape) -> None:
         del self._wanted[shape]
         self._alive.pop(shape, None)
         if shape in self._known:
             self._known.remove(shape)
             name = pool_of(self._template, shape).name
-            del self._backends[name]
+            backend = self._backends.pop(name)
             self._gateway.table.keep(name, ())
+            if isinstance(backend, ServeBackend):
+                await backend.stop()
 
 
 def make_allocator(

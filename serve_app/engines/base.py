@@ -1,12 +1,13 @@
 """What the server asks of an inference engine: tokens in, a stream of tokens out.
 
-An engine knows token ids alone; texts, chat templates and stop strings are its replica's business
-(`serve_app.ray_serve.replica`). One engine is one replica: data parallelism is several of them.
+An engine knows token ids alone. Texts and stop strings are made of them in
+`serve_app.engines.texts`, and HTTP in `serve_app.http.engine_api`, alike for all engines. One
+engine is one replica: data parallelism is several of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -120,7 +121,7 @@ class Engine(Protocol):
 
     def generate(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
         Raises:

@@ -254,7 +254,7 @@ class _Probe:
     async def _run(self, batch: _Batch, context: int, num_new: int) -> None:
         sampling = Sampling(num_new, ignore_eos=True)
         stream = self._engine.generate(self._name(), self._prompt(context), sampling)
-        async with aclosing(stream) as chunks:  # type: ignore[type-var]
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 batch.note(len(chunk.token_ids), self._engine.stats())
                 if batch.is_done:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 _REPLACEMENT = "\ufffd"
@@ -47,6 +47,14 @@ class HuggingFaceTokenizer:
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"model {folder} has no tokenizer: {first}") from None
+        self._decode: Callable[..., str] = self._tokenizer.decode
+        self._backend: Any = self._tokenizer.backend_tokenizer if self._tokenizer.is_fast else None
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
+            if not self._tokenizer.clean_up_tokenization_spaces:
+                # Each token of each answer is decoded twice, and what is around costs twice more.
+                self._decode = self._backend.decode
 
     @property
     def vocab_size(self) -> int | None:
@@ -55,7 +63,18 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        ids: list[int] = self._tokenizer.encode(text)
+        return self._ids(text, add_special_tokens=True)
+
+    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int]
+        if self._backend is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            # Where each token stands in the text nobody asks, and it takes a third of the time.
+            (found,) = self._backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            ids = found.ids
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -65,13 +84,11 @@ class HuggingFaceTokenizer:
         text = self._tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return ids
+        return self._ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
-        return text
+        return self._decode(list(token_ids), skip_special_tokens=True)
 
 
 class EstimatingTokenizer:
@@ -155,7 +172,7 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return what was held back."""
-        return self._take(hold=False)
+        return self._take(hold=False) if self._read < len(self._ids) else ""
 
     def _take(self, hold: bool) -> str:
         known = self._tokenizer.decode(self._ids[self._context : self._read])
@@ -177,6 +194,8 @@ class StopFinder:
 
     def push(self, text: str) -> str:
         """Return what is certainly before any stop string."""
+        if not self._stops:
+            return text
         self._held += text
         starts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if starts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -68,7 +68,7 @@ class VllmEngine:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
         Raises:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RunningReplica
 
 from serve_app.cluster import Pool, max_model_tokens
-from serve_app.engines.base import EngineError
-from serve_app.gateway.exchange import Attempt, relay
-from serve_app.gateway.generation import (
-    GenerationChunk,
-    GenerationRequest,
-    ReplicaFailed,
-    ReplicaFull,
-    ReplicaRefused,
+from serve_app.gateway.engine_wire import (
+    NUM_TOKENS_HEADER,
+    PROGRESS,
+    STATUS_HEADER,
+    put_tokens_before,
+    read_status,
 )
+from serve_app.gateway.exchange import Attempt
+from serve_app.gateway.forwarding import (
+    EndpointAsRayReplica,
+    Forwarder,
+    Patience,
+    hand_on_held,
+)
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused
 from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
+from serve_app.gateway.upstream import Connection, Origin
 from serve_app.ray_serve.router_registry import ROUTERS
 from serve_app.router import profile_of, status_of
 
@@ -32,8 +41,8 @@ class Backend(Protocol):
 
     name: str
     max_model_tokens: int
-    takes_calls: bool
-    """Whether its replicas are sent what the caller wrote, and not a generation."""
+    takes_any: bool
+    """Whether its replicas say themselves what they do not understand."""
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published; cheap."""
@@ -47,7 +56,8 @@ class Backend(Protocol):
         """Have one replica answer a request; being cancelled cancels it there.
 
         Raises:
-            ReplicaFailed: It is gone, full or broken.
+            ReplicaFailed: It is gone, full, late or broken. The text does not say where it is,
+                since callers read it.
             RequestRejected: It has something against the request.
         """
         ...
@@ -60,23 +70,74 @@ class Backend(Protocol):
 logger = logging.getLogger(__name__)
 
 _LIMIT_S = 5.0
+_ERROR = b'{"error":'
 _HOST_SUFFIXES = ("_used_fraction", "_power_w", "_bytes_per_s")
 
 
-class ServeBackend:
-    """A pool of ours: one deployment, asked through its handle."""
+class _EngineForwarder(Forwarder):
+    """Asks engines of ours, which tell more than others: see `serve_app.gateway.engine_wire`."""
 
-    takes_calls = False
+    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
+        return ReplicaRefused(f"{self.which}: {error.message}")
+
+    def _refusal(self, status: int, text: bytes) -> ReplicaFailed:
+        kind = ReplicaFull if status == 429 else ReplicaRefused
+        return kind(f"{self.which}: {_error_in(text).message}")
+
+    def _read_head(self, connection: Connection, attempt: Attempt) -> None:
+        status = next((value for name, value in connection.headers if name == STATUS_HEADER), None)
+        if status is not None:
+            attempt.publish(read_status(status))
+
+    async def _hand_on_whole(
+        self, connection: Connection, attempt: Attempt, patience: Patience
+    ) -> None:
+        """Hand on an answer that comes at its end, and note until then how it grows."""
+        num_tokens, held = 0, bytearray()
+        while piece := await connection.read():
+            if not held:
+                rest = piece.lstrip(PROGRESS)
+                if num_tokens == 0 and len(rest) < len(piece):
+                    patience.begin()
+                num_tokens += len(piece) - len(rest)
+                attempt.take(num_tokens)
+                piece = rest
+            held += piece
+            patience.wait_again()
+        if held.startswith(_ERROR):
+            raise _error_in(bytes(held))
+        num_tokens, reason = peek_whole(bytes(held[-PEEK_BYTES:]))
+        attempt.take(num_tokens, reason)
+        await hand_on_held(connection, attempt, bytes(held))
+
+
+def _error_in(text: bytes) -> ErrorEvent:
+    """Read an error object."""
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if isinstance(found, dict):
+            return ErrorEvent(found)
+    return ErrorEvent({})
+
+
+class ServeBackend:
+    """A pool of ours: one deployment, whose replicas listen themselves.
+
+    Serve's handle says which there are and what they publish; requests do not go through it.
+    """
+
+    takes_any = False
 
     def __init__(self, pool: Pool, handle: DeploymentHandle[Any]) -> None:
         """Connect to the deployment."""
         self.name = pool.name
         self.max_model_tokens = max_model_tokens(pool)
         self._pool = pool
-        self._handle = handle.options(stream=True, method_name="generate")
         self._limit = handle.options(method_name="limit_batch")
         self._app_name = handle.app_name
         self._seen_version = -1
+        self._endpoints: dict[str, EndpointAsRayReplica] = {}
+        self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
     @property
     def _live(self) -> tuple[RunningReplica, ...]:
@@ -89,25 +150,35 @@ class ServeBackend:
         if router is None or router.version == self._seen_version:
             return
         self._seen_version = router.version
-        live = router.live
-        for replica in live:
-            replica_id = replica.replica_id.unique_id
-            state = table.replicas.get(replica_id)
-            if state is None:
-                profile = profile_of(replica)
-                if profile is None:
-                    continue
-                state = table.add(
-                    replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s
-                )
-            status = status_of(replica)
-            if status is not None:
-                state.publish(status)
-        table.keep(self.name, (replica.replica_id.unique_id for replica in live))
+        live = {one.replica_id.unique_id: one for one in router.live}
+        for replica_id, replica in live.items():
+            self._look_at(replica_id, replica, table, now_s)
+        for gone in [one for one in self._endpoints if one not in live]:
+            del self._endpoints[gone]
+        table.keep(self.name, live)
+
+    def _look_at(
+        self, replica_id: str, replica: RunningReplica, table: ReplicaTable, now_s: float
+    ) -> None:
+        profile, told = profile_of(replica), replica.replica_metadata
+        if profile is None:
+            return
+        if replica_id not in self._endpoints:
+            key = f"authorization: Bearer {told['secret']}\r\n".encode()
+            self._endpoints[replica_id] = EndpointAsRayReplica(
+                replica_id, Origin.of(told["url"]), self._pool.max_ongoing_requests, key
+            )
+        state = table.replicas.get(replica_id)
+        if state is None:
+            state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
+        status = status_of(replica)
+        if status is not None:
+            state.publish(status)
+            self._endpoints[replica_id].status = status
 
     def ray_replicas(self) -> tuple[Any, ...]:
-        """The deployment's replicas."""
-        return self._live
+        """The deployment's replicas, dressed up: Serve itself does not see their requests."""
+        return tuple(self._endpoints.values())
 
     def host_loads(self) -> dict[str, dict[str, float]]:
         """What replicas published of their machines."""
@@ -133,42 +204,18 @@ class ServeBackend:
         """Have one replica answer a request; being cancelled cancels it there.
 
         Raises:
-            ReplicaFailed: It is gone, full or broken.
+            ReplicaFailed: It is gone, full, late or broken.
+            RequestRejected: It has something against the request.
         """
-        assert attempt.request.generation is not None
-        await relay(self._stream(replica_id, attempt.request.generation.request), attempt)
+        endpoint, request = self._endpoints.get(replica_id), attempt.request
+        if endpoint is None:
+            raise ReplicaFailed(f"{self._forwarder.which} is gone")
+        headers = b"%bcontent-type: application/octet-stream\r\nx-request-id: %b\r\n%b: %d\r\n" % (
+            endpoint.key, request.request_id.encode(), NUM_TOKENS_HEADER, len(request.token_ids),
+        )  # fmt: skip
+        body = put_tokens_before(request.call.body, request.token_ids)
+        await self._forwarder.forward(endpoint.origin, headers, body, attempt)
 
-    async def _stream(
-        self, replica_id: str, request: GenerationRequest
-    ) -> AsyncGenerator[GenerationChunk, None]:
-        """Send a request to one replica; closing the stream cancels it there.
-
-        Raises:
-            ReplicaFailed: It is gone, full or broken.
-        """
-        response = self._handle.remote(request, replica_id=replica_id)
-        done = False
-        try:
-            async for chunk in response:
-                done = chunk.finish_reason is not None
-                yield chunk
-                if done:
-                    return
-        except RayTaskError as error:
-            # Raised in the replica; it is an instance of its cause's class, too.
-            cause = error.cause
-            failure: type[ReplicaFailed]
-            failure = ReplicaFull if isinstance(cause, ReplicaFull) else ReplicaFailed
-            if isinstance(cause, EngineError):
-                failure = ReplicaRefused
-            raise failure(f"replica {replica_id}: {cause}") from None
-        except (ReplicaFailed, asyncio.CancelledError, GeneratorExit):
-            raise
-        except BackPressureError as error:
-            raise ReplicaFull(str(error)) from None
-        except (RayActorError, RayServeException) as error:
-            first = str(error).strip().splitlines()[0]
-            raise ReplicaFailed(f"replica {replica_id} died: {first}") from None
-        finally:
-            if not done:
-                response.cancel()
+    async def stop(self) -> None:
+        """Close the connections."""
+        await self._forwarder.client.close()

@@ -425,11 +425,7 @@ class _Attempt:
         self.sent_s = gateway.outliers.clock_s()
 
     def take(
-        self,
-        num_tokens: int,
-        finish_reason: FinishReason | None = None,
-        status: EngineStatus | None = None,
-        is_whole: bool = False,
+        self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
     ) -> None:
         """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
         answer, gateway, replica = self._answer, self._gateway, self._replica
@@ -441,8 +437,10 @@ class _Attempt:
             answer.num_tokens = num_tokens
             replica.in_flight.receive(answer.wanted.request_id, num_tokens)
         answer.finish_reason = finish_reason
-        if status is not None:
-            replica.publish(status)
+
+    def publish(self, status: EngineStatus) -> None:
+        """Note the state of the replica."""
+        self._replica.publish(status)
 
 
 def _record(

@@ -1,13 +1,9 @@
-"""What the gateway sends to a replica, and what comes back."""
+"""What can become of a request at a replica, and names of requests."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from serve_app.engines.base import FinishReason, Sampling
-from serve_app.gateway.replicas import EngineStatus
 
 _IDS = random.Random()
 
@@ -15,30 +11,6 @@ _IDS = random.Random()
 def new_id() -> str:
     """Return 32 hexadecimal digits; `uuid4` would ask the kernel for each."""
     return f"{_IDS.getrandbits(128):032x}"
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A request as a replica gets it."""
-
-    request_id: str
-    token_ids: tuple[int, ...]
-    sampling: Sampling
-    stop: tuple[str, ...] = ()
-    """Strings at which the answer is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationChunk:
-    """What an answer grew by."""
-
-    text: str
-    num_tokens: int
-    """Tokens generated so far, all deltas together."""
-    finish_reason: FinishReason | None = None
-    """Set in the last delta."""
-    status: EngineStatus | None = None
-    """State of the replica, now and then."""
 
 
 class ReplicaFailed(RuntimeError):

@@ -15,11 +15,25 @@ from serve_app.engines.base import FinishReason
 _MAX_LINE_BYTES = 16 << 20
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
 _CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
-_PEEK_BYTES = 64 << 10
+PEEK_BYTES = 64 << 10
+"""Of the end of an answer that came at once, where it says how long it is."""
 
 
 class BadEvent(ValueError):
     """An event that is not one of OpenAI's; the text says what it lacks."""
+
+
+class ErrorEvent(BadEvent):
+    """An event that says that the server failed."""
+
+    def __init__(self, event: dict[str, Any]) -> None:
+        """Keep what it says; the text does not, since it may name what is behind the server."""
+        super().__init__("it answered with an error event")
+        error = event.get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        self.message = message if isinstance(message, str) else "no reason given"
+        self.before = b""
+        """Whole lines that came with it, and before it."""
 
 
 class EventPeek:
@@ -44,8 +58,9 @@ class EventPeek:
         """Take what came; return the lines of it that are whole.
 
         Raises:
-            BadEvent: An event says that the server failed, or cannot be read and is before the
-                first token, or a line is longer than 16 MiB.
+            ErrorEvent: An event says that the server failed.
+            BadEvent: An event cannot be read and is before the first token, or a line is longer
+                than 16 MiB.
         """
         end = data.rfind(b"\n") + 1
         if not end:
@@ -76,9 +91,15 @@ class EventPeek:
         if self.num_tokens and not _may_matter(lines):
             self.num_tokens += lines.count(b"\ndata:") + lines.startswith(b"data:")
             return
+        at = 0
         for line in lines.split(b"\n"):
             if line.startswith(b"data:"):
-                self._read(line[5:].strip())
+                try:
+                    self._read(line[5:].strip())
+                except ErrorEvent as error:
+                    error.before = lines[:at]
+                    raise
+            at += len(line) + 1
 
     def _read(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -87,7 +108,7 @@ class EventPeek:
         try:
             event = json.loads(data)
             if event.get("error"):
-                raise BadEvent("it answered with an error event")
+                raise ErrorEvent(event)
             self._note(event)
         except (ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
             if isinstance(error, BadEvent):
@@ -143,4 +164,4 @@ def peek_whole(body: bytes) -> tuple[int, FinishReason]:
 
 def last_part(tail: bytes, piece: bytes) -> bytes:
     """Return as much of the end of an answer as `peek_whole` needs."""
-    return (tail + piece)[-_PEEK_BYTES:]
+    return (tail + piece)[-PEEK_BYTES:]

@@ -37,6 +37,11 @@ class ConnectTimeout(UpstreamError):
     """An endpoint that took no connection in time."""
 
 
+def url_of(address: str, port: int) -> str:
+    """Write where a server is."""
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where an endpoint is."""

@@ -15,7 +15,8 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.replicas import ReplicaState
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
-from serve_app.http.errors import PROBLEMS, BadRequest
+from serve_app.http.errors import PROBLEMS
+from serve_app.http.reasons import BadRequest
 from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")

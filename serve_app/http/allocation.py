@@ -14,7 +14,8 @@ from serve_app.allocation.plans import PlanOrigin, find_plan, format_plan
 from serve_app.cluster import PlanMessage
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
-from serve_app.http.errors import PROBLEMS, BadRequest
+from serve_app.http.errors import PROBLEMS
+from serve_app.http.reasons import BadRequest
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
 LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
 from serve_app.gateway.exchange import Headers, InferenceRequest
 from serve_app.gateway.gateway import Gateway, Unserved
-from serve_app.http.errors import openai_error
+from serve_app.http.presence import Presence
+from serve_app.http.reasons import openai_error
 
 EVENTS = b"text/event-stream"
 
@@ -67,51 +66,16 @@ async def answer(
         Exception: As `Gateway.serve`, where nothing has been sent.
     """
     downstream = AsgiDownstream(send, request.request_id)
-    serving = asyncio.current_task()
-    assert serving is not None
-    leaving = asyncio.create_task(_wait_until_gone(receive))
-
-    def leave(_: asyncio.Task[None]) -> None:
-        serving.cancel()
-
-    leaving.add_done_callback(leave)
-    try:
-        await gateway.serve(request, service_class, downstream)
-    except asyncio.CancelledError:
-        if not leaving.done():
-            raise
-        # Nobody reads what would be sent.
-        serving.uncancel()
-        return
-    except Unserved as error:
-        leaving.remove_done_callback(leave)
-        if not downstream.begun:
-            raise
-        # What is no stream has no place for a reason: the connection breaks off.
-        if downstream.has_events:
-            await downstream.end_with_error(str(error))
-        return
-    finally:
-        leaving.remove_done_callback(leave)
-        leaving.cancel()
-    await downstream.end()
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Answering(Response):
-    """A response that a FastAPI route returns: what the gateway will answer."""
-
-    def __init__(
-        self, gateway: Gateway, request: InferenceRequest, service_class: SloClass
-    ) -> None:
-        """Ask nothing yet."""
-        super().__init__()
-        self._ask = gateway, request, service_class
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
-        await answer(*self._ask, receive, send)
+    with Presence(receive) as caller:
+        try:
+            await gateway.serve(request, service_class, downstream)
+        except Unserved as error:
+            caller.ignore()
+            if not downstream.begun:
+                raise
+            # What is no stream has no place for a reason: the connection breaks off.
+            if downstream.has_events:
+                await downstream.end_with_error(str(error))
+            return
+    if not caller.is_gone:
+        await downstream.end()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, FastAPI
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -20,16 +23,24 @@ class GatewayApi(FastAPI):
     """FastAPI, with a short way for requests that are only handed on."""
 
     data_path: ASGIApp | None = None
-    """Answers OpenAI's routes; None: they are routes like others."""
+    """Answers the routes that replicas answer; None: there are none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         path = self.data_path
-        is_ours = path is not None and scope["type"] == "http" and scope["method"] == "POST"
-        if is_ours and path is not None and scope["path"] in OPENAI_PATHS:
+        if path is not None and scope["type"] == "http" and scope["path"] in OPENAI_PATHS:
             await path(scope, receive, send)
         else:
             await super().__call__(scope, receive, send)
+
+    def openapi(self) -> dict[str, Any]:
+        """Describe all routes, those of the short way included."""
+        if self.openapi_schema is None:
+            handed_on = () if self.data_path is None else openai.described.routes
+            self.openapi_schema = get_openapi(
+                title=self.title, version=self.version, routes=[*handed_on, *self.routes]
+            )
+        return self.openapi_schema
 
 
 def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> FastAPI:
@@ -47,10 +58,10 @@ def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -
     most = 2 * limits.max_in_flight
     bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes)
     errors.install(api, access, bodies)
-    if any(one.takes_calls for one in gateway.backends.values()):
+    if not gateway.cluster.decide_only:
         path = DataPath(gateway, tokenizer, errors.refuse)
         api.data_path = Intake(path, access, bodies, errors.refuse)
-    for router in _routers(gateway, tokenizer, access):
+    for router in _routers(gateway, access):
         api.include_router(router)
 
     @api.get("/docs", include_in_schema=False)
@@ -60,7 +71,7 @@ def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -
     return api
 
 
-def _routers(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> list[APIRouter]:
+def _routers(gateway: Gateway, access: Access) -> list[APIRouter]:
     decide_only = gateway.cluster.decide_only
     service = decide.RouteService(gateway.manager, decide_only, gateway.log, gateway.clock_s)
     routers = [
@@ -71,4 +82,4 @@ def _routers(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> list[API
     if decide_only:
         decider = regions.RegionDecider.shipped(registry=gateway.metrics.registry)
         return [*routers, regions.make_router(decider, access)]
-    return [openai.make_router(gateway, tokenizer, access), *routers]
+    return [openai.make_router(gateway, access), *routers]

@@ -1,22 +1,23 @@
-"""The way of requests to endpoints that speak OpenAI's API: as the bytes that they are."""
+"""The way of requests to replicas, which speak OpenAI's API: as the bytes that they are."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
-from serve_app.gateway.exchange import Call, Generation, InferenceRequest
+from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.gateway import Gateway, Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
-from serve_app.http.errors import BadRequest
-from serve_app.http.openai import Generator, check_model, find_class
+from serve_app.http.generation_reader import Generation, GenerationReader, check_model
 from serve_app.http.peek import Peek, peek
+from serve_app.http.reasons import BadRequest
 
 _HANDED_ON = frozenset(
     (
@@ -42,50 +43,77 @@ class DataPath:
             refuse: Writes a refusal.
         """
         self._gateway, self._tokenizer, self._refuse = gateway, tokenizer, refuse
-        has_engines = any(not one.takes_calls for one in gateway.backends.values())
-        self._generator = Generator(gateway, tokenizer) if has_engines else None
+        cluster = gateway.cluster
+        self._has_endpoints = bool(cluster.external_pools)
+        self._reader = None
+        if cluster.own_pools or cluster.templates:
+            self._reader = GenerationReader(
+                tokenizer, cluster.served_model, cluster.limits, cluster.max_model_tokens
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         try:
+            if scope["method"] != "POST":
+                raise HTTPException(405, "Method Not Allowed", {"allow": "POST"})
             body = (await receive())["body"]
             known = peek(body)
             service_class = self._class(scope, known)
             request = await self._request(scope, body, known)
             await answer(self._gateway, request, service_class, receive, send)
-        except (BadRequest, Refused, Unserved, RequestRejected) as error:
+        except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
             response = await self._refuse(Request(scope), error)
             await response(scope, receive, send)
 
     def _class(self, scope: Scope, known: Peek) -> SloClass:
         if known.model is not None:
-            check_model(self._gateway, known.model)
-        return find_class(self._gateway, known.class_name or _class_header(scope))
+            check_model(self._gateway.cluster.served_model, known.model)
+        return _find_class(self._gateway, known.class_name or _class_header(scope))
 
     async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
         generation = await self._generation(scope["path"], known)
         call = Call(_path(scope), _headers(scope), body, known.stream)
-        if generation is not None:
-            wanted = generation.request
-            return InferenceRequest(
-                wanted.request_id, wanted.token_ids, wanted.sampling.max_tokens, call, generation
-            )
-        ids = known.token_ids or self._count(known.text) or [0]
-        return InferenceRequest(f"req-{new_id()}", ids, known.max_tokens, call)
+        if generation is None:
+            ids = known.token_ids or self._count(known.text) or [0]
+            return InferenceRequest(f"req-{new_id()}", ids, known.max_tokens, call)
+        name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
+        ids, longest = generation.token_ids, generation.sampling.max_tokens
+        return InferenceRequest(name, ids, longest, call, for_engines=True)
 
     def _count(self, text: str) -> Sequence[int]:
         is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)
         return EstimatedTokens(text) if is_estimate else self._tokenizer.encode(text)
 
     async def _generation(self, path: str, known: Peek) -> Generation | None:
-        """The request as engines of ours take it; None: there are none, or they do not."""
-        if self._generator is None:
+        """The body as engines of ours take it; None: there are none, or they do not.
+
+        Raises:
+            BadRequest: They do not, and nobody else may know more.
+        """
+        if self._reader is None:
             return None
         try:
-            return await self._generator.read(path, known.fields)
-        except ValueError:
+            return await self._reader.read(path, known.fields)
+        except BadRequest:
+            if not self._has_endpoints:
+                raise
             # Endpoints may know more, and say what is wrong where they do not.
             return None
+
+
+def _find_class(gateway: Gateway, name: str | None) -> SloClass:
+    """Return the class of that name, the first for None.
+
+    Raises:
+        BadRequest: There is none.
+    """
+    found = gateway.service_class(name)
+    if found is None:
+        known = [one.name for one in gateway.cluster.classes]
+        raise BadRequest(
+            f"service_tier {name!r} is not known; choose one of {known}", param="service_tier"
+        )
+    return found
 
 
 def _class_header(scope: Scope) -> str | None:

@@ -5,8 +5,6 @@ On OpenAI's routes that is OpenAI's envelope, elsewhere `{"detail": reason}`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,6 +18,7 @@ from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch
+from serve_app.http.reasons import BadRequest, kind_of, openai_error, reason_of
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -27,17 +26,6 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 """Answers of routes that are not OpenAI's, for the schema."""
 _MODELS = "/v1/models"
-_MAX_SHOWN = 40
-
-
-class BadRequest(ValueError):
-    """A request that cannot be served as it is; the text says why."""
-
-    def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
-        """Say why, with the HTTP status and the field."""
-        super().__init__(reason)
-        self.status = status
-        self.param = param
 
 
 def install(api: FastAPI, access: Access, bodies: PendingBodies) -> None:
@@ -72,6 +60,8 @@ async def refuse(request: Request, error: Exception) -> Response:
         return await _on_rejected(request, error)
     if isinstance(error, Denied | TooMuch):
         return await _on_turned_away(request, error)
+    if isinstance(error, StarletteHTTPException):
+        return await _on_http(request, error)
     return await _on_unserved(request, error)
 
 
@@ -141,56 +131,5 @@ def _speaks_openai(request: Request) -> bool:
 def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
     if not _speaks_openai(request):
         return JSONResponse({"detail": message}, status_code=status)
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return JSONResponse({"error": openai_error(message, kind, param)}, status_code=status)
-
-
-def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
-    """Lay an error out as OpenAI does."""
-    return {"message": message, "type": kind, "param": param, "code": None}
-
-
-def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
-    """Say in one sentence what is wrong first, naming the field and the value.
-
-    Args:
-        errors: As pydantic lists them, not empty.
-    """
-    first = errors[0]
-    others = len(errors) - 1
-    more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
-    return _sentence(first) + more
-
-
-def _sentence(error: Mapping[str, Any]) -> str:
-    kind, field = error["type"], _field(error["loc"])
-    if kind == "json_invalid":
-        return f"body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
-    if kind == "missing":
-        return f"{field} is missing"
-    if kind == "extra_forbidden":
-        return f"{field} is not a known field"
-    if kind in ("model_attributes_type", "model_type", "dict_type"):
-        hint = " sent with content-type application/json" if field == "body" else ""
-        return f"{field} must be a JSON object{hint}"
-    if kind == "value_error":
-        return f"{field}: {error['ctx']['error']}"
-    # Pydantic's sentences begin with what the value is: "Input should", "List should".
-    demand = str(error["msg"]).partition(" ")[2].replace(" after validation", "")
-    return f"{field} {demand}{_shown(error['input'])}"
-
-
-def _field(location: tuple[str | int, ...]) -> str:
-    """Write ("body", "snapshots", 1, "num_slots") as snapshots[1].num_slots."""
-    path = ""
-    for part in location[1:]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}"
-    return path.removeprefix(".") or "body"
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list | dict):
-        return ""
-    text = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
-    return f", got {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '...'}"
+    error = openai_error(message, kind_of(status), param)
+    return JSONResponse({"error": error}, status_code=status)

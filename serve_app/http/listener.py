@@ -1,4 +1,4 @@
-"""Where the gateway listens: uvicorn, with the limits that it lacks for those who only connect.
+"""Where gateways and engines listen: uvicorn, with limits for those who only connect.
 
 A head must come in time and must not be long, and nobody holds all connections. Bodies are limited
 by `serve_app.http.intake`, once their heads are there.
@@ -145,8 +145,15 @@ class Listener:
         self._server = _Server(self._config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int) -> int:
         """Listen; another process of this user that listens there too gets a share of connections.
+
+        Args:
+            host: Address of this machine.
+            port: 0: any that is free.
+
+        Returns:
+            The port.
 
         Raises:
             OSError: The address cannot be listened on.
@@ -157,6 +164,13 @@ class Listener:
             await asyncio.sleep(0.005)
         if self._serving.done():
             await self._serving
+        return int(listening.getsockname()[1])
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it takes connections."""
+        is_serving = self._serving is not None and not self._serving.done()
+        return is_serving and not self._server.should_exit
 
     def refuse(self) -> None:
         """Take no more connections, and close those that are idle."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from serve_app.http.errors import BadRequest
+from serve_app.http.reasons import BadRequest
 
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """Fields that say how long an answer may be: chat, completions, responses."""
@@ -58,6 +58,25 @@ def peek(body: bytes) -> Peek:
     """Read what matters of a body.
 
     Raises:
+        BadRequest: As `read_fields`.
+    """
+    fields = read_fields(body)
+    model = fields.get("model")
+    named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
+    names = (fields.get("service_tier"), fields.get("priority"))
+    return Peek(
+        fields,
+        model if isinstance(model, str) else None,
+        fields.get("stream") is True,
+        max(named, 0),
+        next((one for one in names if isinstance(one, str)), None),
+    )
+
+
+def read_fields(body: bytes) -> dict[str, Any]:
+    """Read a body.
+
+    Raises:
         BadRequest: It is not a JSON object in UTF-8.
     """
     try:
@@ -70,16 +89,7 @@ def peek(body: bytes) -> Peek:
         raise BadRequest("body is not JSON: a number is too long, or it is too deep") from None
     if not isinstance(fields, dict):
         raise BadRequest("body must be a JSON object")
-    model = fields.get("model")
-    named = next((fields[key] for key in _LENGTHS if type(fields.get(key)) is int), 0)
-    names = (fields.get("service_tier"), fields.get("priority"))
-    return Peek(
-        fields,
-        model if isinstance(model, str) else None,
-        fields.get("stream") is True,
-        max(named, 0),
-        next((one for one in names if isinstance(one, str)), None),
-    )
+    return fields
 
 
 def _texts(value: Any, depth: int) -> Iterator[str]:

@@ -14,9 +14,9 @@ import pytest
 from unit.serve.test_serve_gateway import PROFILE, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import a_faulty_policy, marginal_artifact, network_artifact
 
-from serve_app.gateway.exchange import relay
+from serve_app.engines.texts import TextChunk
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.generation import GenerationChunk, ReplicaFull
+from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -47,19 +47,14 @@ class BusyPool(FakePool):
                 replica.publish(EngineStatus(0, self.num_held, 0.1, now_s))
         table.keep(self.name, [self.replica_id] if self.there else [])
 
-    takes_calls = False
-
-    async def answer(self, replica_id, attempt):
-        await relay(self.stream(replica_id, attempt.request.generation.request), attempt)
-
-    async def stream(self, replica_id, request):
+    async def stream(self, generation):
         if self.num_held >= 4:
             raise ReplicaFull("its four places are taken")
-        self.requests.append(request)
+        self.requests.append(generation)
         self.num_held += 1
         try:
             await asyncio.sleep(0.005)
-            yield GenerationChunk("ok", 2, "stop")
+            yield TextChunk("ok", 2, "stop")
         finally:
             self.num_held -= 1
 

@@ -14,7 +14,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 import ray
@@ -368,7 +368,7 @@ class ShardedEngine:
 
     async def generate(
         self, request_id: str, token_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
         Raises:

@@ -308,7 +308,7 @@ def test_a_slow_reader_holds_its_endpoint_up_and_not_the_gateways_memory():
         async with RawCaller.to(port) as caller:
             await caller.begin(CHAT, body)
             await asyncio.sleep(0.5)
-            (connection,) = gateway.backends["theirs"]._client._made
+            (connection,) = gateway.backends["theirs"]._forwarder.client._made
             assert connection._num_unread < 4 << 20
             assert connection._paused
             caller.writer.transport.abort()

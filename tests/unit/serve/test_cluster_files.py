@@ -282,7 +282,7 @@ def test_a_pool_and_all_its_ranks_are_bound_to_the_nodes_that_it_names():
     config = pool.config.model_copy(update={"device": "cpu", "pipeline_parallel": 2})
     for labels in ({"host": "w2"}, {}):
         changed = pool.model_copy(update={"config": config, "node_labels": labels})
-        replica = bind_pool(changed, 0.25)._bound_deployment._replica_config
+        replica = bind_pool(changed, two_hosts)._bound_deployment._replica_config
         assert len(replica.placement_group_bundles) == 3
         expected = [labels] * 3 if labels else None
         assert replica.placement_group_bundle_label_selector == expected

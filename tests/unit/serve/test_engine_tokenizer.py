@@ -10,8 +10,9 @@ from sizes import scaled
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.engines.base import Chunk
+from serve_app.engines.texts import read_texts
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder
-from serve_app.ray_serve.replica import read_texts
+from serve_app.ray_serve.replica import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,18 @@ def test_text_in_pieces_is_the_text_whatever_bytes_its_characters_take(tokenizer
     detokenizer = Detokenizer(tokenizer)
     got = [detokenizer.push(some) for some in pieces(tokenizer.encode(text), seed)]
     assert "".join([*got, detokenizer.finish()]) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_the_short_way_to_tokens_and_back_is_that_of_transformers():
+    ours = load_tokenizer("default")
+    theirs = ours._tokenizer
+    for text in ("Hello, world! <|im_start|>  two  spaces , 12345", "é€ \u2028 漢字 \n\n", ""):
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    messages = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Ho"}]
+    chat = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ours.encode_chat(messages) == theirs.encode(chat, add_special_tokens=False)
 
 
 def test_a_character_is_held_back_until_all_its_bytes_are_there(tokenizer):

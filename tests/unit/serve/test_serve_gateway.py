@@ -8,12 +8,13 @@ import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from unit.engine_answers import relay
 
 from serve_app.cluster import Cluster, EngineProfile
+from serve_app.engines.texts import TextChunk
 from serve_app.gateway.decision_log import DecisionLog
-from serve_app.gateway.exchange import relay
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.generation import GenerationChunk, ReplicaFailed, ReplicaFull
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -27,6 +28,10 @@ OWN = {"model": "none"}
 
 
 def a_cluster(pools=("a", "b"), **fields):
+    return cluster_of([{"name": name, "kind": "own", "config": OWN} for name in pools], **fields)
+
+
+def cluster_of(pools, **fields):
     known = {
         "name": "t",
         "description": "t",
@@ -37,7 +42,7 @@ def a_cluster(pools=("a", "b"), **fields):
             {"name": "batch", "response_s": 60.0, "admitted_fraction": 0.5},
         ],
         "limits": {"max_in_flight": 4, "max_prompt_tokens": 100, "max_output_tokens": 50},
-        "pools": [{"name": name, "kind": "own", "config": OWN} for name in pools],
+        "pools": pools,
     }
     return Cluster.model_validate(known | fields)
 
@@ -84,23 +89,23 @@ class FakePool:
     def host_loads(self):
         return {self.replica_id: {"cpu_used_fraction": 0.5}}
 
-    takes_calls = False
+    takes_any = False
 
     async def answer(self, replica_id, attempt):
-        await relay(self.stream(replica_id, attempt.request.generation.request), attempt)
-
-    async def stream(self, replica_id, request):
         assert replica_id == self.replica_id
-        self.requests.append(request)
+        await relay(self.stream, attempt)
+
+    async def stream(self, generation):
+        self.requests.append(generation)
         step = self.script.pop(0) if self.script else None
         if step is not None and step[0] == 0:
             raise step[1]
         try:
-            yield GenerationChunk("o", 1, status=EngineStatus(0, 1, 0.1, 0.0))
+            yield TextChunk("o", 1)
             await self.may_go_on.wait()
             if step is not None:
                 raise step[1]
-            yield GenerationChunk("k", 2, "stop")
+            yield TextChunk("k", 2, "stop")
         except (GeneratorExit, asyncio.CancelledError):
             self.num_cancelled += 1
             raise
@@ -173,7 +178,7 @@ def test_a_chat_takes_parts_and_says_who_speaks():
         assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.seed) == (
             7, 0.5, 0.9, 3,
         )  # fmt: skip
-        assert (request.stop, request.token_ids) == (("x",), tuple(map(ord, "hello")))
+        assert (request.body.stops, request.token_ids) == (("x",), list(map(ord, "hello")))
         streamed = await client.post("/v1/chat/completions", json=body | {"stream": True})
         assert events_of(streamed.text)[0]["choices"][0]["delta"] == {
             "role": "assistant", "content": "o",

@@ -11,9 +11,9 @@ from unit.serve.test_serve_gateway import a_body, a_cluster, check
 
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import MAX_BODY_BYTES, RouteMessage
-from serve_app.http.errors import reason_of
 from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch
 from serve_app.http.openai_schema import ChatBody, CompletionBody
+from serve_app.http.reasons import reason_of
 from serve_app.http.regions_schema import RegionsMessage
 
 

@@ -1,0 +1,152 @@
+"""Texts out of an engine: its tokens decoded, up to a stop string, and its places given out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+from serve_app.engines.admission import BatchLimit
+from serve_app.engines.base import Chunk, Engine, EngineError, FinishReason, Sampling
+from serve_app.engines.tokenizer import Detokenizer, StopFinder, Tokenizer
+from serve_app.gateway.replicas import EngineStatus
+
+
+@dataclass(frozen=True, slots=True)
+class TextChunk:
+    """What an answer grew by."""
+
+    text: str
+    num_tokens: int
+    """Tokens generated so far, all chunks together."""
+    finish_reason: FinishReason | None = None
+    """Set in the last chunk."""
+
+
+class EngineFull(EngineError):
+    """An engine that takes no more requests for now."""
+
+
+class TextEngine:
+    """An engine that is started, with its tokenizer; counts what it answers."""
+
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, max_batch: int, max_waiting: int, most: int
+    ) -> None:
+        """Answer nothing yet.
+
+        Args:
+            engine: Is started.
+            tokenizer: Of its model.
+            max_batch: Most sequences that it runs at once.
+            max_waiting: Requests that may wait.
+            most: Requests that it holds at most, whatever they do.
+        """
+        self._engine, self._tokenizer = engine, tokenizer
+        self._slots = BatchLimit(max_batch)
+        self._max_waiting, self._most = max(max_waiting, 1), most
+        self._num_held = 0
+        self._draining = False
+
+    async def generate(
+        self, request_id: str, token_ids: Sequence[int], sampling: Sampling, stop: tuple[str, ...]
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Stream the answer to a request; closing the stream early aborts it.
+
+        Args:
+            request_id: No other that is answered now has it.
+            token_ids: Of the prompt.
+            sampling: How tokens are drawn.
+            stop: Strings at which the answer is cut.
+
+        Raises:
+            EngineFull: As many requests wait as may.
+            EngineError: The engine refuses the request, is about to stop, or failed.
+        """
+        self._check_room()
+        done = False
+        async with self._place():
+            chunks = self._engine.generate(request_id, token_ids, sampling)
+            try:
+                # Closed here: else the engine goes on after a stop string until somebody tidies up.
+                async with aclosing(chunks):
+                    async for chunk in read_texts(chunks, self._tokenizer, stop):
+                        done = chunk.finish_reason is not None
+                        yield chunk
+            finally:
+                if not done:
+                    await self._engine.abort(request_id)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncGenerator[None, None]:
+        """Hold a place in the batch, waited for in the order of coming."""
+        self._num_held += 1
+        try:
+            await self._slots.enter()
+            try:
+                yield
+            finally:
+                self._slots.leave()
+        finally:
+            self._num_held -= 1
+
+    def _check_room(self) -> None:
+        if self._draining:
+            raise EngineError("the replica is about to stop")
+        num_waiting = self._engine.stats().num_waiting + self._slots.num_waiting
+        if num_waiting >= self._max_waiting:
+            raise EngineFull(f"{num_waiting} requests wait already")
+        if self._num_held >= self._most:
+            raise EngineFull(f"{self._num_held} requests are being answered already")
+
+    def limit_batch(self, max_batch: int) -> None:
+        """Run so many sequences at once from now on; those that run go on.
+
+        Args:
+            max_batch: At least 1; above what the engine was started with it changes nothing.
+        """
+        self._slots.resize(max_batch)
+
+    def status(self) -> EngineStatus:
+        """Tell the state as of now."""
+        stats = self._engine.stats()
+        return EngineStatus(
+            num_waiting=stats.num_waiting + self._slots.num_waiting,
+            num_running=stats.num_running,
+            kv_used_fraction=stats.kv_used_fraction,
+            observed_at_s=time.time(),
+            accepting=stats.accepting and not self._draining,
+            max_batch=self._slots.limit,
+        )
+
+    async def drain(self) -> None:
+        """Take nothing more; return once all that was taken is answered."""
+        self._draining = True
+        await self._slots.emptied()
+        await self._engine.drain()
+
+
+async def read_texts(
+    chunks: AsyncIterator[Chunk], tokenizer: Tokenizer, stop: tuple[str, ...]
+) -> AsyncGenerator[TextChunk, None]:
+    """Turn an engine's tokens into text, up to the first stop string.
+
+    Raises:
+        EngineError: The engine's stream ended without a reason.
+    """
+    texts, stops = Detokenizer(tokenizer), StopFinder(stop)
+    num_tokens = 0
+    async for chunk in chunks:
+        num_tokens += len(chunk.token_ids)
+        text = stops.push(texts.push(chunk.token_ids))
+        reason = chunk.finish_reason
+        if reason is not None and not stops.found:
+            text += stops.push(texts.finish())
+            text += stops.finish()
+        if stops.found:
+            reason = "stop"
+        yield TextChunk(text, num_tokens, reason)
+        if reason is not None:
+            return
+    raise EngineError("the engine's answer ended without a reason")

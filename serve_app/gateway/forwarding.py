@@ -1,0 +1,321 @@
+"""A request handed on to an endpoint that speaks OpenAI's API, and its answer handed back.
+
+What a caller wrote goes to an endpoint as it is, and so does the answer come back. The gateway
+knows no more of either than it needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from serve_app.cluster import Deadlines
+from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
+from serve_app.gateway.generation import (
+    ReplicaFailed,
+    ReplicaFull,
+    ReplicaTimeout,
+    RequestRejected,
+)
+from serve_app.gateway.replicas import EngineStatus
+from serve_app.gateway.sse import BadEvent, ErrorEvent, EventPeek, last_part, peek_whole
+from serve_app.gateway.upstream import (
+    Connection,
+    ConnectTimeout,
+    Origin,
+    UpstreamClient,
+    UpstreamError,
+)
+
+_MAX_HELD_BYTES = 1 << 20
+"""Of an answer that has not begun: from then on another endpoint cannot give it."""
+_OURS = (401, 403, 407, 408, 409, 425)
+"""Client errors that are not the caller's: the key is the pool's, or another endpoint may do."""
+_EVENTS = b"text/event-stream"
+_HANDED_BACK = frozenset(
+    (
+        b"cache-control", b"content-encoding", b"content-length", b"content-type", b"retry-after",
+        b"traceparent", b"x-accel-buffering", b"x-request-id",
+    )
+)  # fmt: skip
+_HANDED_BACK_PREFIXES = (b"openai-", b"x-ratelimit-")
+
+
+@dataclass(frozen=True, slots=True)
+class _Id:
+    unique_id: str
+
+
+class EndpointAsRayReplica:
+    """An endpoint in the shape that Ray's router asks for."""
+
+    availability_zone = None
+    node_id = ""
+    multiplexed_model_ids: frozenset[str] = frozenset()
+
+    def __init__(self, replica_id: str, origin: Origin, max_ongoing: int, key: bytes = b"") -> None:
+        """Name an endpoint; `key` is a header's line with its token, or nothing."""
+        self.replica_id = _Id(replica_id)
+        self.origin, self.key = origin, key
+        self.max_ongoing_requests = max_ongoing
+        self.status = EngineStatus(0, 0, 0.0, 0.0)
+
+    async def get_queue_len(self, *, deadline_s: float) -> int:
+        """Requests that it has told of."""
+        return self.status.num_waiting + self.status.num_running
+
+
+class Forwarder:
+    """Has the endpoints of one pool answer; each request has the pool's deadlines."""
+
+    def __init__(self, which: str, deadlines: Deadlines) -> None:
+        """Ask nothing yet.
+
+        Args:
+            which: An endpoint, as callers may know it: the text does not say where it is.
+            deadlines: Of each request.
+        """
+        self.which = which
+        self.client = UpstreamClient(deadlines.connect_s)
+        self._deadlines = deadlines
+
+    async def forward(self, origin: Origin, headers: bytes, body: bytes, attempt: Attempt) -> None:
+        """Have one endpoint answer; being cancelled closes its connection.
+
+        Args:
+            origin: Where it is.
+            headers: Lines of the request's head, each with its end; without the body's length.
+            body: What it gets.
+            attempt: Whose answer it is.
+
+        Raises:
+            ReplicaFailed: It does not answer, not in time, or not as it should.
+            RequestRejected: It has something against the request.
+        """
+        call = attempt.request.call
+        head = origin.head(b"POST", call.path, headers, len(body))
+        patience = Patience(self._deadlines, attempt.request)
+        connection = None
+        with self._as_failures():
+            try:
+                connection = await self.client.send(origin, head, body, patience.watch)
+                patience.has_head = True
+                await self._check_status(connection)
+                self._read_head(connection, attempt)
+                if _sends_events(connection, call):
+                    await _hand_on_events(connection, attempt, patience)
+                else:
+                    await self._hand_on_whole(connection, attempt, patience)
+            finally:
+                patience.stop()
+                if connection is not None:
+                    self.client.release(connection)
+
+    @contextlib.contextmanager
+    def _as_failures(self) -> Iterator[None]:
+        """Turn what goes wrong with an endpoint into ReplicaFailed."""
+        try:
+            yield
+        except (_TooLate, ConnectTimeout) as error:
+            raise ReplicaTimeout(f"{self.which} {error}") from None
+        except UpstreamError as error:
+            raise ReplicaFailed(f"{self.which} {error}") from None
+        except ErrorEvent as error:
+            raise self._told_failure(error) from None
+        except BadEvent as error:
+            raise ReplicaFailed(f"{self.which} failed: {error}") from None
+
+    def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
+        """What it means that an answer which had begun ends with an error."""
+        return ReplicaFailed(f"{self.which} failed: {error}")
+
+    def _refusal(self, status: int, text: bytes) -> ReplicaFailed:
+        """What it means that an endpoint is busy: its status is 429 or 503."""
+        return ReplicaFull(f"{self.which} answered {status}")
+
+    def _read_head(self, connection: Connection, attempt: Attempt) -> None:
+        """Look at the head of an answer."""
+
+    async def _check_status(self, connection: Connection) -> None:
+        status = connection.status
+        if 200 <= status < 300:
+            return
+        is_busy = status in (429, 503)
+        if not is_busy and (not 400 <= status < 500 or status in _OURS):
+            raise ReplicaFailed(f"{self.which} answered {status}")
+        text = bytearray()
+        while len(text) <= _MAX_HELD_BYTES and (piece := await connection.read()):
+            text += piece
+        if is_busy:
+            raise self._refusal(status, bytes(text))
+        raise RequestRejected(status, _handed_back(connection), bytes(text))
+
+    async def _hand_on_whole(
+        self, connection: Connection, attempt: Attempt, patience: Patience
+    ) -> None:
+        """Hand on an answer that comes at once, when it is there, or is too long to be kept."""
+        downstream, held, tail = attempt.downstream, bytearray(), b""
+        while piece := await connection.read():
+            tail = last_part(tail, piece)
+            if downstream.begun:
+                await downstream.write(piece)
+            else:
+                held += piece
+                if len(held) > _MAX_HELD_BYTES:
+                    patience.begin()
+                    await downstream.begin(connection.status, _handed_back(connection))
+                    await downstream.write(bytes(held))
+            patience.wait_again()
+        num_tokens, reason = peek_whole(tail)
+        attempt.take(num_tokens, reason, is_whole=True)
+        if not downstream.begun:
+            await hand_on_held(connection, attempt, bytes(held))
+
+
+async def hand_on_held(connection: Connection, attempt: Attempt, body: bytes) -> None:
+    """Hand on a whole answer, whose length is known by now."""
+    headers = [*_handed_back(connection)]
+    if not any(name == b"content-length" for name, _ in headers):
+        headers.append((b"content-length", b"%d" % len(body)))
+    await attempt.downstream.begin(connection.status, headers)
+    await attempt.downstream.write(body)
+
+
+def _sends_events(connection: Connection, call: Call) -> bool:
+    """Whether an answer comes as events; where it does not say, whether they were asked for."""
+    kind = next((value for name, value in connection.headers if name == b"content-type"), None)
+    return call.stream if kind is None else kind.lower().startswith(_EVENTS)
+
+
+def _handed_back(connection: Connection) -> Headers:
+    return [
+        (name, value)
+        for name, value in connection.headers
+        if name in _HANDED_BACK or name.startswith(_HANDED_BACK_PREFIXES)
+    ]
+
+
+async def _hand_on_events(connection: Connection, attempt: Attempt, patience: Patience) -> None:
+    """Hand on a stream, from its first token on: until then another endpoint can still answer."""
+    peek, downstream, held = EventPeek(), attempt.downstream, bytearray()
+    while piece := await connection.read():
+        try:
+            lines = peek.feed(piece)
+        except ErrorEvent as error:
+            if downstream.begun:
+                attempt.take(peek.num_tokens)
+                await downstream.write(error.before)
+            raise
+        if not downstream.begun:
+            held += lines
+            if not (peek.num_tokens or len(held) > _MAX_HELD_BYTES):
+                continue
+            lines = bytes(held)
+            patience.begin()
+            attempt.take(peek.num_tokens)
+            await downstream.begin(connection.status, _handed_back(connection))
+        else:
+            attempt.take(peek.num_tokens)
+        if lines:
+            await downstream.write(lines)
+        patience.wait_again()
+    rest = peek.rest()
+    if not peek.has_ended:
+        raise UpstreamError("ended its answer without a reason")
+    attempt.take(peek.num_tokens, peek.finish_reason or "stop")
+    if not downstream.begun:
+        await downstream.begin(connection.status, _handed_back(connection))
+        rest = bytes(held) + rest
+    if rest:
+        await downstream.write(rest)
+
+
+class _TooLate(Exception):
+    """A deadline that has passed; the text says which."""
+
+
+_LATE = {
+    "first_byte_s": "did not begin to answer in {:g} s",
+    "first_token_s": "sent no token in {:g} s",
+    "whole_s": "sent no answer in {:g} s",
+    "between_tokens_s": "sent no other token in {:g} s",
+    "total_s": "was not done in {:g} s",
+}
+
+
+def _whole_s(deadlines: Deadlines, request: InferenceRequest) -> float | None:
+    """Time for an answer that comes at once; None: it is a stream."""
+    call = request.call
+    if call.stream:
+        return None
+    if call.generates and not request.max_tokens:
+        # It may be as long as the model goes on.
+        return deadlines.total_s
+    return deadlines.first_token_s + deadlines.whole_per_token_s * request.max_tokens
+
+
+class Patience:
+    """The deadlines of one request. A timer looks now and then what is due: a token costs nothing.
+
+    Time that the caller takes is not the endpoint's.
+    """
+
+    def __init__(self, deadlines: Deadlines, request: InferenceRequest) -> None:
+        """Begin to wait."""
+        self._loop = asyncio.get_running_loop()
+        self._started_s = self._since_s = self._loop.time()
+        self._limits_s = deadlines
+        self._whole_s = _whole_s(deadlines, request)
+        self.has_head = self._has_begun = False
+        self._connection: Connection | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def watch(self, connection: Connection) -> None:
+        """Time what comes over a connection."""
+        self._connection = connection
+        if self._timer is None:
+            self._timer = self._loop.call_at(self._due()[0], self._look)
+
+    def begin(self) -> None:
+        """Note that there is a first token."""
+        self._has_begun = True
+        self.wait_again()
+        self.stop()
+        self._timer = self._loop.call_at(self._due()[0], self._look)
+
+    def wait_again(self) -> None:
+        """Note that the endpoint is waited for from now on."""
+        self._since_s = self._loop.time()
+
+    def stop(self) -> None:
+        """Time nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _due(self) -> tuple[float, str, float]:
+        """Return the next deadline by the loop's clock, its name and its length, seconds."""
+        limits, started_s = self._limits_s, self._started_s
+        due = [(started_s + limits.total_s, "total_s", limits.total_s)]
+        if self._has_begun:
+            between_s = limits.between_tokens_s
+            return min(*due, (self._since_s + between_s, "between_tokens_s", between_s))
+        if limits.first_byte_s is not None and not self.has_head:
+            due.append((started_s + limits.first_byte_s, "first_byte_s", limits.first_byte_s))
+        if self._whole_s is None:
+            due.append((started_s + limits.first_token_s, "first_token_s", limits.first_token_s))
+        else:
+            due.append((started_s + self._whole_s, "whole_s", self._whole_s))
+        return min(due)
+
+    def _look(self) -> None:
+        at_s, name, limit_s = self._due()
+        now_s, connection = self._loop.time(), self._connection
+        assert connection is not None
+        if now_s < at_s:
+            self._timer = self._loop.call_at(at_s, self._look)
+        elif not connection.is_waiting:
+            self._timer = self._loop.call_later(min(limit_s, 1.0), self._look)
+        else:
+            connection.fail(_TooLate(_LATE[name].format(limit_s)))

@@ -1,0 +1,136 @@
+"""Writes what an engine generates as OpenAI's JSON, at once or in events."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from pydantic import BaseModel
+
+from serve_app.engines.texts import TextChunk
+from serve_app.http.generation_reader import Generation
+from serve_app.http.openai_schema import (
+    AssistantMessage,
+    ChatAnswer,
+    ChatChoice,
+    CompletionAnswer,
+    CompletionChoice,
+    Usage,
+)
+
+_JSON_HEADERS = [(b"content-type", b"application/json")]
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_DONE = b"data: [DONE]\n\n"
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def writer_of(generation: Generation, request_id: str) -> AnswerWriter:
+    """Make what writes the answer to a body."""
+    kind = _ChatWriter if generation.is_chat else _CompletionWriter
+    return kind(generation, request_id)
+
+
+class AnswerWriter:
+    """Lays the answer to one body out as its caller asked for it."""
+
+    kind = ""
+
+    def __init__(self, generation: Generation, request_id: str) -> None:
+        """Write nothing yet."""
+        body = generation.body
+        options = body.stream_options
+        self._include_usage = options is not None and options.include_usage
+        self._continuous = options is not None and options.continuous_usage_stats
+        self._prompt_tokens = len(generation.token_ids)
+        self._head = {"id": request_id, "created": int(time.time()), "model": body.model}
+        self.streams, self._texts = bool(body.stream), list[str]()
+        if self.streams:
+            opening = _encode({**self._head, "object": self.kind})
+            self._opening = f'data: {opening[:-1]},"choices":['
+        self._last: TextChunk | None = None
+        names = _EVENT_HEADERS if self.streams else _JSON_HEADERS
+        self.headers = [*names, (b"x-request-id", request_id.encode())]
+
+    def add(self, chunk: TextChunk) -> bytes:
+        """Take what the answer grew by; return the event that says so, if there is one."""
+        is_first, self._last = self._last is None, chunk
+        if not self.streams:
+            self._texts.append(chunk.text)
+            return b""
+        if not (is_first or chunk.text or chunk.finish_reason is not None):
+            return b""
+        return f"{self._opening}{self._choice(chunk, is_first)}]{self._used(chunk)}}}\n\n".encode()
+
+    def finish(self) -> bytes:
+        """Return the last events, or all of the answer."""
+        last = self._last
+        assert last is not None
+        if not self.streams:
+            answer = self._whole("".join(self._texts), last)
+            return answer.model_dump_json(exclude_none=True).encode()
+        if not self._include_usage:
+            return _DONE
+        return f'{self._opening}],"usage":{self._usage_json(last)}}}\n\n'.encode() + _DONE
+
+    def _used(self, chunk: TextChunk) -> str:
+        """The tokens so far, in the events that tell them."""
+        if self._include_usage and not self._continuous:
+            return ',"usage":null'
+        # The last event always tells: an event is not a token, and whoever counts has to know.
+        if self._continuous or chunk.finish_reason is not None:
+            return f',"usage":{self._usage_json(chunk)}'
+        return ""
+
+    def _usage_json(self, chunk: TextChunk) -> str:
+        return self._usage(chunk).model_dump_json()
+
+    def _usage(self, chunk: TextChunk) -> Usage:
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=chunk.num_tokens,
+            total_tokens=self._prompt_tokens + chunk.num_tokens,
+        )
+
+    def _whole(self, text: str, last: TextChunk) -> BaseModel:
+        raise NotImplementedError
+
+    def _choice(self, chunk: TextChunk, is_first: bool) -> str:
+        raise NotImplementedError
+
+
+class _CompletionWriter(AnswerWriter):
+    kind = "text_completion"
+
+    def _whole(self, text: str, last: TextChunk) -> BaseModel:
+        choice = CompletionChoice(text=text, finish_reason=_reason(last))
+        return CompletionAnswer(**self._head, choices=[choice], usage=self._usage(last))
+
+    def _choice(self, chunk: TextChunk, is_first: bool) -> str:
+        return f'{{"index":0,"text":{json.dumps(chunk.text)},{_end_of(chunk)}'
+
+
+class _ChatWriter(AnswerWriter):
+    kind = "chat.completion.chunk"
+
+    def _whole(self, text: str, last: TextChunk) -> BaseModel:
+        message = AssistantMessage(content=text)
+        choice = ChatChoice(message=message, finish_reason=_reason(last))
+        return ChatAnswer(**self._head, choices=[choice], usage=self._usage(last))
+
+    def _choice(self, chunk: TextChunk, is_first: bool) -> str:
+        said = f'"content":{json.dumps(chunk.text)}' if chunk.text or is_first else ""
+        who = '"role":"assistant",' if is_first else ""
+        return f'{{"index":0,"delta":{{{who}{said}}},{_end_of(chunk)}'
+
+
+def _end_of(chunk: TextChunk) -> str:
+    return f'"finish_reason":{json.dumps(_reason(chunk))},"logprobs":null}}'
+
+
+def _reason(chunk: TextChunk) -> Any:
+    return "stop" if chunk.finish_reason == "abort" else chunk.finish_reason

@@ -1,0 +1,183 @@
+"""The HTTP side of one engine of ours: OpenAI's routes, for the gateway alone.
+
+It is told of no policy and no SLO. What it says beside OpenAI's answers stands in
+`serve_app.gateway.engine_wire`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from contextlib import aclosing
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.cluster import Limits
+from serve_app.engines.base import EngineError
+from serve_app.engines.texts import EngineFull, TextChunk, TextEngine
+from serve_app.gateway.engine_wire import (
+    NUM_TOKENS_HEADER,
+    PROGRESS,
+    STATUS_HEADER,
+    split_tokens,
+    write_status,
+)
+from serve_app.gateway.generation import new_id
+from serve_app.http.answer_writer import AnswerWriter, writer_of
+from serve_app.http.auth import Access, Denied
+from serve_app.http.generation_reader import Generation, GenerationReader
+from serve_app.http.intake import Intake, PendingBodies, TooMuch
+from serve_app.http.peek import read_fields
+from serve_app.http.presence import Presence
+from serve_app.http.reasons import BadRequest, kind_of, openai_error
+
+_PROGRESS_EVERY_S = 0.05
+"""Time between two signs that an answer which is not streamed grows."""
+_REQUEST_ID = b"x-request-id"
+
+
+def create_engine_api(
+    engine: TextEngine, reader: GenerationReader, limits: Limits, secret: str
+) -> ASGIApp:
+    """Make the application of an engine.
+
+    Args:
+        engine: Answers.
+        reader: Reads bodies.
+        limits: Of bodies.
+        secret: Bearer token of whoever may ask.
+    """
+    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
+    return Intake(EngineApi(engine, reader), Access(secret), bodies, _refuse)
+
+
+class EngineApi:
+    """ASGI application of an engine, whose bodies have been read."""
+
+    def __init__(self, engine: TextEngine, reader: GenerationReader) -> None:
+        """Answer by an engine what a reader takes."""
+        self._engine, self._reader = engine, reader
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        try:
+            content = (await receive())["body"]
+            headers = dict(scope["headers"])
+            generation = await self._read(scope["path"], headers, content)
+            name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
+            await self._answer(generation, name, receive, send)
+        except (BadRequest, EngineError) as error:
+            refusal = await _refuse(Request(scope), error)
+            await refusal(scope, receive, send)
+
+    async def _read(self, path: str, headers: dict[bytes, bytes], content: bytes) -> Generation:
+        told = headers.get(NUM_TOKENS_HEADER)
+        if told is None:
+            return await self._reader.read(path, read_fields(content))
+        try:
+            token_ids, body = split_tokens(content, int(told))
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+        return await self._reader.read(path, read_fields(body), token_ids)
+
+    async def _answer(
+        self, generation: Generation, name: str, receive: Receive, send: Send
+    ) -> None:
+        writer = writer_of(generation, name)
+        answer = (_Events if writer.streams else _Whole)(self._engine, writer, send)
+        texts = self._engine.generate(
+            name, generation.token_ids, generation.sampling, generation.body.stops
+        )
+        with Presence(receive) as caller:
+            try:
+                async with aclosing(texts):
+                    async for chunk in texts:
+                        await answer.add(chunk)
+            except EngineError as error:
+                if not answer.begun:
+                    raise
+                caller.ignore()
+                await answer.end_with_error(str(error))
+
+
+class _Answer:
+    """One answer on its way."""
+
+    def __init__(self, engine: TextEngine, writer: AnswerWriter, send: Send) -> None:
+        self._engine, self._writer, self._send_message = engine, writer, send
+        self.begun = False
+
+    async def add(self, chunk: TextChunk) -> None:
+        """Send what an answer grew by, or keep it."""
+        raise NotImplementedError
+
+    async def end_with_error(self, reason: str) -> None:
+        """End an answer that has begun."""
+        error = json.dumps({"error": openai_error(reason, kind_of(503))}, separators=(",", ":"))
+        await self._send(self._as_piece(error.encode()), more=False)
+
+    def _as_piece(self, error: bytes) -> bytes:
+        return error
+
+    async def _send(self, data: bytes, more: bool) -> None:
+        """Send some of the body, behind the head if it is the first."""
+        if not self.begun:
+            self.begun = True
+            headers = [
+                *self._writer.headers, (STATUS_HEADER, write_status(self._engine.status())),
+            ]  # fmt: skip
+            if not more:
+                headers.append((b"content-length", b"%d" % len(data)))
+            start = {"type": "http.response.start", "status": 200, "headers": headers}
+            await self._send_message(start)
+        message = {"type": "http.response.body", "body": data, "more_body": more}
+        await self._send_message(message)
+
+
+class _Events(_Answer):
+    """A stream of events."""
+
+    async def add(self, chunk: TextChunk) -> None:
+        data = self._writer.add(chunk)
+        if chunk.finish_reason is not None:
+            await self._send(data + self._writer.finish(), more=False)
+        elif data:
+            await self._send(data, more=True)
+
+    def _as_piece(self, error: bytes) -> bytes:
+        return b"data: " + error + b"\n\n"
+
+
+class _Whole(_Answer):
+    """An answer that comes at its end, and until then signs that it grows."""
+
+    def __init__(self, engine: TextEngine, writer: AnswerWriter, send: Send) -> None:
+        super().__init__(engine, writer, send)
+        self._num_told, self._told_s = 0, -math.inf
+        self._clock_s = asyncio.get_running_loop().time
+
+    async def add(self, chunk: TextChunk) -> None:
+        self._writer.add(chunk)
+        if chunk.finish_reason is not None:
+            await self._send(self._writer.finish(), more=False)
+            return
+        num_new, now_s = chunk.num_tokens - self._num_told, self._clock_s()
+        if num_new and now_s - self._told_s >= _PROGRESS_EVERY_S:
+            self._num_told, self._told_s = chunk.num_tokens, now_s
+            await self._send(PROGRESS * num_new, more=True)
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    """Say why a request is not answered, as OpenAI does."""
+    param = None
+    if isinstance(error, BadRequest):
+        status, param = error.status, error.param
+    elif isinstance(error, Denied | TooMuch):
+        status = error.status
+    else:
+        status = 429 if isinstance(error, EngineFull) else 503
+    body = {"error": openai_error(str(error), kind_of(status), param)}
+    return JSONResponse(body, status_code=status)

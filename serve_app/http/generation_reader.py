@@ -1,0 +1,150 @@
+"""Bodies of OpenAI's routes as engines of ours take them: checked, and in tokens.
+
+The gateway reads them to know how long prompts are and to refuse what no engine takes, and an
+engine reads them to answer; prompts are tokenised by the first of the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from serve_app.cluster import Limits
+from serve_app.engines.base import Sampling
+from serve_app.engines.tokenizer import Tokenizer
+from serve_app.http.openai_schema import ChatBody, CompletionBody, GenerationBody
+from serve_app.http.reasons import BadRequest, reason_of
+
+_LONG_TEXT = 4_000
+"""Characters from which on a prompt is tokenised off the event loop."""
+_LARGEST_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A body that was read."""
+
+    body: GenerationBody
+    token_ids: Sequence[int]
+    """Of the prompt; at least one."""
+    sampling: Sampling
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is a conversation."""
+        return isinstance(self.body, ChatBody)
+
+
+class GenerationReader:
+    """Reads bodies: tokenises, and checks lengths."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, served_model: str, limits: Limits, longest_tokens: int
+    ) -> None:
+        """Take what fits.
+
+        Args:
+            tokenizer: Of the model that is served.
+            served_model: Its name.
+            limits: Of one request.
+            longest_tokens: Prompt and answer together.
+        """
+        self._tokenizer, self._served_model = tokenizer, served_model
+        self._limits, self._longest_tokens = limits, longest_tokens
+
+    async def read(
+        self, path: str, fields: Mapping[str, Any], token_ids: Sequence[int] | None = None
+    ) -> Generation:
+        """Read a body of one of OpenAI's routes.
+
+        Args:
+            path: Of the route.
+            fields: The body.
+            token_ids: Of its prompt; None: nobody has tokenised it.
+
+        Raises:
+            BadRequest: Engines of ours do not answer this route, or not this body.
+        """
+        body: GenerationBody
+        try:
+            if path == "/v1/completions":
+                body = CompletionBody.model_validate(fields)
+            elif path == "/v1/chat/completions":
+                body = ChatBody.model_validate(fields)
+            else:
+                raise BadRequest(f"{path} is not served here", 404)
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            # As FastAPI names the places of other routes.
+            raise BadRequest(
+                reason_of([{**one, "loc": ("body", *one["loc"])} for one in errors])
+            ) from None
+        check_model(self._served_model, body.model)
+        ids = await self._tokens(body) if token_ids is None else token_ids
+        return Generation(body, ids or [0], self._sampling(body, len(ids)))
+
+    async def _tokens(self, body: GenerationBody) -> Sequence[int]:
+        if isinstance(body, ChatBody):
+            conversation = body.conversation
+            size = sum(len(one["content"]) for one in conversation)
+            return await _encode(size, self._tokenizer.encode_chat, conversation)
+        assert isinstance(body, CompletionBody)
+        if body.text is not None:
+            return await _encode(len(body.text), self._tokenizer.encode, body.text)
+        token_ids = [one for one in body.prompt if isinstance(one, int)]
+        size_of_vocabulary = self._tokenizer.vocab_size
+        if size_of_vocabulary is not None and max(token_ids) >= size_of_vocabulary:
+            raise BadRequest(
+                f"token {max(token_ids)} is not in the vocabulary of {size_of_vocabulary}",
+                param="prompt",
+            )
+        return token_ids
+
+    def _sampling(self, body: GenerationBody, num_prompt: int) -> Sampling:
+        return Sampling(
+            max_tokens=self._max_tokens(body, num_prompt),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=1.0 if body.top_p is None else body.top_p,
+            # Generators of random numbers take no negative ones.
+            seed=None if body.seed is None else body.seed & _LARGEST_SEED,
+            ignore_eos=body.ignore_eos,
+        )
+
+    def _max_tokens(self, body: GenerationBody, num_prompt: int) -> int:
+        limits, longest = self._limits, self._longest_tokens
+        if num_prompt > limits.max_prompt_tokens:
+            raise BadRequest(
+                f"the prompt has {num_prompt} tokens; at most {limits.max_prompt_tokens} are taken",
+                param="prompt",
+            )
+        wanted = body.wanted_tokens
+        if wanted is not None and wanted > limits.max_output_tokens:
+            raise BadRequest(
+                f"max_tokens {wanted} is more than {limits.max_output_tokens}", param="max_tokens"
+            )
+        room = longest - num_prompt
+        if room < (wanted or 1):
+            raise BadRequest(
+                f"prompt and answer of {num_prompt} + {wanted or 1} tokens are longer than the "
+                f"model's {longest}",
+                param="max_tokens",
+            )
+        return wanted or min(limits.default_output_tokens, limits.max_output_tokens, room)
+
+
+async def _encode(size: int, encode: Callable[[Any], Sequence[int]], text: Any) -> Sequence[int]:
+    return await asyncio.to_thread(encode, text) if size > _LONG_TEXT else encode(text)
+
+
+def check_model(served: str, model: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        BadRequest: It is not.
+    """
+    if model != served:
+        raise BadRequest(f"model {model!r} is not served here; {served!r} is", 404, "model")

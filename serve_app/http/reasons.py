@@ -1,0 +1,75 @@
+"""What is wrong with a request, in one sentence, and how OpenAI lays errors out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_MAX_SHOWN = 40
+_KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class BadRequest(ValueError):
+    """A request that cannot be served as it is; the text says why."""
+
+    def __init__(self, reason: str, status: int = 400, param: str | None = None) -> None:
+        """Say why, with the HTTP status and the field."""
+        super().__init__(reason)
+        self.status = status
+        self.param = param
+
+
+def kind_of(status: int) -> str:
+    """OpenAI's name for errors of a status."""
+    return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+    """Lay an error out as OpenAI does."""
+    return {"message": message, "type": kind, "param": param, "code": None}
+
+
+def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
+    """Say in one sentence what is wrong first, naming the field and the value.
+
+    Args:
+        errors: As pydantic lists them, not empty.
+    """
+    first = errors[0]
+    others = len(errors) - 1
+    more = f" (and {others} more problem{'s' if others > 1 else ''})" if others else ""
+    return _sentence(first) + more
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    kind, field = error["type"], _field(error["loc"])
+    if kind == "json_invalid":
+        return f"body is not JSON: {error['ctx']['error']} at character {error['loc'][-1]}"
+    if kind == "missing":
+        return f"{field} is missing"
+    if kind == "extra_forbidden":
+        return f"{field} is not a known field"
+    if kind in ("model_attributes_type", "model_type", "dict_type"):
+        hint = " sent with content-type application/json" if field == "body" else ""
+        return f"{field} must be a JSON object{hint}"
+    if kind == "value_error":
+        return f"{field}: {error['ctx']['error']}"
+    # Pydantic's sentences begin with what the value is: "Input should", "List should".
+    demand = str(error["msg"]).partition(" ")[2].replace(" after validation", "")
+    return f"{field} {demand}{_shown(error['input'])}"
+
+
+def _field(location: tuple[str | int, ...]) -> str:
+    """Write ("body", "snapshots", 1, "num_slots") as snapshots[1].num_slots."""
+    path = ""
+    for part in location[1:]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.removeprefix(".") or "body"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | dict):
+        return ""
+    text = "NaN" if isinstance(value, float) and math.isnan(value) else repr(value)
+    return f", got {text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + '...'}"

@@ -1,0 +1,34 @@
+"""What pools of tests answer by, in place of an engine behind HTTP: the engine's own writer."""
+
+import json
+from contextlib import aclosing
+
+from serve_app.cluster import Limits
+from serve_app.http.answer_writer import writer_of
+from serve_app.http.generation_reader import GenerationReader
+
+_READER = GenerationReader(None, "m", Limits(), 1 << 20)
+
+
+async def relay(stream, attempt):
+    """Write chunks of text as an engine does.
+
+    Args:
+        stream: Makes them of a generation.
+        attempt: Whose answer it is.
+    """
+    request, downstream = attempt.request, attempt.downstream
+    path, fields = request.call.path.decode(), json.loads(request.call.body)
+    generation = await _READER.read(path, fields, request.token_ids)
+    writer = writer_of(generation, request.request_id)
+    async with aclosing(stream(generation)) as chunks:
+        async for chunk in chunks:
+            attempt.take(chunk.num_tokens, chunk.finish_reason)
+            data = writer.add(chunk)
+            if data and not downstream.begun:
+                await downstream.begin(200, writer.headers)
+            if data:
+                await downstream.write(data)
+    if not downstream.begun:
+        await downstream.begin(200, writer.headers)
+    await downstream.write(writer.finish())

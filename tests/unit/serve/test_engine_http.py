@@ -1,0 +1,302 @@
+"""Engines of ours answer HTTP themselves, and the gateway hands their bytes on."""
+
+import asyncio
+import json
+import logging
+import re
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+from unit.engine_site import SECRET, run
+from unit.raw_endpoint import RawCaller
+from unit.serve.test_serve_gateway import a_body, events_of
+
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.engine_wire import put_tokens_before, split_tokens
+
+TEXT = b"/v1/completions"
+BIG = {"limits": {"max_in_flight": 256, "max_prompt_tokens": 200, "max_output_tokens": 100}}
+KEY = {"authorization": f"Bearer {SECRET}"}
+
+
+def a_client(port):
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30)
+
+
+def to_engine(site, **options):
+    return httpx.AsyncClient(base_url=site.url, timeout=30, **options)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+def test_a_completion_is_the_same_whole_and_streamed_and_named_as_in_the_log():
+    async def test(port, gateway, sites):
+        async with a_client(port) as client:
+            whole = await client.post("/v1/completions", json=a_body())
+            answer = whole.json()
+            assert answer["choices"][0] == {
+                "index": 0, "text": "hellohel", "finish_reason": "length",
+            }  # fmt: skip
+            assert answer["usage"]["completion_tokens"] == 8
+            assert whole.headers["x-request-id"] == answer["id"] == sites[0].engine.asked[0][0]
+            assert answer["id"].startswith("cmpl-")
+            assert "x-engine-status" not in whole.headers
+            streamed = await client.post("/v1/completions", json=a_body(stream=True))
+            events = events_of(streamed.text)
+            assert "".join(one["choices"][0]["text"] for one in events) == "hellohel"
+            assert events[-1]["choices"][0]["finish_reason"] == "length"
+            assert events[-1]["usage"]["completion_tokens"] == 8
+            assert all("usage" not in one for one in events[:-1])
+
+    run(test)
+
+
+def test_a_conversation_says_who_speaks_and_a_stop_string_ends_it():
+    async def test(port, gateway, sites):
+        messages = [{"role": "user", "content": "one two"}]
+        body = {"model": "m", "messages": messages, "max_tokens": 20, "stop": "tw", "seed": 3}
+        async with a_client(port) as client:
+            whole = (await client.post("/v1/chat/completions", json=body)).json()
+            assert whole["choices"][0]["message"] == {"role": "assistant", "content": "one "}
+            assert whole["choices"][0]["finish_reason"] == "stop"
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            streamed = await client.post("/v1/chat/completions", json=body | options)
+            *pieces, last = events_of(streamed.text)
+            deltas = [one["choices"][0]["delta"] for one in pieces]
+            assert deltas[0] == {"role": "assistant", "content": "o"}
+            assert "".join(one.get("content", "") for one in deltas) == "one "
+            assert [one["usage"] for one in pieces] == [None] * len(pieces)
+            assert last["usage"]["completion_tokens"] == 6
+        sampling = sites[0].engine.asked[0][2]
+        assert (sampling.seed, sampling.max_tokens) == (3, 20)
+        assert not sites[0].engine.running
+
+    run(test)
+
+
+def test_nobody_asks_an_engine_without_its_secret_which_is_shown_nowhere(caplog):
+    async def test(port, gateway, sites):
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            async with to_engine(sites[0], headers=headers) as stranger:
+                answer = await stranger.post("/v1/completions", json=a_body())
+                assert (answer.status_code, answer.json()["error"]["type"]) == (
+                    401, "authentication_error",
+                )  # fmt: skip
+        assert not sites[0].engine.asked
+        async with a_client(port) as client:
+            await client.post("/v1/completions", json=a_body())
+            for path in ("/v1/pools", "/v1/policy", "/metrics", "/v1/history"):
+                assert SECRET not in (await client.get(path)).text
+        assert SECRET not in caplog.text
+
+    caplog.set_level(logging.DEBUG)
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "reason"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300}, 400, "the prompt has 300 tokens; at most 100"),
+        ("/v1/completions", {"n": 2}, 400, "n is not supported"),
+        ("/v1/completions", {"model": "other"}, 404, "model 'other' is not served here"),
+        ("/v1/embeddings", {}, 404, "/v1/embeddings is not served here"),
+    ],
+)
+def test_an_engine_that_is_asked_alone_tokenises_and_refuses_in_a_sentence(
+    path, body, status, reason
+):
+    async def test(port, gateway, sites):
+        async with to_engine(sites[0], headers=KEY) as client:
+            good = await client.post("/v1/completions", json=a_body())
+            assert good.json()["choices"][0]["text"] == "hellohel"
+            bad = await client.post(path, json=a_body(**body))
+            assert (bad.status_code, bad.json()["error"]["type"]) == (
+                status, "invalid_request_error",
+            )  # fmt: skip
+            assert reason in bad.json()["error"]["message"]
+            assert len(sites[0].engine.asked) == 1
+
+    run(test)
+
+
+def test_tokens_that_a_body_does_not_begin_with_are_refused():
+    ids, body = [5, 70_000], b'{"model":"m"}'
+    assert split_tokens(put_tokens_before(body, ids), 2) == (ids, body)
+
+    async def test(port, gateway, sites):
+        async with to_engine(sites[0], headers=KEY) as client:
+            for number in ("0", "-1", "9", "99999999999999999999", "two"):
+                headers = {"x-prompt-tokens": number}
+                answer = await client.post("/v1/completions", content=b"{}", headers=headers)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_callers_that_leave_leave_no_generation_behind(stream):
+    async def test(port, gateway, sites):
+        sites[0].engine.every_s = 0.005
+        body = json.dumps(a_body(stream=stream, max_tokens=100)).encode()
+
+        async def leave(number):
+            async with RawCaller.to(port) as caller:
+                await caller.begin(TEXT, body)
+                await asyncio.sleep(0.003 * (number % 25))
+
+        for _ in range(4):
+            await asyncio.gather(*(leave(number) for number in range(50)))
+        engine = sites[0].engine
+        assert len(engine.asked) > 100
+        await until(lambda: not engine.running)
+        await until(lambda: not gateway.in_flight)
+        assert gateway.table.replicas["replica-0"].in_flight.count == 0
+        assert sites[0].texts.status().num_waiting == 0
+
+    run(test, **BIG, pools_config={"max_batch": 64})
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_that_fails_says_why_and_is_not_ejected(num_tokens, stream):
+    async def test(port, gateway, sites):
+        sites[0].engine.fails_at = num_tokens
+        sites[0].engine.every_s = 0.002
+        reason = "a replica of pool 'ours': rank 1 of 2: its process has died"
+        reason += f", after {num_tokens} tokens" if num_tokens else ""
+        async with a_client(port) as client:
+            answer = await client.post("/v1/completions", json=a_body(stream=stream))
+            assert answer.status_code == (200 if stream and num_tokens else 503)
+            last = answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+            told = json.loads(last)["error"]["message"]
+            if stream or not num_tokens:
+                assert told == reason
+            else:
+                # Of a whole answer the gateway hears now and then how long it is.
+                assert re.fullmatch(reason.replace("3", "[123]"), told)
+            assert answer.text.count('"text"') == num_tokens * stream
+        assert not gateway.outliers.watches
+
+    run(test)
+
+
+def test_before_its_first_token_a_request_goes_elsewhere():
+    async def test(port, gateway, sites):
+        sites[0].engine.fails_at = 0
+        async with a_client(port) as client:
+            for stream in (True, False) * 2:
+                answer = await client.post("/v1/completions", json=a_body(stream=stream))
+                assert answer.status_code == 200
+        assert len(sites[1].engine.asked) == 4
+
+    run(test, 2)
+
+
+def test_a_replica_that_is_gone_is_ejected_and_one_that_dies_ends_its_answers_with_a_reason():
+    async def test(port, gateway, sites):
+        sites[0].engine.stops_at = sites[1].engine.stops_at = 2
+        async with a_client(port) as client:
+            body = a_body(stream=True)
+            asks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "12"]
+            await until(lambda: all(2 in one.engine.running.values() for one in sites))
+            for one in list(sites[0].listener._config.open):
+                one.transport.abort()
+            sites[0].listener.refuse()
+            sites[1].engine.may_go_on.set()
+            texts = [(await one).text for one in asks]
+            broken = "a replica of pool 'ours' closed its connection, after 2 tokens"
+            assert sum(broken in one for one in texts) == 1
+            assert sum(one.endswith("data: [DONE]\n\n") for one in texts) == 1
+            await until(lambda: not sites[0].engine.running)
+            again = [await client.post("/v1/completions", json=a_body()) for _ in range(3)]
+            assert [one.status_code for one in again] == [200] * 3
+        assert gateway.outliers.watches
+
+    run(test, 2)
+
+
+def test_full_engines_are_429():
+    async def test(port, gateway, sites):
+        sites[0].engine.stops_at = 1
+        async with a_client(port) as client:
+            held = [
+                asyncio.create_task(client.post("/v1/completions", json=a_body())) for _ in "12"
+            ]
+            await until(lambda: len(sites[0].engine.running) == 2)
+            full = await client.post("/v1/completions", json=a_body())
+            assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+            assert "2 requests are being answered already" in full.json()["error"]["message"]
+            assert int(full.headers["retry-after"]) >= 1
+            sites[0].engine.may_go_on.set()
+            assert [(await one).status_code for one in held] == [200] * 2
+
+    run(test, pools_config={"max_batch": 2, "max_waiting": 0})
+
+
+def test_a_replica_that_drains_finishes_what_it_has_and_others_get_the_rest():
+    async def test(port, gateway, sites):
+        for one in sites:
+            one.engine.stops_at = 1
+        async with a_client(port) as client:
+            body = a_body(stream=True)
+            held = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "12"]
+            await until(lambda: all(one.engine.running for one in sites))
+            draining = asyncio.create_task(sites[0].texts.drain())
+            await asyncio.sleep(0)
+            sites[1].engine.may_go_on.set()
+            for _ in range(4):
+                answer = await client.post("/v1/completions", json=a_body())
+                assert answer.status_code == 200
+            assert (len(sites[0].engine.asked), draining.done()) == (1, False)
+            sites[0].engine.may_go_on.set()
+            assert [len(events_of((await one).text)) for one in held] == [8, 8]
+            await draining
+        assert not gateway.outliers.watches
+
+    run(test, 2)
+
+
+def test_the_books_know_how_far_an_answer_is_that_comes_whole(tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(port, gateway, sites):
+        sites[0].engine.stops_at = 1
+        async with a_client(port) as client:
+            ask = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+            await until(lambda: "replica-0" in gateway.table.replicas)
+            state = gateway.table.replicas["replica-0"]
+            await until(lambda: state.in_flight.count and not state.in_flight.prefill_tokens)
+            assert state.status.num_running == 1
+            await asyncio.sleep(0.05)
+            sites[0].engine.may_go_on.set()
+            answer = await ask
+            assert answer.headers["content-length"] == str(len(answer.content))
+            assert answer.content.startswith(b"{")
+            one = await client.post("/v1/completions", json=a_body(max_tokens=1))
+            assert one.json()["usage"]["completion_tokens"] == 1
+
+    run(test, log=log)
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    first, second = pq.read_table(file).to_pylist()
+    assert (first["outcome"], first["output_tokens"], first["context_tokens"]) == ("length", 8, 5)
+    assert first["response_s"] > first["ttft_s"] + 0.04
+    assert second["response_s"] >= second["ttft_s"] > 0
+
+
+def test_rays_own_router_sees_how_long_queues_are():
+    async def test(port, gateway, sites):
+        gateway.manager.switch("ray_default")
+        async with a_client(port) as client:
+            asks = [client.post("/v1/completions", json=a_body()) for _ in range(4)]
+            assert {one.status_code for one in await asyncio.gather(*asks)} == {200}
+            queue = [await one.get_queue_len(deadline_s=1) for one in
+                     gateway.backends["ours"].ray_replicas()]  # fmt: skip
+            assert queue == [0, 0]
+
+    run(test, 2)
