@@ -31,7 +31,7 @@ from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.search_any_cluster import Kind as DrawnKind
 from tokenyard.routing.search_any_cluster import draw_cluster
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
-from tokenyard.statistics.intervals import t_interval
+from tokenyard.statistics.intervals import holm, paired_p_value, t_interval
 from tokenyard.types import FloatArray
 
 EntryKind = Literal["rule", "learned", "file"]
@@ -43,6 +43,8 @@ SHOWN = (
 """Measures of a row; those of first tokens are of fleets only."""
 ALL = "all"
 """Cell of the rows that sum up an entry."""
+SIGNIFICANT = 0.05
+"""p-value below which a regret counts as not zero, corrected for the entries of its cell."""
 MOST_ENTRY_S = 60.0
 """Time that the rule of a file may take in a cell."""
 
@@ -264,8 +266,9 @@ def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list
     """One row per entry, best mean response first; docs/metrics.md defines the keys."""
     rules = {one.name: found[one][MEAN] for one in found if one.kind == "rule"}
     best_s, names = hindsight_s(rules)
+    corrected = holm([paired_p_value(measured[MEAN] - best_s) for measured in found.values()])
     rows: list[Row] = []
-    for entry, measured in found.items():
+    for (entry, measured), p_value in zip(found.items(), corrected, strict=True):
         regret = t_interval(measured[MEAN] - best_s).over(float(best_s.mean()))
         rows.append(
             {
@@ -276,6 +279,7 @@ def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list
                 "best_rule": " or ".join(dict.fromkeys(names)),
                 "regret_mean_fraction": regret.estimate,
                 "regret_mean_ci_low": regret.low, "regret_mean_ci_high": regret.high,
+                "regret_mean_p_holm": p_value,
             }
         )  # fmt: skip
     rows.sort(key=lambda row: float(row[MEAN]))
@@ -298,12 +302,17 @@ def board(rows: Sequence[Row]) -> list[Row]:
 def _sum_up(some: Sequence[Row]) -> Row:
     regrets = [float(row["regret_mean_fraction"]) for row in some]
     worst = some[int(np.argmax(regrets))]
+    sure = [regret for row, regret in zip(some, regrets, strict=True) if _is_sure(row)]
     return {
         "entry": some[0]["entry"], "kind": some[0]["kind"], "cell": ALL, "cells": len(some),
         "mean_rank": float(np.mean([float(row["rank"]) for row in some])),
         "mean_regret_mean_fraction": float(np.mean(regrets)),
         "worst_regret_mean_fraction": max(regrets),
         "worst_cell": worst["cell"],
-        "cells_better": sum(float(row["regret_mean_ci_high"]) < 0 for row in some),
-        "cells_worse": sum(float(row["regret_mean_ci_low"]) > 0 for row in some),
+        "cells_better": sum(regret < 0 for regret in sure),
+        "cells_worse": sum(regret > 0 for regret in sure),
     }  # fmt: skip
+
+
+def _is_sure(row: Row) -> bool:
+    return float(row["regret_mean_p_holm"]) < SIGNIFICANT

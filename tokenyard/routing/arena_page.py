@@ -8,6 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tokenyard.problem import Row
+from tokenyard.routing.arena import SIGNIFICANT
 
 _FULL_COLOUR = 0.3
 """Regret from which on a cell of the map has its full colour."""
@@ -42,6 +43,7 @@ def write_page(
         summed=summed,
         failed=failed,
         told=told,
+        significant=SIGNIFICANT,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page, encoding="utf-8")
