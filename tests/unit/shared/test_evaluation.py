@@ -177,7 +177,7 @@ def test_bounds_stand_beside_policies_in_the_same_rows():
 @pytest.mark.parametrize(
     ("name", "scenario", "reason"),
     [
-        ("sedd", "nominal", r"unknown policy 'sedd'; give a policy file \(.npz\) or one of"),
+        ("sedd", "nominal", r"unknown policy 'sedd'; give a policy file \(.npz or .py\) or one of"),
         ("nowhere.npz", "nominal", "nowhere.npz does not exist"),
         ("mc_rollout", "high_load", "bounds exist for serial servers"),
         ("ahead_marginal", "nominal", "'nominal' has no fleet"),
