@@ -24,14 +24,22 @@ def client(uri):
     return mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
 
 
+@pytest.fixture(autouse=True)
+def no_model(client):
+    """Each test begins without the model, as any of them may run first, or alone."""
+    yield
+    if client.search_registered_models(f"name = '{MODEL}'"):
+        client.delete_registered_model(MODEL)
+
+
 def a_version(client, folder):
+    client.create_registered_model(MODEL)
     return client.create_model_version(MODEL, source=str(folder)).version
 
 
 def test_a_champion_is_looked_up_by_its_alias_and_only_by_it(uri, client, tmp_path):
     lookup = mlflow_lookup(uri)
     assert lookup(MODEL) is None
-    client.create_registered_model(MODEL)
     artifact = linear_artifact(trainer="a2c")
     artifact.save(tmp_path / "artifact.npz")
     version = a_version(client, tmp_path)
