@@ -75,7 +75,7 @@ serve: .venv/.engines ## A small model on this machine behind the gateway, on 12
 	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py $(addprefix --registry ,$(REGISTRY)) $(addprefix --policy ,$(POLICY))
 
 demo: .venv/.engines ## Three policies route live traffic over an emulated fleet, in three minutes, with a picture.
-	$(BIN)/python pipelines/replay.py --url emulated --rate 14 --length-scale 0.05 --duration-s 12 \
+	$(BIN)/python pipelines/replay.py --url emulated --rate 14 --length-scale 0.05 --duration-s 9 \
 		--compare champion,sed,ray_default --baseline ray_default --figure $(STORAGE)/demo.png
 
 mlflow: .venv/.core ## Look at the sweeps on http://127.0.0.1:5000.

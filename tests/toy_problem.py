@@ -138,7 +138,7 @@ def sweep(env_steps):
     fields = {"algorithm": "search", "reward_weights": "none", "scenario": "toy_low"}
     trials = tuple({**fields, "env_steps": env_steps, "seed": seed} for seed in range(2))
     return Experiment(
-        TOY, "toy_low", ToyTrial, trials, baselines=("one",), baseline="one", promotion_streams=4
+        TOY, "toy_low", ToyTrial, trials, baselines=("one",), baseline="one", promotion_streams=5
     )
 
 

@@ -218,7 +218,7 @@ class Problem(Protocol[S, A, D, R]):
     trade_offs: Sequence[tuple[str, str]] = ()
     """Keys of pairs of measures that reward weights trade for each other: a sweep draws each pair
     with its Pareto front."""
-    num_validation_streams: int = 2
+    num_validation_streams: int = 5
     """Streams by which trials are ranked; their seed is 0, so that all sweeps can be compared."""
 
     def scenario_names(self) -> list[str]:

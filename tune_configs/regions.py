@@ -106,8 +106,8 @@ def faithful() -> Experiment:
         scenario=PAPER_SCENARIO,
         trials=(_trial(FAITHFUL, 14_400, iterations=3, weights=PAPER, scenario=PAPER_SCENARIO),),
         baselines=("prox_ot", "prox_ot_forecast"),
-        promotion_streams=2,
-        evaluation_streams=3,
+        promotion_streams=5,
+        evaluation_streams=5,
     )
 
 
@@ -130,6 +130,6 @@ def smoke() -> Experiment:
             _trial("ppo", 4_800, iterations=1),
         ),
         baselines=("prox_ot_forecast",),
-        promotion_streams=2,
-        evaluation_streams=2,
+        promotion_streams=5,
+        evaluation_streams=5,
     )

@@ -197,8 +197,8 @@ def smoke() -> Experiment:
         default(),
         trials=(search, learner),
         baselines=("round_robin", HAND_RULE),
-        promotion_streams=4,
-        evaluation_streams=3,
+        promotion_streams=5,
+        evaluation_streams=5,
     )
 
 

@@ -7,6 +7,7 @@ importance weights are needed. The first part of the log is learned from, the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,6 @@ from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
 from tokenyard.statistics.intervals import (
     BlockBootstrap,
     Interval,
-    block_length,
     percentile_interval,
 )
 from tokenyard.types import FloatArray, IntArray
@@ -172,11 +172,11 @@ def judge(
     champion, plans = cost_and_plans(as_champion, planner, start)
     ours, chosen = cost_and_plans(runner, planner, theta)
     difference = ours - champion
-    blocks = BlockBootstrap(
-        len(difference), block_length(difference), np.random.default_rng([seed, 1])
-    )
-    means = blocks.resample(difference, lambda values: values.mean(axis=-1))
-    interval = percentile_interval(float(difference.mean()), means)
+    interval = Interval(float(difference.mean()), math.nan, math.nan)
+    blocks = BlockBootstrap.of(difference, np.random.default_rng([seed, 1]))
+    if blocks is not None:
+        means = blocks.resample(difference, lambda values: values.mean(axis=-1))
+        interval = percentile_interval(interval.estimate, means)
     return interval.over(float(champion.mean())), float((chosen != plans).mean())
 
 

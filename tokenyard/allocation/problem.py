@@ -80,6 +80,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
     suites = SUITES
     default_policies = (*ALLOCATION_BASELINES, *TRAINED, *BOUNDS)
     default_baseline = "autoscaler_tuned"
+    num_validation_streams = 2  # of many days each, and days are what is paired
     score = Score("cost_with_penalty", -1, "$/h")
     headline = ("cost_with_penalty", "cost_per_hour", "slo_attainment", "switches")
     trade_offs = (("cost_per_hour", "slo_attainment"), ("energy_j_per_token", "slo_attainment"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -44,7 +45,9 @@ class PairedScore:
         """What the policy does, and by how much it differs from the rule."""
         ours, theirs = self._drawn.rows(artifact), self._rule_rows
         mean, rule = ours.mean(axis=0), theirs.mean(axis=0)
-        p99_beyond = t_interval(ours[:, _P99] - theirs[:, _P99]).high / rule[_P99]
+        longer = t_interval(ours[:, _P99] - theirs[:, _P99])
+        # Of a few streams nothing is known but what they show.
+        p99_beyond = (longer.estimate if math.isnan(longer.high) else longer.high) / rule[_P99]
         found = dict(zip(NAMES, mean.tolist(), strict=True)) | {
             "delta_mean_fraction": float(mean[_MEAN] / rule[_MEAN] - 1),
             "delta_p99_fraction": float(mean[_P99] / rule[_P99] - 1),

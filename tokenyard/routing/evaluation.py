@@ -10,7 +10,7 @@ from tokenyard import metrics
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet
-from tokenyard.statistics.intervals import BlockBootstrap, Samples, block_length
+from tokenyard.statistics.intervals import BlockBootstrap, Samples
 from tokenyard.types import FloatArray
 
 _BOOTSTRAP_SEED = 95
@@ -22,18 +22,18 @@ def samples(
     """Measures by stream; of one recorded stream, by resamples of its requests.
 
     Resamples are drawn in blocks that policies share. Blocks are as long as the baseline's response
-    times are dependent.
+    times are dependent; a stream of few blocks is not resampled, and its rows have no intervals.
     """
     if not streams.bootstrap:
         return {name: Samples(per_stream(scenario, some)) for name, some in runs.items()}
     assert all(len(some) == 1 for some in runs.values()), "a bootstrap is over one stream"
     response_s = runs[baseline][0].outcomes.offered_response_s
-    bootstrap = BlockBootstrap(
-        len(response_s), block_length(response_s), np.random.default_rng(_BOOTSTRAP_SEED)
-    )
+    bootstrap = BlockBootstrap.of(response_s, np.random.default_rng(_BOOTSTRAP_SEED))
     slo_s = scenario.slo_response_s
     return {
-        name: Samples(_resample(bootstrap, run, slo_s), summarise(scenario, run))
+        name: Samples(
+            {} if bootstrap is None else _resample(bootstrap, run, slo_s), summarise(scenario, run)
+        )
         for name, (run,) in runs.items()
     }
 

@@ -14,6 +14,10 @@ from tokenyard.types import FloatArray, IntArray
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 2000
+MIN_STREAMS = 5
+"""Independent values below which there is no interval: Student's rests on their spread."""
+MIN_BLOCKS = 30
+"""Blocks below which one stream has no interval: a percentile of resamples is too narrow then."""
 
 Statistic = Callable[[FloatArray], FloatArray]
 """Takes values, shape (num_resamples, num_requests); gives one number per row."""
@@ -38,10 +42,10 @@ class Interval(NamedTuple):
 
 
 def t_interval(values: Sequence[float] | FloatArray) -> Interval:
-    """Mean of independent values and its Student interval; no interval from a single value."""
+    """Mean of independent values and its Student interval; none of fewer than `MIN_STREAMS`."""
     array = np.asarray(values, dtype=np.float64)
     mean = float(array.mean())
-    if len(array) < 2:
+    if len(array) < MIN_STREAMS:
         return Interval(mean, math.nan, math.nan)
     quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, len(array) - 1))
     half = quantile * float(array.std(ddof=1)) / math.sqrt(len(array))
@@ -78,6 +82,17 @@ class BlockBootstrap:
     is resampled with the same blocks, so differences between policies are paired.
     """
 
+    @classmethod
+    def of(cls, values: FloatArray, rng: np.random.Generator) -> BlockBootstrap | None:
+        """Blocks that cover the dependence of a series; None where it has under `MIN_BLOCKS`.
+
+        Args:
+            values: The series, shape (num_requests,); NaN counts as the mean.
+            rng: Draws the blocks.
+        """
+        length = block_length(values)
+        return cls(len(values), length, rng) if len(values) >= MIN_BLOCKS * length else None
+
     def __init__(self, num_requests: int, block_length: int, rng: np.random.Generator) -> None:
         """Draw the blocks of all resamples; the only randomness there is."""
         num_blocks = math.ceil(num_requests / block_length)
@@ -108,7 +123,10 @@ class Samples:
     """Measures of one policy by whatever is paired with other policies', with their intervals."""
 
     values: Mapping[str, FloatArray]
-    """By key, shape (num_units,): one value per independent stream or day, or per resample."""
+    """By key, shape (num_units,): one value per independent stream or day, or per resample.
+
+    Empty where one stream has too few blocks to be resampled: then there is no interval.
+    """
     estimates: Mapping[str, float] | None = None
     """What `values` are resamples of, by key; None: `values` are independent of each other."""
 
@@ -116,19 +134,22 @@ class Samples:
         """A measure: Student's interval of independent values, percentiles of resamples."""
         if self.estimates is None:
             return t_interval(self.values[key])
+        if not self.values:
+            return Interval(self.estimates[key], math.nan, math.nan)
         return percentile_interval(self.estimates[key], self.values[key])
 
     def difference(self, other: Samples, key: str, relative: bool) -> Interval:
         """This policy's measure minus another's, over the other's mean where relative."""
-        ours, theirs = self.values[key], other.values[key]
         if self.estimates is None or other.estimates is None:
+            ours, theirs = self.values[key], other.values[key]
             interval = t_interval(ours - theirs)
             return interval.over(abs(float(theirs.mean()))) if relative else interval
         before = other.estimates[key]
-        change, resampled = self.estimates[key] - before, ours - theirs
-        if relative:
-            change, resampled = change / before, resampled / theirs
-        return percentile_interval(change, resampled)
+        change = (self.estimates[key] - before) / (before if relative else 1.0)
+        if not self.values:
+            return Interval(change, math.nan, math.nan)
+        ours, theirs = self.values[key], other.values[key]
+        return percentile_interval(change, (ours - theirs) / (theirs if relative else 1.0))
 
 
 def block_length(values: FloatArray) -> int:
@@ -136,10 +157,9 @@ def block_length(values: FloatArray) -> int:
 
     Twice the lag from which on the autocorrelation is no more than noise (the bandwidth rule of
     Politis and White 2004, "Automatic Block-Length Selection for the Dependent Bootstrap",
-    section 3.2), so that most of what is dependent falls into one block; at least n^(1/3) and at
-    most a tenth of the series, so that there are always blocks to choose from. Their length of
-    least error is shorter, and its intervals are too narrow on series that are as persistent as
-    a queue: wide and honest is preferred here.
+    section 3.2), so that most of what is dependent falls into one block; at least n^(1/3), at most
+    the series. Their length of least error is shorter, and its intervals are too narrow on series
+    that are as persistent as a queue: wide and honest is preferred here.
 
     Args:
         values: The series, shape (num_requests,); NaN counts as the mean.
@@ -148,7 +168,7 @@ def block_length(values: FloatArray) -> int:
     centred = np.where(np.isnan(values), 0.0, values - np.nanmean(values))
     lag = _dies_out_at(_autocorrelation(centred)) if centred.any() else 1
     wanted = max(2 * lag, math.ceil(float(np.cbrt(n))))
-    return max(1, min(wanted, n // 10))
+    return min(wanted, n)
 
 
 def _autocorrelation(centred: FloatArray) -> FloatArray:

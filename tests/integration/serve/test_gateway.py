@@ -448,7 +448,8 @@ def test_a_replay_compares_policies_on_the_same_requests_and_puts_back_what_was(
         assert row["mean_response_s"] >= row["mean_ttft_s"] > 0
         assert row["mean_output_tokens"] == pytest.approx(4.75, abs=0.3)
     assert rows[0]["delta_mean_fraction"] == 0.0
-    assert rows[1]["delta_mean_ci_low"] <= rows[1]["delta_mean_fraction"]
+    assert isinstance(rows[1]["delta_mean_fraction"], float)
+    assert rows[1]["delta_mean_ci_low"] is None, "two repeats give no interval"
     assert httpx.get(f"{url}/v1/policy", timeout=30).json()["active"] == before
 
 

@@ -47,7 +47,7 @@ def scenario():
 @pytest.fixture(scope="module")
 def streams(scenario):
     source = demand_source(scenario)
-    drawn = [source.episode(2 * 288, np.random.default_rng(seed)) for seed in range(2)]
+    drawn = [source.episode(5 * 288, np.random.default_rng(seed)) for seed in range(2)]
     return Demands(drawn, "episodes")
 
 

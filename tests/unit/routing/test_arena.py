@@ -86,7 +86,8 @@ def test_a_rule_is_compared_where_it_was_not_chosen(times_s):
 
 
 def test_regret_is_paired_and_over_the_best_rule(cell):
-    fast, slow = np.array([1.0, 2.0, 3.0, 2.0]), np.array([1.19, 2.21, 3.2, 2.2])
+    fast = np.array([1.0, 2.0, 3.0, 2.0, 2.0, 2.0])
+    slow = np.array([1.19, 2.21, 3.2, 2.2, 2.2, 2.2])
     found = {
         Entry(name, kind, name): {key: times for key in arena.SHOWN}
         for name, kind, times in (("a", "rule", slow), ("b", "rule", fast), ("c", "file", slow))

@@ -130,19 +130,19 @@ def test_the_summary_of_several_streams_is_the_mean_of_their_summaries():
 
 def test_deltas_are_paired_by_stream_and_relative_to_the_mean_of_the_baseline():
     runs = {
-        "sed": [made_up([1.0, 1.0]), made_up([3.0, 3.0])],
-        "ours": [made_up([0.5, 0.5]), made_up([2.0, 2.0])],
+        "sed": [made_up([x, x]) for x in (1.0, 3.0, 2.0, 2.0, 2.0)],
+        "ours": [made_up([x, x]) for x in (0.5, 2.0, 1.25, 1.25, 1.25)],
     }
     sed, ours = compare(PROBLEM, SCENARIO, NO_STREAMS, runs, "sed")
     assert sed["delta_mean_fraction"] == sed["delta_mean_ci_low"] == sed["delta_mean_ci_high"] == 0
-    # Differences are -0.5 and -1: their mean is -0.75, over the baseline's 2.
+    # Differences are -0.5, -1 and thrice -0.75: their mean is -0.75, over the baseline's 2.
     assert ours["delta_mean_fraction"] == pytest.approx(-0.375)
-    # Student's quantile for one degree of freedom is 12.706.
-    half = 12.7062 * (0.5 / math.sqrt(2)) / math.sqrt(2) / 2
+    # Student's quantile for four degrees of freedom is 2.776.
+    half = 2.776445 * math.sqrt(2 * 0.25**2 / 4) / math.sqrt(5) / 2
     assert ours["delta_mean_ci_high"] == pytest.approx(-0.375 + half, rel=1e-4)
     assert ours["delta_p99_fraction"] == pytest.approx(-0.375)
-    assert ours["delta_slo_violation"] == -0.5
-    assert ours["stream_count"] == 2
+    assert ours["delta_slo_violation"] == -0.2
+    assert ours["stream_count"] == 5
 
 
 def test_one_recorded_stream_gets_its_intervals_from_its_requests():

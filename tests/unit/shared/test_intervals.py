@@ -8,6 +8,7 @@ import pytest
 from tokenyard.statistics.intervals import (
     BlockBootstrap,
     Interval,
+    Samples,
     block_length,
     holm,
     paired_p_value,
@@ -28,14 +29,15 @@ def autoregressive(coefficient: float, n: int, rng: np.random.Generator):
 
 
 def test_the_student_interval_is_that_of_the_textbook():
-    # Student's quantile for 3 degrees of freedom is 3.182.
-    interval = t_interval([1.0, 2.0, 3.0, 4.0])
-    half = 3.182446 * math.sqrt(5 / 3) / 2
-    assert interval == pytest.approx((2.5, 2.5 - half, 2.5 + half), rel=1e-6)
+    # Student's quantile for 4 degrees of freedom is 2.776.
+    interval = t_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    half = 2.776445 * math.sqrt(5 / 2) / math.sqrt(5)
+    assert interval == pytest.approx((3.0, 3.0 - half, 3.0 + half), rel=1e-6)
 
 
-def test_one_stream_gives_no_interval():
-    interval = t_interval([7.0])
+@pytest.mark.parametrize("num_streams", [1, 2, 4])
+def test_few_streams_give_no_interval(num_streams):
+    interval = t_interval([7.0] * num_streams)
     assert interval.estimate == 7.0
     assert math.isnan(interval.low)
     assert math.isnan(interval.high)
@@ -62,17 +64,30 @@ def test_dependence_widens_the_interval_towards_its_true_width():
     assert (interval.high - interval.low) / 2 == pytest.approx(true_half, rel=0.3)
 
 
-def test_blocks_grow_with_dependence_and_stay_below_a_tenth():
+def test_a_stream_that_is_one_long_backlog_gives_no_interval():
+    backlog = np.cumsum(np.random.default_rng(4).normal(size=4000))
+    assert BlockBootstrap.of(backlog, np.random.default_rng(5)) is None
+    short_memory = autoregressive(0.9, 4000, np.random.default_rng(6))
+    assert BlockBootstrap.of(short_memory, np.random.default_rng(5)) is not None
+    one, other = Samples({}, {"cost": 3.0}), Samples({}, {"cost": 2.0})
+    for interval in (one.difference(other, "cost", True), one.interval("cost")):
+        assert math.isnan(interval.low)
+        assert math.isnan(interval.high)
+    assert one.difference(other, "cost", relative=True).estimate == 0.5
+    assert one.difference(other, "cost", relative=False).estimate == 1.0
+
+
+def test_blocks_grow_with_dependence_and_stay_below_the_series():
     rng = np.random.default_rng(4)
     lengths = [block_length(autoregressive(c, 4000, rng)) for c in (0.0, 0.9, 0.99)]
     assert lengths == sorted(lengths)
-    assert lengths[0] < lengths[1] <= 400
-    assert block_length(np.cumsum(rng.normal(size=4000))) == 400
+    assert lengths[0] < lengths[1] < lengths[2] < 4000
+    assert 400 < block_length(np.cumsum(rng.normal(size=4000))) <= 4000
 
 
 @pytest.mark.parametrize("values", [[1.0], [1.0, 2.0], [3.0] * 50, [math.nan, 1.0, 2.0]])
 def test_short_and_constant_series_have_a_block_length(values):
-    assert 1 <= block_length(np.array(values)) <= max(1, len(values) // 10)
+    assert 1 <= block_length(np.array(values)) <= len(values)
 
 
 def test_all_policies_are_resampled_with_the_same_blocks():

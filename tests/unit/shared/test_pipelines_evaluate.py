@@ -230,7 +230,9 @@ def test_the_recorded_test_part_is_used_where_its_file_is_found(tmp_path, capsys
     assert "1 x 3819 requests, AzureLLMInferenceTrace_code.csv" in capsys.readouterr().out
     loaded, sed = json.loads(out.read_text())["rows"]
     assert sed["stream_count"] == 1
-    assert loaded["delta_mean_ci_low"] < loaded["delta_mean_ci_high"]
+    # Its requests hang together over hundreds: too few blocks for an interval.
+    assert loaded["delta_mean_ci_low"] is None
+    assert loaded["delta_mean_fraction"] > 0
 
 
 def test_without_the_file_synthetic_streams_stand_in_with_a_note(tmp_path, monkeypatch, capsys):
