@@ -7,6 +7,7 @@ before the test part, where the scenario has some.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from tokenyard.evaluation import compare
@@ -38,11 +39,20 @@ def loses(row: Row) -> bool:
 
     It does where its mean response time is longer by more than `MARGIN`, with an interval above
     zero, and neither its 99th percentile nor its share of SLO violations is lower with an interval
-    below zero: what it costs in the mean buys nothing.
+    below zero: what it costs in the mean buys nothing. Where there is too little for an interval,
+    the differences themselves decide, as a champion that may be worse is not to ship unseen.
     """
-    worse = float(row["delta_mean_fraction"]) > MARGIN and float(row["delta_mean_ci_low"]) > 0.0
-    buys = float(row["delta_p99_ci_high"]) < 0.0 or float(row["delta_slo_ci_high"]) < 0.0
+    worse = float(row["delta_mean_fraction"]) > MARGIN and _end(row, "mean", "low") > 0.0
+    buys = _end(row, "p99", "high") < 0.0 or _end(row, "slo", "high") < 0.0
     return worse and not buys
+
+
+def _end(row: Row, what: str, which: str) -> float:
+    """An end of a difference's interval; the difference where there is no interval."""
+    end = float(row[f"delta_{what}_ci_{which}"])
+    if not math.isnan(end):
+        return end
+    return float(row["delta_slo_violation" if what == "slo" else f"delta_{what}_fraction"])
 
 
 class Gate:

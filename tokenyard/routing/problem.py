@@ -183,7 +183,7 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
         return streams, [f"trace {options.trace}: {skipped} malformed rows skipped"]
     held_out = None if options.source == "synthetic" else held_out_streams(source, options.load)
     if held_out is not None:
-        return held_out, ["intervals: block bootstrap over the requests of one recorded stream"]
+        return held_out, ["intervals: block bootstrap of one recorded stream, none below 30 blocks"]
     missing = "no recorded test part of this scenario was found (TOKENYARD_DATA)"
     if options.source == "held-out":
         raise ValueError(f"--source held-out: {missing}")

@@ -14,12 +14,16 @@ from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_
 FLEET = "azure_code_mixed_gpus_085"
 
 
-def row(mean=(0.0, 0.0), p99_high=0.0, slo_high=0.0):
+def row(mean=(0.0, 0.0), p99_high=0.0, slo_high=0.0, p99=0.0, slo=0.0):
     estimate, low = mean
     return {
         "delta_mean_fraction": estimate, "delta_mean_ci_low": low,
-        "delta_p99_ci_high": p99_high, "delta_slo_ci_high": slo_high,
+        "delta_p99_fraction": p99, "delta_p99_ci_high": p99_high,
+        "delta_slo_violation": slo, "delta_slo_ci_high": slo_high,
     }  # fmt: skip
+
+
+NONE = np.nan
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,11 @@ def row(mean=(0.0, 0.0), p99_high=0.0, slo_high=0.0):
         (row((0.05, 0.04), p99_high=-0.01), False),  # pays with the mean for the tail
         (row((0.05, 0.04), slo_high=-0.01), False),  # or for violations
         (row((np.nan, np.nan)), False),
+        # Without an interval the differences decide.
+        (row((0.05, NONE), NONE, NONE), True),
+        (row((0.05, NONE), NONE, NONE, p99=-0.02), False),
+        (row((0.05, NONE), NONE, NONE, slo=-0.02), False),
+        (row((0.009, NONE), NONE, NONE), False),
     ],
 )
 def test_a_policy_loses_where_a_longer_mean_buys_nothing(found, lost):
