@@ -30,6 +30,12 @@ class Request:
     """Prompt length, tokens."""
     predicted_total_tokens: float
     """Context plus predicted output, tokens; the context alone where nothing is predicted."""
+    due_s: float = math.inf
+    """Longest acceptable time to the response, or to the first token where that has an SLO of its
+    own, seconds from the arrival; infinity: none is known."""
+    tenant: str = ""
+    tenant_share: float = 1.0
+    """Share of the service that the tenant is entitled to, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,9 @@ class Decision:
     scores: FloatArray | None
     """Cost of every candidate, lower is better, shape (num,); None for policies that do not
     score."""
+    order_key_s: float | None = None
+    """Place among the requests that wait at the replica, lower first, seconds on the clock of
+    arrivals; None: behind them all."""
 
 
 class RoutingPolicy(Protocol):
@@ -160,6 +169,15 @@ class ScoringPolicy(RoutingPolicy, Protocol):
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
         return self.decide(request, snapshots).replica
+
+
+@runtime_checkable
+class OrderingPolicy(RoutingPolicy, Protocol):
+    """A policy that also says in which order its requests wait at the replica."""
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the choice with its order key."""
+        ...
 
 
 class PolicyRunner(Protocol):
