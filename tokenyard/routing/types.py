@@ -63,6 +63,17 @@ class EngineSnapshot:
     """Leading tokens of the request to be placed that are believed to be in the prefix cache."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingQueue:
+    """Requests that this router sent to a replica and that have not started there."""
+
+    order_keys_s: FloatArray
+    """Keys that they wait by, seconds on the clock of arrivals, shape (num,); infinity, or minus
+    infinity, for those of a priority after, or before, that of the request to be placed."""
+    tokens: FloatArray
+    """Predicted tokens of each, shape (num,); of replicas that batch those of the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """What a router may know about one replica, as of `observed_at_s`."""
@@ -88,6 +99,8 @@ class ReplicaSnapshot:
     """Clock time of the observation, seconds; older than now when metrics are scraped."""
     engine: EngineSnapshot | None = None
     """Set for replicas that batch continuously."""
+    queue: WaitingQueue | None = None
+    """Set for policies that look at it (`OrderingPolicy.sees_queues`)."""
 
     @property
     def num_outstanding(self) -> int:
@@ -174,6 +187,9 @@ class ScoringPolicy(RoutingPolicy, Protocol):
 @runtime_checkable
 class OrderingPolicy(RoutingPolicy, Protocol):
     """A policy that also says in which order its requests wait at the replica."""
+
+    sees_queues: bool
+    """Whether it looks at what waits, request by request."""
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""

@@ -19,7 +19,7 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes, snapshot_of
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 
@@ -454,6 +454,25 @@ class BatchingSim:
         names = self.scenario.server_names
         now = self.now_s(copy)
         return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
+
+    def queue(self, copy: int, replica: int) -> WaitingQueue:
+        """What waits at a replica of what the router of the current request sent there, in order.
+
+        A router knows of its own requests which have not got a token; that the prompt of one is
+        being computed already, it is assumed to know.
+        """
+        rules, requests = self.arrays.rules, self.arrays.requests[copy]
+        row = self.arrays.state[copy, replica, int(rules[lay.RING_AT]) :]
+        places = int(row[0]) + np.arange(int(row[1]))
+        ring = row[2:].reshape(-1, lay.WAITING_FIELDS)
+        waiting = ring[places % len(ring)]
+        which = waiting[:, lay.W_INDEX].astype(np.int64)
+        current = requests[self.current(copy)]
+        keys_s = waiting[:, lay.W_KEY_S].copy()
+        later = requests[which, lay.PRIORITY] - current[lay.PRIORITY]
+        keys_s[later != 0] = np.inf * later[later != 0]
+        own = requests[which, lay.ROUTER] == current[lay.ROUTER]
+        return WaitingQueue(keys_s[own], requests[which[own], lay.CONTEXT])
 
     def outcomes(self, copy: int = 0) -> BatchingOutcomes:
         """What became of one copy's requests."""

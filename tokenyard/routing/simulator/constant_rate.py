@@ -16,7 +16,7 @@ from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -334,6 +334,17 @@ class ClusterSim:
             snapshot_of(server.name, row, now)
             for server, row in zip(self.scenario.servers, rows, strict=True)
         ]
+
+    def queue(self, copy: int, server: int) -> WaitingQueue:
+        """What waits at a server of one copy, in the order in which it will start."""
+        row = self.state[copy, server]
+        ring = row[kernel.STATE + 5 * _max_running(self.scenario) :]
+        places = int(row[kernel.HEAD]) + np.arange(int(row[kernel.WAITING]))
+        which = ring[places % len(ring)].astype(np.int64)
+        return WaitingQueue(
+            order_keys_s=self.outcome_table[copy, which, kernel.ORDER_KEY_S],
+            tokens=self.requests[copy, which, kernel.PREDICTED_TOTAL],
+        )
 
     def outcomes(self, copy: int = 0) -> Outcomes:
         """What became of one copy's requests."""

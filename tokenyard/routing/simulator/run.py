@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -52,7 +52,11 @@ def choosing(policy: RoutingPolicy) -> Chooser:
 
 
 def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
-    decision = policy.place(sim.request(copy), sim.snapshots(copy))
+    snapshots = sim.snapshots(copy)
+    if policy.sees_queues:
+        offered = zip(sim.offered(copy), snapshots, strict=True)
+        snapshots = [replace(one, queue=sim.queue(copy, server)) for server, one in offered]
+    decision = policy.place(sim.request(copy), snapshots)
     if decision.order_key_s is not None:
         sim.order_next(copy, decision.order_key_s)
     return sim.offered(copy)[decision.replica]
