@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 from rich.console import Console
@@ -27,7 +28,7 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules, load_tuned
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.tuning import tune_public_rules, tune_rules
+from tokenyard.routing.tuning import tune_orders, tune_public_rules, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
 
@@ -49,8 +50,8 @@ class Args:
     """Of the training streams."""
     out: Path | None = None
     """Folder of the parameter files; by default that of the package."""
-    public_only: bool = False
-    """Tune the rules of public routers alone, beside what the file has of the others."""
+    only: Literal["public", "orders"] | None = None
+    """Tune the rules of public routers alone, or the orders, beside what the file has of others."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -62,11 +63,11 @@ def tune(args: Args, scenario: Scenario | AllocationScenario) -> tuple[str, list
         return tuned.model_dump_json(indent=2), rows_of_allocation(tuned)
     if args.requests:
         scenario = scenario.model_copy(update={"requests_per_stream": args.requests})
-    if args.public_only:
-        known = load_tuned(scenario.name)
-        rules = tune_public_rules(scenario, known, args.streams, args.seed)
-    else:
+    if args.only is None:
         rules = tune_rules(scenario, args.streams, args.seed)
+    else:
+        tune_some = tune_orders if args.only == "orders" else tune_public_rules
+        rules = tune_some(scenario, load_tuned(scenario.name), args.streams, args.seed)
     return rules.model_dump_json(indent=2), rows_of_routing(rules)
 
 
@@ -87,15 +88,18 @@ def rows_of_routing(rules: TunedRules) -> list[Row]:
         found = [f"{knob} {value:g}" for knob, value in rules.knobs.get(name, {}).items()]
         parameters[name] = "its makers'"
         parameters[TUNED_PREFIX + name] = ", ".join(found) or "its makers'"
+    for name, knobs in rules.orders.items():
+        parameters[name] = ", ".join(f"{knob} {value:g}" for knob, value in knobs.items())
+    scores = rules.scores | rules.order_scores
     return [
         {
             "scenario": rules.scenario,
             "policy": name,
             "parameters": text,
-            "score": rules.scores[name],
+            "score": scores[name],
         }
         for name, text in parameters.items()
-        if name in rules.scores
+        if name in scores
     ]
 
 

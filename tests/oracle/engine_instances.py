@@ -40,17 +40,23 @@ def chains(draw) -> tuple[int, ...]:
 
 
 @st.composite
-def jobs(draw, max_size: int = 12, patient: bool = False) -> list[Job]:
-    """Draw requests in the order of their submission; those that are patient never give up."""
+def jobs(draw, max_size: int = 12, patient: bool = False, ordered: bool = False) -> list[Job]:
+    """Draw requests in the order of their submission.
+
+    Those that are patient never give up; some of those that are ordered come with keys.
+    """
+    added_s = st.sampled_from([None, -1.0, 0.0, 0.5, 3.0, 20.0] if ordered else [None])
     submit_s, drawn = 0.0, []
     for _ in range(draw(st.integers(1, max_size))):
         submit_s += draw(st.sampled_from([0.0, 0.0, 0.25, 1.0, 5.0]))
+        added = draw(added_s)
         waits = draw(st.sampled_from([float("inf"), float("inf"), 0.0, 2.0, 8.0]))
         job = Job(
             submit_s=submit_s,
             context=draw(st.integers(1, 16)),
             output=draw(st.integers(1, 10)),
             priority=draw(st.integers(0, 1)),
+            order_key_s=None if added is None else submit_s + added,
             abandon_s=float("inf") if patient else submit_s + waits,
             chain=draw(chains()),
         )

@@ -100,6 +100,13 @@ def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStrea
     return BatchingStream(rows, np.array(chains, dtype=np.int64), events.reshape(-1, lay.NUM_EVENT))
 
 
+def step(sim: BatchingSim, ask: Job, replica: int) -> float:
+    """Place the next request of a single copy, by its order key where it has one."""
+    if ask.order_key_s is not None:
+        sim.order_next(0, ask.order_key_s)
+    return float(sim.step(np.array([replica]))[0])
+
+
 def play(sim: BatchingSim, routes: list[list[int]]) -> None:
     """Run to the end; `routes` has the replicas of each request's attempts in turn."""
     left = [list(route) for route in routes]

@@ -9,7 +9,6 @@ what each has left.
 import heapq
 import math
 import statistics
-from collections import deque
 from dataclasses import dataclass, field
 
 from tokenyard.routing.scenario import Scenario
@@ -25,6 +24,8 @@ class Job:
     predicted_tokens: float
     action: int
     baseline_response_s: float = 0.0
+    order_key_s: float | None = None
+    """What it waits by; None: the time of its dispatch, and it is paid for then."""
     accepted: bool = False
     response_s: float = math.nan
 
@@ -46,7 +47,8 @@ class _Server:
     slots: int
     concurrency: int
     nominal_speed: float
-    waiting: deque[int] = field(default_factory=deque)
+    waiting: list[tuple[float, int]] = field(default_factory=list)
+    """Keys and requests; a heap."""
     running: list[tuple[float, int]] = field(default_factory=list)
     given: float = 0.0
     """Tokens given to each running request so far; only sharing servers use it."""
@@ -95,6 +97,9 @@ class HeapqCluster:
     def rewards(self) -> list[float]:
         """Every step's reward, term by term; the last step has no completions in it."""
         weights = self.scenario.reward
+        ordered_from = next(
+            (i for i, job in enumerate(self.jobs) if job.order_key_s is not None), len(self.jobs)
+        )
         slo_s = self.scenario.slo_response_s
 
         def of_response(response_s: float) -> float:
@@ -112,12 +117,14 @@ class HeapqCluster:
                 weights.balance * self.balance[index],
                 weights.accept if job.accepted else weights.drop,
             ]
-            if job.accepted and weights.credits_response:
+            if job.accepted and weights.credits_response and index < ordered_from:
                 terms.append(of_response(job.response_s))
             if weights.subtract_baseline:
                 terms.append(-of_response(job.baseline_response_s))
             if index < len(self.jobs) - 1:
                 done = [self.jobs[i].response_s for i in self.completed[index]]
+                unpaid = [i for i in self.completed[index] if i >= ordered_from]
+                terms += [of_response(self.jobs[i].response_s) for i in unpaid]
                 terms.append(weights.complete * len(done))
                 terms.append(weights.slo_at_completion * sum(r > slo_s for r in done))
             rewards.append(math.fsum(terms))
@@ -131,7 +138,11 @@ class HeapqCluster:
             return
         job.accepted = True
         self._give(server, job.dispatch_s)
-        server.waiting.append(index)
+        key = job.dispatch_s
+        if job.order_key_s is not None:
+            latest = job.dispatch_s + self.scenario.max_overtaking_s
+            key = sorted([job.arrival_s, job.order_key_s, latest])[1]
+        heapq.heappush(server.waiting, (key, index))
         self._refill(job.action, job.dispatch_s)
 
     def _give(self, server: _Server, now_s: float) -> None:
@@ -145,7 +156,7 @@ class HeapqCluster:
         """Start what can start, then announce the server's next completion."""
         server = self.servers[which]
         while server.waiting and len(server.running) < server.slots:
-            self._start(server, server.waiting.popleft(), now_s)
+            self._start(server, heapq.heappop(server.waiting)[1], now_s)
         server.schedule += 1
         if server.running:
             due, index = server.running[0]
@@ -176,7 +187,7 @@ class HeapqCluster:
             )
 
     def _held(self, server: _Server) -> list[Job]:
-        return [self.jobs[i] for i in server.waiting] + [self.jobs[i] for _, i in server.running]
+        return [self.jobs[i] for _, i in server.waiting + server.running]
 
     def _look(self, server: _Server) -> Seen:
         held = self._held(server)

@@ -67,8 +67,9 @@ def random_stream(
     return stream
 
 
-def the_oracle(scenario: Scenario, stream: FloatArray, actions) -> HeapqCluster:
-    """Run the oracle over the same stream and actions."""
+def the_oracle(scenario: Scenario, stream: FloatArray, actions, keys=None) -> HeapqCluster:
+    """Run the oracle over the same stream, actions and order keys (None: no order)."""
+    keys = [None] * len(stream) if keys is None else keys
     jobs = [
         Job(
             dispatch_s=row[kernel.DISPATCH_S],
@@ -77,13 +78,41 @@ def the_oracle(scenario: Scenario, stream: FloatArray, actions) -> HeapqCluster:
             predicted_tokens=row[kernel.PREDICTED_TOTAL],
             baseline_response_s=row[kernel.BASELINE_RESPONSE_S],
             action=int(action),
+            order_key_s=key,
         )
-        for row, action in zip(stream.tolist(), actions, strict=True)
+        for row, action, key in zip(stream.tolist(), actions, keys, strict=True)
     ]
     return HeapqCluster(scenario, jobs).run()
 
 
 Instance = tuple[Scenario, FloatArray, list[int]]
+
+
+def step(sim: ClusterSim, action: int, key_s: float | None) -> float:
+    """Place the next request of a single copy, by an order key where there is one."""
+    if key_s is not None:
+        sim.order_next(0, key_s)
+    return float(sim.step(one(action))[0])
+
+
+@st.composite
+def ordered_instances(draw, disciplines=DISCIPLINES) -> tuple[Scenario, FloatArray, list, list]:
+    """Draw an instance with order keys, on the same grid and within a bound that they may exceed.
+
+    Policies that do not order their first requests, or some in between, are among them.
+    """
+    scenario, stream, actions = draw(instances(disciplines))
+    bound_s = draw(st.sampled_from([0.0, 1.0, 1000.0]))
+    added_s = st.sampled_from([None, -1.0, 0.0, 0.125, 0.5, 2.0, 8.0, 1e9])
+    keys = [
+        added if added is None else float(arrival_s + added)
+        for arrival_s, added in zip(
+            stream[:, kernel.ARRIVAL_S],
+            draw(st.lists(added_s, min_size=len(stream), max_size=len(stream))),
+            strict=True,
+        )
+    ]
+    return scenario.model_copy(update={"max_overtaking_s": bound_s}), stream, actions, keys
 
 
 @st.composite

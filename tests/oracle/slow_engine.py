@@ -41,6 +41,8 @@ class Job:
     context: int
     output: int
     priority: int = 0
+    order_key_s: float | None = None
+    """Place in the queue of its priority; None: when it was submitted."""
     abandon_s: float = math.inf
     chain: tuple[int, ...] = ()
 
@@ -105,6 +107,7 @@ class _Run:
     fate: Fate
     order: int
     """Place in the order of submission; a new attempt is a new submission."""
+    key_s: float
     generated: int = 0
     to_prefill: int = 0
     kv: int = 0
@@ -147,7 +150,10 @@ class _Replica:
         full = sum(map(len, self.waiting.values())) >= self.engine.queue_limit
         if not self.is_up or full or most > self.engine.num_pages:
             return False
-        self.waiting.setdefault(run.job.priority, deque()).append(run)
+        queue = self.waiting.setdefault(run.job.priority, deque())
+        queue.append(run)
+        # A stable sort: of equal keys the one submitted first comes first.
+        self.waiting[run.job.priority] = deque(sorted(queue, key=lambda run: run.key_s))
         if math.isinf(self.end_s):
             self.start(now_s)
         return True
@@ -199,6 +205,7 @@ class _Replica:
             worst = max(run.job.priority for run in self.running)
             victim = [run for run in self.running if run.job.priority == worst][-1]
             self.release(victim)
+            victim.key_s = -math.inf
             self.waiting[worst].appendleft(victim)
             victim.fate.preemptions += 1
             preempted = True
@@ -336,9 +343,13 @@ class _Replica:
             assert 0 <= room - max(run.kv, run.to_prefill) <= self.engine.page_tokens
 
 
-def simulate(engine: Engine, jobs: Sequence[Job]) -> tuple[list[Fate], Totals]:
+def simulate(
+    engine: Engine, jobs: Sequence[Job], max_overtaking_s: float = math.inf
+) -> tuple[list[Fate], Totals]:
     """Run `jobs`, in the order of their submission, on one replica until all is done."""
-    fates, totals = simulate_cluster([engine], jobs, [(0,)] * len(jobs))
+    fates, totals = simulate_cluster(
+        [engine], jobs, [(0,)] * len(jobs), max_overtaking_s=max_overtaking_s
+    )
     return fates, totals[0]
 
 
@@ -348,6 +359,7 @@ def simulate_cluster(
     attempts: Sequence[Sequence[int]],
     retry_delay_s: float = 0.0,
     changes: Sequence[Change] = (),
+    max_overtaking_s: float = math.inf,
 ) -> tuple[list[Fate], list[Totals]]:
     """Run `jobs` on a cluster until all is done.
 
@@ -358,6 +370,7 @@ def simulate_cluster(
             it is refused or its replica fails: `max_retries` more at most.
         retry_delay_s: Time between a refusal or a failure and the next attempt.
         changes: What befalls the replicas.
+        max_overtaking_s: Order keys are at most so much above the time of submission.
     """
     replicas = [_Replica(engine) for engine in engines]
     fates = [Fate() for _ in jobs]
@@ -370,6 +383,11 @@ def simulate_cluster(
             heapq.heappush(events, (at_s, True, next(order), index))
         else:
             fates[index].refused = True
+
+    def key_of(job: Job, now_s: float) -> float:
+        if job.order_key_s is None:
+            return now_s
+        return sorted([job.submit_s, job.order_key_s, now_s + max_overtaking_s])[1]
 
     for change in changes:
         heapq.heappush(events, (change.at_s, False, next(order), change))
@@ -384,7 +402,8 @@ def simulate_cluster(
                 for run in replicas[what.replica].change(what):
                     send(run.index, now_s + retry_delay_s)
             else:
-                run = _Run(what, jobs[what], fates[what], next(order))
+                job = jobs[what]
+                run = _Run(what, job, fates[what], next(order), key_of(job, now_s))
                 if not replicas[left[what].popleft()].take(run, now_s):
                     send(what, now_s + retry_delay_s)
         elif next_end_s < math.inf:

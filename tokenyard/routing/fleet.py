@@ -264,8 +264,3 @@ class Fleet(FrozenModel):
                 f"page_tokens {self.page_tokens}"
             )
         return self
-
-    @property
-    def num_priorities(self) -> int:
-        """Waiting queues of a replica."""
-        return 1 + max(one.priority for one in self.classes)

@@ -4,6 +4,9 @@
         def route(self, request, snapshots):
             return min(range(len(snapshots)), key=lambda i: snapshots[i].num_outstanding)
 
+It may also order what waits: `order_key(self, request, now_s)` returns seconds, lower goes first,
+and `request.arrival_s` is first come, first served. The scenario bounds what it adds to that.
+
 The class is made afresh for every stream, without arguments. `tokenyard.routing.types` says what a
 request and a snapshot are. The file is run as it is: it is trusted like any other program.
 """
@@ -11,12 +14,13 @@ request and a snapshot are. The file is run as it is: it is trusted like any oth
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenyard.routing.types import ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, RoutingPolicy
 
 SUFFIX = ".py"
 
@@ -27,6 +31,8 @@ class PolicyFileError(ValueError):
 
 class PolicyOfFile:
     """The rule of a file; what it answers is checked."""
+
+    sees_queues = False
 
     def __init__(self, path: Path) -> None:
         """Load the file, and make its class.
@@ -53,6 +59,21 @@ class PolicyOfFile:
                 f"{self._file}: route returned {answer!r:.50} for {len(snapshots)} replicas"
             )
         return chosen
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return what the rule chooses, with its order key where it has one.
+
+        Raises:
+            PolicyFileError: It raised, or what it returned is no index, or no number.
+        """
+        replica = self.route(request, snapshots)
+        order_key = getattr(self._rule, "order_key", None)
+        if order_key is None:
+            return Decision(replica, None)
+        key_s = self._try(order_key, request, request.arrival_s)
+        if not isinstance(key_s, (int, float)) or math.isnan(key_s):
+            raise PolicyFileError(f"{self._file}: order_key returned {key_s!r:.50}, not seconds")
+        return Decision(replica, None, float(key_s))
 
     def _try(self, call: Any, *arguments: Any) -> Any:
         try:

@@ -25,7 +25,8 @@ from tokenyard.routing.artifact import (
     resolve_champion,
 )
 from tokenyard.routing.bounds import BOUNDS
-from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy, rows_for
+from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
+from tokenyard.routing.policies.order import BETWEEN, ORDERS, Ordered, order_of
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
@@ -85,7 +86,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             ValueError: The name is unknown, or it cannot be run on this scenario; an artifact that
                 is missing or broken gives an ArtifactError, a Python file a PolicyFileError.
         """
-        if name in BASELINES:
+        if is_rule(name):
             # Parameters that are missing must show before a long run.
             make_policy(name, _context(scenario, np.random.default_rng(0)))
             return Candidate(name, RULE, partial(_run_rule, name))
@@ -93,6 +94,9 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             # One request is enough to be refused, where the bound does not exist for the servers.
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
+        placement, _, order = name.partition(BETWEEN)
+        if placement in TRAINED and order in ORDERS:
+            return _learned_in_order(name, scenario, registry)
         if name in TRAINED or name.endswith(".npz"):
             return _learned(name, scenario, registry)
         if name.endswith(SUFFIX):
@@ -102,7 +106,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         known = [*BASELINES, *TRAINED, *BOUNDS]
         hint = former_names.hint(name, former_names.RULES)
         raise ValueError(
-            f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}{hint}"
+            f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}; "
+            f"{BETWEEN} and one of {sorted(ORDERS)} may follow a rule, champion or generic{hint}"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
@@ -201,6 +206,15 @@ def _load_note(streams: StreamSet) -> str:
 def _learned(
     name: str, scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
+    artifact, words = _found(name, scenario, registry)
+    shown = Path(name).stem if name.endswith(".npz") else name
+    return Candidate(shown, words, partial(_run_trained, artifact))
+
+
+def _found(
+    name: str, scenario: Scenario, registry: RegistryLookup | None
+) -> tuple[PolicyArtifact, str]:
+    """A trained policy that suits the scenario, and where it comes from in words."""
     path = name if name.endswith(".npz") else None
     whose = "generic" if name == "generic" else scenario.name
     artifact, source = resolve_champion("routing", whose, path, registry)
@@ -212,8 +226,7 @@ def _learned(
         )
     rule = metadata.lineage.get("rule")
     made = f"trained by {metadata.trainer}" if rule is None else f"the rule {rule}"
-    words = f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
-    return Candidate(Path(name).stem if path else name, words, partial(_run_trained, artifact))
+    return artifact, f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
 
 
 def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
@@ -233,19 +246,35 @@ def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> l
     return run_policy(scenario, streams, factory, seed)
 
 
+def _learned_in_order(
+    name: str, scenario: Scenario, registry: RegistryLookup | None
+) -> Candidate[Scenario, StreamSet, Run]:
+    artifact, words = _found(name.partition(BETWEEN)[0], scenario, registry)
+    return Candidate(name, words, partial(_run_in_order, name, artifact))
+
+
+def _run_in_order(
+    name: str, artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
+) -> list[Run]:
+    def factory(rng: np.random.Generator) -> RoutingPolicy:
+        return Ordered(_made(artifact, scenario), order_of(name, _context(scenario, rng)))
+
+    return run_policy(scenario, streams, factory, seed)
+
+
+def _made(artifact: PolicyArtifact, scenario: Scenario) -> RoutingPolicy:
+    diurnal = scenario.arrivals.diurnal
+    return learned_policy(artifact, diurnal.started_at if diurnal else None, scenario.slo)
+
+
 def _run_trained(
     artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
-    diurnal = scenario.arrivals.diurnal
-    started_at = diurnal.started_at if diurnal else None
-    slo = scenario.slo
     if artifact.metadata.kind == "generic":
         known = run_compiled(scenario, streams, partial(KINDS["generic"].run, artifact))
         if known is not None:
             return known
-    return run_policy(
-        scenario, streams, lambda rng: learned_policy(artifact, started_at, slo), seed
-    )
+    return run_policy(scenario, streams, lambda rng: _made(artifact, scenario), seed)
 
 
 def _run_file(path: Path, scenario: Scenario, streams: StreamSet, seed: int) -> list[Run]:

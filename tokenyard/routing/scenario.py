@@ -129,6 +129,9 @@ class Scenario(FrozenModel):
     """Requests that may wait at one server; more are dropped."""
     overflow: Literal["queue", "drop"] = "queue"
     """What happens to a request sent to a server at capacity."""
+    max_overtaking_s: Annotated[float, Field(ge=0)] = 120.0
+    """Bound on what an order key adds to the time of submission, seconds: a request that waits can
+    only be overtaken by those that arrive at most so much later, whatever a policy orders by."""
     workload: str = "azure_code"
     """Fitted workload model that training and synthetic test streams come from: the name of a
     shipped one, or the path of your own (.json)."""

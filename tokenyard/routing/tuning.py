@@ -16,6 +16,7 @@ from tokenyard.metrics import score
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import SedDump, SedReserve
+from tokenyard.routing.policies.order import BETWEEN, ORDERS, OrderRule
 from tokenyard.routing.policies.public import (
     ALWAYS_TUNED,
     PUBLIC_RULES,
@@ -66,7 +67,7 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
         tuned_on=f"{num_streams} training streams of {scenario.requests_per_stream} requests, "
         f"seed {seed}",
     )
-    return search.with_public_rules(search.with_rules_of_servers(rules))
+    return search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
 
 
 def tune_public_rules(
@@ -78,6 +79,15 @@ def tune_public_rules(
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     return _Search(scenario, streams).with_public_rules(rules)
+
+
+def tune_orders(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:
+    """Search the knobs of orders anew and keep what is known of the rules that they stand beside.
+
+    Every order stands beside the hand rule and the best tuned rule, on the same streams.
+    """
+    streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
+    return _Search(scenario, streams).with_orders(rules)
 
 
 def coordinate_descent(
@@ -219,6 +229,30 @@ class _Search:
         # What was not moved is not written: a maker's value may be infinite, and may change.
         found = dict(zip(grid, best, strict=True))
         return best_score, {knob: value for knob, value in found.items() if value != start[knob]}
+
+    def with_orders(self, rules: TunedRules) -> TunedRules:
+        """Add the score of every order beside the placements that matter, and its knob."""
+        best = max(rules.scores, key=rules.scores.__getitem__)
+        scores: dict[str, float] = {}
+        knobs: dict[str, dict[str, float]] = {}
+        for placement in dict.fromkeys((self._servers.hand_rule, best)):
+            for order in self._servers.orders:
+                name = placement + BETWEEN + order
+                scores[name], knobs[name] = self._tune_order(name, ORDERS[order], rules)
+        return rules.model_copy(update={"order_scores": scores, "orders": knobs})
+
+    def _tune_order(
+        self, name: str, order: OrderRule, rules: TunedRules
+    ) -> tuple[float, dict[str, float]]:
+        def score_with(values: Values) -> float:
+            tried = {name: {order.knob: values[0]}}
+            return self.score_of(name, rules.model_copy(update={"orders": tried}))
+
+        start = (order.default,)
+        best_score, best = coordinate_descent(
+            start, [order.grid], score_with, most_trials=MOST_TRIALS
+        )
+        return best_score, {order.knob: best[0]}
 
     def _factory(self, name: str, rules: TunedRules | None) -> PolicyFactory:
         scenario = self._scenario

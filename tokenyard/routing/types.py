@@ -30,6 +30,12 @@ class Request:
     """Prompt length, tokens."""
     predicted_total_tokens: float
     """Context plus predicted output, tokens; the context alone where nothing is predicted."""
+    due_s: float = math.inf
+    """Longest acceptable time to the response, or to the first token where that has an SLO of its
+    own, seconds from the arrival; infinity: none is known."""
+    tenant: str = ""
+    tenant_share: float = 1.0
+    """Share of the service that the tenant is entitled to, in (0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,17 @@ class EngineSnapshot:
     """Leading tokens of the request to be placed that are believed to be in the prefix cache."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WaitingQueue:
+    """Requests that this router sent to a replica and that have not started there."""
+
+    order_keys_s: FloatArray
+    """Keys that they wait by, seconds on the clock of arrivals, shape (num,); infinity, or minus
+    infinity, for those of a priority after, or before, that of the request to be placed."""
+    tokens: FloatArray
+    """Predicted tokens of each, shape (num,); of replicas that batch those of the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaSnapshot:
     """What a router may know about one replica, as of `observed_at_s`."""
@@ -82,6 +99,8 @@ class ReplicaSnapshot:
     """Clock time of the observation, seconds; older than now when metrics are scraped."""
     engine: EngineSnapshot | None = None
     """Set for replicas that batch continuously."""
+    queue: WaitingQueue | None = None
+    """Set for policies that look at it (`OrderingPolicy.sees_queues`)."""
 
     @property
     def num_outstanding(self) -> int:
@@ -134,6 +153,9 @@ class Decision:
     scores: FloatArray | None
     """Cost of every candidate, lower is better, shape (num,); None for policies that do not
     score."""
+    order_key_s: float | None = None
+    """Place among the requests that wait at the replica, lower first, seconds on the clock of
+    arrivals; None: behind them all."""
 
 
 class RoutingPolicy(Protocol):
@@ -160,6 +182,18 @@ class ScoringPolicy(RoutingPolicy, Protocol):
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
         return self.decide(request, snapshots).replica
+
+
+@runtime_checkable
+class OrderingPolicy(RoutingPolicy, Protocol):
+    """A policy that also says in which order its requests wait at the replica."""
+
+    sees_queues: bool
+    """Whether it looks at what waits, request by request."""
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the choice with its order key."""
+        ...
 
 
 class PolicyRunner(Protocol):

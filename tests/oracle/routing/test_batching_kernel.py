@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
-from oracle.fleet_instances import NO_REWARD, Ask, a_fleet, a_sim, a_stream
+from oracle.fleet_instances import NO_REWARD, Ask, a_fleet, a_sim, a_stream, step
 from oracle.slow_engine import Change, Engine, Job, simulate, simulate_cluster
 from sizes import scaled
 
@@ -31,6 +31,7 @@ def run_kernel(
     reward: RewardWeights = NO_REWARD,
     max_retries: int = 0,
     retry_delay_s: float = 0.0,
+    max_overtaking_s: float = 4.0,
 ) -> tuple[BatchingSim, float]:
     """Run jobs through the kernel; returns the simulator and the sum of all rewards.
 
@@ -40,13 +41,14 @@ def run_kernel(
         given_engines, reward, classes=CLASSES, max_retries=max_retries,
         retry_delay_s=retry_delay_s,
     )  # fmt: skip
+    scenario = scenario.model_copy(update={"max_overtaking_s": max_overtaking_s})
     sim = a_sim(scenario, given_engines, len(some), iteration_j=ITERATION_J)
     sim.load(0, a_stream([Ask(**vars(job)) for job in some], changes))
     for state, engine in zip(sim.arrays.state[0], given_engines, strict=True):
         state[lay.WARM_UNTIL_S] = engine.warm_until_s
     total = 0.0
     while sim.current() >= 0:
-        total += float(sim.step(np.array([routes[sim.current()]]))[0])
+        total += step(sim, some[sim.current()], routes[sim.current()])
     return sim, total + float(sim.drain()[0])
 
 
@@ -55,11 +57,11 @@ def same(a: float, b: float) -> bool:
 
 
 @settings(max_examples=scaled(300))
-@given(engine=engines(), some=jobs())
-def test_every_completion_agrees_with_the_slow_engine(engine, some):
+@given(engine=engines(), some=jobs(ordered=True), max_overtaking_s=st.sampled_from([0.0, 4.0]))
+def test_every_completion_agrees_with_the_slow_engine(engine, some, max_overtaking_s):
     engine = dataclasses.replace(engine, queue_limit=max(engine.queue_limit, 1))
-    fates, totals = simulate(engine, some)
-    sim, _ = run_kernel([engine], some, [0] * len(some))
+    fates, totals = simulate(engine, some, max_overtaking_s)
+    sim, _ = run_kernel([engine], some, [0] * len(some), max_overtaking_s=max_overtaking_s)
     outcomes = sim.arrays.outcomes[0]
     for fate, found in zip(fates, outcomes, strict=True):
         assert fate.refused == (found[lay.SERVER] < 0)
@@ -79,7 +81,7 @@ def test_every_completion_agrees_with_the_slow_engine(engine, some):
 
 
 @settings(max_examples=scaled(150))
-@given(engine=engines(), some=jobs(patient=True))
+@given(engine=engines(), some=jobs(patient=True, ordered=True))
 def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
     sim, rewards = run_kernel([engine], some, [0] * len(some), reward=LOOK_AHEAD)
@@ -87,7 +89,7 @@ def test_what_placements_add_by_looking_ahead_sums_up_to_all_response_times(engi
 
 
 @settings(max_examples=scaled(100))
-@given(engine=engines(), some=jobs(patient=True))
+@given(engine=engines(), some=jobs(patient=True, ordered=True))
 def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
     engine = dataclasses.replace(engine, queue_limit=100, block_tokens=0)
     sim, rewards = run_kernel([engine], some, [0] * len(some), reward=ENERGY)
@@ -99,7 +101,7 @@ def test_what_placements_add_to_the_energy_sums_up_to_all_of_it(engine, some):
 @settings(max_examples=scaled(100))
 @given(
     engine=engines(),
-    some=jobs(),
+    some=jobs(ordered=True),
     routes=st.lists(st.integers(0, 1), min_size=12, max_size=12),
     fails_s=st.floats(0.0, 20.0),
     down_s=st.floats(0.1, 20.0),
@@ -118,7 +120,7 @@ def test_failing_draining_and_joining_agree_with_the_slow_cluster(
         changes.insert(0, Change(fails_s / 2, 0, "drain"))
     routes = routes[: len(some)]
     attempts = [(route,) * 3 for route in routes]
-    fates, _ = simulate_cluster([engine, engine], some, attempts, 0.777, changes)
+    fates, _ = simulate_cluster([engine, engine], some, attempts, 0.777, changes, 4.0)
     sim, _ = run_kernel(
         [engine, engine], some, routes, tuple(changes), max_retries=2, retry_delay_s=0.777
     )

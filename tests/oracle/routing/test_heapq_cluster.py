@@ -8,8 +8,9 @@ from oracle.instances import (
     a_scenario,
     instances,
     loaded,
-    one,
+    ordered_instances,
     random_stream,
+    step,
     the_oracle,
 )
 from sizes import scaled
@@ -19,8 +20,9 @@ from tokenyard.routing.scenario import RewardWeights
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 
 
-def assert_same_history(scenario, stream, actions):
-    oracle = the_oracle(scenario, stream, actions)
+def assert_same_history(scenario, stream, actions, keys=None):
+    oracle = the_oracle(scenario, stream, actions, keys)
+    keys = [None] * len(stream) if keys is None else keys
     expected_rewards = oracle.rewards()
     sim = loaded(scenario, stream)
     for index, action in enumerate(actions):
@@ -35,7 +37,7 @@ def assert_same_history(scenario, stream, actions):
         predicted = [s.predicted_tokens for s in seen]
         assert table[:, ob.TOKENS_IN_FLIGHT] == pytest.approx(predicted, abs=1e-6)
         assert held[:, kernel.TOKENS] == pytest.approx([s.tokens for s in seen], abs=1e-6)
-        reward = float(sim.step(one(action))[0])
+        reward = step(sim, action, keys[index])
         assert reward == pytest.approx(expected_rewards[index], abs=1e-7)
     sim.drain()
     outcomes = sim.outcomes()
@@ -53,6 +55,12 @@ def test_the_kernel_tells_the_same_history_as_the_oracle_even_when_events_coinci
     assert_same_history(*instance)
 
 
+@settings(max_examples=scaled(400))
+@given(ordered_instances())
+def test_the_kernel_starts_requests_in_the_order_of_their_keys_as_the_oracle_does(instance):
+    assert_same_history(*instance)
+
+
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kernel_tells_the_same_history_as_the_oracle_on_long_random_streams(discipline, seed):
@@ -67,4 +75,7 @@ def test_the_kernel_tells_the_same_history_as_the_oracle_on_long_random_streams(
     stream = random_stream(scenario, rng, 3000, load=1.1)
     if seed == 2:
         stream[:, kernel.DISPATCH_S] = np.ceil(stream[:, kernel.ARRIVAL_S] / 0.1) * 0.1
-    assert_same_history(scenario, stream, rng.integers(0, 3, len(stream)).tolist())
+    actions = rng.integers(0, 3, len(stream)).tolist()
+    assert_same_history(scenario, stream, actions)
+    keys = stream[:, kernel.ARRIVAL_S] + rng.exponential(20.0, len(stream))
+    assert_same_history(scenario, stream, actions, keys.tolist())

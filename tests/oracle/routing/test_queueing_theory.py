@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from oracle.instances import a_poisson_stream, a_scenario, loaded
+from oracle.instances import a_poisson_stream, a_scenario, loaded, one
 from sizes import is_thorough
 
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
@@ -75,6 +75,47 @@ def test_mean_wait_of_unequal_requests_follows_pollaczek_and_khinchine():
     second_moment = (0.1**2 + 0.9**2) / 2
     expected = rate_per_s * second_moment / (2 * (1 - 0.6))
     assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.02 * BAND)
+
+
+def outcomes_by_key(tokens, load, key_tokens):
+    """Send Poisson traffic to one server that takes the least `key_tokens` next."""
+    scenario = a_scenario([(SPEED, 1)], queue_limit=5000, max_overtaking_s=1e15)
+    rate_per_s = load / (tokens.mean() / SPEED)
+    stream = a_poisson_stream(np.random.default_rng(0), len(tokens), rate_per_s, tokens)
+    sim = loaded(scenario, stream)
+    # So much that no time that passes changes the order.
+    for key in (1e9 * key_tokens).tolist():
+        sim.order_next(0, key)
+        sim.step(one(0))
+    sim.drain()
+    return sim.outcomes(), rate_per_s
+
+
+@pytest.mark.parametrize("load", [0.5, 0.8])
+def test_mean_wait_under_shortest_job_first_is_that_of_phipps(load):
+    """Phipps 1956: a size x waits the work in progress over (1 - load of sizes up to x)^2."""
+    tokens = exponential_tokens()
+    outcomes, rate_per_s = outcomes_by_key(tokens, load, tokens)
+    service_s = np.sort(tokens) / SPEED
+    in_progress_s = rate_per_s * np.mean(service_s**2) / 2
+    load_below = rate_per_s * np.cumsum(service_s) / len(service_s)
+    expected = np.mean(in_progress_s / (1 - load_below) ** 2)
+    assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.04 * BAND)
+
+
+def test_mean_waits_of_two_classes_are_those_of_cobham():
+    """Cobham 1954: class k waits in_progress / ((1 - load up to k-1) (1 - load up to k))."""
+    tokens = exponential_tokens()
+    which = np.random.default_rng(4).integers(0, 2, len(tokens))
+    outcomes, rate_per_s = outcomes_by_key(tokens, 0.8, which)
+    service_s = tokens / SPEED
+    in_progress_s = rate_per_s * np.mean(service_s**2) / 2
+    first_load = rate_per_s * np.mean(service_s * (which == 0))
+    wait_s = outcomes.response_s - service_s
+    first_s = in_progress_s / (1 - first_load)
+    assert wait_s[which == 0].mean() == pytest.approx(first_s, rel=0.03 * BAND)
+    second_s = first_s / (1 - rate_per_s * service_s.mean())
+    assert wait_s[which == 1].mean() == pytest.approx(second_s, rel=0.06 * BAND)
 
 
 def test_sharing_slows_every_size_of_request_alike():

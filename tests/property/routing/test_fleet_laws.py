@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.engine_instances import engines, jobs
-from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream
+from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream, step
 from oracle.slow_engine import Change
 from sizes import scaled
 
@@ -405,3 +405,45 @@ def test_a_replica_that_fails_and_is_back_before_the_scrape_looks_as_it_did():
     # At 20 s it is scraped with the third request done, and its blocks back in the cache.
     assert sim.arrays.tables[0, 0, ob.KV_USED_FRACTION] == 0
     assert sim.arrays.tables[0, 0, ob.MATCH_TOKENS] == 8
+
+
+@few
+@given(
+    engine=engines(),
+    some=jobs(patient=True, ordered=True),
+    bound_s=st.sampled_from([0.0, 1.0, 1000.0]),
+)
+def test_a_request_is_overtaken_in_its_priority_only_by_those_that_arrive_within_the_bound(
+    engine, some, bound_s
+):
+    # With memory for all none is preempted: prompts are done in the order of their admission.
+    engine = dataclasses.replace(engine, num_pages=1000, queue_limit=100)
+    fleet = a_fleet([engine], classes=PRIORITIES)
+    fleet = fleet.model_copy(update={"max_overtaking_s": bound_s})
+    asks = [Ask(**dataclasses.asdict(job)) for job in some]
+    sim = a_sim(fleet, [engine], len(asks))
+    sim.load(0, a_stream(asks))
+    for ask in asks:
+        step(sim, ask, 0)
+    sim.drain()
+    first_s = sim.arrays.outcomes[0, :, lay.FIRST_TOKEN_S]
+    assert np.isfinite(first_s).all()
+    for after, later in enumerate(asks):
+        for before in range(after):
+            if later.priority == asks[before].priority and first_s[before] > first_s[after]:
+                assert later.submit_s <= asks[before].submit_s + bound_s
+
+
+@few
+@given(instance=fleets(), seed=seeds)
+def test_keys_that_are_the_time_of_submission_change_nothing(instance, seed):
+    sim, twin = loaded(instance), loaded(instance)
+    rng = np.random.default_rng(seed)
+    while sim.current() >= 0:
+        replica = rng.integers(0, NUM, 1)
+        twin.order_next(0, twin.now_s())
+        assert sim.step(replica).tobytes() == twin.step(replica).tobytes()
+    sim.drain()
+    twin.drain()
+    assert sim.arrays.outcomes.tobytes() == twin.arrays.outcomes.tobytes()
+    assert sim.arrays.state.tobytes() == twin.arrays.state.tobytes()

@@ -12,7 +12,9 @@ from oracle.instances import (
     instances,
     loaded,
     one,
+    ordered_instances,
     random_stream,
+    step,
 )
 from sizes import scaled
 
@@ -100,6 +102,83 @@ def test_a_serial_server_serves_in_order_of_arrival_as_lindley_says(instance):
         start_s = max(finish_s[server], row[kernel.DISPATCH_S])
         finish_s[server] = start_s + row[kernel.TRUE_TOTAL] / sim.params[server, 0]
         assert response_s == pytest.approx(finish_s[server] - row[kernel.ARRIVAL_S], abs=1e-9)
+
+
+def ran(scenario, stream, actions, keys):
+    sim = loaded(scenario, stream)
+    for action, key in zip(actions, keys, strict=True):
+        step(sim, action, key)
+    sim.drain()
+    return sim
+
+
+def starts_s(sim, stream):
+    """When each request started; NaN where it was dropped."""
+    outcomes = sim.outcomes()
+    speed = sim.params[outcomes.server, kernel.SLOT_TOKENS_PER_S]
+    return stream[:, kernel.ARRIVAL_S] + outcomes.response_s - outcomes.total_tokens / speed
+
+
+@few
+@given(ordered_instances(disciplines=KNOWN_FINISH))
+def test_a_request_is_overtaken_only_by_those_that_arrive_within_the_bound(instance):
+    scenario, stream, actions, keys = instance
+    sim = ran(scenario, stream, actions, keys)
+    start_s, server = starts_s(sim, stream), sim.outcomes().server
+    for later in range(len(stream)):
+        overtaken = (start_s[:later] > start_s[later] + 1e-9) & (server[:later] == server[later])
+        latest_s = stream[:later, kernel.DISPATCH_S] + scenario.max_overtaking_s
+        assert (stream[later, kernel.ARRIVAL_S] <= latest_s[overtaken]).all()
+
+
+@few
+@given(ordered_instances(disciplines=("serial",)))
+def test_a_serial_server_is_busy_at_the_same_times_in_any_order(instance):
+    scenario, stream, actions, keys = instance
+    scenario = scenario.model_copy(update={"queue_limit": 100, "overflow": "queue"})
+    busy = []
+    for some in (keys, [None] * len(keys)):
+        sim = ran(scenario, stream, actions, some)
+        start_s, server = starts_s(sim, stream), sim.outcomes().server
+        end_s = stream[:, kernel.ARRIVAL_S] + sim.outcomes().response_s
+        for which in range(scenario.num_servers):
+            here = np.argsort(start_s[server == which], kind="stable")
+            begin, end = start_s[server == which][here], end_s[server == which][here]
+            gaps = begin[1:] > end[:-1] + 1e-9
+            busy.append(np.concatenate([begin[:1], begin[1:][gaps], end[:-1][gaps], end[-1:]]))
+    for ordered, first_come in zip(
+        busy[: scenario.num_servers], busy[scenario.num_servers :], strict=True
+    ):
+        assert ordered == pytest.approx(first_come, abs=1e-9)
+
+
+@few
+@given(instances())
+def test_keys_that_are_arrivals_change_nothing_but_when_responses_are_paid_for(instance):
+    scenario, stream, actions = instance
+    stream[:, kernel.DISPATCH_S] = stream[:, kernel.ARRIVAL_S]
+    none = ran(scenario, stream, actions, [None] * len(stream))
+    by_arrival = ran(scenario, stream, actions, stream[:, kernel.ARRIVAL_S].tolist())
+    until = kernel.CREDITED
+    assert none.outcome_table[..., :until].tobytes() == (
+        by_arrival.outcome_table[..., :until].tobytes()
+    )
+    assert none.state.tobytes() == by_arrival.state.tobytes()
+
+
+@few
+@given(ordered_instances(disciplines=KNOWN_FINISH))
+def test_all_responses_are_paid_for_once_in_any_order(instance):
+    scenario, stream, actions, keys = instance
+    # From the first request on: what was credited before cannot be taken back.
+    keys = [0.0 if key is None else key for key in keys]
+    only_response = RewardWeights(
+        processing=0, queue=0, overload=0, balance=0, accept=0, drop=0, response=-1
+    )
+    sim = loaded(scenario.model_copy(update={"reward": only_response}), stream)
+    earned = sum(step(sim, *both) for both in zip(actions, keys, strict=True))
+    earned += float(sim.drain()[0])
+    assert -earned == pytest.approx(np.nansum(sim.outcomes().response_s), abs=1e-9)
 
 
 @few

@@ -70,6 +70,29 @@ def test_a_file_that_is_missing_is_named(tmp_path):
         load_rule(tmp_path / "none.py")
 
 
+def test_a_rule_of_a_file_may_order_what_waits(a_file, streams):
+    scenario, drawn = streams
+    text = GOOD + "    def order_key(self, request, now_s):\n        return {}\n"
+    ran = {}
+    for key in ("request.arrival_s", "request.arrival_s + 0.01 * request.context_tokens"):
+        candidate = PROBLEM.candidate(scenario, str(a_file(text.format(key))))
+        ran[key] = candidate.run(scenario, drawn, 0)
+    plain = PROBLEM.candidate(scenario, "round_robin").run(scenario, drawn, 0)
+    by_arrival, by_size = ran.values()
+    for one, other, same in zip(by_arrival, by_size, plain, strict=True):
+        np.testing.assert_array_equal(one.outcomes.response_s, same.outcomes.response_s)
+        assert (one.outcomes.response_s != other.outcomes.response_s).any()
+
+
+@pytest.mark.parametrize("key", ["None", "float('nan')", "1 / 0"])
+def test_keys_that_are_no_time_are_refused(a_file, streams, key):
+    scenario, drawn = streams
+    text = GOOD + f"    def order_key(self, request, now_s):\n        return {key}\n"
+    candidate = PROBLEM.candidate(scenario, str(a_file(text)))
+    with pytest.raises(PolicyFileError, match=r"mine.py: (order_key returned|ZeroDivisionError)"):
+        candidate.run(scenario, drawn, 0)
+
+
 @pytest.mark.parametrize("answer", ["99", "-1", "None", "'0'", "0.5", "1 / 0"])
 def test_answers_that_are_no_replica_are_refused(a_file, streams, answer):
     scenario, drawn = streams

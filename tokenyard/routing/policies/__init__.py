@@ -26,12 +26,23 @@ from tokenyard.routing.policies.delay import (
     ShortestExpectedDelay,
 )
 from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRandom
+from tokenyard.routing.policies.order import (
+    BETWEEN,
+    IN_ORDER,
+    ORDERS,
+    MarginalInOrder,
+    Ordered,
+    order_of,
+)
 from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.types import RoutingPolicy
 
-__all__ = ["BASELINES", "Needs", "PolicyContext", "draws", "load_tuned", "make_policy", "rows_for"]
+__all__ = [
+    "BASELINES", "Needs", "PolicyContext", "draws", "is_rule", "load_tuned", "make_policy",
+    "rows_for",
+]  # fmt: skip
 
 
 def _sed_reserve(context: PolicyContext) -> SedReserve:
@@ -73,12 +84,26 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
 """Name of every baseline to what makes a fresh one."""
 
 
+def is_rule(name: str) -> bool:
+    """Whether a name is that of a baseline, or of one with an order."""
+    placement, between, order = name.partition(BETWEEN)
+    if between:
+        return (placement in BASELINES or placement == IN_ORDER) and order in ORDERS
+    return placement in BASELINES
+
+
 def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
-    """Make a fresh baseline by name.
+    """Make a fresh baseline by name; `PLACEMENT+ORDER` also orders what waits.
 
     Raises:
         ValueError: The name is unknown, or the rule is tuned and its parameters are missing.
     """
+    placement, between, _ = name.partition(BETWEEN)
+    if between:
+        order = order_of(name, context)
+        if placement == IN_ORDER:
+            return MarginalInOrder(order)
+        return Ordered(make_policy(placement, context), order)
     if name not in BASELINES:
         hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
@@ -86,18 +111,21 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
 
 
 def rows_for(scenario_name: str, has: Needs) -> list[str]:
-    """Names of the baselines that stand in a table of a scenario.
+    """Names of the baselines that stand in a table of a scenario, with the orders tuned for it.
 
     Args:
         scenario_name: Tuned rules are rows where they were tuned for it.
         has: What its replicas have. A rule that needs more would be a plain rule by another name.
     """
+    tuned: set[str] = set()
+    ordered: list[str] = []
     try:
-        tuned = set(load_tuned(scenario_name).scores)
+        rules = load_tuned(scenario_name)
+        tuned, ordered = set(rules.scores), list(rules.order_scores)
     except ValueError:
-        tuned = set()
+        pass
     return [
         name
         for name in BASELINES
         if needs_of(name) <= has and (name in tuned or not is_tuned(name))
-    ]
+    ] + ordered

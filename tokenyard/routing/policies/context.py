@@ -54,5 +54,12 @@ class PolicyContext:
         """
         return self._any_rules().knobs.get(name, {})
 
+    def order_knobs(self, name: str) -> Mapping[str, float]:
+        """Return the tuned knob of an order beside a placement; empty where it was not tuned."""
+        try:
+            return self._any_rules().orders.get(name, {})
+        except ValueError:
+            return {}
+
     def _any_rules(self) -> TunedRules:
         return self.tuned or load_tuned(self.scenario_name)

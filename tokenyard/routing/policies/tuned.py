@@ -56,6 +56,10 @@ class TunedRules(FrozenModel):
     fleet: FleetRules = FleetRules()
     knobs: dict[str, dict[str, float]] = Field(default_factory=dict)
     """Knobs of the public rules that were tuned, by rule; the others have their makers' values."""
+    orders: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Knobs of orders that were tuned, by the name of placement and order."""
+    order_scores: dict[str, float] = Field(default_factory=dict)
+    """Score of each of these on the training streams."""
     scores: dict[str, float] = Field(default_factory=dict)
     """Score of each rule on the training streams it was tuned on, with untuned ones beside them."""
     tuned_on: str = ""

@@ -19,7 +19,7 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes, snapshot_of
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 
@@ -169,10 +169,9 @@ def _rules(
     rules[lay.PAGE_TOKENS] = fleet.page_tokens
     rules[lay.BLOCK_TOKENS] = fleet.prefix_block_tokens
     rules[lay.QUEUE_LIMIT] = fleet.queue_limit
-    rules[lay.NUM_PRIORITIES] = fleet.num_priorities
     rules[lay.PREFILL_AT] = lay.NUM_SCALARS + fleet.page_tokens
     rules[lay.DECODE_AT] = rules[lay.PREFILL_AT] + lay.PREFILL_FIELDS * most
-    rules[lay.RINGS_AT] = rules[lay.DECODE_AT] + lay.DECODE_FIELDS * most
+    rules[lay.RING_AT] = rules[lay.DECODE_AT] + lay.DECODE_FIELDS * most
     # Preempted sequences join those that wait.
     rules[lay.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
     rules[lay.RETRY_DELAY_S] = fleet.retry_delay_s
@@ -214,8 +213,8 @@ class BatchingSim:
         num = scenario.num_servers
         self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
         rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
-        rings = fleet.num_priorities * (2 + 2 * int(rules[lay.RING_SIZE]))
-        width = int(rules[lay.RINGS_AT]) + rings
+        rules[lay.MAX_OVERTAKING_S] = scenario.max_overtaking_s
+        width = int(rules[lay.RING_AT]) + 2 + lay.WAITING_FIELDS * int(rules[lay.RING_SIZE])
         routers = fleet.num_routers
         self.arrays = lay.FleetArrays(
             replica_params=np.tile(self._params, (num_copies, 1, 1)),
@@ -232,12 +231,14 @@ class BatchingSim:
             outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
             latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
+            order_keys=np.full(num_copies, np.nan),
             scratch=np.zeros(width),
         )
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num, expected_finish, batches=True)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
         self._shown_for_tokens = 0.0
+        self._sum_of_weights = sum(tenant.weight for tenant in fleet.tenants)
         self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
@@ -311,6 +312,18 @@ class BatchingSim:
     def skip_next(self, copy: int) -> None:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.arrays.clock[copy, lay.SKIP] = 1.0
+
+    def order_next(self, copy: int, key_s: float) -> None:
+        """Let the request that waits to be placed wait by a key among those of its priority.
+
+        Lower keys start first, and of equals the one placed first. Without a call it comes last.
+
+        Args:
+            copy: Whose request.
+            key_s: On the clock of arrivals, seconds; it is moved to between the arrival and
+                `Scenario.max_overtaking_s` from now.
+        """
+        self.arrays.order_keys[copy] = key_s
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
@@ -419,10 +432,14 @@ class BatchingSim:
         """The request that waits to be placed, as a policy may see it."""
         row = self.arrays.requests[copy, self.current(copy)]
         context = float(row[lay.CONTEXT])
+        tenant = self.scenario.required_fleet.tenants[int(row[lay.TENANT])]
         return Request(
             arrival_s=float(row[lay.ARRIVAL_S]),
             context_tokens=int(context),
             predicted_total_tokens=context + float(row[lay.PREDICTED_OUTPUT]),
+            due_s=min(float(row[lay.SLO_TTFT_S]), float(row[lay.SLO_RESPONSE_S])),
+            tenant=tenant.name,
+            tenant_share=tenant.weight / self._sum_of_weights,
         )
 
     def offered(self, copy: int = 0) -> list[int]:
@@ -437,6 +454,25 @@ class BatchingSim:
         names = self.scenario.server_names
         now = self.now_s(copy)
         return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
+
+    def queue(self, copy: int, replica: int) -> WaitingQueue:
+        """What waits at a replica of what the router of the current request sent there, in order.
+
+        A router knows of its own requests which have not got a token; that the prompt of one is
+        being computed already, it is assumed to know.
+        """
+        rules, requests = self.arrays.rules, self.arrays.requests[copy]
+        row = self.arrays.state[copy, replica, int(rules[lay.RING_AT]) :]
+        places = int(row[0]) + np.arange(int(row[1]))
+        ring = row[2:].reshape(-1, lay.WAITING_FIELDS)
+        waiting = ring[places % len(ring)]
+        which = waiting[:, lay.W_INDEX].astype(np.int64)
+        current = requests[self.current(copy)]
+        keys_s = waiting[:, lay.W_KEY_S].copy()
+        later = requests[which, lay.PRIORITY] - current[lay.PRIORITY]
+        keys_s[later != 0] = np.inf * later[later != 0]
+        own = requests[which, lay.ROUTER] == current[lay.ROUTER]
+        return WaitingQueue(keys_s[own], requests[which[own], lay.CONTEXT])
 
     def outcomes(self, copy: int = 0) -> BatchingOutcomes:
         """What became of one copy's requests."""

@@ -15,13 +15,8 @@ from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
-from tokenyard.routing.simulator.rewards import (
-    COMPLETE,
-    NUM_REWARDS,
-    SLO_AT_COMPLETION,
-    reward_rules,
-)
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
+from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -83,6 +78,8 @@ def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> 
     rules[kernel.BALANCE] = reward.balance
     rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
     rules[kernel.EXPECTED_FINISH] = expected_finish
+    rules[kernel.MAX_OVERTAKING_S] = scenario.max_overtaking_s
+    rules[kernel.PAYS_RESPONSES] = reward.credits_response
     return rules
 
 
@@ -144,6 +141,7 @@ class ClusterSim:
         self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
         self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
         self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
+        self.order_keys = np.full(num_copies, np.nan)
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num_servers, expected_finish)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
@@ -184,6 +182,20 @@ class ClusterSim:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.clock[copy, kernel.SKIP] = 1.0
 
+    def order_next(self, copy: int, key_s: float) -> None:
+        """Let the request that waits to be placed take a place in its server's queue by a key.
+
+        Lower keys start first, and of equals the one placed first. Without a call it comes last.
+        From the first key on, a response is paid for at its completion, since it is not known
+        earlier.
+
+        Args:
+            copy: Whose request.
+            key_s: On the clock of arrivals, seconds; it is moved to between the arrival and
+                `Scenario.max_overtaking_s` from now.
+        """
+        self.order_keys[copy] = key_s
+
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
 
@@ -198,7 +210,7 @@ class ClusterSim:
         """
         wrong = kernel.step(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, actions, self.rewards,
+            self.outcome_table, self.tables, self.order_keys, actions, self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
         return self.rewards
@@ -214,7 +226,8 @@ class ClusterSim:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, actions, self.rewards, self.observations,
+            self.outcome_table, self.tables, self.order_keys, actions, self.rewards,
+            self.observations,
         )  # fmt: skip
         self._check(wrong, actions)
         self.num_saturated += saturated
@@ -234,16 +247,12 @@ class ClusterSim:
         """Let every copy finish what it holds, so that all response times are known.
 
         Returns:
-            What these completions earn, shape (num_copies,).
+            What these completions earn, shape (num_copies,); a view, overwritten later.
         """
-        responses = self.outcome_table[:, :, kernel.RESPONSE_S]
-        unfinished = np.isnan(responses)
-        kernel.drain(self.params, self.rules, self.state, self.requests, self.outcome_table)
-        completed = unfinished & ~np.isnan(responses)
-        violated = completed & (responses > self.rules[kernel.SLO_S])
-        earned: FloatArray = self.rules[COMPLETE] * completed.sum(axis=1)
-        earned += self.rules[SLO_AT_COMPLETION] * violated.sum(axis=1)
-        return earned
+        kernel.drain(
+            self.params, self.rules, self.state, self.requests, self.outcome_table, self.rewards
+        )
+        return self.rewards
 
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
@@ -313,6 +322,7 @@ class ClusterSim:
             arrival_s=float(row[kernel.ARRIVAL_S]),
             context_tokens=int(row[kernel.CONTEXT]),
             predicted_total_tokens=float(row[kernel.PREDICTED_TOTAL]),
+            due_s=self.scenario.slo_response_s,
         )
 
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
@@ -324,6 +334,17 @@ class ClusterSim:
             snapshot_of(server.name, row, now)
             for server, row in zip(self.scenario.servers, rows, strict=True)
         ]
+
+    def queue(self, copy: int, server: int) -> WaitingQueue:
+        """What waits at a server of one copy, in the order in which it will start."""
+        row = self.state[copy, server]
+        ring = row[kernel.STATE + 5 * _max_running(self.scenario) :]
+        places = int(row[kernel.HEAD]) + np.arange(int(row[kernel.WAITING]))
+        which = ring[places % len(ring)].astype(np.int64)
+        return WaitingQueue(
+            order_keys_s=self.outcome_table[copy, which, kernel.ORDER_KEY_S],
+            tokens=self.requests[copy, which, kernel.PREDICTED_TOTAL],
+        )
 
     def outcomes(self, copy: int = 0) -> Outcomes:
         """What became of one copy's requests."""

@@ -11,11 +11,14 @@ Shapes: C copies, S servers, R requests per stream.
     state     (C, S, STATE + 5 M + Q)  what a server holds; M = most requests that run at once,
                                    Q = queue limit. After the scalars come five blocks of M
                                    (request, start and finish of each running request; when
-                                   each slot gets free; scratch), then the waiting ring.
-    clock     (C, 3)               now, index of the request to place, whether to skip one action
+                                   each slot gets free; scratch), then the ring of those that
+                                   wait, in the order in which they start.
+    clock     (C, NUM_CLOCK)       now, index of the request to place, whether to skip one action,
+                                   whether keys other than the time were given
     requests  (C, R, NUM_REQUEST)  the streams
     outcomes  (C, R, NUM_OUTCOME)  what became of each request
     tables    (C, S, NUM_COLUMNS)  what the router may know (`tokenyard.routing.observation`)
+    order_keys (C,)                places of the next requests in the waiting queues (NaN: last)
 
 Order at one instant: completions, then starts of waiting requests, then the decision.
 """
@@ -28,6 +31,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, linear_scores
 from tokenyard.routing.scores.any_cluster import server_scores
+from tokenyard.routing.simulator.order import order_key_s
 from tokenyard.routing.simulator.rewards import (
     ACCEPT,
     COMPLETE,
@@ -46,8 +50,9 @@ SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = 
 # rules: rewards (`rewards`), then dynamics and what else is paid
 (
     QUEUE_LIMIT, DROP_AT_CAPACITY, SHARING, MAX_RUNNING, SLO_S, PROCESSING, QUEUE, OVERLOAD,
-    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, NUM_RULES,
-) = range(NUM_REWARDS, NUM_REWARDS + 12)  # fmt: skip
+    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, MAX_OVERTAKING_S, PAYS_RESPONSES,
+    NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 14)  # fmt: skip
 
 # state
 (
@@ -56,7 +61,7 @@ SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = 
 ) = range(9)  # fmt: skip
 
 # clock
-NOW_S, INDEX, SKIP, NUM_CLOCK = range(4)
+NOW_S, INDEX, SKIP, IS_ORDERED, NUM_CLOCK = range(5)
 
 # requests; the scaled features follow
 (
@@ -65,7 +70,7 @@ NOW_S, INDEX, SKIP, NUM_CLOCK = range(4)
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # outcomes
-SERVER, RESPONSE_S, WAITING_SEEN, NUM_OUTCOME = range(4)
+SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, CREDITED, NUM_OUTCOME = range(6)
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
@@ -80,9 +85,10 @@ def clear(rules, state, clock, requests, outcomes, copy):
     state[copy, :, SHARED_UNTIL_S] = requests[copy, 0, DISPATCH_S]
     clock[copy, NOW_S] = requests[copy, 0, DISPATCH_S]
     clock[copy, INDEX] = 0.0
+    clock[copy, IS_ORDERED] = 0.0
     outcomes[copy, :, SERVER] = -1.0
     outcomes[copy, :, RESPONSE_S] = math.nan
-    outcomes[copy, :, WAITING_SEEN] = 0.0
+    outcomes[copy, :, WAITING_SEEN:] = 0.0
 
 
 @compiled
@@ -108,14 +114,45 @@ def _start(row, rules, params, requests, slot, index, now):
 
 
 @compiled
+def _enqueue(row, rules, outcomes, index, key):
+    """Let a request wait behind all whose key is not above its own."""
+    outcomes[index, ORDER_KEY_S] = key
+    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+    size = ring.shape[0]
+    at = (int(row[HEAD]) + int(row[WAITING])) % size
+    for _ in range(int(row[WAITING])):
+        before = at - 1 if at > 0 else size - 1
+        if outcomes[int(ring[before]), ORDER_KEY_S] <= key:
+            break
+        ring[at] = ring[before]
+        at = before
+    ring[at] = index
+    row[WAITING] += 1.0
+
+
+@compiled
+def _response_reward(rules, response):
+    """Reward of one response time."""
+    reward = rules[RESPONSE] * response
+    if response > rules[SLO_S]:
+        reward += rules[SLO]
+    return reward + rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)
+
+
+@compiled
 def _advance_server(row, rules, params, requests, outcomes, until):
-    """Run one server up to and including `until`; return completions and SLO violations."""
+    """Run one server up to and including `until`.
+
+    Returns:
+        Completions, SLO violations, and what responses earn that no decision was credited with.
+    """
     most = int(rules[MAX_RUNNING])
     finish = row[STATE + 2 * most : STATE + 3 * most]
     ring = row[STATE + 5 * most :]
     sharing = rules[SHARING] != 0.0
     completed = 0
     violated = 0
+    earned = 0.0
     while row[RUNNING] > 0.0:
         running = int(row[RUNNING])
         slot = 0
@@ -141,6 +178,8 @@ def _advance_server(row, rules, params, requests, outcomes, until):
         completed += 1
         if response > rules[SLO_S]:
             violated += 1
+        if rules[PAYS_RESPONSES] and not outcomes[index, CREDITED]:
+            earned += _response_reward(rules, response)
         recent = row[RECENT_RESPONSE_S]
         row[RECENT_RESPONSE_S] = (
             response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
@@ -171,16 +210,16 @@ def _advance_server(row, rules, params, requests, outcomes, until):
             finish[other] = max(finish[other] - served, 0.0)
     if sharing and until < math.inf:
         row[SHARED_UNTIL_S] = until
-    return completed, violated
+    return completed, violated, earned
 
 
 @compiled
-def _place(row, rules, params, requests, outcomes, index, server, now):
+def _place(row, rules, params, requests, outcomes, index, server, now, key):
     """Give request `index` to a server that has been advanced to `now`.
 
     Returns:
-        Whether it was accepted, and its response time in seconds (NaN where later arrivals
-        decide it, or where it was dropped).
+        Whether it was accepted, and its response time in seconds if none goes before it that comes
+        later (NaN where capacity is shared, or where it was dropped).
     """
     running = int(row[RUNNING])
     waiting = int(row[WAITING])
@@ -196,9 +235,7 @@ def _place(row, rules, params, requests, outcomes, index, server, now):
         _start(row, rules, params, requests, running, index, now)
         row[RUNNING] += 1.0
     else:
-        ring = row[STATE + 5 * most :]
-        ring[(int(row[HEAD]) + waiting) % ring.shape[0]] = index
-        row[WAITING] += 1.0
+        _enqueue(row, rules, outcomes, index, key)
         row[PREDICTED_WAITING] += requests[index, PREDICTED_TOTAL]
     if rules[SHARING]:
         return True, math.nan
@@ -270,17 +307,11 @@ def _balance(state, params):
 
 
 @compiled
-def _response_reward(rules, response):
-    """Reward of one response time, credited at the decision."""
-    reward = rules[RESPONSE] * response
-    if response > rules[SLO_S]:
-        reward += rules[SLO]
-    return reward + rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)
+def _decide(state, rules, params, requests, outcomes, index, server, now, key, is_ordered):
+    """Place one request and return the reward terms that are due at the decision.
 
-
-@compiled
-def _decide(state, rules, params, requests, outcomes, index, server, now):
-    """Place one request and return the reward terms that are due at the decision."""
+    Where keys order the queues, its response is not known yet: it is paid for at its completion.
+    """
     row = state[server]
     waiting_seen = 0.0
     for other in range(params.shape[0]):
@@ -290,13 +321,16 @@ def _decide(state, rules, params, requests, outcomes, index, server, now):
     reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
     if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
         reward += rules[OVERLOAD]
-    accepted, response = _place(row, rules, params[server], requests, outcomes, index, server, now)
+    accepted, response = _place(
+        row, rules, params[server], requests, outcomes, index, server, now, key
+    )
     reward += rules[ACCEPT] if accepted else rules[DROP]
     if rules[BALANCE] != 0.0:
         reward += rules[BALANCE] * _balance(state, params)
-    if rules[RESPONSE] != 0.0 or rules[SLO] != 0.0 or rules[TAIL] != 0.0:
-        if accepted:
+    if rules[PAYS_RESPONSES]:
+        if accepted and not is_ordered:
             reward += _response_reward(rules, response)
+            outcomes[index, CREDITED] = 1.0
         baseline = requests[index, BASELINE_RESPONSE_S]
         # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
         if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
@@ -309,18 +343,22 @@ def _advance(state, rules, params, requests, outcomes, until):
     """Run one copy's servers up to `until`; return the reward terms due at completions."""
     completed = 0
     violated = 0
+    earned = 0.0
     for server in range(params.shape[0]):
-        done, violations = _advance_server(
+        done, violations, of_responses = _advance_server(
             state[server], rules, params[server], requests, outcomes, until
         )
         completed += done
         violated += violations
-    return rules[COMPLETE] * completed + rules[SLO_AT_COMPLETION] * violated
+        earned += of_responses
+    return rules[COMPLETE] * completed + rules[SLO_AT_COMPLETION] * violated + earned
 
 
 @compiled
-def step(params, rules, state, clock, requests, outcomes, tables, actions, rewards):
+def step(params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
+
+    `order_keys` are used up: they are NaN afterwards.
 
     A copy whose SKIP is set has just been cleared: its action is ignored and earns 0. The last
     request of a stream can be seen but its successor cannot: place it, then `drain`.
@@ -339,9 +377,15 @@ def step(params, rules, state, clock, requests, outcomes, tables, actions, rewar
             rewards[copy] = 0.0
         else:
             index = int(clock[copy, INDEX])
+            now = clock[copy, NOW_S]
+            if not math.isnan(order_keys[copy]):
+                clock[copy, IS_ORDERED] = 1.0
+            key = order_key_s(
+                order_keys[copy], requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S]
+            )
             rewards[copy] = _decide(
                 state[copy], rules, params, requests[copy], outcomes[copy],
-                index, actions[copy], clock[copy, NOW_S],
+                index, actions[copy], now, key, clock[copy, IS_ORDERED] != 0.0,
             )  # fmt: skip
             index += 1
             clock[copy, INDEX] = index
@@ -350,6 +394,7 @@ def step(params, rules, state, clock, requests, outcomes, tables, actions, rewar
                 rewards[copy] += _advance(
                     state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
                 )
+        order_keys[copy] = math.nan
         fill_table(state[copy], rules, params, requests[copy], clock[copy, NOW_S], tables[copy])
     return -1
 
@@ -369,20 +414,25 @@ def observe(rules, clock, requests, tables, observations):
 
 @compiled
 def step_and_observe(
-    params, rules, state, clock, requests, outcomes, tables, actions, rewards, observations
-):
+    params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards,
+    observations,
+):  # fmt: skip
     """`step`, then `observe`, in one call; return the results of both."""
-    wrong = step(params, rules, state, clock, requests, outcomes, tables, actions, rewards)
+    wrong = step(
+        params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards
+    )
     if wrong >= 0:
         return wrong, 0
     return wrong, observe(rules, clock, requests, tables, observations)
 
 
 @compiled
-def drain(params, rules, state, requests, outcomes):
-    """Let every copy finish what it holds."""
+def drain(params, rules, state, requests, outcomes, rewards):
+    """Let every copy finish what it holds; fill in what that earns."""
     for copy in range(state.shape[0]):
-        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+        rewards[copy] = _advance(
+            state[copy], rules, params, requests[copy], outcomes[copy], math.inf
+        )
 
 
 @compiled
@@ -400,8 +450,11 @@ def run_linear(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
-            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
-    drain(params, rules, state, requests, outcomes)
+            _decide(
+                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
+                now, False,
+            )  # fmt: skip
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
@@ -419,8 +472,11 @@ def run_any_cluster(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
-            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
-    drain(params, rules, state, requests, outcomes)
+            _decide(
+                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
+                now, False,
+            )  # fmt: skip
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
@@ -455,5 +511,8 @@ def run_delay_rule(
                 reserve_above_tokens, dump_server, rules[SLO_S],
                 requests[copy, index, PREDICTED_TOTAL], tables[copy],
             )  # fmt: skip
-            _decide(state[copy], rules, params, requests[copy], outcomes[copy], index, server, now)
-    drain(params, rules, state, requests, outcomes)
+            _decide(
+                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
+                now, False,
+            )  # fmt: skip
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
-from tokenyard.routing.types import RoutingPolicy
+from tokenyard.routing.types import OrderingPolicy, RoutingPolicy
 from tokenyard.types import FloatArray, IntArray
 
 PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
@@ -33,16 +34,32 @@ class Run:
 
 
 Chooser = Callable[[Simulator, int], int]
-"""Names the server for the request that waits in one copy of a simulator."""
+"""Names the server for the request that waits in one copy of a simulator.
+
+It may say there by which key the request is to wait (`order_next`).
+"""
 
 
 def choosing(policy: RoutingPolicy) -> Chooser:
-    """Choose as a policy does, which is shown no more than it may know."""
+    """Choose, and order, as a policy does, which is shown no more than it may know."""
+    if isinstance(policy, OrderingPolicy):
+        return partial(_place, policy)
 
     def choose(sim: Simulator, copy: int) -> int:
         return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
 
     return choose
+
+
+def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
+    snapshots = sim.snapshots(copy)
+    if policy.sees_queues:
+        offered = zip(sim.offered(copy), snapshots, strict=True)
+        snapshots = [replace(one, queue=sim.queue(copy, server)) for server, one in offered]
+    decision = policy.place(sim.request(copy), snapshots)
+    if decision.order_key_s is not None:
+        sim.order_next(copy, decision.order_key_s)
+    return sim.offered(copy)[decision.replica]
 
 
 def repeating(servers: IntArray) -> Chooser:

@@ -61,6 +61,11 @@ class _Servers:
         """What rules may need of such servers."""
         return Needs.NOTHING
 
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """Orders that are tuned beside `hand_rule` and the best tuned rule."""
+        return ("sjf",)
+
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
         return {}
@@ -260,6 +265,17 @@ class Batching(_Servers):
         """Batching, and a prefix cache where the fleet has one."""
         caches = self.scenario.required_fleet.prefix_block_tokens > 0
         return Needs.PREFIX_CACHE if caches else Needs.BATCHING
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """By size; by SLO where a priority has several classes; by tenant where there are some."""
+        fleet = self.scenario.required_fleet
+        several = len(fleet.classes) > len({one.priority for one in fleet.classes})
+        return (
+            *("sjf", "wspt"),
+            *(("edf", "slack") if several else ()),
+            *(("fair",) if len(fleet.tenants) > 1 else ()),
+        )
 
     def grids(self) -> Grids:
         """Those of rules for replicas that batch."""

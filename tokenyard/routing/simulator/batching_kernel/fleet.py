@@ -9,7 +9,7 @@ from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.iteration import advance, begin
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, replica_of
-from tokenyard.routing.simulator.batching_kernel.queue import enqueue, ring_at
+from tokenyard.routing.simulator.batching_kernel.queue import enqueue, waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import (
     count_latency,
     generated_tokens,
@@ -57,8 +57,11 @@ def clear(fleet, copy):
 
 
 @compiled
-def submit(replica, index, now):
-    """Give a request to a replica that has been run to `now`; return whether it takes it."""
+def submit(replica, index, now, key):
+    """Give a request to a replica that has been run to `now`; return whether it takes it.
+
+    Where it has to wait, it waits by `key` among those of its priority.
+    """
     row = replica.row
     rules = replica.rules
     requests = replica.requests
@@ -68,7 +71,7 @@ def submit(replica, index, now):
     if largest > replica.params[lay.NUM_PAGES]:
         return False
     row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], requests[index, lay.ABANDON_S])
-    enqueue(row, rules, int(requests[index, lay.PRIORITY]), index, 0.0, False)
+    enqueue(row, rules, requests, index, 0.0, key)
     if not row[lay.BUSY]:
         begin(replica, now, now)
     return True
@@ -162,12 +165,11 @@ def _drain_replica(fleet, copy, server, now):
         _retry_or_fail(
             fleet, copy, replica, int(row[at + lay.P_INDEX]), row[at + lay.P_GENERATED], now
         )
-    size = int(rules[lay.RING_SIZE])
-    for priority in range(int(rules[lay.NUM_PRIORITIES])):
-        at = ring_at(rules, priority)
-        for ahead in range(int(row[at + 1])):
-            slot = at + 2 + 2 * ((int(row[at]) + ahead) % size)
-            _retry_or_fail(fleet, copy, replica, int(row[slot]), row[slot + 1], now)
+    for ahead in range(int(row[lay.WAITING])):
+        at = waiting_at(row, rules, ahead)
+        _retry_or_fail(
+            fleet, copy, replica, int(row[at + lay.W_INDEX]), row[at + lay.W_GENERATED], now
+        )
     _sort_retries(fleet, copy, before)
 
 

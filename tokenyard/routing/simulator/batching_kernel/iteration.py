@@ -12,7 +12,7 @@ from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
     hold_blocks,
     take_pages,
 )
-from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, first_waiting
+from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import (
     abandon_impatient,
     complete_all,
@@ -84,7 +84,7 @@ def _preempt_one(replica, now):
         index = int(row[at + lay.P_INDEX])
         generated = row[at + lay.P_GENERATED]
         remove_prefilling(replica, victim)
-    enqueue(row, rules, int(priority), index, generated, True)
+    enqueue(row, rules, replica.requests, index, generated, -math.inf)
     if replica.real:
         replica.outcomes[index, lay.PREEMPTIONS] += 1.0
 
@@ -100,7 +100,7 @@ def _admission(replica):
     """Whether the next request may run now.
 
     Returns:
-        Its ring (-1: none may), the blocks of its hit, and the pages that it needs beside them.
+        Whether one may, the blocks of its hit, and the pages that it needs beside them.
     """
     row = replica.row
     rules = replica.rules
@@ -108,12 +108,11 @@ def _admission(replica):
         row[lay.WAITING] == 0.0
         or row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
     ):
-        return -1, 0, 0.0
-    at = first_waiting(row, rules)
-    slot = at + 2 + 2 * int(row[at])
-    index = int(row[slot])
+        return False, 0, 0.0
+    slot = waiting_at(row, rules, 0)
+    index = int(row[slot + lay.W_INDEX])
     hit = hit_blocks(replica, index)
-    pages = pages_of(rules, replica.requests[index, lay.CONTEXT] + row[slot + 1])
+    pages = pages_of(rules, replica.requests[index, lay.CONTEXT] + row[slot + lay.W_GENERATED])
     spare = row[lay.FREE] + row[lay.EVICTABLE]
     if hit:
         pages -= hit * pages_per_block(rules)
@@ -122,19 +121,19 @@ def _admission(replica):
             if replica.links[lay.HOLDERS, block] == 0:
                 spare -= pages_per_block(rules)
     if pages > spare:
-        return -1, 0, 0.0
-    return at, hit, pages
+        return False, 0, 0.0
+    return True, hit, pages
 
 
 @compiled
-def _admit(replica, at, hit, pages, budget, now):
-    """Let the head of a ring run; return the tokens that it computes in this iteration."""
+def _admit(replica, hit, pages, budget, now):
+    """Let the first that waits run; return the tokens that it computes in this iteration."""
     row = replica.row
     rules = replica.rules
-    slot = at + 2 + 2 * int(row[at])
-    index = int(row[slot])
-    generated = row[slot + 1]
-    dequeue(row, rules, at)
+    slot = waiting_at(row, rules, 0)
+    index = int(row[slot + lay.W_INDEX])
+    generated = row[slot + lay.W_GENERATED]
+    dequeue(row, rules)
     hold_blocks(replica, index, hit)
     take_pages(replica, pages, now)
     cached = hit * rules[lay.BLOCK_TOKENS]
@@ -271,7 +270,7 @@ def begin(replica, now, until):
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
-        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0] >= 0:
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0]:
             break
         later = _skip_ahead(replica, now, until)
         if later == now:
@@ -296,10 +295,10 @@ def begin(replica, now, until):
             kv += row[at + lay.P_KV]
         at += lay.PREFILL_FIELDS
     while not preempted and budget > 0.0:
-        ring, hit, pages = _admission(replica)
-        if ring < 0:
+        may_run, hit, pages = _admission(replica)
+        if not may_run:
             break
-        chunk, cached = _admit(replica, ring, hit, pages, budget, now)
+        chunk, cached = _admit(replica, hit, pages, budget, now)
         prefill += chunk
         budget -= chunk
         kv += cached

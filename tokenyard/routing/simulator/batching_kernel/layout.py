@@ -19,7 +19,7 @@ B blocks in all chains of a stream.
 
 A row of `state`: scalars; pages needed next, by phase (page_tokens); sequences in prefill, in the
 order of admission (max_batch x PREFILL_FIELDS); sequences that decode (max_batch x DECODE_FIELDS);
-then per priority a ring of waiting requests (head, count, request and tokens generated so far).
+then the ring of waiting requests in their order (head, count, RING_SIZE x WAITING_FIELDS).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tokenyard.types import FloatArray, IntArray
 
 # rules: rewards (`rewards`), layout, dynamics, what the router sees
 (
-    PAGE_TOKENS, BLOCK_TOKENS, QUEUE_LIMIT, NUM_PRIORITIES, PREFILL_AT, DECODE_AT, RINGS_AT,
+    PAGE_TOKENS, BLOCK_TOKENS, QUEUE_LIMIT, MAX_OVERTAKING_S, PREFILL_AT, DECODE_AT, RING_AT,
     RING_SIZE, RETRY_DELAY_S, MAX_RETRIES, EXPECTED_FINISH, ENERGY, LOOKS_AHEAD, NUM_RULES,
 ) = range(NUM_REWARDS, NUM_REWARDS + 14)  # fmt: skip
 
@@ -74,6 +74,9 @@ P_INDEX, P_ORDER, P_TO_PREFILL, P_KV, P_CHUNK, P_GENERATED, P_HELD, PREFILL_FIEL
 
 # a sequence that decodes: it holds BASE + STEP tokens of KV, and is done when STEP is FINISH
 D_INDEX, D_ORDER, D_BASE, D_FINISH, D_HELD, DECODE_FIELDS = range(6)
+
+# a waiting request: its number, the tokens generated so far, and the key that it waits by
+W_INDEX, W_GENERATED, W_KEY_S, WAITING_FIELDS = range(4)
 
 # links of the prefix cache; ids begin at 1, and 0 is the anchor of the list of evictable blocks
 HOLDERS, BEFORE, AFTER, NUM_LINKS = range(4)
@@ -125,6 +128,8 @@ class FleetArrays(NamedTuple):
     latencies: FloatArray
     """Inter-token latencies by bin, shape (C, LATENCY_BINS)."""
     tables: FloatArray
+    order_keys: FloatArray
+    """Places of the next requests in the waiting queues, shape (C,); NaN: behind the others."""
     scratch: FloatArray
     """Copy of one row of state, in which a look ahead is played; shape (width,)."""
 

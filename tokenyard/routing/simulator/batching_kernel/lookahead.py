@@ -8,7 +8,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.iteration import begin, end_iteration, time_of
 from tokenyard.routing.simulator.batching_kernel.layout import Replica
-from tokenyard.routing.simulator.batching_kernel.queue import ring_at
+from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 
 
 @compiled
@@ -22,15 +22,13 @@ def copy_row(row, rules, to):
     at = int(rules[lay.DECODE_AT])
     for place in range(at, at + lay.DECODE_FIELDS * int(row[lay.DECODING])):
         to[place] = row[place]
-    size = int(rules[lay.RING_SIZE])
-    for priority in range(int(rules[lay.NUM_PRIORITIES])):
-        at = ring_at(rules, priority)
-        to[at] = row[at]
-        to[at + 1] = row[at + 1]
-        for ahead in range(int(row[at + 1])):
-            slot = at + 2 + 2 * ((int(row[at]) + ahead) % size)
-            to[slot] = row[slot]
-            to[slot + 1] = row[slot + 1]
+    at = int(rules[lay.RING_AT])
+    to[at] = row[at]
+    to[at + 1] = row[at + 1]
+    for ahead in range(int(row[at + 1])):
+        first = waiting_at(row, rules, ahead)
+        for place in range(first, first + lay.WAITING_FIELDS):
+            to[place] = row[place]
 
 
 @compiled

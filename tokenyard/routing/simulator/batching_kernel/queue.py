@@ -1,49 +1,69 @@
-"""The waiting requests of a replica: one ring per priority."""
+"""The waiting requests of a replica: one ring, in order of priority, then of key."""
 
 from __future__ import annotations
+
+import math
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 
 
 @compiled
-def ring_at(rules, priority):
-    """Place in `row` where the ring of a priority begins."""
-    return int(rules[lay.RINGS_AT]) + priority * (2 + 2 * int(rules[lay.RING_SIZE]))
-
-
-@compiled
-def enqueue(row, rules, priority, index, generated, front):
-    """Let a request wait, behind the others of its priority or, preempted, in `front` of them."""
-    at = ring_at(rules, priority)
+def waiting_at(row, rules, place):
+    """Place in `row` of the waiting request that so many are ahead of."""
+    at = int(rules[lay.RING_AT])
+    slot = int(row[at]) + place
     size = int(rules[lay.RING_SIZE])
-    head = int(row[at])
-    count = int(row[at + 1])
-    if front:
-        head = (head - 1) % size
-        row[at] = head
-        slot = head
-    else:
-        slot = (head + count) % size
-    row[at + 1] = count + 1
-    row[at + 2 + 2 * slot] = index
-    row[at + 3 + 2 * slot] = generated
+    return at + 2 + lay.WAITING_FIELDS * (slot - size if slot >= size else slot)
+
+
+@compiled
+def enqueue(row, rules, requests, index, generated, key):
+    """Let a request wait behind those of no larger priority number and key.
+
+    A key of minus infinity is that of a preempted sequence: it comes before all of its priority.
+    """
+    ring = int(rules[lay.RING_AT])
+    size = int(rules[lay.RING_SIZE])
+    count = int(row[ring + 1])
+    row[ring + 1] = count + 1
     row[lay.WAITING] += 1.0
+    if count > 0 and _goes_before(row, requests, waiting_at(row, rules, 0), index, key):
+        row[ring] = (int(row[ring]) - 1) % size
+        to = waiting_at(row, rules, 0)
+    else:
+        to = waiting_at(row, rules, count)
+        for place in range(count - 1, -1, -1):
+            before = waiting_at(row, rules, place)
+            if not _goes_before(row, requests, before, index, key):
+                break
+            _move(row, before, to)
+            to = before
+    row[to + lay.W_INDEX] = index
+    row[to + lay.W_GENERATED] = generated
+    row[to + lay.W_KEY_S] = key
 
 
 @compiled
-def first_waiting(row, rules):
-    """Ring of the request that is to be admitted next; -1: none waits."""
-    for priority in range(int(rules[lay.NUM_PRIORITIES])):
-        at = ring_at(rules, priority)
-        if row[at + 1] > 0.0:
-            return at
-    return -1
+def _goes_before(row, requests, at, index, key):
+    """Whether a request that comes with this key goes before the one that waits at `at`."""
+    theirs = requests[int(row[at + lay.W_INDEX]), lay.PRIORITY]
+    own = requests[index, lay.PRIORITY]
+    if own != theirs:
+        return own < theirs
+    return key < row[at + lay.W_KEY_S] or key == -math.inf
 
 
 @compiled
-def dequeue(row, rules, at):
-    """Take the head off the ring at `at`."""
+def _move(row, come, to):
+    for field in range(lay.WAITING_FIELDS):
+        row[to + field] = row[come + field]
+
+
+@compiled
+def dequeue(row, rules):
+    """Take the head off the ring."""
+    at = int(rules[lay.RING_AT])
     row[at] = (int(row[at]) + 1) % int(rules[lay.RING_SIZE])
     row[at + 1] -= 1.0
     row[lay.WAITING] -= 1.0
@@ -52,16 +72,13 @@ def dequeue(row, rules, at):
 @compiled
 def remove_waiting(row, rules, place):
     """Close the gap that a waiting request leaves; return what it had generated."""
-    size = int(rules[lay.RING_SIZE])
-    at = ring_at(rules, place // size)
-    head = int(row[at])
-    slot = at + 2 + 2 * ((head + place % size) % size)
-    generated = row[slot + 1]
-    for ahead in range(place % size, int(row[at + 1]) - 1):
-        to = at + 2 + 2 * ((head + ahead) % size)
-        come = at + 2 + 2 * ((head + ahead + 1) % size)
-        row[to] = row[come]
-        row[to + 1] = row[come + 1]
-    row[at + 1] -= 1.0
+    ring = int(rules[lay.RING_AT])
+    to = waiting_at(row, rules, place)
+    generated = row[to + lay.W_GENERATED]
+    for behind in range(place + 1, int(row[ring + 1])):
+        come = waiting_at(row, rules, behind)
+        _move(row, come, to)
+        to = come
+    row[ring + 1] -= 1.0
     row[lay.WAITING] -= 1.0
     return generated

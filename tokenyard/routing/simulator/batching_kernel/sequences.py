@@ -9,7 +9,7 @@ from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, phase_at
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import register_blocks, release_pages
-from tokenyard.routing.simulator.batching_kernel.queue import remove_waiting, ring_at
+from tokenyard.routing.simulator.batching_kernel.queue import remove_waiting, waiting_at
 
 
 @compiled
@@ -233,8 +233,7 @@ def _next_impatient(replica, now):
     kind = 0
     place = 0
     row[lay.NEXT_ABANDON_S] = math.inf
-    size = int(rules[lay.RING_SIZE])
-    for k in range(2 + int(rules[lay.NUM_PRIORITIES])):
+    for k in range(3):
         if k == 0:
             at = int(rules[lay.DECODE_AT])
             count = int(row[lay.DECODING])
@@ -242,24 +241,23 @@ def _next_impatient(replica, now):
             at = int(rules[lay.PREFILL_AT])
             count = int(row[lay.PREFILLING])
         else:
-            at = ring_at(rules, k - 2)
-            count = int(row[at + 1])
+            at = 0
+            count = int(row[lay.WAITING])
         for which in range(count):
             if k == 0:
                 index = int(row[at + lay.DECODE_FIELDS * which + lay.D_INDEX])
             elif k == 1:
                 index = int(row[at + lay.PREFILL_FIELDS * which + lay.P_INDEX])
             else:
-                slot = (int(row[at]) + which) % size
-                index = int(row[at + 2 + 2 * slot])
+                index = int(row[waiting_at(row, rules, which) + lay.W_INDEX])
             abandon = replica.requests[index, lay.ABANDON_S]
             row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], abandon)
             submitted = replica.outcomes[index, lay.SUBMITTED]
             if abandon <= now and submitted < earliest:
                 earliest = submitted
                 found = index
-                kind = min(k, 2)
-                place = which if k < 2 else (k - 2) * size + which
+                kind = k
+                place = which
     return found, kind, place
 
 

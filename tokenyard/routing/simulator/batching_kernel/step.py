@@ -33,6 +33,7 @@ from tokenyard.routing.simulator.batching_kernel.layout import replica_of
 from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_ahead, play_out
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.order import LAST_S, order_key_s
 from tokenyard.types import FloatArray
 
 
@@ -47,8 +48,11 @@ def _add_reward(rules, requests, index, response, added):
 
 
 @compiled
-def place(fleet, copy, server):
-    """Send the current request to a replica; return the reward that is due at once."""
+def place(fleet, copy, server, order_key):
+    """Send the current request to a replica; return the reward that is due at once.
+
+    Where it has to wait, it waits by `order_key` (`order_key_s`).
+    """
     clock = fleet.clock[copy]
     rules = fleet.rules
     index = int(clock[lay.CURRENT])
@@ -71,7 +75,10 @@ def place(fleet, copy, server):
     row = replica.row
     # Before it is submitted: the router acknowledges who has hung up at once.
     track_request(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
-    if not submit(replica, index, now):
+    key = order_key_s(
+        order_key, fleet.requests[copy, index, lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S]
+    )
+    if not submit(replica, index, now, key):
         router_acknowledge(replica, index, 0.0)
         return 0.0 if requeue(fleet, copy, index, now) else rules[pay.DROP]
     note_sent_blocks(replica, index, now)
@@ -105,7 +112,7 @@ def best_ahead(fleet, copy, others_weight):
         replica = replica_of(fleet, copy, server)
         before = look_ahead(replica, fleet.scratch, -1)[0]
         ahead = copied(replica, fleet.scratch)
-        if not submit(ahead, index, now):
+        if not submit(ahead, index, now, now):
             continue
         after, finish, _ = play_out(ahead, index)
         cost = finish + others_weight * (after - finish - before)
@@ -130,7 +137,7 @@ def step(fleet, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     A copy whose SKIP is set has just been cleared, and one whose CURRENT is -1 has no request
-    left: their actions are ignored and earn 0.
+    left: their actions are ignored and earn 0. The order keys are used up: they are NaN afterwards.
 
     Returns:
         The first copy whose action names no replica; -1 if none. Nothing is changed otherwise.
@@ -146,9 +153,10 @@ def step(fleet, actions, rewards):
         if clock[lay.SKIP]:
             clock[lay.SKIP] = 0.0
         elif clock[lay.CURRENT] >= 0.0:
-            rewards[copy] = place(fleet, copy, actions[copy])
+            rewards[copy] = place(fleet, copy, actions[copy], fleet.order_keys[copy])
             find_decision(fleet, copy)
             rewards[copy] += _collect(fleet, copy)
+        fleet.order_keys[copy] = math.nan
         fill_table(fleet, copy)
     return -1
 
@@ -208,7 +216,7 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
-            place(fleet, copy, server)
+            place(fleet, copy, server, LAST_S)
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
@@ -230,7 +238,7 @@ def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, table, scores,
             )  # fmt: skip
-            place(fleet, copy, replica)
+            place(fleet, copy, replica, LAST_S)
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
@@ -272,6 +280,6 @@ def run_residual(fleet, player, rewards):
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            place(fleet, copy, decide(fleet, copy, player))
+            place(fleet, copy, decide(fleet, copy, player), LAST_S)
             find_decision(fleet, copy)
     drain(fleet, rewards)

@@ -1,0 +1,204 @@
+"""Orders of what waits: what each says, and what holds for all of them."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.instances import a_scenario, random_stream
+from sizes import scaled
+
+from tokenyard.routing.policies import PolicyContext, is_rule, make_policy, rows_for
+from tokenyard.routing.policies.order import ORDERS, MarginalInOrder, Ordered
+from tokenyard.routing.policies.public import Needs
+from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import (
+    EngineSnapshot,
+    OrderingPolicy,
+    ReplicaSnapshot,
+    Request,
+    WaitingQueue,
+)
+from tokenyard.types import Slo
+
+few = settings(max_examples=scaled(40))
+SERVERS = [(3000.0, 3), (5000.0, 5)]
+SERVER = ReplicaSnapshot("server", 1000.0, 1, 4, 0, 0, 0.0)
+ENGINE = EngineSnapshot(
+    iteration_s=0.01, prefill_token_s=0.001, sequence_s=0.0, kv_token_s=0.0, token_budget=512,
+    kv_capacity_tokens=1e6, kv_used_fraction=0.0, prefill_in_flight_tokens=0.0,
+    output_in_flight_tokens=0.0, match_tokens=0,
+)  # fmt: skip
+REPLICA = replace(SERVER, replica_id="replica", num_slots=64, max_concurrency=64, engine=ENGINE)
+requests = st.builds(
+    Request,
+    arrival_s=st.floats(0, 1e5),
+    context_tokens=st.integers(1, 10_000),
+    predicted_total_tokens=st.floats(10_000, 20_000),
+    due_s=st.floats(0.1, 100) | st.just(math.inf),
+    tenant=st.sampled_from("ab"),
+    tenant_share=st.floats(0.1, 1.0),
+)
+
+
+def context(name="nominal", num_replicas=3):
+    return PolicyContext(name, Slo(2.0), np.random.default_rng(0), num_replicas)
+
+
+def a_request(tokens=1000, **rest):
+    return Request(5.0, tokens, float(tokens), **rest)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@few
+@given(some=st.lists(requests, min_size=1, max_size=8), knob=st.integers(0, 20))
+def test_no_order_puts_a_request_before_its_arrival(name, some, knob):
+    rule = ORDERS[name]
+    order = rule.make(3, {rule.knob: rule.grid[knob % len(rule.grid)]})
+    for request in sorted(some, key=lambda one: one.arrival_s):
+        for snapshot in (SERVER, REPLICA):
+            assert order.delay_s(request, snapshot) >= 0
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@few
+@given(seed=st.integers(0, 2**32 - 1), bound_s=st.sampled_from([0.0, 0.5, 5.0]))
+def test_under_no_order_is_a_request_overtaken_by_one_that_comes_later_than_the_bound(
+    name, seed, bound_s
+):
+    scenario = a_scenario(SERVERS, max_overtaking_s=bound_s)
+    stream = random_stream(scenario, np.random.default_rng(seed), 60, load=1.2)
+    (run,) = run_policy(
+        scenario,
+        StreamSet([stream], "test"),
+        lambda rng: Ordered(make_policy("sed", context()), ORDERS[name].make(2, {})),
+        0,
+    )
+    found = run.outcomes
+    speed = np.array([server.tokens_per_s for server in scenario.servers])[found.server]
+    arrival_s = stream[:, kernel.ARRIVAL_S]
+    start_s = arrival_s + found.response_s - stream[:, kernel.TRUE_TOTAL] / speed
+    for later in range(len(stream)):
+        overtaken = (start_s[:later] > start_s[later] + 1e-9) & (
+            found.server[:later] == found.server[later]
+        )
+        assert (arrival_s[later] <= arrival_s[:later][overtaken] + bound_s).all()
+
+
+@few
+@given(seed=st.integers(0, 2**32 - 1))
+def test_an_order_that_adds_nothing_changes_no_response(seed):
+    scenario = a_scenario(SERVERS)
+    streams = StreamSet([random_stream(scenario, np.random.default_rng(seed), 80)], "test")
+    sjf = ORDERS["sjf"].make(2, {"service_weight": 0.0})
+    (plain,) = run_policy(scenario, streams, lambda rng: make_policy("sed", context()), 0)
+    (ordered,) = run_policy(
+        scenario, streams, lambda rng: Ordered(make_policy("sed", context()), sjf), 0
+    )
+    assert plain.outcomes.response_s.tobytes() == ordered.outcomes.response_s.tobytes()
+    assert plain.rewards.sum() == pytest.approx(ordered.rewards.sum())
+
+
+def test_a_second_of_service_counts_as_so_many_seconds_of_waiting():
+    sjf = ORDERS["sjf"].make(3, {"service_weight": 20.0})
+    assert sjf.delay_s(a_request(1000), SERVER) == pytest.approx(20.0)
+    assert sjf.delay_s(a_request(100), SERVER) == pytest.approx(2.0)
+
+
+def test_a_prompt_counts_without_what_the_replica_has_cached():
+    wspt = ORDERS["wspt"].make(3, {"prefill_weight": 2.0})
+    cached = replace(REPLICA, engine=replace(ENGINE, match_tokens=400))
+    assert wspt.delay_s(a_request(1000), REPLICA) == pytest.approx(2.0)
+    assert wspt.delay_s(a_request(1000), cached) == pytest.approx(1.2)
+
+
+def test_the_slo_orders_by_deadline_and_by_slack():
+    edf, slack = (ORDERS[name].make(3, {}) for name in ("edf", "slack"))
+    assert edf.delay_s(a_request(due_s=7.0), REPLICA) == 7.0
+    assert slack.delay_s(a_request(due_s=7.0), REPLICA) == pytest.approx(6.0)
+    assert slack.delay_s(a_request(due_s=0.5), REPLICA) == 0.0
+
+
+def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_not():
+    fair = ORDERS["fair"].make(2, {})
+    modest, greedy = (a_request(tenant=name, tenant_share=0.5) for name in ("modest", "greedy"))
+    # Each request is a second of one of two servers: a second of the half of both.
+    assert [fair.delay_s(greedy, SERVER) for _ in range(3)] == pytest.approx([0.0, 1.0, 2.0])
+    assert fair.delay_s(modest, SERVER) == 0.0
+    assert fair.delay_s(replace(greedy, arrival_s=100.0), SERVER) == 0.0
+
+
+def test_the_placement_that_knows_the_order_counts_who_is_before_and_who_is_behind():
+    sjf = ORDERS["sjf"].make(2, {"service_weight": 20.0})
+    # A second is left of what runs; of those that wait the second would be behind, at 25 s.
+    queue = WaitingQueue(np.array([6.0, 100.0]), np.array([1000.0, 4000.0]))
+    long = replace(SERVER, num_running=1, num_waiting=2, predicted_wait_s=6.0, queue=queue)
+    nobody = WaitingQueue(np.zeros(0), np.zeros(0))
+    short = replace(SERVER, num_running=1, predicted_wait_s=3.5, queue=nobody)
+    decision = MarginalInOrder(sjf).place(a_request(1000), [short, long])
+    # Its wait, its service, and that service again for the one behind it.
+    assert decision.scores == pytest.approx([3.5 + 1.0, 2.0 + 1.0 + 1.0])
+    assert (decision.replica, decision.order_key_s) == (1, 25.0)
+
+
+@pytest.mark.parametrize("scenario_name", ["poisson_095", "azure_code_mixed_gpus"])
+def test_a_queue_is_shown_in_the_order_in_which_it_starts(scenario_name):
+    scenario = load_scenario(scenario_name)
+    stream = StreamSource(scenario).sample(400, stream_rng(0, "training"), 1.5)
+    sim = make_simulator(scenario, 1, 400)
+    sim.load(0, stream)
+    most = 0
+    while sim.current() >= 0:
+        for server in range(scenario.num_servers):
+            queue = sim.queue(0, server)
+            assert len(queue.tokens) == len(queue.order_keys_s)
+            assert (np.diff(queue.order_keys_s) >= 0).all()
+            most = max(most, len(queue.tokens))
+        request = sim.request()
+        sim.order_next(0, request.arrival_s + 0.01 * request.context_tokens)
+        sim.step(np.array([0]))
+    assert most > 10
+
+
+def test_an_order_is_named_behind_its_placement_and_routes_as_that_does():
+    made = make_policy("sed+sjf", context())
+    assert isinstance(made, OrderingPolicy)
+    busy = replace(SERVER, num_running=1, tokens_in_flight=5000.0)
+    assert made.route(a_request(), [busy, SERVER]) == 1
+    decision = made.place(a_request(), [busy, SERVER])
+    assert decision.order_key_s == pytest.approx(5.0 + ORDERS["sjf"].default)
+    assert decision.scores is not None
+    assert is_rule("sed+sjf")
+    assert is_rule("marginal_in_order+sjf")
+    assert not is_rule("marginal_in_order")
+    assert not is_rule("sed+sfj")
+
+
+def test_an_unknown_order_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match=r"unknown order 'sfj'; choose one of .*did you mean"):
+        make_policy("sed+sfj", context())
+    with pytest.raises(ValueError, match=r"unknown policy 'sed\+sfj'.*sjf"):
+        PROBLEM.candidate(load_scenario("nominal"), "sed+sfj")
+
+
+def test_a_knob_that_was_tuned_beside_a_placement_counts_there_and_nowhere_else():
+    rules = load_tuned("nominal").model_copy(update={"orders": {"sed+sjf": {"service_weight": 3}}})
+    tuned = replace(context(), tuned=rules)
+    keys = [
+        make_policy(name, tuned).place(a_request(), [SERVER] * 3).order_key_s
+        for name in ("sed+sjf", "marginal_delay+sjf")
+    ]
+    assert keys == pytest.approx([8.0, 5.0 + ORDERS["sjf"].default])
+
+
+def test_orders_are_rows_where_they_were_tuned():
+    ordered = [name for name in rows_for("azure_code_slo", Needs.BATCHING) if "+" in name]
+    assert ordered == list(load_tuned("azure_code_slo").order_scores)

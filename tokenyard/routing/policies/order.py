@@ -1,0 +1,288 @@
+"""In which order requests wait at their replica: rules, and what adds one to a placement.
+
+An order says how much later than its arrival a request takes its place in the queue. A second of
+that is a second by which later requests may overtake it: whatever waits long enough comes first, so
+every rule ages. The simulator bounds what a rule adds (`Scenario.max_overtaking_s`). Classes with a
+`priority` wait apart from each other, and an order is one within a class.
+
+A rule knows the request, what is predicted of it, and the replica that was chosen; never the true
+output. Its knob is tuned per scenario with the placement that it stands beside
+(`pipelines/tune_baselines.py`). `PLACEMENT+ORDER` names the two together: `sed+sjf`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenyard.config import did_you_mean
+from tokenyard.routing.policies.context import PolicyContext
+from tokenyard.routing.policies.cost import cheapest
+from tokenyard.routing.policies.delay import (
+    ADDED_DECODE_S,
+    ADDED_FIRST_TOKEN_S,
+    ADDED_OTHERS_S,
+    ADDED_WAIT_S,
+    added_delays,
+)
+from tokenyard.routing.policies.signals import (
+    miss_tokens,
+    prefill_in_flight_tokens,
+    prefill_token_s,
+)
+from tokenyard.routing.types import (
+    Decision,
+    ReplicaSnapshot,
+    Request,
+    RoutingPolicy,
+    ScoringPolicy,
+)
+from tokenyard.types import FloatArray
+
+BETWEEN = "+"
+"""Between the names of a placement and an order."""
+IN_ORDER = "marginal_in_order"
+"""Name of the placement that knows the order, and is none without."""
+
+
+def service_s(request: Request, snapshot: ReplicaSnapshot) -> float:
+    """Time from a request's start at a replica to its end, as the router knows it, seconds."""
+    delays = added_delays(request, [snapshot])[0]
+    return float(delays[ADDED_FIRST_TOKEN_S] - delays[ADDED_WAIT_S] + delays[ADDED_DECODE_S])
+
+
+def prefill_s(request: Request, snapshot: ReplicaSnapshot) -> float:
+    """Time that the uncached prompt takes; of a server without `engine` the whole service."""
+    if snapshot.engine is None:
+        return service_s(request, snapshot)
+    return miss_tokens(request, snapshot) * prefill_token_s(snapshot)
+
+
+class Order(ABC):
+    """Says where a request takes its place among those that wait."""
+
+    @abstractmethod
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return how much later than at its arrival the request takes its place, seconds.
+
+        Args:
+            request: Placed just now.
+            snapshot: Of the replica that it was sent to.
+        """
+
+
+class ShortestJob(Order):
+    """Shortest predicted service first, and older before newer: key = arrival + a x service.
+
+    A second of waiting makes up for 1/a seconds of service; a = 20 is the priority
+    `service - 0.05 x wait`. Shortest-first is optimal for the mean on one server that does not
+    preempt (Phipps 1956); by predicted length for LLMs: Fu et al. 2024, arXiv:2408.15792.
+    """
+
+    def __init__(self, service_weight: float = 20.0) -> None:
+        """Let a second of service count as `service_weight` seconds of waiting."""
+        self._service_weight = service_weight
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return the weighted service."""
+        return self._service_weight * service_s(request, snapshot)
+
+
+class Wspt(Order):
+    """Fewest prompt tokens to compute first: the queue of NVIDIA Dynamo's router, with ageing.
+
+    Dynamo orders by `(1 + priority_jump) / tokens of the prompt`, the largest first (Smith's rule,
+    1956), and never ages. Requests here have no jump. Prompts count as the time that they take at
+    the replica without what it has cached.
+    """
+
+    def __init__(self, prefill_weight: float = 20.0) -> None:
+        """Let a second of prefill count as `prefill_weight` seconds of waiting."""
+        self._prefill_weight = prefill_weight
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return the weighted time of the prompt."""
+        return self._prefill_weight * prefill_s(request, snapshot)
+
+
+class EarliestDeadline(Order):
+    """Earliest deadline first (Jackson 1955): key = arrival + a x SLO.
+
+    The deadline is that of the first token where it has an SLO, else of the response. With one
+    class it is first come, first served.
+    """
+
+    def __init__(self, due_weight: float = 1.0) -> None:
+        """Count the SLO `due_weight` times."""
+        self._due_weight = due_weight
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return the weighted SLO."""
+        return self._due_weight * request.due_s
+
+
+class LeastSlack(Order):
+    """Least slack first: key = arrival + max(0, SLO - a x prefill).
+
+    What must start soonest to be in time goes first; of one class that is the longest prompt.
+    Source: least slack time (Dertouzos and Mok 1989).
+    """
+
+    def __init__(self, prefill_weight: float = 1.0) -> None:
+        """Subtract the weighted time of the prompt from the SLO."""
+        self._prefill_weight = prefill_weight
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return the slack."""
+        return max(0.0, request.due_s - self._prefill_weight * prefill_s(request, snapshot))
+
+
+class FairShare(Order):
+    """Tenants in proportion to their shares: virtual clocks (Zhang 1990).
+
+    Each tenant has a clock that is never behind the time, and that each request moves on by its
+    service over the tenant's share of all replicas. A request takes its place where its tenant's
+    clock stands: who asks for no more than the share comes first come, first served; who asks for
+    more waits behind. Kin: start-time fair queueing (Goyal et al. 1996); VTC for LLMs (Sheng et al.
+    2024, arXiv:2401.00588).
+    """
+
+    def __init__(self, num_replicas: int, service_weight: float = 1.0) -> None:
+        """Let clocks of tenants of `num_replicas` move on by the weighted service."""
+        self._num_replicas = num_replicas
+        self._service_weight = service_weight
+        self._clocks_s: dict[str, float] = {}
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return how far the tenant's clock is ahead, then move it on."""
+        clock_s = max(self._clocks_s.get(request.tenant, -math.inf), request.arrival_s)
+        taken_s = service_s(request, snapshot) / (snapshot.num_slots * self._num_replicas)
+        self._clocks_s[request.tenant] = (
+            clock_s + self._service_weight * taken_s / request.tenant_share
+        )
+        return clock_s - request.arrival_s
+
+
+class Ordered:
+    """A placement and an order: both decide about a request as it comes."""
+
+    sees_queues = False
+
+    def __init__(self, placement: RoutingPolicy, order: Order) -> None:
+        """Send requests where `placement` says, and let them wait there as `order` says."""
+        self._placement = placement
+        self._order = order
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the choice."""
+        return self.place(request, snapshots).replica
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the choice with its order key."""
+        placement = self._placement
+        scores = None
+        if isinstance(placement, ScoringPolicy):
+            decision = placement.decide(request, snapshots)
+            replica, scores = decision.replica, decision.scores
+        else:
+            replica = placement.route(request, snapshots)
+        delay_s = self._order.delay_s(request, snapshots[replica])
+        return Decision(replica, scores, request.arrival_s + delay_s)
+
+
+class MarginalInOrder:
+    """Least marginal delay that knows where in each queue the request would stand.
+
+    It waits for those whose key is not above its own, and delays only those behind it: the cost is
+    the wait for the former, its own service, and that service for each of the latter. Where
+    replicas batch, the share of prompts that would be behind is taken off the wait, and the share
+    of requests that would be before it off what the others are delayed by.
+    """
+
+    sees_queues = True
+
+    def __init__(self, order: Order, wait_weight: float = 1.0, others_weight: float = 1.0) -> None:
+        """Let requests wait as `order` says; weights as those of `MarginalDelay`."""
+        self._order = order
+        self._wait_weight = wait_weight
+        self._others_weight = others_weight
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return the index of the choice."""
+        return self.place(request, snapshots).replica
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the replica of least cost, with the order key there."""
+        delays = added_delays(request, snapshots)
+        own_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
+        keys_s, costs = np.empty(len(snapshots)), np.empty(len(snapshots))
+        for i, snapshot in enumerate(snapshots):
+            keys_s[i] = request.arrival_s + self._order.delay_s(request, snapshot)
+            costs[i] = self._cost_s(snapshot, keys_s[i], own_s[i], delays[i])
+        chosen = cheapest(costs)
+        return Decision(chosen, costs, float(keys_s[chosen]))
+
+    def _cost_s(
+        self, snapshot: ReplicaSnapshot, key_s: float, own_s: float, delays: FloatArray
+    ) -> float:
+        queue, wait_s = snapshot.queue, delays[ADDED_WAIT_S]
+        assert queue is not None, "a simulator shows it to those who see queues"
+        behind = queue.order_keys_s > key_s
+        tokens, num_behind = queue.tokens[behind].sum(), int(behind.sum())
+        service_s, others_s = own_s - wait_s, delays[ADDED_OTHERS_S]
+        if snapshot.engine is None:
+            wait_s = max(wait_s - tokens / snapshot.full_tokens_per_s, 0.0)
+            others_s = service_s * num_behind / snapshot.num_slots
+        else:
+            wait_s *= 1.0 - min(tokens / max(prefill_in_flight_tokens(snapshot), 1.0), 1.0)
+            num_before = len(behind) - num_behind
+            others_s *= 1.0 - num_before / max(snapshot.num_outstanding, len(behind), 1)
+        return float(self._wait_weight * wait_s + service_s + self._others_weight * others_s)
+
+
+@dataclass(frozen=True)
+class OrderRule:
+    """One order: its class, the knob that is tuned, and whether it needs the number of replicas."""
+
+    rule: type[Order]
+    knob: str
+    grid: tuple[float, ...]
+    counts_replicas: bool = False
+
+    @property
+    def default(self) -> float:
+        """Return the knob's value where it was not tuned."""
+        return float(inspect.signature(self.rule).parameters[self.knob].default)
+
+    def make(self, num_replicas: int, knobs: Mapping[str, float]) -> Order:
+        """Make it afresh with these knobs; without any it has its defaults."""
+        return self.rule(*((num_replicas,) if self.counts_replicas else ()), **knobs)
+
+
+_WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0, 60.0, 100.0, 200.0)
+ORDERS: dict[str, OrderRule] = {
+    "sjf": OrderRule(ShortestJob, "service_weight", _WEIGHTS),
+    "wspt": OrderRule(Wspt, "prefill_weight", _WEIGHTS),
+    "edf": OrderRule(EarliestDeadline, "due_weight", (0.25, 0.5, 1.0, 2.0, 4.0)),
+    "slack": OrderRule(LeastSlack, "prefill_weight", (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)),
+    "fair": OrderRule(FairShare, "service_weight", (0.25, 0.5, 1.0, 2.0, 4.0), True),
+}
+"""Name to order."""
+
+
+def order_of(name: str, context: PolicyContext) -> Order:
+    """Make the order of `PLACEMENT+ORDER` afresh, as it was tuned beside that placement.
+
+    Raises:
+        ValueError: There is no such order.
+    """
+    order = name.partition(BETWEEN)[2]
+    if order not in ORDERS:
+        hint = did_you_mean(order, ORDERS)
+        raise ValueError(f"unknown order {order!r}; choose one of {sorted(ORDERS)}{hint}")
+    return ORDERS[order].make(context.num_replicas, context.order_knobs(name))
