@@ -70,6 +70,10 @@ class Downstream(Protocol):
         """Send some of the body; waits while the caller reads more slowly than it comes."""
         ...
 
+    def write_now(self, data: bytes) -> bool:
+        """Send some of a body that has begun; False: nothing was sent, since that may wait."""
+        ...
+
 
 class Attempt(Protocol):
     """One try to have a replica answer a request."""

@@ -16,6 +16,7 @@ from serve_app.gateway.gateway import Gateway, Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.generation_reader import Generation, GenerationReader, check_model
+from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
 
@@ -60,7 +61,8 @@ class DataPath:
             known = peek(body)
             service_class = self._class(scope, known)
             request = await self._request(scope, body, known)
-            await answer(self._gateway, request, service_class, receive, send)
+            direct = direct_writer_of(scope)
+            await answer(self._gateway, request, service_class, receive, send, direct)
         except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
             response = await self._refuse(Request(scope), error)
             await response(scope, receive, send)
