@@ -7,8 +7,8 @@ import json
 from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.exchange import Headers, InferenceRequest
-from serve_app.gateway.gateway import Gateway, Unserved
+from serve_app.gateway.exchange import Headers, InferenceRequest, RequestServer
+from serve_app.gateway.gateway import Unserved
 from serve_app.http.listener import DirectWriter
 from serve_app.http.presence import Presence
 from serve_app.http.reasons import openai_error
@@ -62,7 +62,7 @@ class AsgiDownstream:
 
 
 async def answer(
-    gateway: Gateway,
+    gateway: RequestServer,
     request: InferenceRequest,
     service_class: SloClass,
     receive: Receive,

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
-from serve_app.gateway.exchange import Call, InferenceRequest
-from serve_app.gateway.gateway import Gateway, Refused, Unserved
+from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
+from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.generation_reader import Generation, GenerationReader, check_model
@@ -35,7 +35,7 @@ Refusal = Callable[[Request, Exception], Awaitable[Response]]
 class DataPath:
     """ASGI application of `OPENAI_PATHS`, whose bodies have been read."""
 
-    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, refuse: Refusal) -> None:
+    def __init__(self, gateway: RequestServer, tokenizer: Tokenizer, refuse: Refusal) -> None:
         """Answer by a gateway.
 
         Args:
@@ -103,7 +103,7 @@ class DataPath:
             return None
 
 
-def _find_class(gateway: Gateway, name: str | None) -> SloClass:
+def _find_class(gateway: RequestServer, name: str | None) -> SloClass:
     """Return the class of that name, the first for None.
 
     Raises:
