@@ -255,6 +255,7 @@ class DeciderReplica(GatewayReplica):
     async def end(self) -> None:
         """Answer what was let in; carriers end by themselves."""
         if self._decider is not None:
+            await self._decider.resign()
             await self._gateway.drain()
             await self._decider.stop()
             await self._stop()

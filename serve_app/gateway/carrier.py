@@ -84,10 +84,10 @@ class _Call:
 class _Link(FrameProtocol):
     """The connection to the decider."""
 
-    def __init__(self, on_lost: Callable[[_Link], None]) -> None:
+    def __init__(self, on_leave: Callable[[], None]) -> None:
         super().__init__()
         self.is_up = True
-        self._on_lost = on_lost
+        self._on_leave = on_leave
         self._calls: dict[int, _Call] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
@@ -120,9 +120,8 @@ class _Link(FrameProtocol):
         finally:
             del self._asked[number]
 
-    def count(self, number: int, num_tokens: int) -> None:
-        """Tell how many tokens of a request there are: of the first one soon."""
-        is_first = num_tokens == 1
+    def count(self, number: int, num_tokens: int, is_first: bool) -> None:
+        """Tell how many tokens of a request there are: of the first ones soon."""
         self._counts[number] = num_tokens
         if is_first:
             self.flush_soon(is_urgent=False)
@@ -141,6 +140,8 @@ class _Link(FrameProtocol):
         if kind == Kind.STOP:
             if call is not None:
                 call.give_up()
+        elif kind == Kind.LEAVE:
+            self._on_leave()
         elif kind == Kind.HTTP_ANSWER:
             answer = self._asked.get(number)
             if answer is not None and not answer.done():
@@ -158,7 +159,7 @@ class _Link(FrameProtocol):
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(Away())
-        self._on_lost(self)
+        self._on_leave()
 
     def _send_counts(self) -> None:
         self._counting = None
@@ -184,9 +185,9 @@ class _Attempt:
     ) -> None:
         """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
         if num_tokens > self.num_tokens:
-            self.num_tokens = num_tokens
             if finish_reason is None and self._link.is_up:
-                self._link.count(self._number, num_tokens)
+                self._link.count(self._number, num_tokens, is_first=not self.num_tokens)
+            self.num_tokens = num_tokens
         self.finish_reason, self.is_whole = finish_reason, is_whole
 
     def publish(self, status: EngineStatus) -> None:
@@ -302,7 +303,8 @@ class Carrier:
         except RequestRejected as error:
             link.send(Kind.REJECTED, number, error.status.to_bytes(2, "little"))
             raise
-        except asyncio.CancelledError:
+        except BaseException:
+            # Its caller has left, or something is wrong here: the decider must not wait for it.
             link.send(Kind.GONE, number)
             raise
         finally:
@@ -350,19 +352,21 @@ class Carrier:
 
     async def _connect(self, path: str) -> None:
         """Use a decider until it is away."""
-        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        loop, left = asyncio.get_running_loop(), asyncio.Event()
 
-        def on_lost(link: _Link) -> None:
-            self._link = None
-            gone.set()
+        def on_leave() -> None:
+            if not left.is_set():
+                self._link = None
+                left.set()
 
-        _, link = await loop.create_unix_connection(lambda: _Link(on_lost), path)
+        _, link = await loop.create_unix_connection(lambda: _Link(on_leave), path)
         told = {"pid": os.getpid(), "carried_alone": self._num_alone}
         link.send(Kind.HELLO, 0, to_json(told))
         self._num_alone = 0
-        self._link = link
-        self._found.set()
-        while not gone.is_set():
+        if not left.is_set():
+            self._link = link
+            self._found.set()
+        while not left.is_set():
             link.send(Kind.PING, 0, is_urgent=False)
             await asyncio.sleep(_PING_EVERY_S)
             if loop.time() - link.heard_s > _SILENT_S:

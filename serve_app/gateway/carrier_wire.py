@@ -58,6 +58,8 @@ class Kind(IntEnum):
     """Decider: JSON, why a request is not answered."""
     HTTP_ANSWER = 14
     """Decider: status, headers and body."""
+    LEAVE = 15
+    """Decider: it is about to end, and wants to be asked nothing new."""
 
 
 class FrameProtocol(asyncio.Protocol):

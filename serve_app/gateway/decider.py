@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 FAILURES = {
     one.__name__: one for one in (ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTimeout)
 }
+_HEARD_S = 0.1
+"""For carriers to hear that they have to leave."""
 _GONE_S = 2.0
 """For carriers to end, once all is answered."""
 
@@ -206,6 +208,10 @@ class _Link(FrameProtocol):
             self._refuse(number, "unserved", str(error))
         except (RequestRejected, asyncio.CancelledError):
             pass  # The carrier knows: it said so, or is gone.
+        except Exception:
+            # Whatever is wrong here, the carrier's caller must not wait for ever.
+            logger.exception("request %d of a carrier", number)
+            self._refuse(number, "unserved", "the gateway failed")
         finally:
             del self._carried[number]
 
@@ -247,8 +253,12 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
         else:
             content.extend(message.get("body", b""))
 
-    await api(scope, receive, send)
-    return told, bytes(content)
+    try:
+        await api(scope, receive, send)
+    except Exception:
+        # As a server does: what was sent until then is the answer.
+        logger.exception("%s %s", head["method"], head["path"])
+    return told or {"status": 500, "headers": []}, bytes(content)
 
 
 class Decider:
@@ -283,6 +293,12 @@ class Decider:
     def is_up(self) -> bool:
         """Whether it listens."""
         return self._server is not None and self._server.is_serving()
+
+    async def resign(self) -> None:
+        """Have carriers ask another from now on, or nobody; what is under way goes on."""
+        for one in self._links:
+            one.send(Kind.LEAVE, 0)
+        await asyncio.sleep(_HEARD_S)
 
     async def stop(self) -> None:
         """Wait a moment for carriers to end, and close what is left."""

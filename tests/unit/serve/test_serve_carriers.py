@@ -13,6 +13,7 @@ from unit.serve.test_bytes_through import CHAT, END, STREAMS, WHOLE, a_delta
 from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_external import a_cluster
 
+from serve_app.app import GatewayOptions, find_cluster
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer
 from serve_app.gateway import carrier as carrier_module
 from serve_app.gateway.carrier import Carrier
@@ -233,6 +234,33 @@ def test_without_a_decider_what_runs_goes_on_and_what_comes_is_answered():
     run(test)
 
 
+def test_a_decider_that_is_replaced_keeps_what_it_has_and_the_next_gets_the_rest():
+    async def test(site):
+        (endpoint,) = site.endpoints
+        endpoint.headers, endpoint.framing, endpoint.gap_s = EVENTS, "chunked", 0.1
+        endpoint.pieces = [*[a_delta(content="a")] * 5, *END]
+        async with RawCaller.to(site.ports[0]) as caller:
+            asked = asyncio.create_task(caller.ask(CHAT, STREAM))
+            await until(lambda: site.value("prompt_tokens_total", pool="theirs") > 0)
+            before, former = site.gateway, site.decider
+            site.decider = None
+            await former.resign()
+            drained = asyncio.create_task(before.drain())
+            async with RawCaller.to(site.ports[1]) as other:
+                assert (await other.ask(CHAT, STREAM))[0] == 200
+            await site.decide()
+            assert (await asked)[2] == b"".join(endpoint.pieces)
+            assert await drained == 0
+        await former.stop()
+        before.manager.stop()
+        value = before.metrics.registry.get_sample_value
+        assert value("tokenyard_output_tokens_total", {"pool": "theirs"}) == 5
+        await until(lambda: site.value("carriers") == 2)
+        assert site.value("carried_alone_total") == 1
+
+    run(test)
+
+
 def test_requests_that_wait_for_a_decider_which_hangs_are_placed_without_it(monkeypatch):
     monkeypatch.setattr(carrier_module, "_SILENT_S", 0.3)
     monkeypatch.setattr(carrier_module, "_PING_EVERY_S", 0.1)
@@ -336,6 +364,14 @@ def test_operators_ask_and_change_through_any_carrier_as_from_their_own_address(
                 assert "<!doctype html>" in (await client.get("/")).text
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"), [("none", "without pools"), ("local_cpu", "with an allocated pool")]
+)
+def test_some_gateways_are_one_process(cluster, says):
+    with pytest.raises(ValueError, match=says):
+        find_cluster(GatewayOptions(cluster=cluster, num_carriers=2))
 
 
 def test_a_request_tells_the_names_of_its_blocks():
