@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[1]
 OWN_REPLICAS = 2
 TOKENS_PER_S = 50
 TOKENS = 64
+_NICE = 10
 PROFILE = {
     "iteration_s": 0.02, "prefill_token_s": 6e-5, "sequence_s": 5e-5, "max_batch": 64,
     "token_budget": 512, "kv_capacity_tokens": 150_000,
@@ -97,6 +98,8 @@ class Args:
     """Closed loops of whole answers of one token, one load each."""
     streams: int = 64
     """Streams of 50 tokens a second at a time; 0: none."""
+    carriers: tuple[int, ...] = (2, 4)
+    """Numbers of carrier processes, one more gateway before the stub each."""
     before: Path | None = None
     """Another checkout, whose gateway before a pool of its own takes turns with the others."""
     json: Path | None = None
@@ -352,6 +355,7 @@ async def load(server: Server, clients: int, stream: bool, block_s: float) -> Tu
 
 def serve_stub(ports: Connection) -> None:
     """Serve endpoints until the parent is gone."""
+    os.nice(_NICE)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
@@ -418,7 +422,9 @@ def own_pool() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def gateway(name: str, pool: dict[str, Any], root: Path = ROOT) -> Iterator[Server]:
+def gateway(
+    name: str, pool: dict[str, Any], root: Path = ROOT, carriers: int = 1
+) -> Iterator[Server]:
     """Yield a gateway before a pool, from the checkout at `root`."""
     port = a_free_port()
     cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
@@ -429,6 +435,8 @@ def gateway(name: str, pool: dict[str, Any], root: Path = ROOT) -> Iterator[Serv
             sys.executable, str(root / "pipelines/deploy.py"), "--cluster", str(file),
             "--port", str(port), "--decision-log", str(Path(folder) / "log"),
         ]  # fmt: skip
+        if carriers > 1:
+            command += ["--carriers", str(carriers)]
         with started(name, port, command, root) as server:
             yield server
 
@@ -485,9 +493,14 @@ def main(args: Args) -> None:
             stack.enter_context(gateway("tokenyard", external_pool(ports))),
             stack.enter_context(gateway("tokenyard, own pool", own_pool())),
         ]
+        for number in args.carriers:
+            pool, name = external_pool(ports), f"tokenyard, {number} carriers"
+            servers.append(stack.enter_context(gateway(name, pool, carriers=number)))
         if args.before is not None:
             before = gateway("own pool before", own_pool(), args.before)
             servers.append(stack.enter_context(before))
+        # Whoever asks gives way, so that it is the servers that are measured.
+        os.nice(_NICE)
         rows = measure(servers, args)
     table = Table(*asdict(rows[0]))
     for one in rows:

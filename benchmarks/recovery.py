@@ -1,8 +1,11 @@
-"""How long a pool is away when one of its processes is killed, and what becomes of the requests.
+"""How long what is killed is away, and what becomes of the requests.
 
 Start `python pipelines/deploy.py` on this machine, then
-`python benchmarks/recovery.py --victims rank replica`: clients ask without a pause, a process gets
-SIGKILL, and the gateway is watched until all replicas take requests again.
+`python benchmarks/recovery.py --victims rank replica gateway`: clients ask without a pause, a
+process gets SIGKILL, and the gateway is watched until all replicas take requests again. Meanwhile
+somebody who has no connection yet asks ten times a second. Where others carry for the gateway
+(`--carriers`), `gateway` is the process that decides. `raylet` needs something that starts
+`deploy.py` again when it ends.
 """
 
 from __future__ import annotations
@@ -22,18 +25,27 @@ import psutil
 import tyro
 from rich.table import Table
 
+from serve_app.app import APP_NAME, CARRIER, GATEWAY
 from tokenyard.provenance import report
 
-Victim = Literal["rank", "replica"]
-_TITLES: dict[Victim, str] = {"rank": "ray::Rank", "replica": "ray::ServeReplica:"}
-_NOT_A_POOL = ":gateway"
+Victim = Literal["rank", "replica", "gateway", "carrier", "raylet"]
+_TITLES: dict[Victim, str] = {
+    "rank": "ray::Rank",
+    "replica": "ray::ServeReplica:",
+    "gateway": f"ray::ServeReplica:{APP_NAME}:{GATEWAY}",
+    "carrier": f"ray::ServeReplica:{APP_NAME}:{CARRIER}",
+    "raylet": "",
+}
+_NOT_A_POOL = (_TITLES["gateway"], _TITLES["carrier"])
+_PROBE_EVERY_S = 0.1
+_PROBE_S = 10.0
 _SETTLED_S = 3.0
 _FRESH_S = 2.0
 
 
 @dataclass(frozen=True)
 class Args:
-    """Kill processes of a running gateway's pools, and time the recovery."""
+    """Kill processes of a running gateway and of its pools, and time the recovery."""
 
     url: str = "http://127.0.0.1:8000"
     """Where the gateway listens, on this machine."""
@@ -56,7 +68,7 @@ class Row:
     victim: str
     pool: str
     noticed_s: float
-    """Until the gateway knew of one replica less that takes requests."""
+    """Until the gateway knew of one replica less that takes requests, or was replaced itself."""
     back_s: float
     """Until all of them took requests again."""
     requests: int
@@ -65,6 +77,10 @@ class Row:
     """Not answered, and told why."""
     lost: int
     """Neither."""
+    refused_s: float
+    """Longest time in which no new request was taken."""
+    hung_s: float
+    """Longest time that a request took which was not answered."""
 
 
 class Load:
@@ -73,6 +89,7 @@ class Load:
     def __init__(self, args: Args, model: str) -> None:
         """Send nothing yet."""
         self._args, self._model = args, model
+        self.hung_s = 0.0
         self.heard: Counter[str] = Counter()
         self.reasons: list[str] = []
         self._going = True
@@ -95,7 +112,11 @@ class Load:
             "max_tokens": self._args.max_tokens, "ignore_eos": True, "stream": True,
         }  # fmt: skip
         while self._going:
-            self.heard[await self._outcome(http, body)] += 1
+            asked_s = time.monotonic()
+            outcome = await self._outcome(http, body)
+            self.heard[outcome] += 1
+            if outcome != "answered":
+                self.hung_s = max(self.hung_s, time.monotonic() - asked_s)
 
     async def _outcome(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str:
         try:
@@ -117,23 +138,80 @@ class Load:
         return "with_reason"
 
 
-def pids_of(victim: Victim) -> list[int]:
-    """Processes that may be killed; Ray writes into their titles what they are."""
-    titles = {one.pid: " ".join(one.info["cmdline"] or ()) for one in _processes()}
+class Probe:
+    """Somebody who comes ten times a second, each time with a connection of its own."""
+
+    def __init__(self, args: Args, model: str) -> None:
+        """Ask nothing yet."""
+        self._args = args
+        self._body = {"model": model, "prompt": "The capital", "max_tokens": 1}
+        self._refused_since_s: float | None = None
+        self.refused_s = 0.0
+        """Longest time between the first of some that were refused and the next that was not."""
+        self._going = True
+
+    async def run(self) -> None:
+        """Ask until `stop`."""
+        while self._going:
+            asked_s = time.monotonic()
+            if await self._is_taken():
+                if self._refused_since_s is not None:
+                    self.refused_s = max(self.refused_s, asked_s - self._refused_since_s)
+                self._refused_since_s = None
+            elif self._refused_since_s is None:
+                self._refused_since_s = asked_s
+            await asyncio.sleep(_PROBE_EVERY_S)
+
+    def stop(self) -> None:
+        """Ask nothing more."""
+        self._going = False
+
+    async def _is_taken(self) -> bool:
+        try:
+            async with httpx.AsyncClient(base_url=self._args.url, timeout=_PROBE_S) as http:
+                return (await http.post("/v1/completions", json=self._body)).is_success
+        except httpx.HTTPError:
+            return False
+
+
+def raylet_of(url: str) -> psutil.Process | None:
+    """Return the process of Ray that whoever listens at a URL belongs to; None: nobody does."""
+    port = httpx.URL(url).port
+    for one in psutil.net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid is not None:
+            parent = psutil.Process(one.pid).parent()
+            # One whose raylet is gone is on its own, until it ends.
+            return parent if parent is not None and parent.name() == "raylet" else None
+    return None
+
+
+def pids_of(victim: Victim, raylet: psutil.Process) -> list[int]:
+    """Processes of one Ray that may be killed; Ray writes into their titles what they are."""
+    if victim == "raylet":
+        return [raylet.pid]
+    titles = {one.pid: _title(one) for one in raylet.children()}
     return sorted(
         pid
         for pid, title in titles.items()
-        if title.startswith(_TITLES[victim]) and _NOT_A_POOL not in title
+        if title.startswith(_TITLES[victim])
+        and (victim != "replica" or not title.startswith(_NOT_A_POOL))
     )
 
 
-def _processes() -> list[psutil.Process]:
-    return list(psutil.process_iter(["cmdline"]))
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 async def taking(http: httpx.AsyncClient) -> Counter[str]:
     """Replicas by pool that take requests, and were heard of lately."""
-    replicas = (await http.get("/v1/pools")).json()["replicas"]
+    try:
+        answer = (await http.get("/v1/pools")).raise_for_status()
+    except httpx.HTTPError:
+        return Counter()
+    replicas = answer.json()["replicas"]
     return Counter(
         one["pool"] for one in replicas if one["published"]["accepting"] and one["age_s"] < _FRESH_S
     )
@@ -148,25 +226,35 @@ async def measure(args: Args, victim: Victim) -> Row:
     async with httpx.AsyncClient(base_url=args.url, timeout=args.timeout_s) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         whole = await taking(http)
-        candidates = pids_of(victim)
-        if not candidates or not whole:
+        raylet = raylet_of(args.url)
+        candidates = [] if raylet is None else pids_of(victim, raylet)
+        if raylet is None or not candidates or not whole:
             raise ValueError(f"no {victim} of a gateway at {args.url} runs on this machine")
-        load = Load(args, model)
-        clients = asyncio.create_task(load.run())
+        load, probe = Load(args, model), Probe(args, model)
+        clients = asyncio.gather(load.run(), probe.run())
         await asyncio.sleep(_SETTLED_S)
         psutil.Process(candidates[0]).send_signal(signal.SIGKILL)
         killed_s = time.monotonic()
-        noticed_s, missing = await _until(http, killed_s, args, lambda now: whole - now)
-        pool = next(iter(missing))
+
+        def missing(now: Counter[str]) -> Counter[str] | set[int]:
+            """What is gone: replicas, or what has taken the place of the gateway's process."""
+            if victim in ("rank", "replica"):
+                return whole - now
+            found = raylet_of(args.url) if victim == "raylet" else raylet
+            return set() if found is None else set(pids_of(victim, found)) - set(candidates)
+
+        noticed_s, found = await _until(http, killed_s, args, missing)
+        pool = next(iter(found)) if isinstance(found, Counter) else ""
         back_s, _ = await _until(http, killed_s, args, lambda now: not whole - now)
         load.stop()
+        probe.stop()
         await clients
     for reason in load.reasons:
         print(f"{victim}: {reason}", file=sys.stderr)
     heard = load.heard
     return Row(
         victim, pool, noticed_s, back_s, heard.total(),
-        heard["answered"], heard["with_reason"], heard["lost"],
+        heard["answered"], heard["with_reason"], heard["lost"], probe.refused_s, load.hung_s,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from serve_app.allocation.plans import PlanOrigin
 from serve_app.app import (
     ADMIN_TOKEN_VARIABLE,
     APP_NAME,
+    GATEWAY,
     LOCAL_ADMIN_VARIABLE,
     GatewayOptions,
     bind_gateway,
@@ -59,6 +60,8 @@ class Args:
 
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
+    carriers: int = 1
+    """Processes that share the port; with more than one, another process decides for them."""
     policy: str | None = None
     """champion, the registry's candidate, generic, a policy file (.npz), a baseline's name or, with
     pools, ray_default; None: the cluster's, or champion. `candidate` holds for allocation too."""
@@ -101,9 +104,14 @@ class Deployment:
     @property
     def num_cpus(self) -> float:
         """CPUs that its actors reserve."""
-        num_cpus = 1.0 + sum(
-            pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
-            for pool in self.cluster.own_pools
+        others = self.options.num_carriers * (self.options.num_carriers > 1)
+        num_cpus = (
+            1.0
+            + others * self.cluster.gateway.cpus
+            + sum(
+                pool.replicas * (pool.replica_cpus + pool.config.num_ranks * pool.config.rank_cpus)
+                for pool in self.cluster.own_pools
+            )
         )
         if self.cluster.allocation is not None:
             template = self.cluster.allocation.template
@@ -145,6 +153,7 @@ def main(args: Args) -> None:
 def _find(args: Args) -> Deployment:
     options = GatewayOptions(
         cluster=args.cluster,
+        num_carriers=args.carriers,
         policy=args.policy,
         scenario=args.scenario,
         must_be_there=args.cluster == DECIDE_ONLY and args.fallback is None,
@@ -250,7 +259,7 @@ def _drain(signals: _Signals, drain_s: float) -> None:
 
 
 def _ask_to_drain() -> int:
-    handle: Any = serve.get_app_handle(APP_NAME)
+    handle: Any = serve.get_deployment_handle(GATEWAY, APP_NAME)
     cut: int = handle.drain.remote().result()
     return cut
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
 from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
@@ -34,6 +36,7 @@ from serve_app.http.listener import Listener
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
+from serve_app.ray_serve.carrier_replica import SWITCH_S, CarrierReplica, end_with_ray
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import CANDIDATE
@@ -41,6 +44,10 @@ from tokenyard.registry import CANDIDATE
 logger = logging.getLogger(__name__)
 
 APP_NAME = "tokenyard-routing"
+GATEWAY = "gateway"
+"""Name of the deployment that decides."""
+CARRIER = "carrier"
+"""Name of the one that carries, where that is another."""
 REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI"
 """Environment variable that names the store of sweeps, and so the registry."""
 TOKEN_VARIABLE = "TOKENYARD_TOKEN"
@@ -62,6 +69,9 @@ class GatewayOptions(BaseModel):
     """Address on the gateway's node where it listens; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port where it listens. Ray Serve's own proxy is not used."""
+    num_carriers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes on the gateway's machine that share the port and carry requests and answers. With
+    more than one, another process decides for all of them."""
     policy: str | None = None
     """In place of the cluster's policy; `candidate` also in place of its allocation's."""
     scenario: str | None = None
@@ -87,14 +97,10 @@ class GatewayOptions(BaseModel):
 
 _HEALTH_PERIOD_S = 1.0
 _HEALTH_TIMEOUT_S = 3.0
-_PARENT_EVERY_S = 1.0
 _PROXY_S = 2.0
 _END_S = 5.0
 """For a gateway that has drained to end."""
 _SQLITE = "sqlite:///"
-_SWITCH_S = 1e-3
-"""Time for which a thread of the gateway keeps the interpreter while another wants it; Python's own
-5 ms would be the longest part of a decision that was interrupted."""
 
 
 class GatewayReplica:
@@ -104,7 +110,7 @@ class GatewayReplica:
         self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
     ) -> None:
         """Connect to the pools and make the policy."""
-        sys.setswitchinterval(_SWITCH_S)
+        sys.setswitchinterval(SWITCH_S)
         registry = registry_of(options)
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(),
@@ -120,7 +126,7 @@ class GatewayReplica:
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         backends |= {one.name: one for one in self._own}
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
-        self._gateway = Gateway(cluster, manager, backends, metrics, log=log)
+        self._gateway = Gateway(cluster, manager, self._asked(backends), metrics, log=log)
         self._access = make_access(options)
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
@@ -135,6 +141,10 @@ class GatewayReplica:
         gc.collect()
         gc.freeze()
 
+    def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
+        """Pools as requests go to them."""
+        return backends
+
     async def reconfigure(self, address: dict[str, Any]) -> None:
         """Begin to listen; Serve calls this before the replica counts as started.
 
@@ -146,10 +156,7 @@ class GatewayReplica:
         """
         await check_no_proxy(address["host"], address["port"])
         if self._listener is None:
-            self._start()
-            # Serve awaits it. One of the class would be called by the garbage collector, too.
-            self.__del__ = self.end
-            self._orphaned = asyncio.create_task(self._end_with_ray(os.getppid()))
+            self._begin()
         else:
             await self._listener.stop()
         self._listener = Listener(self.make_api(), self._gateway.cluster.limits)
@@ -175,18 +182,12 @@ class GatewayReplica:
             await self._listener.stop()
             await self._stop()
 
-    async def _end_with_ray(self, parent: int) -> None:
-        """Drain and exit where Ray's process on this node is gone.
-
-        Nobody would replace a replica or this process any more, and the port would stay taken.
-        """
-        while os.getppid() == parent:
-            await asyncio.sleep(_PARENT_EVERY_S)
-        logger.error("Ray is gone from this node, and so is the gateway once it has answered")
-        try:
-            await self.end()
-        finally:
-            os._exit(1)
+    def _begin(self) -> None:
+        """Start what goes on until the end."""
+        self._start()
+        # Serve awaits it. One of the class would be called by the garbage collector, too.
+        self.__del__ = self.end
+        self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
 
     async def drain(self) -> int:
         """Let nothing more in; return what is still in flight when the time for it is over."""
@@ -212,6 +213,52 @@ class GatewayReplica:
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
+
+
+class DeciderReplica(GatewayReplica):
+    """The gateway's one replica where others carry for it: all but connections is here."""
+
+    _decider: Decider | None = None
+
+    def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
+        return {name: CarriedPool(one) for name, one in backends.items()}
+
+    async def reconfigure(self, address: dict[str, Any]) -> None:
+        """Begin to listen for carriers, which listen for callers.
+
+        Args:
+            address: `host` and `port` of the carriers.
+
+        Raises:
+            OSError: Ray Serve's proxy has the port.
+        """
+        if self._decider is None:
+            await check_no_proxy(address["host"], address["port"])
+            self._begin()
+            self._decider = Decider(self._gateway, self.make_api())
+            await self._decider.start()
+
+    async def where(self) -> str:
+        """Return the path of the socket where carriers are listened for."""
+        assert self._decider is not None
+        return self._decider.path
+
+    async def check_health(self) -> None:
+        """Answer from the event loop of decisions.
+
+        Raises:
+            RuntimeError: It listens for nobody.
+        """
+        if self._decider is None or not self._decider.is_up:
+            raise RuntimeError("the decider does not listen any more")
+
+    async def end(self) -> None:
+        """Answer what was let in; carriers end by themselves."""
+        if self._decider is not None:
+            await self._decider.resign()
+            await self._gateway.drain()
+            await self._decider.stop()
+            await self._stop()
 
 
 async def check_no_proxy(host: str, port: int) -> None:
@@ -265,6 +312,9 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, registry_of(options))
     make_access(options)
+    if options.num_carriers > 1 and (cluster.decide_only or cluster.allocation is not None):
+        what = "without pools" if cluster.decide_only else "with an allocated pool"
+        raise ValueError(f"a gateway {what} is one process: num_carriers must be 1")
     return cluster
 
 
@@ -332,10 +382,21 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         }
     )
     pools = {pool.name: bind_pool(pool, cluster) for pool in cluster.own_pools}
-    # One replica: what it has sent is known only to itself, and decisions are made on that.
+    # One replica decides: what was sent is known only to itself, and decisions are made on that.
+    if options.num_carriers == 1:
+        return _deployed(GatewayReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
+    decider = _deployed(DeciderReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
+    carriers = _deployed(CarrierReplica, CARRIER, options.num_carriers, cluster, options)
+    return carriers.bind(cluster, make_access(options), pools, decider)
+
+
+def _deployed(
+    kind: type[Any], name: str, num_replicas: int, cluster: Cluster, options: GatewayOptions
+) -> Deployment:
+    """Say how Serve keeps the replicas of one kind."""
     deploy = serve.deployment(
-        name="gateway",
-        num_replicas=1,
+        name=name,
+        num_replicas=num_replicas,
         # Three checks in a row must fail.
         health_check_period_s=_HEALTH_PERIOD_S,
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
@@ -347,8 +408,8 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
             "label_selector": dict(cluster.gateway.node_labels),
         },
     )
-    deployment: Deployment = deploy(GatewayReplica)
-    return deployment.bind(cluster, options, pools)
+    deployment: Deployment = deploy(kind)
+    return deployment
 
 
 def build_gateway(options: GatewayOptions) -> Application:

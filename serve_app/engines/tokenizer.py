@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol, overload
 
+import numpy as np
+
+_ESTIMATE_CHARACTERS = 4
+_FACTORS = np.array([1, 0x110001, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 _REPLACEMENT = "\ufffd"
 """What a tokenizer decodes bytes to that are no whole character yet."""
 
@@ -122,14 +127,22 @@ class EstimatedTokens(Sequence[int]):
         """Look at nothing yet."""
         self._text = text
 
+    @cached_property
+    def _ids(self) -> list[int]:
+        # The same in all processes, unlike `hash`: some name blocks for others.
+        codes = np.frombuffer(self._text.encode("utf-32-le", "surrogatepass"), np.uint32)
+        whole = np.zeros(len(self) * _ESTIMATE_CHARACTERS, np.uint64)
+        whole[: len(codes)] = codes
+        ids: list[int] = (whole.reshape(-1, _ESTIMATE_CHARACTERS) @ _FACTORS).tolist()
+        return ids
+
     def __len__(self) -> int:
         """Characters over four."""
-        return (len(self._text) + 3) // 4
+        return -(-len(self._text) // _ESTIMATE_CHARACTERS)
 
     def __iter__(self) -> Iterator[int]:
         """All of them."""
-        text = self._text
-        return (hash(text[at : at + 4]) for at in range(0, len(text), 4))
+        return iter(self._ids)
 
     @overload
     def __getitem__(self, at: int) -> int: ...
@@ -137,12 +150,7 @@ class EstimatedTokens(Sequence[int]):
     def __getitem__(self, at: slice) -> list[int]: ...
     def __getitem__(self, at: int | slice) -> int | list[int]:
         """Equal for equal characters."""
-        if isinstance(at, slice):
-            return [self[index] for index in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        start = 4 * (at % len(self))
-        return hash(self._text[start : start + 4])
+        return self._ids[at]
 
 
 def plain_chat(messages: Sequence[Mapping[str, str]]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
-from serve_app.gateway.replicas import EngineStatus
+from serve_app.gateway.replicas import EngineStatus, Prompt
 
 Headers = Sequence[tuple[bytes, bytes]]
 _GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
@@ -43,6 +44,13 @@ class InferenceRequest:
     call: Call
     for_engines: bool = False
     """Whether engines of ours understand it; `token_ids` are then what they are given."""
+    hashed: Prompt | None = None
+    """The prompt with the names of its blocks, where they are known already."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, with the names of its blocks where they were asked for."""
+        return Prompt(self.token_ids) if self.hashed is None else self.hashed
 
     def is_for(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
@@ -68,6 +76,29 @@ class Downstream(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Send some of the body; waits while the caller reads more slowly than it comes."""
+        ...
+
+    def write_now(self, data: bytes) -> bool:
+        """Send some of a body that has begun; False: nothing was sent, since that may wait."""
+        ...
+
+
+class RequestServer(Protocol):
+    """Has requests answered: a gateway, or what carries for one."""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is served."""
+        ...
+
+    def service_class(self, name: str | None) -> SloClass | None:
+        """Return the class of that name, the first for None; None: there is none."""
+        ...
+
+    async def serve(
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> None:
+        """Answer a request: see `serve_app.gateway.gateway.Gateway.serve`."""
         ...
 
 

@@ -200,7 +200,18 @@ def _handed_back(connection: Connection) -> Headers:
 async def _hand_on_events(connection: Connection, attempt: Attempt, patience: Patience) -> None:
     """Hand on a stream, from its first token on: until then another endpoint can still answer."""
     peek, downstream, held = EventPeek(), attempt.downstream, bytearray()
-    while piece := await connection.read():
+
+    def take(piece: bytes) -> bool:
+        """Hand on what is nothing but tokens, if that need not wait: no task is woken for it."""
+        num_tokens = peek.count_plain(piece)
+        if not num_tokens or not downstream.write_now(piece):
+            return False
+        peek.num_tokens += num_tokens
+        attempt.take(peek.num_tokens)
+        patience.wait_again()
+        return True
+
+    while piece := await connection.read(take if downstream.begun else None):
         try:
             lines = peek.feed(piece)
         except ErrorEvent as error:

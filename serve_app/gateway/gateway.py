@@ -207,7 +207,7 @@ class Gateway:
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
     ) -> _Answer:
         """Begin the answer to a request that is let in."""
-        arm, prompt = self.manager.arm_of(request.request_id), Prompt(request.token_ids)
+        arm, prompt = self.manager.arm_of(request.request_id), request.prompt
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
         answer = _Answer(

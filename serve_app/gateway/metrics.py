@@ -20,6 +20,7 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retries": ("Requests placed again after a replica failed.", _POOL),
     "refused": ("Requests that were not accepted.", ("reason",)),
     "ejections": ("Times that a replica was left out because it failed.", _POOL),
+    "carried_alone": ("Requests that carriers placed while the decider was away.", ()),
     "scrape_failures": ("Scrapes of an endpoint's metrics that failed.", _POOL),
 }
 _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -30,6 +31,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "replicas": ("Replicas that are known.", _POOL),
     "signal_age_seconds": ("Age of the oldest state in the pool.", _POOL),
     "host": ("Load of a replica's machine and its GPUs.", ("replica", "quantity")),
+    "carriers": ("Processes that carry for this decider.", ()),
     "log_lines_lost": ("Decisions missing in the log.", ()),
 }
 _HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
@@ -64,6 +66,7 @@ class Metrics:
     refused: Counter
     ejections: Counter
     scrape_failures: Counter
+    carried_alone: Counter
     in_flight: Gauge
     waiting: Gauge
     running: Gauge
@@ -71,6 +74,7 @@ class Metrics:
     replicas: Gauge
     signal_age_seconds: Gauge
     host: Gauge
+    carriers: Gauge
     log_lines_lost: Gauge
     ttft_seconds: Histogram
     tpot_seconds: Histogram

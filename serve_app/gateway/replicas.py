@@ -13,7 +13,7 @@ import math
 import re
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -238,10 +238,17 @@ def _bits(number: int, count: int) -> IntArray:
 class Prompt:
     """A prompt, and the names of its whole blocks: hashed once per size of block."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        """Hash nothing yet."""
+    def __init__(
+        self, token_ids: Sequence[int], blocks: Mapping[int, tuple[int, ...]] | None = None
+    ) -> None:
+        """Hash nothing yet.
+
+        Args:
+            token_ids: Of the prompt.
+            blocks: Names of its blocks that are known already, by the size of a block, tokens.
+        """
         self.token_ids = token_ids
-        self._blocks: dict[int, tuple[int, ...]] = {0: ()}
+        self._blocks: dict[int, tuple[int, ...]] = {0: (), **(blocks or {})}
 
     def blocks(self, block_tokens: int) -> tuple[int, ...]:
         """Return the names of blocks, each by all tokens up to its end; 0 tokens: none."""

@@ -75,6 +75,15 @@ class EventPeek:
         self._look(lines)
         return lines
 
+    def count_plain(self, data: bytes) -> int:
+        """Tokens in what came, if it is whole lines after the first token and nothing else.
+
+        0: it is not, or may be something else. Nothing is noted of it: `feed` it otherwise.
+        """
+        if self._tail or not self.num_tokens or data[-1:] != b"\n" or _may_matter(data):
+            return 0
+        return _num_events(data)
+
     def rest(self) -> bytes:
         """Return what came after the last whole line, once there is no more."""
         rest = bytes(self._tail)
@@ -89,7 +98,7 @@ class EventPeek:
 
     def _look(self, lines: bytes) -> None:
         if self.num_tokens and not _may_matter(lines):
-            self.num_tokens += lines.count(b"\ndata:") + lines.startswith(b"data:")
+            self.num_tokens += _num_events(lines)
             return
         at = 0
         for line in lines.split(b"\n"):
@@ -135,6 +144,11 @@ class EventPeek:
             self.num_tokens = int(usage["output_tokens"] if used is None else used)
         else:
             self.num_tokens += grows or kind.endswith(".delta")
+
+
+def _num_events(lines: bytes) -> int:
+    """Events in whole lines."""
+    return lines.count(b"\ndata:") + lines.startswith(b"data:")
 
 
 def _may_matter(lines: bytes) -> bool:

@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
         self._num_unread = self._num_head = 0
+        self._take: Callable[[bytes], bool] | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -145,18 +146,24 @@ class Connection(asyncio.Protocol):
                 raise self._error
             await self._wait()
 
-    async def read(self) -> bytes:
+    async def read(self, take: Callable[[bytes], bool] | None = None) -> bytes:
         """Return all that has come of the body since the last time; empty: that was all.
+
+        Args:
+            take: Is given what comes while this waits, as it comes. The first piece that it does
+                not take, where it returns False, is what is returned.
 
         Raises:
             Exception: As `wait_for_head`, once all that came before is read.
         """
+        self._take = take
         while not self._pieces:
             if self._error is not None:
                 raise self._error
             if self._done:
                 return b""
             await self._wait()
+        self._take = None
         pieces, self._pieces, self._num_unread = self._pieces, [], 0
         if self._paused and self._transport is not None:
             self._paused = False
@@ -203,11 +210,28 @@ class Connection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             self.fail(UpstreamError("sent what is not HTTP"))
+        if self._take is not None and self._is_taken(self._take):
+            return
         if not self._head_done:
             self._num_head += len(data)
             if self._num_head > _MAX_HEAD_BYTES:
                 self.fail(UpstreamError("sent headers that are too long"))
         self._wake()
+
+    def _is_taken(self, take: Callable[[bytes], bool]) -> bool:
+        """Give away what has come; False: whoever reads has to look."""
+        pieces, waiter = self._pieces, self._waiter
+        if self._done or self._error is not None or waiter is None or waiter.done():
+            return False
+        if pieces:
+            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if not take(piece):
+                # What follows has to come after it.
+                self._take = None
+                return False
+            self._num_unread = 0
+            pieces.clear()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the answer: that may be its end, or not."""

@@ -7,8 +7,9 @@ import json
 from starlette.types import Receive, Send
 
 from serve_app.cluster import SloClass
-from serve_app.gateway.exchange import Headers, InferenceRequest
-from serve_app.gateway.gateway import Gateway, Unserved
+from serve_app.gateway.exchange import Headers, InferenceRequest, RequestServer
+from serve_app.gateway.gateway import Unserved
+from serve_app.http.listener import DirectWriter
 from serve_app.http.presence import Presence
 from serve_app.http.reasons import openai_error
 
@@ -18,12 +19,12 @@ EVENTS = b"text/event-stream"
 class AsgiDownstream:
     """A caller behind an ASGI server; where the endpoint names no request, the gateway does."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
-        """Send nothing yet."""
+    def __init__(self, send: Send, request_id: str, direct: DirectWriter | None = None) -> None:
+        """Send nothing yet; `direct` writes pieces of a body without a wait."""
         self.begun = False
         self.has_events = False
         """Whether what has begun is a stream of events."""
-        self._send, self._request_id = send, request_id.encode()
+        self._send, self._request_id, self._direct = send, request_id.encode(), direct
         self._ends_line = True
 
     async def begin(self, status: int, headers: Headers) -> None:
@@ -41,6 +42,13 @@ class AsgiDownstream:
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def write_now(self, data: bytes) -> bool:
+        """Send a piece of the body; False: it was not sent, since the caller reads too slowly."""
+        if self._direct is None or not self._direct.write(data):
+            return False
+        self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
+        return True
+
     async def end(self) -> None:
         """Send the end of the body."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -54,18 +62,27 @@ class AsgiDownstream:
 
 
 async def answer(
-    gateway: Gateway,
+    gateway: RequestServer,
     request: InferenceRequest,
     service_class: SloClass,
     receive: Receive,
     send: Send,
+    direct: DirectWriter | None = None,
 ) -> None:
     """Have a request answered, unless its caller leaves.
+
+    Args:
+        gateway: Has it answered.
+        request: What is asked.
+        service_class: Its class.
+        receive: Tells when its caller leaves.
+        send: Takes the answer.
+        direct: Takes pieces of its body too; None: there is no short way to its caller.
 
     Raises:
         Exception: As `Gateway.serve`, where nothing has been sent.
     """
-    downstream = AsgiDownstream(send, request.request_id)
+    downstream = AsgiDownstream(send, request.request_id, direct)
     with Presence(receive) as caller:
         try:
             await gateway.serve(request, service_class, downstream)

@@ -11,11 +11,12 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
-from serve_app.gateway.exchange import Call, InferenceRequest
-from serve_app.gateway.gateway import Gateway, Refused, Unserved
+from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
+from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.generation_reader import Generation, GenerationReader, check_model
+from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
 
@@ -34,7 +35,7 @@ Refusal = Callable[[Request, Exception], Awaitable[Response]]
 class DataPath:
     """ASGI application of `OPENAI_PATHS`, whose bodies have been read."""
 
-    def __init__(self, gateway: Gateway, tokenizer: Tokenizer, refuse: Refusal) -> None:
+    def __init__(self, gateway: RequestServer, tokenizer: Tokenizer, refuse: Refusal) -> None:
         """Answer by a gateway.
 
         Args:
@@ -60,7 +61,8 @@ class DataPath:
             known = peek(body)
             service_class = self._class(scope, known)
             request = await self._request(scope, body, known)
-            await answer(self._gateway, request, service_class, receive, send)
+            direct = direct_writer_of(scope)
+            await answer(self._gateway, request, service_class, receive, send, direct)
         except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
             response = await self._refuse(Request(scope), error)
             await response(scope, receive, send)
@@ -101,7 +103,7 @@ class DataPath:
             return None
 
 
-def _find_class(gateway: Gateway, name: str | None) -> SloClass:
+def _find_class(gateway: RequestServer, name: str | None) -> SloClass:
     """Return the class of that name, the first for None.
 
     Raises:

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from serve_app.cluster import Limits
 from serve_app.http.intake import MAX_HEADER_BYTES
 
 _BACKLOG = 2048
+_DIRECT = "direct_writer"
 _END_S = 2.0
 """For connections to close once their answers are out."""
 
@@ -37,6 +38,34 @@ class _Config(uvicorn.Config):
         self.limits = limits
         self.num_by_address: Counter[str] = Counter()
         self.open: set[GuardedProtocol] = set()
+
+
+class DirectWriter:
+    """Writes pieces of the body of one answer in the step of the loop in which they come.
+
+    ASGI's `send` may wait, so that only a task can call it, and to wake one for each token takes
+    longer than to write it.
+    """
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        """Write nothing yet."""
+        self._cycle = cycle
+
+    def write(self, data: bytes) -> bool:
+        """Write a piece, if the body has begun, is chunked and its reader keeps up."""
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+def direct_writer_of(scope: Scope) -> DirectWriter | None:
+    """Return what writes to the caller of a request; None: it is another server's."""
+    found: DirectWriter | None = scope.get("state", {}).get(_DIRECT)
+    return found
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -103,6 +132,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_done = True
         self._stop_timer()
         super().on_headers_complete()
+        if self.cycle is not None:
+            self.scope["state"][_DIRECT] = DirectWriter(self.cycle)
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._guard.limits.head_timeout_s, self._head_late)

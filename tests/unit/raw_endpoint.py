@@ -36,6 +36,8 @@ class RawEndpoint:
         self.gap_s = 0.0
         self.hangs = False
         """Whether the answer has no end, once the pieces are out."""
+        self.breaks = False
+        """Whether the connection breaks, once the pieces are out."""
         self.asked = []
         """First line, headers and body of each request."""
         self.num_connections = self.num_gone = 0
@@ -66,6 +68,8 @@ class RawEndpoint:
             await writer.drain()
             if self.gap_s:
                 await asyncio.sleep(self.gap_s)
+        if self.breaks:
+            raise ConnectionError
         if self.hangs:
             await reader.read(1)
             raise ConnectionError

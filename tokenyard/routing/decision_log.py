@@ -18,7 +18,8 @@ from tokenyard.types import IntArray
 from tokenyard.workload.trace import Trace
 
 _ENGINE = EngineSnapshot.__dataclass_fields__.keys()
-_SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine"}
+_SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine", "queue"}
+"""Fields that are logged; what waits at a replica one by one is not."""
 _DONE = ("stop", "length")
 
 

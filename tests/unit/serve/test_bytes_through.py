@@ -18,6 +18,7 @@ from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.http.answering import AsgiDownstream
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
@@ -294,6 +295,70 @@ def test_a_caller_that_leaves_closes_the_endpoints_connection_at_once():
         while endpoint.num_gone < 20 or gateway.in_flight:
             await asyncio.sleep(0.01)
         assert all(not one.in_flight.count for one in gateway.table.replicas.values())
+
+    run(test)
+
+
+def paced(endpoint, *pieces):
+    """Have an endpoint send tokens one by one."""
+    endpoint.pieces, endpoint.gap_s = [*[a_delta(content="a")] * 20, *pieces], 0.005
+    endpoint.headers, endpoint.framing = b"content-type: text/event-stream\r\n", "chunked"
+
+
+STREAM = json.dumps({"model": "m", "messages": MESSAGES, "stream": True}).encode()
+
+
+def test_tokens_are_handed_on_as_they_come_without_a_wait(monkeypatch):
+    waits, wait = [], AsgiDownstream.write
+
+    async def counted(self, data):
+        waits.append(data)
+        await wait(self, data)
+
+    monkeypatch.setattr(AsgiDownstream, "write", counted)
+
+    async def test(port, gateway, endpoints):
+        odd = a_delta(content="\u2028\x85")
+        paced(endpoints[0], odd[:20], odd[20:], *END)
+        async with RawCaller.to(port) as caller:
+            status, _, answer = await caller.ask(CHAT, STREAM)
+        assert (status, answer) == (200, b"".join(endpoints[0].pieces))
+        # The first token, what came in parts, and the end: not the tokens between.
+        assert len(waits) <= 6
+        value = gateway.metrics.registry.get_sample_value
+        assert value("tokenyard_output_tokens_total", {"pool": "theirs"}) == 21
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("hangs", "says"), [(True, b"sent no other token in 0.3 s"), (False, b"closed its connection")]
+)
+def test_a_stream_whose_endpoint_falls_silent_or_dies_between_tokens_says_so(hangs, says):
+    async def test(port, gateway, endpoints):
+        (endpoint,) = endpoints
+        paced(endpoint)
+        endpoint.hangs, endpoint.breaks = hangs, not hangs
+        async with RawCaller.to(port) as caller:
+            status, _, answer = await caller.ask(CHAT, STREAM)
+        assert status == 200
+        assert answer.startswith(b"".join(endpoint.pieces) + b'data: {"error":')
+        assert says in answer
+        assert gateway.in_flight == 0
+
+    run(test, deadlines={"between_tokens_s": 0.3})
+
+
+def test_a_caller_that_leaves_between_tokens_closes_the_endpoints_connection():
+    async def test(port, gateway, endpoints):
+        (endpoint,) = endpoints
+        paced(endpoint)
+        endpoint.hangs = True
+        async with RawCaller.to(port) as caller:
+            await caller.begin(CHAT, STREAM)
+            await asyncio.sleep(0.05)
+        while not endpoint.num_gone or gateway.in_flight:
+            await asyncio.sleep(0.01)
 
     run(test)
 

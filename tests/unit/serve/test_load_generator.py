@@ -140,7 +140,8 @@ def test_differences_are_paired_by_repeat():
         return {"requests": 2, "mean_response_s": mean_s, "p99_response_s": 1.0,
                 "slo_violation_fraction": 0.0}  # fmt: skip
 
-    found = {"sed": [run(1.0), run(3.0)], "champion": [run(0.5), run(2.5)]}
+    slow = (1.0, 3.0, 2.0, 2.0, 2.0)
+    found = {"sed": [run(x) for x in slow], "champion": [run(x - 0.5) for x in slow]}
     _, row = make_rows(found, "sed", "a trace")
-    assert row["requests"] == 4
+    assert row["requests"] == 10
     assert row["delta_mean_fraction"] == row["delta_mean_ci_low"] == pytest.approx(-0.25)

@@ -1,0 +1,388 @@
+"""Carries requests whose replicas another process chooses, or chooses itself while that is away.
+
+A carrier holds the connections of callers and of replicas, and hands bytes on between them. For
+each attempt its decider (`serve_app.gateway.decider`) names a replica. Where the decider does not
+answer, a gateway of the carrier's own places requests by the cluster's baseline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from serve_app.cluster import Cluster, SloClass
+from serve_app.engines.base import FinishReason
+from serve_app.gateway.carrier_wire import (
+    FrameProtocol,
+    Kind,
+    block_sizes,
+    read_http,
+    to_json,
+    write_counts,
+    write_end,
+    write_http,
+    write_request,
+)
+from serve_app.gateway.engine_wire import write_status
+from serve_app.gateway.exchange import Downstream, InferenceRequest
+from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
+from serve_app.gateway.generation import ReplicaFailed, ReplicaRefused, RequestRejected
+from serve_app.gateway.replicas import EngineStatus
+
+logger = logging.getLogger(__name__)
+
+_PING_EVERY_S = 0.5
+_SILENT_S = 2.5
+"""Time without a word of the decider after which it counts as away."""
+_COUNT_EVERY_S = 0.1
+"""How often a decider is told how far answers are."""
+_AGAIN_S = 0.2
+_UNKNOWN_S = 1.0
+"""For a replica to be known here too: the decider may hear of one first."""
+
+Find = Callable[[], Awaitable[str]]
+"""Returns the path of the decider's socket, once there is a decider."""
+
+
+class Away(ConnectionError):
+    """The decider is away."""
+
+
+class _Call:
+    """A request that the decider has been told of, and what it says to it."""
+
+    def __init__(self) -> None:
+        self.stop: asyncio.Timeout | None = None
+        """Of the attempt that is under way."""
+        self._said: deque[tuple[int, bytes] | None] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def hear(self, said: tuple[int, bytes] | None) -> None:
+        """Take what the decider says; None: it is away."""
+        self._said.append(said)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> tuple[int, bytes] | None:
+        """Return what it says next; None: it is away."""
+        while not self._said:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._said.popleft()
+
+    def give_up(self) -> None:
+        """End the attempt that is under way."""
+        if self.stop is not None and not self.stop.expired():
+            self.stop.reschedule(asyncio.get_running_loop().time())
+
+
+class _Link(FrameProtocol):
+    """The connection to the decider."""
+
+    def __init__(self, on_leave: Callable[[], None]) -> None:
+        super().__init__()
+        self.is_up = True
+        self._on_leave = on_leave
+        self._calls: dict[int, _Call] = {}
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._number = 0
+        self._counts: dict[int, int] = {}
+        self._counting: asyncio.TimerHandle | None = None
+
+    def open(self) -> tuple[int, _Call]:
+        """Name a request."""
+        self._number = (self._number + 1) % (1 << 32)
+        call = self._calls[self._number] = _Call()
+        return self._number, call
+
+    def close_call(self, number: int) -> None:
+        """Forget a request."""
+        del self._calls[number]
+        self._counts.pop(number, None)
+
+    async def ask(self, payload: bytes) -> bytes:
+        """Have the decider answer a request of HTTP.
+
+        Raises:
+            Away: It is gone.
+        """
+        self._number = number = (self._number + 1) % (1 << 32)
+        answer: asyncio.Future[bytes] = self._loop.create_future()
+        self._asked[number] = answer
+        try:
+            self.send(Kind.HTTP, number, payload)
+            return await answer
+        finally:
+            del self._asked[number]
+
+    def count(self, number: int, num_tokens: int, is_first: bool) -> None:
+        """Tell how many tokens of a request there are: of the first ones soon."""
+        self._counts[number] = num_tokens
+        if is_first:
+            self.flush_soon(is_urgent=False)
+        elif self._counting is None:
+            self._counting = self._loop.call_later(_COUNT_EVERY_S, self._send_counts)
+
+    def before_flush(self) -> None:
+        """Tell how far answers are with what else is told."""
+        if self._counts:
+            self.send(Kind.TOKENS, 0, write_counts(self._counts))
+            self._counts.clear()
+
+    def take(self, kind: int, number: int, payload: bytes) -> None:
+        """Handle a frame of the decider's."""
+        call = self._calls.get(number)
+        if kind == Kind.STOP:
+            if call is not None:
+                call.give_up()
+        elif kind == Kind.LEAVE:
+            self._on_leave()
+        elif kind == Kind.HTTP_ANSWER:
+            answer = self._asked.get(number)
+            if answer is not None and not answer.done():
+                answer.set_result(payload)
+        elif call is not None:
+            call.hear((kind, payload))
+
+    def lost(self) -> None:
+        """Let everybody know who waits."""
+        self.is_up = False
+        if self._counting is not None:
+            self._counting.cancel()
+        for call in self._calls.values():
+            call.hear(None)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(Away())
+        self._on_leave()
+
+    def _send_counts(self) -> None:
+        self._counting = None
+        self.flush_soon(is_urgent=True)
+
+
+class _Attempt:
+    """One try to have a replica answer, told to the decider."""
+
+    __slots__ = ("_link", "_number", "downstream", "finish_reason", "is_whole", "num_tokens",
+                 "request")  # fmt: skip
+
+    def __init__(
+        self, link: _Link, number: int, request: InferenceRequest, downstream: Downstream
+    ) -> None:
+        self._link, self._number = link, number
+        self.request, self.downstream = request, downstream
+        self.num_tokens, self.is_whole = 0, False
+        self.finish_reason: FinishReason | None = None
+
+    def take(
+        self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False
+    ) -> None:
+        """Note what has come: see `serve_app.gateway.exchange.Attempt`."""
+        if num_tokens > self.num_tokens:
+            if finish_reason is None and self._link.is_up:
+                self._link.count(self._number, num_tokens, is_first=not self.num_tokens)
+            self.num_tokens = num_tokens
+        self.finish_reason, self.is_whole = finish_reason, is_whole
+
+    def publish(self, status: EngineStatus) -> None:
+        """Note the state of the replica."""
+        self._link.send(Kind.STATUS, self._number, write_status(status), is_urgent=False)
+
+    def tell_end(self) -> None:
+        """Tell that the answer is there."""
+        end = write_end(self.num_tokens, self.finish_reason == "length", self.is_whole)
+        self._link.send(Kind.ENDED, self._number, end, is_urgent=False)
+
+    def tell_failure(self, error: ReplicaFailed) -> None:
+        """Tell that the replica failed."""
+        told = [type(error).__name__, str(error), self.num_tokens, self.downstream.begun]
+        self._link.send(Kind.FAILED, self._number, to_json(told))
+
+
+class Carrier:
+    """Serves requests as a gateway does; a decider says where they go."""
+
+    def __init__(self, alone: Gateway, find: Find) -> None:
+        """Know no decider yet.
+
+        Args:
+            alone: Serves requests while the decider is away. Its pools carry the others' requests
+                too.
+            find: Says where the decider is.
+        """
+        self.alone, self._find = alone, find
+        self.in_flight = 0
+        self._block_sizes = block_sizes(alone.cluster)
+        self._link: _Link | None = None
+        self._num_alone = 0
+        self._seeking: asyncio.Task[None] | None = None
+        self._found = asyncio.Event()
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is served."""
+        return self.alone.cluster
+
+    def service_class(self, name: str | None) -> SloClass | None:
+        """Return the class of that name, the first for None; None: there is none."""
+        return self.alone.service_class(name)
+
+    async def start(self) -> None:
+        """Find the decider; it is sought again whenever it is away."""
+        self._seeking = asyncio.create_task(self._keep_linked())
+        await self._found.wait()
+
+    async def stop(self) -> None:
+        """Decide nothing more and leave the decider."""
+        if self._seeking is not None:
+            self._seeking.cancel()
+        if self._link is not None:
+            # What it has to know is on its way.
+            await asyncio.sleep(0.01)
+            self._link.close()
+
+    async def serve(
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> None:
+        """Answer a request; being cancelled cancels it at its replica.
+
+        Raises:
+            Exception: As `Gateway.serve`.
+        """
+        self.in_flight += 1
+        try:
+            link = self._link
+            if link is not None:
+                if await self._serve_told(link, request, service_class, downstream):
+                    return
+                if downstream.begun:
+                    raise Unserved("its replica failed, and nobody could say where else to go")
+            self._num_alone += 1
+            await self.alone.serve(request, service_class, downstream)
+        finally:
+            self.in_flight -= 1
+
+    async def ask(self, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+        """Have the decider answer what it answers itself; return head and body.
+
+        Raises:
+            Away: There is no decider.
+        """
+        if self._link is None:
+            raise Away
+        return read_http(await self._link.ask(write_http(head, body)))
+
+    async def _serve_told(
+        self, link: _Link, request: InferenceRequest, service_class: SloClass,
+        downstream: Downstream,
+    ) -> bool:  # fmt: skip
+        """Do with a request what the decider says; False: it is away."""
+        number, call = link.open()
+        prompt = request.prompt
+        link.send(
+            Kind.ASK, number,
+            write_request(request, service_class.name, prompt, self._block_sizes),
+        )  # fmt: skip
+        try:
+            while (said := await call.next()) is not None:
+                kind, payload = said
+                if kind == Kind.REFUSED:
+                    _refuse(payload)
+                attempt = _Attempt(link, number, request, downstream)
+                pool, replica_id = json.loads(payload)
+                if await self._attempt(call, pool, replica_id, attempt):
+                    attempt.tell_end()
+                    return True
+            return False
+        except RequestRejected as error:
+            link.send(Kind.REJECTED, number, error.status.to_bytes(2, "little"))
+            raise
+        except BaseException:
+            # Its caller has left, or something is wrong here: the decider must not wait for it.
+            link.send(Kind.GONE, number)
+            raise
+        finally:
+            link.close_call(number)
+
+    async def _attempt(self, call: _Call, pool: str, replica_id: str, attempt: _Attempt) -> bool:
+        """Have a replica answer; False: it did not, or is given up."""
+        call.stop = stop = asyncio.timeout(None)
+        try:
+            async with stop:
+                await self._until_known(replica_id)
+                await self.alone.backends[pool].answer(replica_id, attempt)
+            return True
+        except TimeoutError:
+            if not stop.expired():
+                raise
+        except ReplicaFailed as error:
+            attempt.tell_failure(error)
+        finally:
+            call.stop = None
+        return False
+
+    async def _until_known(self, replica_id: str) -> None:
+        """Wait a moment for a replica.
+
+        Raises:
+            ReplicaRefused: It is not known here, which says nothing against it.
+        """
+        now_s = self.alone.refresh()
+        known, until_s = self.alone.table.replicas, now_s + _UNKNOWN_S
+        while replica_id not in known:
+            if now_s > until_s:
+                raise ReplicaRefused("a replica is not known to its carrier")
+            await asyncio.sleep(0.02)
+            now_s = self.alone.refresh()
+
+    async def _keep_linked(self) -> None:
+        while True:
+            try:
+                path = await self._find()
+                await self._connect(path)
+            except OSError as error:
+                logger.warning("no decider: %s", error)
+            await asyncio.sleep(_AGAIN_S)
+
+    async def _connect(self, path: str) -> None:
+        """Use a decider until it is away."""
+        loop, left = asyncio.get_running_loop(), asyncio.Event()
+
+        def on_leave() -> None:
+            if not left.is_set():
+                self._link = None
+                left.set()
+
+        _, link = await loop.create_unix_connection(lambda: _Link(on_leave), path)
+        told = {"pid": os.getpid(), "carried_alone": self._num_alone}
+        link.send(Kind.HELLO, 0, to_json(told))
+        self._num_alone = 0
+        if not left.is_set():
+            self._link = link
+            self._found.set()
+        while not left.is_set():
+            link.send(Kind.PING, 0, is_urgent=False)
+            await asyncio.sleep(_PING_EVERY_S)
+            if loop.time() - link.heard_s > _SILENT_S:
+                logger.warning("the decider does not answer")
+                link.close()
+        logger.warning("the decider is away: requests are placed by the baseline meanwhile")
+
+
+def _refuse(payload: bytes) -> None:
+    """Raise what the decider says of a request.
+
+    Raises:
+        Unserved: It cannot be served, or not any more.
+        Refused: Not now.
+    """
+    kind, text, retry_after_s = json.loads(payload)
+    if kind == "refused":
+        raise Refused(text, retry_after_s)
+    raise Draining(text) if kind == "draining" else Unserved(text)

@@ -1,0 +1,242 @@
+"""What carriers and their decider tell each other over a Unix socket: frames of bytes.
+
+A frame is its payload's length, its kind and a number, which names the request. What is said in one
+step of an event loop goes out in one write, and what nobody waits for goes with what comes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import Any, cast
+
+from serve_app.cluster import Cluster
+from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.replicas import Prompt
+
+_HEAD = struct.Struct("<IBI")
+_COUNT = struct.Struct("<II")
+_ENDED = struct.Struct("<I??")
+_MOST_BYTES = 64 << 20
+_SOON_S = 1e-3
+"""For what nobody waits for."""
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    HELLO = 1
+    """Carrier: JSON, what it did alone."""
+    ASK = 2
+    """Carrier: a request, as `write_request` lays it out."""
+    TOKENS = 3
+    """Carrier: pairs of a request's number and its tokens so far."""
+    STATUS = 4
+    """Carrier: what the replica of a request told of itself, as the replica wrote it."""
+    ENDED = 5
+    """Carrier: a request was answered."""
+    FAILED = 6
+    """Carrier: JSON, a replica failed."""
+    REJECTED = 7
+    """Carrier: an endpoint has something against the request; its status."""
+    GONE = 8
+    """Carrier: who asked has left."""
+    HTTP = 9
+    """Carrier: a request that the decider answers itself."""
+    PING = 10
+    """Carrier, and back: is anybody there?"""
+    SEND = 11
+    """Decider: JSON, the pool and the replica that a request goes to."""
+    STOP = 12
+    """Decider: an attempt is given up."""
+    REFUSED = 13
+    """Decider: JSON, why a request is not answered."""
+    HTTP_ANSWER = 14
+    """Decider: status, headers and body."""
+    LEAVE = 15
+    """Decider: it is about to end, and wants to be asked nothing new."""
+
+
+class FrameProtocol(asyncio.Protocol):
+    """One end of a connection; subclasses say what they do with frames."""
+
+    def __init__(self) -> None:
+        """Wait for the transport."""
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._rest = b""
+        self._unsent: list[bytes] = []
+        self._flushing: asyncio.Handle | None = None
+        self._is_urgent = False
+        self.heard_s = self._loop.time()
+        """When something came last, by the loop's clock."""
+
+    def take(self, kind: int, number: int, payload: bytes) -> None:
+        """Handle a frame."""
+        raise NotImplementedError
+
+    def lost(self) -> None:
+        """Note that the other end is gone."""
+        raise NotImplementedError
+
+    def send(self, kind: Kind, number: int, payload: bytes = b"", is_urgent: bool = True) -> None:
+        """Send a frame at the end of this step of the loop, or, not urgent, a moment later."""
+        self._unsent.append(_HEAD.pack(len(payload), kind, number))
+        if payload:
+            self._unsent.append(payload)
+        self.flush_soon(is_urgent)
+
+    def flush_soon(self, is_urgent: bool) -> None:
+        """Send what there is at the end of this step of the loop, or a moment later."""
+        if self._flushing is not None:
+            if self._is_urgent or not is_urgent:
+                return
+            self._flushing.cancel()
+        self._is_urgent = is_urgent
+        loop = self._loop
+        self._flushing = (
+            loop.call_soon(self._flush) if is_urgent else loop.call_later(_SOON_S, self._flush)
+        )
+
+    def close(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def before_flush(self) -> None:
+        """Add what is to be sent with the rest."""
+
+    def _flush(self) -> None:
+        self._flushing = None
+        self.before_flush()
+        if self._transport is not None and self._unsent and not self._transport.is_closing():
+            self._transport.write(b"".join(self._unsent))
+        self._unsent.clear()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Handle all frames that are whole."""
+        self.heard_s = self._loop.time()
+        if self._rest:
+            data = self._rest + data
+        at, end = 0, len(data)
+        while end - at >= _HEAD.size:
+            size, kind, number = _HEAD.unpack_from(data, at)
+            start = at + _HEAD.size
+            if size > _MOST_BYTES:
+                self.close()
+                return
+            if start + size > end:
+                break
+            at = start + size
+            self.take(kind, number, data[start:at])
+        self._rest = data[at:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell what is built on this."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self.lost()
+
+
+def block_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """Sizes of the blocks by whose names pools' prefix caches are known, tokens."""
+    sizes = {one.prefix_block_tokens for one in cluster.own_pools}
+    sizes |= {one.prefix_block_tokens for one in cluster.external_pools}
+    return tuple(sorted(sizes - {0}))
+
+
+def write_request(
+    request: InferenceRequest, class_name: str, prompt: Prompt, block_sizes: Sequence[int]
+) -> bytes:
+    """Lay out what a decider has to know of a request.
+
+    Args:
+        request: The request.
+        class_name: Its class.
+        prompt: Its prompt, of which only the names of its blocks are told.
+        block_sizes: Sizes of blocks that pools have, tokens.
+    """
+    blocks = [prompt.blocks(size) for size in block_sizes]
+    told = _encode(
+        [
+            request.request_id, class_name, len(request.token_ids), request.max_tokens,
+            request.for_engines, [len(one) for one in blocks],
+        ]
+    ).encode()  # fmt: skip
+    return b"".join(
+        (len(told).to_bytes(2, "little"), told, *(array("q", one).tobytes() for one in blocks))
+    )
+
+
+def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
+    """Read what `write_request` wrote; return the request and the name of its class."""
+    start = 2 + int.from_bytes(payload[:2], "little")
+    request_id, class_name, num_tokens, max_tokens, for_engines, counts = json.loads(
+        payload[2:start]
+    )
+    names = array("q", payload[start:]).tolist()
+    blocks: dict[int, tuple[int, ...]] = {}
+    for size, count in zip(block_sizes, counts, strict=True):
+        blocks[size] = tuple(names[:count])
+        del names[:count]
+    prompt = Prompt(range(num_tokens), blocks)
+    call = Call(b"", b"", b"", stream=False)
+    return (
+        InferenceRequest(request_id, prompt.token_ids, max_tokens, call, for_engines, prompt),
+        class_name,
+    )
+
+
+def write_counts(tokens: dict[int, int]) -> bytes:
+    """Lay out how many tokens of which requests have come so far."""
+    return b"".join([_COUNT.pack(number, count) for number, count in tokens.items()])
+
+
+def read_counts(payload: bytes) -> Iterator[tuple[int, int]]:
+    """Read what `write_counts` wrote."""
+    return _COUNT.iter_unpack(payload)
+
+
+def write_end(num_tokens: int, is_cut: bool, is_whole: bool) -> bytes:
+    """Lay out how an answer ended.
+
+    Args:
+        num_tokens: Tokens that it has.
+        is_cut: Whether it ended at its greatest length.
+        is_whole: Whether all came at once.
+    """
+    return _ENDED.pack(num_tokens, is_cut, is_whole)
+
+
+def read_end(payload: bytes) -> tuple[int, bool, bool]:
+    """Read what `write_end` wrote."""
+    return _ENDED.unpack(payload)
+
+
+def write_http(head: dict[str, Any], body: bytes) -> bytes:
+    """Lay out a request or an answer that goes by HTTP elsewhere."""
+    told = _encode(head).encode()
+    return b"".join((len(told).to_bytes(4, "little"), told, body))
+
+
+def read_http(payload: bytes) -> tuple[dict[str, Any], bytes]:
+    """Read what `write_http` wrote."""
+    start = 4 + int.from_bytes(payload[:4], "little")
+    head: dict[str, Any] = json.loads(payload[4:start])
+    return head, payload[start:]
+
+
+def to_json(value: Any) -> bytes:
+    """Lay out a small thing."""
+    return _encode(value).encode()

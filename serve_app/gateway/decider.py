@@ -1,0 +1,326 @@
+"""Decides for carriers: processes that hold the connections of callers and of endpoints.
+
+A request of a carrier is one of the gateway's as any other: admission, choice, retries, deadlines,
+drain, log and metrics are here. Only what a replica answers is carried elsewhere. A carrier that
+dies takes its requests with it, which end here as those of callers who have left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message
+
+from serve_app.gateway.backends import Backend
+from serve_app.gateway.carrier_wire import (
+    FrameProtocol,
+    Kind,
+    block_sizes,
+    read_counts,
+    read_end,
+    read_http,
+    read_request,
+    to_json,
+    write_http,
+)
+from serve_app.gateway.engine_wire import read_status
+from serve_app.gateway.exchange import Attempt, Headers
+from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
+from serve_app.gateway.generation import (
+    ReplicaFailed,
+    ReplicaFull,
+    ReplicaRefused,
+    ReplicaTimeout,
+    RequestRejected,
+)
+from serve_app.gateway.replicas import ReplicaTable
+
+logger = logging.getLogger(__name__)
+
+FAILURES = {
+    one.__name__: one for one in (ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTimeout)
+}
+_HEARD_S = 0.1
+"""For carriers to hear that they have to leave."""
+_GONE_S = 2.0
+"""For carriers to end, once all is answered."""
+
+
+class CarriedPool:
+    """A pool whose replicas are asked by carriers: all but `answer` is the pool's own."""
+
+    def __init__(self, pool: Backend) -> None:
+        """Stand before a pool."""
+        self._pool = pool
+        self.name, self.takes_any = pool.name, pool.takes_any
+        self.max_model_tokens = pool.max_model_tokens
+        self.ray_replicas, self.host_loads = pool.ray_replicas, pool.host_loads
+
+    def refresh(self, table: ReplicaTable, now_s: float) -> None:
+        """Tell the collector which replicas there are and what they published."""
+        self._pool.refresh(table, now_s)
+
+    async def answer(self, replica_id: str, attempt: Attempt) -> None:
+        """Have the carrier of a request ask a replica.
+
+        Raises:
+            ReplicaFailed: It failed, as the carrier says.
+            RequestRejected: It has something against the request.
+        """
+        carried = attempt.downstream
+        assert isinstance(carried, _Carried)
+        await carried.have_answered(self.name, replica_id, attempt)
+
+
+class _Carried:
+    """A request of a carrier: in the place of whoever asked."""
+
+    def __init__(self, link: _Link, number: int) -> None:
+        self.begun = False
+        self._link, self._number = link, number
+        self._attempt: Attempt | None = None
+        self._end: asyncio.Future[None] | None = None
+        self.task: asyncio.Task[None] | None = None
+
+    async def have_answered(self, pool: str, replica_id: str, attempt: Attempt) -> None:
+        """Send the request to a replica; returns once it has answered."""
+        self._attempt = attempt
+        self._end = asyncio.get_running_loop().create_future()
+        self._link.send(Kind.SEND, self._number, to_json([pool, replica_id]))
+        try:
+            await self._end
+        except asyncio.CancelledError:
+            self._link.send(Kind.STOP, self._number)
+            raise
+        finally:
+            self._attempt = self._end = None
+
+    def count(self, num_tokens: int) -> None:
+        """Note how many tokens there are."""
+        if self._attempt is not None:
+            self.begun = True
+            self._attempt.take(num_tokens)
+
+    def end(self, num_tokens: int, is_cut: bool, is_whole: bool) -> None:
+        """Note the end of the answer."""
+        if self._attempt is not None and self._end is not None and not self._end.done():
+            self._attempt.take(num_tokens, "length" if is_cut else "stop", is_whole)
+            self._end.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Note that there is no answer."""
+        if self._end is not None and not self._end.done():
+            self._end.set_exception(error)
+
+    def publish(self, status: bytes) -> None:
+        """Note the state of the replica."""
+        if self._attempt is not None:
+            self._attempt.publish(read_status(status))
+
+    # Nothing of the answer itself comes here.
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        raise NotImplementedError
+
+    async def write(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    def write_now(self, data: bytes) -> bool:
+        raise NotImplementedError
+
+
+class _Link(FrameProtocol):
+    """The connection to one carrier."""
+
+    def __init__(self, decider: Decider) -> None:
+        super().__init__()
+        self._decider = decider
+        self._carried: dict[int, _Carried] = {}
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def take(self, kind: int, number: int, payload: bytes) -> None:
+        """Handle a frame of the carrier's."""
+        if kind == Kind.ASK:
+            self._open(number, payload)
+        elif kind == Kind.TOKENS:
+            for each, count in read_counts(payload):
+                if carried := self._carried.get(each):
+                    carried.count(count)
+        elif kind == Kind.HTTP:
+            task = self._loop.create_task(self._answer(number, payload))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+        elif kind == Kind.PING:
+            self.send(Kind.PING, number)
+        elif kind == Kind.HELLO:
+            self._decider.join(self, json.loads(payload))
+        elif carried := self._carried.get(number):
+            self._take_outcome(kind, carried, payload)
+
+    def lost(self) -> None:
+        """Give up what the carrier has carried."""
+        self._decider.leave(self)
+        for one in (*self._carried.values(),):
+            if one.task is not None:
+                one.task.cancel()
+        for task in self._answering:
+            task.cancel()
+
+    def _take_outcome(self, kind: int, carried: _Carried, payload: bytes) -> None:
+        if kind == Kind.ENDED:
+            carried.end(*read_end(payload))
+        elif kind == Kind.STATUS:
+            carried.publish(payload)
+        elif kind == Kind.FAILED:
+            name, text, num_tokens, carried.begun = json.loads(payload)
+            if num_tokens:
+                carried.count(num_tokens)
+            carried.fail(FAILURES[name](text))
+        elif kind == Kind.REJECTED:
+            carried.fail(RequestRejected(int.from_bytes(payload, "little"), (), b""))
+        elif kind == Kind.GONE and carried.task is not None:
+            carried.task.cancel()
+
+    def _open(self, number: int, payload: bytes) -> None:
+        carried = self._carried[number] = _Carried(self, number)
+        carried.task = self._loop.create_task(self._serve(number, carried, payload))
+
+    async def _serve(self, number: int, carried: _Carried, payload: bytes) -> None:
+        gateway = self._decider.gateway
+        try:
+            request, class_name = read_request(payload, self._decider.block_sizes)
+            service_class = gateway.service_class(class_name)
+            assert service_class is not None
+            await gateway.serve(request, service_class, carried)
+        except Refused as error:
+            self._refuse(number, "refused", str(error), error.retry_after_s)
+        except Draining as error:
+            self._refuse(number, "draining", str(error))
+        except Unserved as error:
+            self._refuse(number, "unserved", str(error))
+        except (RequestRejected, asyncio.CancelledError):
+            pass  # The carrier knows: it said so, or is gone.
+        except Exception:
+            # Whatever is wrong here, the carrier's caller must not wait for ever.
+            logger.exception("request %d of a carrier", number)
+            self._refuse(number, "unserved", "the gateway failed")
+        finally:
+            del self._carried[number]
+
+    def _refuse(self, number: int, kind: str, text: str, retry_after_s: int = 0) -> None:
+        self.send(Kind.REFUSED, number, to_json([kind, text, retry_after_s]))
+
+    async def _answer(self, number: int, payload: bytes) -> None:
+        head, body = read_http(payload)
+        told, content = await _ask(self._decider.api, head, body)
+        self.send(Kind.HTTP_ANSWER, number, write_http(told, content))
+
+
+async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    """Have an ASGI application answer a request that came to a carrier; return head and body."""
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
+        "scheme": "http", "state": {}, **head,
+        "headers": [(name.encode("latin-1"), value.encode("latin-1"))
+                    for name, value in head["headers"]],
+        "query_string": head["query_string"].encode("latin-1"),
+        "raw_path": head["path"].encode(),
+    }  # fmt: skip
+    told: dict[str, Any] = {}
+    content, unread = bytearray(), [body]
+
+    async def receive() -> Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        await asyncio.Event().wait()  # Cancelled where the carrier is gone.
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            told["status"] = message["status"]
+            told["headers"] = [
+                [name.decode("latin-1"), value.decode("latin-1")]
+                for name, value in message["headers"]
+            ]
+        else:
+            content.extend(message.get("body", b""))
+
+    try:
+        await api(scope, receive, send)
+    except Exception:
+        # As a server does: what was sent until then is the answer.
+        logger.exception("%s %s", head["method"], head["path"])
+    return told or {"status": 500, "headers": []}, bytes(content)
+
+
+class Decider:
+    """Listens for carriers of this machine, on a Unix socket that only this user may use."""
+
+    def __init__(self, gateway: Gateway, api: ASGIApp) -> None:
+        """Decide for nobody yet.
+
+        Args:
+            gateway: Serves requests; its pools are `CarriedPool`s.
+            api: Answers what carriers do not answer themselves.
+        """
+        self.gateway, self.api = gateway, api
+        self.block_sizes = block_sizes(gateway.cluster)
+        self._links: set[_Link] = set()
+        self._server: asyncio.Server | None = None
+        self._folder: str | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it listens."""
+        assert self._folder is not None
+        return str(Path(self._folder) / "decider")
+
+    async def start(self) -> None:
+        """Listen."""
+        self._folder = tempfile.mkdtemp(prefix="tokenyard-")
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Link(self), self.path)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it listens."""
+        return self._server is not None and self._server.is_serving()
+
+    async def resign(self) -> None:
+        """Have carriers ask another from now on, or nobody; what is under way goes on."""
+        for one in self._links:
+            one.send(Kind.LEAVE, 0)
+        await asyncio.sleep(_HEARD_S)
+
+    async def stop(self) -> None:
+        """Wait a moment for carriers to end, and close what is left."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GONE_S):
+                while self._links:
+                    await asyncio.sleep(0.05)
+        if self._server is not None:
+            self._server.close()
+        for one in (*self._links,):
+            one.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def join(self, link: _Link, told: Mapping[str, int]) -> None:
+        """Note a carrier, and what it did while nobody decided for it."""
+        self._links.add(link)
+        self.gateway.metrics.carriers.set(len(self._links))
+        self.gateway.metrics.carried_alone.inc(told["carried_alone"])
+        logger.info("carrier %d is here, %d in all", told["pid"], len(self._links))
+
+    def leave(self, link: _Link) -> None:
+        """Note that a carrier is gone."""
+        self._links.discard(link)
+        self.gateway.metrics.carriers.set(len(self._links))

@@ -1,0 +1,83 @@
+"""The HTTP of a carrier: OpenAI's routes answered here, all others by the decider."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from serve_app.engines.tokenizer import Tokenizer
+from serve_app.gateway.carrier import Away, Carrier
+from serve_app.http import errors
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.http.data_path import DataPath
+from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
+
+_ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
+"""Routes that a carrier answers while the decider is away."""
+
+
+def create_carrier_api(carrier: Carrier, tokenizer: Tokenizer, access: Access) -> ASGIApp:
+    """Lay HTTP over a carrier.
+
+    Args:
+        carrier: Serves requests.
+        tokenizer: Of the model that is served.
+        access: Who may ask.
+    """
+    limits = carrier.cluster.limits
+    bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
+    data_path = Intake(DataPath(carrier, tokenizer, errors.refuse), access, bodies, errors.refuse)
+    alone = create_gateway_api(carrier.alone, tokenizer, access)
+    passage = Intake(_Passage(carrier, alone), access, bodies, errors.refuse)
+
+    async def api(scope: Scope, receive: Receive, send: Send) -> None:
+        handle = data_path if scope["path"] in OPENAI_PATHS else passage
+        await handle(scope, receive, send)
+
+    return api
+
+
+class _Passage:
+    """Hands requests on to the decider, as from the caller's own address."""
+
+    def __init__(self, carrier: Carrier, alone: ASGIApp) -> None:
+        """Ask a carrier's decider; `alone` answers what little can be answered without."""
+        self._carrier, self._alone = carrier, alone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request, whose body has been read."""
+        body = (await receive())["body"]
+        try:
+            told, content = await self._carrier.ask(_head(scope), body)
+        except Away:
+            await self._answer_alone(scope, receive, send)
+            return
+        headers = [(name.encode("latin-1"), value.encode("latin-1"))
+                   for name, value in told["headers"]]  # fmt: skip
+        await send({"type": "http.response.start", "status": told["status"], "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _answer_alone(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_known = scope["path"] in _ANSWERED_ALONE or scope["path"].startswith("/v1/models/")
+        if scope["method"] == "GET" and is_known:
+            await self._alone(scope, receive, send)
+            return
+        reason = "the process that decides is away, and is about to come back"
+        answer = JSONResponse({"detail": reason}, 503, {"retry-after": "2"})
+        await answer(Request(scope).scope, receive, send)
+
+
+def _head(scope: Scope) -> dict[str, object]:
+    """What the decider has to know of a request beside its body."""
+    return {
+        "method": scope["method"],
+        "path": scope["path"],
+        "query_string": scope["query_string"].decode("latin-1"),
+        "http_version": scope["http_version"],
+        "headers": [(name.decode("latin-1"), value.decode("latin-1"))
+                    for name, value in scope["headers"]],
+        "client": scope["client"],
+        "server": scope["server"],
+    }  # fmt: skip

@@ -1,0 +1,164 @@
+"""A carrier as a replica of Ray Serve: it listens where the others do, and asks one decider."""
+
+# No `from __future__ import annotations` here: Serve reads the class's signatures.
+import asyncio
+import gc
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from serve_app.cluster import Cluster
+from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
+from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.carrier import Carrier
+from serve_app.gateway.external import ExternalBackend
+from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.metrics import Metrics
+from serve_app.http.auth import Access
+from serve_app.http.listener import Listener
+from serve_app.http.passage import create_carrier_api
+from serve_app.policy.manager import PolicyManager
+from serve_app.ray_serve.replica import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+SWITCH_S = 1e-3
+"""Time for which a thread of a gateway keeps the interpreter while another wants it; Python's own
+5 ms would be the longest part of a decision that was interrupted."""
+_PARENT_EVERY_S = 1.0
+_START_S = 60.0
+"""For the decider to be there."""
+_ASK_S = 2.0
+_END_POLL_S = 0.05
+
+
+async def end_with_ray(parent: int, end: Callable[[], Awaitable[None]]) -> None:
+    """Drain and exit where Ray's process on this node is gone.
+
+    Nobody would replace a replica or this process any more, and the port would stay taken.
+
+    Args:
+        parent: Ray's process.
+        end: Drains.
+    """
+    while os.getppid() == parent:
+        await asyncio.sleep(_PARENT_EVERY_S)
+    logger.error("Ray is gone from this node, and so is this process once it has answered")
+    try:
+        await end()
+    finally:
+        os._exit(1)
+
+
+class CarrierReplica:
+    """One of several processes that carry requests and answers for one gateway."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        access: Access,
+        pools: dict[str, DeploymentHandle[Any]],
+        decider: DeploymentHandle[Any],
+    ) -> None:
+        """Connect to the pools.
+
+        Args:
+            cluster: The gateway's.
+            access: Who may ask, and who may change.
+            pools: Handles of own pools, by name.
+            decider: The gateway's.
+        """
+        sys.setswitchinterval(SWITCH_S)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng()
+        )
+        manager.switch(cluster.baseline)
+        metrics = Metrics()
+        self._external = [
+            ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
+        ]
+        self._own = [ServeBackend(pool, pools[pool.name]) for pool in cluster.own_pools]
+        backends: dict[str, Backend] = {one.name: one for one in self._external}
+        backends |= {one.name: one for one in self._own}
+        self._alone = Gateway(cluster, manager, backends, metrics)
+        self._access, self._decider = access, decider
+        self._tokenizer: Tokenizer = EstimatingTokenizer()
+        for own in cluster.own_pools[:1]:
+            self._tokenizer = load_tokenizer(own.config.model)
+        self._listener: Listener | None = None
+        self._carrier = Carrier(self._alone, self._find)
+        gc.collect()
+        gc.freeze()
+
+    async def reconfigure(self, address: dict[str, Any]) -> None:
+        """Find the decider, and begin to listen beside the other carriers.
+
+        Args:
+            address: `host` and `port`.
+
+        Raises:
+            OSError: The address cannot be listened on.
+            TimeoutError: There is no decider.
+        """
+        if self._listener is None:
+            async with asyncio.timeout(_START_S):
+                await self._carrier.start()
+            self.__del__ = self.end
+            self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
+        else:
+            await self._listener.stop()
+        api = create_carrier_api(self._carrier, self._tokenizer, self._access)
+        self._listener = Listener(api, self._alone.cluster.limits)
+        await self._listener.start(address["host"], address["port"])
+
+    async def check_health(self) -> None:
+        """Answer from the event loop that carries.
+
+        Raises:
+            RuntimeError: It takes no connections.
+        """
+        if self._listener is None or not self._listener.is_up:
+            raise RuntimeError("the carrier does not listen any more")
+
+    async def end(self) -> None:
+        """Answer what was let in, while other carriers take what comes."""
+        if self._listener is None:
+            return
+        self._listener.refuse()
+        # The decider gives up what takes longer, unless it is away.
+        until_s = asyncio.get_running_loop().time() + self._alone.cluster.limits.drain_s + _ASK_S
+        while self._carrier.in_flight and asyncio.get_running_loop().time() < until_s:
+            await asyncio.sleep(_END_POLL_S)
+        await self._listener.stop()
+        await self._carrier.stop()
+        for external in self._external:
+            await external.stop()
+        for own in self._own:
+            await own.stop()
+        self._alone.manager.stop()
+
+    async def _find(self) -> str:
+        """Ask where the decider is.
+
+        Raises:
+            OSError: It does not say, or is on another machine.
+        """
+        try:
+            async with asyncio.timeout(_ASK_S):
+                path: str = await self._decider.where.remote()
+        except (TimeoutError, RayError, RayServeException) as error:
+            raise OSError(f"it does not say where it is: {type(error).__name__}") from None
+        if not Path(path).exists():
+            raise OSError(
+                "it is on another machine, or just gone; carriers share one machine with it: "
+                "give `gateway.node_labels` that one node has"
+            )
+        return path
