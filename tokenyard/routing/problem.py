@@ -26,7 +26,7 @@ from tokenyard.routing.artifact import (
 )
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
-from tokenyard.routing.policies.order import BETWEEN, ORDERS, Ordered, order_of
+from tokenyard.routing.policies.order import BETWEEN, ORDERS, Ordered, is_order, order_of
 from tokenyard.routing.policy_file import SUFFIX, PolicyOfFile
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
 from tokenyard.routing.simulator.run import Run, run_compiled, run_each, run_policy
@@ -95,7 +95,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         placement, _, order = name.partition(BETWEEN)
-        if placement in TRAINED and order in ORDERS:
+        if placement in TRAINED and is_order(order):
+            order_of(name, _context(scenario, np.random.default_rng(0)))
             return _learned_in_order(name, scenario, registry)
         if name in TRAINED or name.endswith(".npz"):
             return _learned(name, scenario, registry)

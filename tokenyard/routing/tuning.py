@@ -16,7 +16,7 @@ from tokenyard.metrics import score
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import SedDump, SedReserve
-from tokenyard.routing.policies.order import BETWEEN, ORDERS, OrderRule
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, ORDERS, OrderRule
 from tokenyard.routing.policies.public import (
     ALWAYS_TUNED,
     PUBLIC_RULES,
@@ -25,7 +25,7 @@ from tokenyard.routing.policies.public import (
     grid_of,
 )
 from tokenyard.routing.policies.size_interval import SizeIntervals
-from tokenyard.routing.policies.tuned import FleetRules, TunedRules
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.run import PolicyFactory, run_policy
@@ -235,7 +235,7 @@ class _Search:
         best = max(rules.scores, key=rules.scores.__getitem__)
         scores: dict[str, float] = {}
         knobs: dict[str, dict[str, float]] = {}
-        for placement in dict.fromkeys((self._servers.hand_rule, best)):
+        for placement in dict.fromkeys((self._servers.hand_rule, best, IN_ORDER)):
             for order in self._servers.orders:
                 name = placement + BETWEEN + order
                 scores[name], knobs[name] = self._tune_order(name, ORDERS[order], rules)
@@ -244,15 +244,23 @@ class _Search:
     def _tune_order(
         self, name: str, order: OrderRule, rules: TunedRules
     ) -> tuple[float, dict[str, float]]:
+        start, grid = {order.knob: order.default}, {order.knob: order.grid}
+        if name.startswith(IN_ORDER) and self._servers.has >= Needs.BATCHING:
+            # Of servers that do not batch the delays are no estimates, so nothing is weighed.
+            start |= rules.fleet.model_dump()
+            grid |= FLEET_GRIDS["tuned_marginal_delay"]
+
         def score_with(values: Values) -> float:
-            tried = {name: {order.knob: values[0]}}
+            tried = {name: dict(zip(start, values, strict=True))}
             return self.score_of(name, rules.model_copy(update={"orders": tried}))
 
-        start = (order.default,)
         best_score, best = coordinate_descent(
-            start, [order.grid], score_with, most_trials=MOST_TRIALS
+            tuple(start.values()),
+            [grid[knob] for knob in start],
+            score_with,
+            most_trials=MOST_TRIALS,
         )
-        return best_score, {order.knob: best[0]}
+        return best_score, dict(zip(start, best, strict=True))
 
     def _factory(self, name: str, rules: TunedRules | None) -> PolicyFactory:
         scenario = self._scenario

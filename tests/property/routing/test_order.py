@@ -199,6 +199,15 @@ def test_a_knob_that_was_tuned_beside_a_placement_counts_there_and_nowhere_else(
     assert keys == pytest.approx([8.0, 5.0 + ORDERS["sjf"].default])
 
 
+def test_the_name_of_an_order_may_hold_a_knob_of_ones_own():
+    decision = make_policy("sed+sjf@3", context()).place(a_request(), [SERVER] * 3)
+    assert decision.order_key_s == pytest.approx(8.0)
+    assert is_rule("sed+sjf@3")
+    for wrong in ("x", "", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match="behind @ is no number"):
+            make_policy(f"sed+sjf@{wrong}", context())
+
+
 def test_orders_are_rows_where_they_were_tuned():
     ordered = [name for name in rows_for("azure_code_slo", Needs.BATCHING) if "+" in name]
     assert ordered == list(load_tuned("azure_code_slo").order_scores)

@@ -29,9 +29,10 @@ from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRan
 from tokenyard.routing.policies.order import (
     BETWEEN,
     IN_ORDER,
-    ORDERS,
+    KNOB,
     MarginalInOrder,
     Ordered,
+    is_order,
     order_of,
 )
 from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
@@ -88,7 +89,7 @@ def is_rule(name: str) -> bool:
     """Whether a name is that of a baseline, or of one with an order."""
     placement, between, order = name.partition(BETWEEN)
     if between:
-        return (placement in BASELINES or placement == IN_ORDER) and order in ORDERS
+        return (placement in BASELINES or placement == IN_ORDER) and is_order(order)
     return placement in BASELINES
 
 
@@ -102,7 +103,10 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
     if between:
         order = order_of(name, context)
         if placement == IN_ORDER:
-            return MarginalInOrder(order)
+            tuned = context.order_knobs(name.partition(KNOB)[0])
+            return MarginalInOrder(
+                order, tuned.get("wait_weight", 1.0), tuned.get("others_weight", 1.0)
+            )
         return Ordered(make_policy(placement, context), order)
     if name not in BASELINES:
         hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)

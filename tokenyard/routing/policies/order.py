@@ -46,6 +46,8 @@ from tokenyard.types import FloatArray
 
 BETWEEN = "+"
 """Between the names of a placement and an order."""
+KNOB = "@"
+"""Between the name of an order and a knob of one's own."""
 IN_ORDER = "marginal_in_order"
 """Name of the placement that knows the order, and is none without."""
 
@@ -252,6 +254,7 @@ class OrderRule:
     rule: type[Order]
     knob: str
     grid: tuple[float, ...]
+    """Values tried of it; none is below 0."""
     counts_replicas: bool = False
 
     @property
@@ -275,14 +278,35 @@ ORDERS: dict[str, OrderRule] = {
 """Name to order."""
 
 
+def is_order(text: str) -> bool:
+    """Whether a text is the name of an order, with or without its knob behind `@`."""
+    return text.partition(KNOB)[0] in ORDERS
+
+
 def order_of(name: str, context: PolicyContext) -> Order:
     """Make the order of `PLACEMENT+ORDER` afresh, as it was tuned beside that placement.
 
+    `PLACEMENT+ORDER@5` has the knob 5 instead.
+
     Raises:
-        ValueError: There is no such order.
+        ValueError: There is no such order, or its knob is no number from 0 on.
     """
-    order = name.partition(BETWEEN)[2]
+    order, given, value = name.partition(BETWEEN)[2].partition(KNOB)
     if order not in ORDERS:
         hint = did_you_mean(order, ORDERS)
         raise ValueError(f"unknown order {order!r}; choose one of {sorted(ORDERS)}{hint}")
-    return ORDERS[order].make(context.num_replicas, context.order_knobs(name))
+    rule = ORDERS[order]
+    if given:
+        return rule.make(context.num_replicas, {rule.knob: _knob(name, value)})
+    tuned = context.order_knobs(name)
+    return rule.make(context.num_replicas, {k: v for k, v in tuned.items() if k == rule.knob})
+
+
+def _knob(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise ValueError(f"{name!r}: {text!r} behind {KNOB} is no number from 0 on")
+    return value
