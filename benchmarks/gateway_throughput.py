@@ -6,7 +6,8 @@ Four servers take turns in short blocks: the stub alone, a thin Ray Serve applic
 by itself, the gateway before the stub, and the gateway before a pool of its own, whose engine
 computes nothing. Gateways have decision log, metrics, exploration and scraping. CPU time is that of
 all of a server's processes, Ray's and the engines' included, less what they take while nobody asks;
-the client's and the stub's are not counted. Latency is compared with the stub's in the same turn.
+the client's and the stub's are not counted, and both give way to the servers (`nice`). Latency is
+compared with the stub's in the same turn.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Args:
     """Closed loops of whole answers of one token, one load each."""
     streams: int = 64
     """Streams of 50 tokens a second at a time; 0: none."""
-    carriers: tuple[int, ...] = (2, 4)
-    """Numbers of carrier processes, one more gateway before the stub each."""
+    carriers: tuple[int, ...] = ()
+    """Numbers of carrier processes: for each a gateway before the stub, with a Ray of its own."""
     before: Path | None = None
     """Another checkout, whose gateway before a pool of its own takes turns with the others."""
     json: Path | None = None

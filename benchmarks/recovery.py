@@ -117,6 +117,8 @@ class Load:
             self.heard[outcome] += 1
             if outcome != "answered":
                 self.hung_s = max(self.hung_s, time.monotonic() - asked_s)
+                # Whoever asks anew at once takes the time that a process needs to start.
+                await asyncio.sleep(_PROBE_EVERY_S)
 
     async def _outcome(self, http: httpx.AsyncClient, body: dict[str, Any]) -> str:
         try:
@@ -246,6 +248,7 @@ async def measure(args: Args, victim: Victim) -> Row:
         noticed_s, found = await _until(http, killed_s, args, missing)
         pool = next(iter(found)) if isinstance(found, Counter) else ""
         back_s, _ = await _until(http, killed_s, args, lambda now: not whole - now)
+        await asyncio.sleep(_SETTLED_S)
         load.stop()
         probe.stop()
         await clients

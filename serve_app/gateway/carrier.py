@@ -22,6 +22,7 @@ from serve_app.gateway.carrier_wire import (
     Kind,
     block_sizes,
     read_http,
+    read_place,
     to_json,
     write_counts,
     write_end,
@@ -295,7 +296,7 @@ class Carrier:
                 if kind == Kind.REFUSED:
                     _refuse(payload)
                 attempt = _Attempt(link, number, request, downstream)
-                pool, replica_id = json.loads(payload)
+                pool, replica_id = read_place(payload)
                 if await self._attempt(call, pool, replica_id, attempt):
                     attempt.tell_end()
                     return True

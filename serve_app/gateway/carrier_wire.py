@@ -22,6 +22,8 @@ _HEAD = struct.Struct("<IBI")
 _COUNT = struct.Struct("<II")
 _ENDED = struct.Struct("<I??")
 _MOST_BYTES = 64 << 20
+_CALL = Call(b"", b"", b"", stream=False)
+"""In place of what a caller wrote, which stays with the carrier."""
 _SOON_S = 1e-3
 """For what nobody waits for."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -51,7 +53,7 @@ class Kind(IntEnum):
     PING = 10
     """Carrier, and back: is anybody there?"""
     SEND = 11
-    """Decider: JSON, the pool and the replica that a request goes to."""
+    """Decider: the pool and the replica that a request goes to, as `write_place` lays them out."""
     STOP = 12
     """Decider: an attempt is given up."""
     REFUSED = 13
@@ -72,7 +74,7 @@ class FrameProtocol(asyncio.Protocol):
         self._rest = b""
         self._unsent: list[bytes] = []
         self._flushing: asyncio.Handle | None = None
-        self._is_urgent = False
+        self._flushing_later: asyncio.TimerHandle | None = None
         self.heard_s = self._loop.time()
         """When something came last, by the loop's clock."""
 
@@ -94,14 +96,12 @@ class FrameProtocol(asyncio.Protocol):
     def flush_soon(self, is_urgent: bool) -> None:
         """Send what there is at the end of this step of the loop, or a moment later."""
         if self._flushing is not None:
-            if self._is_urgent or not is_urgent:
-                return
-            self._flushing.cancel()
-        self._is_urgent = is_urgent
-        loop = self._loop
-        self._flushing = (
-            loop.call_soon(self._flush) if is_urgent else loop.call_later(_SOON_S, self._flush)
-        )
+            return
+        if is_urgent:
+            self._flushing = self._loop.call_soon(self._flush)
+        elif self._flushing_later is None:
+            # It stays where something urgent comes before it: to cancel one costs as much.
+            self._flushing_later = self._loop.call_later(_SOON_S, self._flush_later)
 
     def close(self) -> None:
         """Close at once."""
@@ -110,6 +110,10 @@ class FrameProtocol(asyncio.Protocol):
 
     def before_flush(self) -> None:
         """Add what is to be sent with the rest."""
+
+    def _flush_later(self) -> None:
+        self._flushing_later = None
+        self._flush()
 
     def _flush(self) -> None:
         self._flushing = None
@@ -144,8 +148,9 @@ class FrameProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell what is built on this."""
-        if self._flushing is not None:
-            self._flushing.cancel()
+        for one in (self._flushing, self._flushing_later):
+            if one is not None:
+                one.cancel()
         self.lost()
 
 
@@ -191,11 +196,21 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
         blocks[size] = tuple(names[:count])
         del names[:count]
     prompt = Prompt(range(num_tokens), blocks)
-    call = Call(b"", b"", b"", stream=False)
     return (
-        InferenceRequest(request_id, prompt.token_ids, max_tokens, call, for_engines, prompt),
+        InferenceRequest(request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt),
         class_name,
     )
+
+
+def write_place(pool: str, replica_id: str) -> bytes:
+    """Lay out where a request goes."""
+    return f"{pool}\n{replica_id}".encode()
+
+
+def read_place(payload: bytes) -> tuple[str, str]:
+    """Read what `write_place` wrote; return the pool and the replica."""
+    pool, _, replica_id = payload.decode().partition("\n")
+    return pool, replica_id
 
 
 def write_counts(tokens: dict[int, int]) -> bytes:

@@ -30,6 +30,7 @@ from serve_app.gateway.carrier_wire import (
     read_request,
     to_json,
     write_http,
+    write_place,
 )
 from serve_app.gateway.engine_wire import read_status
 from serve_app.gateway.exchange import Attempt, Headers
@@ -94,7 +95,7 @@ class _Carried:
         """Send the request to a replica; returns once it has answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()
-        self._link.send(Kind.SEND, self._number, to_json([pool, replica_id]))
+        self._link.send(Kind.SEND, self._number, write_place(pool, replica_id))
         try:
             await self._end
         except asyncio.CancelledError:
@@ -145,6 +146,18 @@ class _Link(FrameProtocol):
         self._decider = decider
         self._carried: dict[int, _Carried] = {}
         self._answering: set[asyncio.Task[None]] = set()
+
+    def data_received(self, data: bytes) -> None:
+        """Decide what is asked, all of it without an interruption.
+
+        Requests begin in the next step of the loop, and what is called after them ends it.
+        """
+        together = self._decider.gateway.uninterrupted()
+        together.__enter__()
+        try:
+            super().data_received(data)
+        finally:
+            self._loop.call_soon(together.__exit__, None, None, None)
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the carrier's."""

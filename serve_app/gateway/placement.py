@@ -109,7 +109,8 @@ class Placement:
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
         self._ray: RayDefault | None = None
-        self._realtime = RealtimePriority()
+        self.realtime = RealtimePriority()
+        """Of the thread that decides."""
         self._others_went_s = 0.0
 
     def refresh(self) -> float:
@@ -124,7 +125,7 @@ class Placement:
         started_ns, by_ray = time.perf_counter_ns(), None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
-        with self._realtime.section():
+        with self.realtime.section():
             if by_ray is None:
                 self._let_others_go()
             now_s = self.refresh()

@@ -35,7 +35,10 @@ class RealtimePriority:
             logger.info("other processes may interrupt decisions: this one has no CAP_SYS_NICE")
 
     def section(self) -> AbstractContextManager[None]:
-        """Keep the calling thread from being interrupted until the block ends."""
+        """Keep the calling thread from being interrupted until the block ends.
+
+        A block within another costs nothing. All of them are of one thread.
+        """
         return self._section if self.allowed else nullcontext()
 
 
@@ -46,9 +49,14 @@ class _Section:
         # A thread that is born in a block is an ordinary one.
         self._raised = os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(_LOWEST_REALTIME)
         self._usual = os.sched_getscheduler(0), os.sched_getparam(0)
+        self._depth = 0
 
     def __enter__(self) -> None:
-        os.sched_setscheduler(0, *self._raised)
+        self._depth += 1
+        if self._depth == 1:
+            os.sched_setscheduler(0, *self._raised)
 
     def __exit__(self, *_: object) -> None:
-        os.sched_setscheduler(0, *self._usual)
+        self._depth -= 1
+        if not self._depth:
+            os.sched_setscheduler(0, *self._usual)

@@ -34,7 +34,7 @@ SWITCH_S = 1e-3
 """Time for which a thread of a gateway keeps the interpreter while another wants it; Python's own
 5 ms would be the longest part of a decision that was interrupted."""
 _PARENT_EVERY_S = 1.0
-_START_S = 60.0
+_START_S = 120.0
 """For the decider to be there."""
 _ASK_S = 2.0
 _END_POLL_S = 0.05

@@ -46,3 +46,18 @@ def test_without_the_right_to_it_a_block_runs_as_usual(monkeypatch):
     assert not realtime.allowed
     with realtime.section():
         assert scheduler() == os.SCHED_OTHER
+
+
+def test_a_block_within_another_asks_the_system_for_nothing(monkeypatch):
+    realtime, asked = RealtimePriority(), []
+    if not realtime.allowed:
+        pytest.skip("no CAP_SYS_NICE")
+    change = os.sched_setscheduler
+    monkeypatch.setattr(
+        os, "sched_setscheduler", lambda *args: (asked.append(args[1]), change(*args))
+    )
+    with realtime.section():
+        with realtime.section():
+            pass
+        assert scheduler() == os.SCHED_RR
+    assert (scheduler(), len(asked)) == (os.SCHED_OTHER, 2)
