@@ -324,7 +324,7 @@ def one_run(stores, names, schedule, fails=None):
 
 
 ONE = [(name,) for name in INTRUDERS]
-TWO = [("worse", "rollback"), ("left", "rollback"), ("crash", "late"), ("crash", "rollback")]
+TWO = [("crash", "late"), ("crash", "rollback")]
 
 
 @pytest.mark.parametrize("names", ONE, ids="+".join)

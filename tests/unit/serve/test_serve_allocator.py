@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
+from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
@@ -320,3 +322,41 @@ def reversals(plans):
     """Changes back to the plan before the last."""
     steps = [plan for i, plan in enumerate(plans) if i == 0 or plan != plans[i - 1]]
     return sum(steps[i] == steps[i - 2] for i in range(2, len(steps)))
+
+
+async def ticks_of(world, until):
+    running = asyncio.create_task(world.allocator.run())
+    while not until() and not running.done():
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()
+
+
+def test_a_controller_that_is_away_at_the_start_is_asked_again(monkeypatch):
+    monkeypatch.setattr(allocator_module, "_TICK_S", 0.01)
+    world = World(StaticPlan(ONE), start=ONE)
+    observe, failures = world.pool.observe, [RuntimeError("away")] * 3
+
+    async def away_at_first():
+        if failures:
+            raise failures.pop()
+        return await observe()
+
+    world.pool.observe = away_at_first
+    asyncio.run(ticks_of(world, lambda: world.pool.wanted))
+    assert world.pool.wanted == {shape_of(ONE): 1}
+
+
+def test_a_plan_that_was_set_by_hand_outlives_its_allocator(monkeypatch):
+    monkeypatch.setattr(allocator_module, "_TICK_S", 0.01)
+    before, after = (World(StaticPlan(ONE), start=ONE) for _ in range(2))
+    before.allocator.set_plan(TWO)
+    before.allocator.dry_run = True
+    after.allocator.restore(json.loads(json.dumps(before.allocator.saved())))
+    asyncio.run(ticks_of(after, lambda: after.pool.wanted.get(shape_of(TWO)) == 2))
+    assert (after.allocator.by_hand, after.allocator.plan, after.allocator.dry_run) == (
+        True, TWO, True,
+    )  # fmt: skip
+    untouched = World(StaticPlan(ONE), start=ONE)
+    untouched.allocator.restore(World(StaticPlan(ONE), start=ONE).allocator.saved())
+    assert not untouched.allocator.by_hand
