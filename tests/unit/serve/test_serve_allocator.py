@@ -5,8 +5,10 @@ import json
 import math
 import threading
 
+import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
@@ -15,6 +17,9 @@ from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
+from serve_app.http.allocation import make_router
+from serve_app.http.auth import Access
+from serve_app.http.reasons import BadRequest
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
@@ -360,3 +365,24 @@ def test_a_plan_that_was_set_by_hand_outlives_its_allocator(monkeypatch):
     untouched = World(StaticPlan(ONE), start=ONE)
     untouched.allocator.restore(World(StaticPlan(ONE), start=ONE).allocator.saved())
     assert not untouched.allocator.by_hand
+
+
+def test_a_policy_that_takes_long_to_load_does_not_hold_the_event_loop_up():
+    loaded_in = []
+
+    def load(name):
+        loaded_in.append(threading.current_thread())
+        raise ValueError("the registry is away")
+
+    async def ask():
+        api = FastAPI()
+        router = make_router(World(StaticPlan(ONE)).allocator, Access(None, None, True), load)
+        api.include_router(router)
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            with pytest.raises(BadRequest, match="the registry is away"):
+                await client.post("/v1/allocation", json={"policy": "champion"})
+
+    asyncio.run(ask())
+    assert loaded_in != [threading.main_thread()]
+    assert len(loaded_in) == 1
