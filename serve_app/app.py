@@ -33,9 +33,11 @@ from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
+from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
+from serve_app.policy.state import STATE_FILE, Remembers, StateFile
 from serve_app.ray_serve.carrier_replica import SWITCH_S, CarrierReplica, end_with_ray
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
 from tokenyard.allocation.scenario import load_allocation
@@ -86,6 +88,9 @@ class GatewayOptions(BaseModel):
     shipped ones count."""
     decision_log: Path | None = None
     """Folder on the gateway's node that gets Parquet files."""
+    state: Path | None = None
+    """File on the gateway's node with what survives a crash and a new deployment; None: one in the
+    folder of the decision log, or none where there is no log."""
     token: Annotated[str | None, Field(repr=False)] = None
     """Bearer token that callers need; None: that of the environment, or none."""
     admin_token: Annotated[str | None, Field(repr=False)] = None
@@ -116,8 +121,6 @@ class GatewayReplica:
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(),
             registry,
         )  # fmt: skip
-        may_be_missing = not options.must_be_there
-        manager.switch(cluster.policy, cluster.explore_fraction, may_be_missing)
         metrics = Metrics()
         self._external = [
             ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
@@ -135,6 +138,14 @@ class GatewayReplica:
         self._allocator = make_allocator(
             APP_NAME, self._gateway, backends, registry, options.decision_log
         )
+        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers}
+        if self._allocator is not None:
+            parts["allocation"] = self._allocator
+        path = state_path_of(options)
+        file = None if path is None else StateFile(path)
+        self._lifecycle = Lifecycle(manager, file, parts)
+        may_be_missing = not options.must_be_there
+        self._lifecycle.resume(cluster.policy, cluster.explore_fraction, may_be_missing)
         self._reshaping: asyncio.Task[None] | None = None
         self._listener: Listener | None = None
         # What is here stays: collections that look through it would hold requests up.
@@ -164,7 +175,7 @@ class GatewayReplica:
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
-        api = create_gateway_api(self._gateway, self._tokenizer, self._access)
+        api = create_gateway_api(self._gateway, self._tokenizer, self._access, self._lifecycle)
         if self._allocator is not None:
             scenario = self._allocator.scenario
             router = allocation.make_router(
@@ -177,6 +188,8 @@ class GatewayReplica:
     async def end(self) -> None:
         """Answer what was let in, while another gateway may listen already."""
         if self._listener is not None:
+            # A gateway that takes this one's place goes on from there.
+            await self._lifecycle.stop()
             self._listener.refuse()
             await self._gateway.drain()
             await self._listener.stop()
@@ -197,6 +210,7 @@ class GatewayReplica:
         """Answer from the event loop of the API: one that hangs is found, and replaced."""
 
     def _start(self) -> None:
+        self._lifecycle.start()
         for one in self._external:
             one.start()
         if self._allocator is not None:
@@ -255,6 +269,8 @@ class DeciderReplica(GatewayReplica):
     async def end(self) -> None:
         """Answer what was let in; carriers end by themselves."""
         if self._decider is not None:
+            # A decider that takes this one's place goes on from there.
+            await self._lifecycle.stop()
             await self._decider.resign()
             await self._gateway.drain()
             await self._decider.stop()
@@ -345,6 +361,13 @@ def registry_of(options: GatewayOptions) -> str | None:
     return f"{_SQLITE}{Path(path).absolute()}" if path != (uri or "") else uri or None
 
 
+def state_path_of(options: GatewayOptions) -> Path | None:
+    """Return where the state is kept; None: nowhere."""
+    if options.state is None and options.decision_log is not None:
+        return options.decision_log / STATE_FILE
+    return options.state
+
+
 def token_of(options: GatewayOptions) -> str | None:
     """Return the bearer token that callers need; None: none."""
     return options.token or os.environ.get(TOKEN_VARIABLE) or None
@@ -371,10 +394,11 @@ def make_access(options: GatewayOptions) -> Access:
 
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     """Make the application of a gateway and its pools."""
-    log = options.decision_log
+    log, state = options.decision_log, options.state
     options = options.model_copy(
         update={
             "decision_log": None if log is None else log.absolute(),
+            "state": None if state is None else state.absolute(),
             "registry": registry_of(options),
             "token": token_of(options),
             "admin_token": admin_token_of(options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -154,11 +155,14 @@ def _first_usable(
 def make_router(decider: RegionDecider, access: Access) -> APIRouter:
     """Lay `/v1/regions` over `decider`."""
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
+    turn = asyncio.Lock()
 
     @router.post("/v1/regions", dependencies=is_authorized, responses=PROBLEMS)
     async def regions(message: RegionsMessage) -> RegionsAnswer:
         """Decide shares and servers for the slot that begins."""
-        return decider.decide(message)
+        # Off the event loop, as many regions take long; in turn, as policies remember.
+        async with turn:
+            return await asyncio.to_thread(decider.decide, message)
 
     @router.get("/v1/regions", dependencies=is_authorized, responses={401: {"model": Problem}})
     async def describe() -> RegionsCard:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
+import os
+import stat
+import struct
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +28,15 @@ from pydantic import ValidationError
 from tokenyard.config import FrozenModel
 from tokenyard.network import Layer, layers_of
 
+MAX_FILE_BYTES = 32 << 20
+"""Of a policy file, and of what it holds unpacked; those that ship have 64 KiB at most."""
 _METADATA = "metadata"
+_LONGEST_REASON = 400
+"""Characters: a file may say what it likes."""
+_MAX_DIRECTORY_BYTES = 64 << 10
+"""Of a zip file's table of contents: some hundred arrays."""
+_ZIP_END_BYTES = 22
+"""What a zip file without a comment ends with: where its table of contents is."""
 
 _Made = TypeVar("_Made")
 MetadataT = TypeVar("MetadataT", bound=FrozenModel)
@@ -118,49 +130,134 @@ class Artifact(Generic[MetadataT]):
         Raises:
             ValueError: An array is called like the metadata.
         """
-        _write(path, self.text(), self.arrays)
+        Path(path).write_bytes(self.encoded())
+
+    def encoded(self) -> bytes:
+        """The npz file's bytes.
+
+        Raises:
+            ValueError: An array is called like the metadata.
+        """
+        return _encoded(self.text(), self.arrays)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a policy file.
 
         Raises:
-            ArtifactError: The file is missing, broken, of another format or problem.
+            ArtifactError: The file is missing, broken, too large, of another format or problem.
         """
-        return _read(path, lambda text, arrays: cls(_parsed(cls.METADATA, text), arrays))
+        return cls.decoded(_file_bytes(path), str(path))
+
+    @classmethod
+    def decoded(cls, data: bytes, source: str) -> Self:
+        """Read a policy file's bytes; `source` names them in errors.
+
+        Raises:
+            ArtifactError: They are broken, or of another format or problem.
+        """
+        return _decoded(data, source, lambda text, arrays: cls(_parsed(cls.METADATA, text), arrays))
 
 
-def _write(path: str | Path, text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+def _encoded(text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
     if _METADATA in arrays:
         raise ValueError(f"no array may be called {_METADATA!r}")
     # np.savez stamps the time into the file, which would give every save another hash.
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+    whole = io.BytesIO()
+    with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, array in [(_METADATA, np.array(text)), *sorted(arrays.items())]:
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, np.asanyarray(array), allow_pickle=False)
             archive.writestr(zipfile.ZipInfo(f"{name}.npy"), buffer.getvalue())
+    return whole.getvalue()
 
 
-def _read(path: str | Path, make: Callable[[str, dict[str, npt.NDArray[Any]]], _Made]) -> _Made:
+def _file_bytes(path: str | Path) -> bytes:
+    """Read a file whole, unless it is too large or none that ends."""
     try:
-        # Opened here: numpy leaves a broken file open.
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-        text = str(arrays.pop(_METADATA))
-        return make(text, arrays)
+        # A pipe without a writer would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ArtifactError(f"policy file {path} is no file")
+            data = file.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         raise ArtifactError(f"policy file {path} does not exist") from None
-    except KeyError:
-        raise ArtifactError(f"{path} is no policy file: it has no metadata") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, ArtifactError):
+            raise
+        raise ArtifactError(f"policy file {path} cannot be read: {error}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ArtifactError(f"policy file {path} is larger than {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _decoded(
+    data: bytes, source: str, make: Callable[[str, dict[str, npt.NDArray[Any]]], _Made]
+) -> _Made:
+    try:
+        arrays = _arrays_in(data)
+        if _METADATA not in arrays:
+            raise ArtifactError("it is no policy file: it has no metadata")
+        return make(str(arrays.pop(_METADATA)), arrays)
     except ArtifactError as error:
-        raise ArtifactError(f"policy file {path}: {error}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ArtifactError(f"policy file {path} is broken: {error}") from error
+        raise ArtifactError(f"policy file {source}: {str(error)[:_LONGEST_REASON]}") from None
+    except Exception as error:
+        # zipfile, zlib, numpy, json and pydantic raise whatever they come upon in bytes that nobody
+        # has written on purpose.
+        reason = str(error) or type(error).__name__
+        raise ArtifactError(f"policy file {source} is broken: {reason[:_LONGEST_REASON]}") from None
+
+
+def _arrays_in(data: bytes) -> dict[str, npt.NDArray[Any]]:
+    """Read the arrays of an npz file; what they take is known before any is read."""
+    _check_directory(data)
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = archive.infolist()
+        if sum(one.file_size for one in members) > MAX_FILE_BYTES:
+            raise ArtifactError(f"it holds more than {MAX_FILE_BYTES} bytes")
+        arrays = {}
+        for one in members:
+            if one.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ArtifactError(f"{one.filename} is packed in a way that numpy never does")
+            with archive.open(one) as file:
+                # Without a number it would unpack everything before it looks how much that is.
+                arrays[one.filename.removesuffix(".npy")] = _array_of(file.read(one.file_size))
+        return arrays
+
+
+def _check_directory(data: bytes) -> None:
+    """Refuse a zip file whose table of contents is too long to be read at leisure.
+
+    Raises:
+        ArtifactError: It is, or does not stand where numpy writes it.
+    """
+    signature, size, start = struct.unpack_from("<4s8xII", data[-_ZIP_END_BYTES:].ljust(22, b" "))
+    is_64 = data[-_ZIP_END_BYTES - 20 : -_ZIP_END_BYTES].startswith(b"PK\x06\x07")
+    if signature != b"PK\x05\x06" or is_64 or start + size + _ZIP_END_BYTES != len(data):
+        raise ArtifactError("it is no npz file")
+    if size > _MAX_DIRECTORY_BYTES:
+        raise ArtifactError(f"its table of contents is longer than {_MAX_DIRECTORY_BYTES} bytes")
+
+
+def _array_of(data: bytes) -> npt.NDArray[Any]:
+    """Read one npy file."""
+    file = io.BytesIO(data)
+    if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError("an array is of another npy version than 1.0")
+    shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+    left = len(data) - file.tell()
+    # numpy would make room for what the header says.
+    if dtype.hasobject or dtype.itemsize * math.prod(shape) != left:
+        raise ValueError(f"an array of shape {shape} and type {dtype} does not have {left} bytes")
+    flat = np.frombuffer(data, dtype, offset=file.tell())
+    return flat.reshape(shape, order="F" if by_columns else "C").copy()
 
 
 def _parsed(metadata: type[FrozenModel], text: str) -> Any:
     """Read metadata of one class, or refuse them in one sentence."""
     found = json.loads(text)
+    if not isinstance(found, dict):
+        raise ArtifactError("its metadata are no JSON object")
     ours, version = (metadata.model_fields[one].default for one in ("problem", "format_version"))
     if found.get("problem", ours) != ours:
         raise ArtifactError(f"a policy for {found['problem']}, not for {ours}")

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tokenyard.artifact import (
-    ArtifactError,
     RegisteredPolicy,
     RegistryError,
     RegistryLookup,
@@ -154,10 +153,10 @@ def register(
 
 def _crown(client: MlflowClient, model: str, version: str) -> None:
     """Make a version champion; the one before keeps the alias `previous`."""
-    before = client.get_registered_model(model).aliases.get(CHAMPION)
-    if before is not None and str(before) != version:
-        client.set_registered_model_alias(model, PREVIOUS, str(before))
-    client.set_registered_model_alias(model, CHAMPION, version)
+    aliases = promoted(_aliases_of(client, model), version)
+    for alias in (PREVIOUS, CHAMPION):
+        if alias in aliases:
+            client.set_registered_model_alias(model, alias, aliases[alias])
 
 
 def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
@@ -174,20 +173,22 @@ def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
     return version
 
 
-def promote(tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str, str]) -> str:
-    """Make an artifact the registered champion; the one before keeps the alias `previous`.
+def enter(
+    tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str, str]
+) -> tuple[str, dict[str, str]]:
+    """Register an artifact that is about to be promoted; no alias moves.
 
     Args:
         tracking_uri: Any URI that MLflow takes.
         model: Registered model, made where it is missing.
-        artifact: Registered too, unless one of its hash is.
+        artifact: Registered unless one of its hash is.
         tags: Lineage and verdict, written onto the version.
 
     Returns:
-        The version that is champion now.
+        Its version, and the model's versions by alias.
 
     Raises:
-        ArtifactError: The registry cannot be written; the alias has not moved.
+        ArtifactError: The registry cannot be written.
     """
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
@@ -200,8 +201,7 @@ def promote(tracking_uri: str, model: str, artifact: Artifact, tags: Mapping[str
         made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
         for key, value in made_of.items():
             client.set_model_version_tag(model, version, key, value)
-        _crown(client, model, version)
-    return version
+        return version, _aliases_of(client, model)
 
 
 def aliases_of(tracking_uri: str, model: str) -> dict[str, str]:
@@ -214,49 +214,57 @@ def aliases_of(tracking_uri: str, model: str) -> dict[str, str]:
         client = _impatient(tracking_uri)
         if not client.search_registered_models(f"name = '{model}'"):
             return {}
-        aliases = client.get_registered_model(model).aliases
-        return {alias: str(version) for alias, version in aliases.items()}
+        return _aliases_of(client, model)
 
 
-def put_back(tracking_uri: str, model: str, version: str, before: Mapping[str, str]) -> None:
-    """Undo a promotion, unless another came after it.
+def _aliases_of(client: MlflowClient, model: str) -> dict[str, str]:
+    aliases = client.get_registered_model(model).aliases
+    return {alias: str(version) for alias, version in aliases.items()}
+
+
+def promoted(before: Mapping[str, str], version: str) -> dict[str, str]:
+    """Aliases `champion` and `previous` once a version is champion.
+
+    Args:
+        before: Versions by alias.
+        version: Of the new champion.
+    """
+    champion, previous = before.get(CHAMPION), before.get(PREVIOUS)
+    if champion != version:
+        previous = champion or previous
+    return {CHAMPION: version} | ({} if previous is None else {PREVIOUS: previous})
+
+
+def settle(
+    tracking_uri: str, model: str, wanted: Mapping[str, str], known: Collection[str]
+) -> bool:
+    """Give the aliases `champion` and `previous` to the versions that should have them.
 
     Args:
         tracking_uri: Any URI that MLflow takes.
         model: Registered model.
-        version: That was promoted.
-        before: `aliases_of` the model before that.
+        wanted: Versions by alias; an alias that is missing here is taken away.
+        known: Versions that the caller has seen as champion. Where another one is, somebody else
+            has promoted it since, and nothing is changed.
+
+    Returns:
+        Whether the aliases are as wanted.
 
     Raises:
-        ArtifactError: The registry cannot be written.
+        ArtifactError: The registry cannot be written; to try again does no harm.
     """
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
-        if str(client.get_registered_model(model).aliases.get(CHAMPION)) != version:
-            return
+        now = _aliases_of(client, model)
+        if now.get(CHAMPION) not in {None, wanted.get(CHAMPION), *known}:
+            return False
+        # What is served next depends on the champion.
         for alias in (CHAMPION, PREVIOUS):
-            if alias in before:
-                client.set_registered_model_alias(model, alias, before[alias])
-            else:
+            if alias in wanted and now.get(alias) != wanted[alias]:
+                client.set_registered_model_alias(model, alias, wanted[alias])
+            elif alias in now and alias not in wanted:
                 client.delete_registered_model_alias(model, alias)
-
-
-def restore(tracking_uri: str, model: str) -> str:
-    """Swap the aliases `champion` and `previous`; return the version that is champion now.
-
-    Raises:
-        ArtifactError: There is no previous one, or the registry cannot be written.
-    """
-    with _named(tracking_uri):
-        client = _impatient(tracking_uri)
-        aliases = client.get_registered_model(model).aliases
-        if PREVIOUS not in aliases:
-            raise ArtifactError(f"registry {tracking_uri}: {model} has no previous champion")
-        now, before = str(aliases[PREVIOUS]), aliases.get(CHAMPION)
-        client.set_registered_model_alias(model, CHAMPION, now)
-        if before is not None:
-            client.set_registered_model_alias(model, PREVIOUS, str(before))
-    return now
+    return True
 
 
 def _impatient(tracking_uri: str) -> MlflowClient:

@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -207,18 +207,26 @@ class Allocator:
 
     async def run(self) -> None:
         """Begin with the plan of the start, or what a former run has left; then go on for ever."""
-        self.held = await self._pool.observe()
-        found = plan_of(self.table, self.held)
-        if found is not None:
-            self.plan = self.proposed = found
-        self._begin("start", self.plan, self.plan, "the plan of the start")
+        is_begun = False
         while True:
             try:
+                if not is_begun:
+                    await self._begin_anew()
+                    is_begun = True
                 await self.tick()
             except Exception:
                 # Serve's controller may be away for a while; the next tick looks again.
                 logger.exception("the allocator goes on")
             await asyncio.sleep(_TICK_S)
+
+    async def _begin_anew(self) -> None:
+        self.held = await self._pool.observe()
+        found = plan_of(self.table, self.held)
+        old = self.plan if found is None else found
+        if not self.by_hand:
+            self.plan = self.proposed = old
+        why = "it was set by hand before" if self.by_hand else "the plan of the start"
+        self._begin("start", old, self.plan, why)
 
     async def tick(self) -> None:
         """Look, decide where a slot is over, and take the next step towards the plan."""
@@ -253,6 +261,27 @@ class Allocator:
                 raise ValueError(refusal)
             self._begin("hand", self.plan, plan, "set by hand")
         self.by_hand = True
+
+    def saved(self) -> dict[str, Any]:
+        """What a person has set, for `restore`."""
+        return {
+            "plan": asdict(self.plan) if self.by_hand else None,
+            "dry_run": self.dry_run if self.dry_run != self.settings.dry_run else None,
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up what a person had set; before `run`.
+
+        Raises:
+            ValueError: It is no plan of this scenario.
+        """
+        if saved["plan"] is not None:
+            plan = Plan(**saved["plan"])
+            self.table.find(plan)
+            self.plan = self.proposed = plan
+            self.by_hand = True
+        if saved["dry_run"] is not None:
+            self.dry_run = bool(saved["dry_run"])
 
     @property
     def is_changing(self) -> bool:

@@ -17,6 +17,7 @@ import contextlib
 import fcntl
 import hashlib
 import math
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -124,7 +125,7 @@ def _known(pool: Pool) -> EngineProfile | None:
 @contextlib.asynccontextmanager
 async def _alone_on_this_machine() -> AsyncIterator[None]:
     """Wait until no other replica on this machine measures itself."""
-    with (Path(tempfile.gettempdir()) / "tokenyard-speed.lock").open("w") as lock:
+    with os.fdopen(_open_lock(Path(tempfile.gettempdir())), "w") as lock:
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +133,12 @@ async def _alone_on_this_machine() -> AsyncIterator[None]:
             except BlockingIOError:
                 await asyncio.sleep(0.1)
         yield  # The lock ends with the file, and with the process.
+
+
+def _open_lock(folder: Path) -> int:
+    """Open this user's lock file; a link that somebody else has put there is not followed."""
+    path = folder / f"tokenyard-speed-{os.getuid()}.lock"
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 async def profile_engine(

@@ -2,12 +2,14 @@
 
 A row is written when its request ends, or at once where nothing is sent (`POST /v1/route`). The
 event loop only hands over what it has; a thread lays it out and makes files of it,
-`decisions-<start>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
+`decisions-<start>-<random>-<number>.parquet`, each of them complete. Columns: docs/serving.md.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 import time
 from collections import deque
@@ -90,7 +92,9 @@ class DecisionLog:
             raise ValueError(f"cannot write the decision log {folder}: {error.strerror}") from None
         self._folder = folder
         self._flush_s = flush_s
-        self._started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        # Two that begin in one second write beside each other.
+        began = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self._started = f"{began}-{secrets.token_hex(4)}"
         self._num_files = 0
         self._num_refused = 0
         self._num_unwritten = 0
@@ -136,7 +140,12 @@ class DecisionLog:
             self._wakes.clear()
             more = not self._ends
             while self._queue:
-                self._write_file(self._take())
+                records = self._take()
+                try:
+                    self._write_file(records)
+                except Exception as error:
+                    # Whatever it is, this thread writes what comes after it.
+                    self._lose(len(records), repr(error))
 
     def _take(self) -> list[DecisionRecord]:
         """Take from the queue what goes into one file."""
@@ -164,6 +173,8 @@ class DecisionLog:
             with pq.ParquetWriter(part, SCHEMA, use_dictionary=REPEATED) as writer:
                 for group in _groups(records):
                     writer.write_table(self._lay_out(group))
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
             part.rename(self._folder / name)
             self._num_files += 1
         except (OSError, pa.ArrowException) as error:

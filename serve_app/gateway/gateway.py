@@ -259,6 +259,7 @@ class Gateway:
         """Set the gauges that show the state of the pools."""
         now_s = self.refresh()
         metrics = self.metrics
+        metrics.host.clear()  # Replicas that are gone have no load.
         for name, backend in self.backends.items():
             mine = [one.status for one in self.table.replicas.values() if one.pool == name]
             metrics.replicas.labels(name).set(len(mine))

@@ -7,8 +7,9 @@ then readmitted slowly: one request at a time, and twice as many with every answ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from serve_app.cluster import OutlierEjection
 
@@ -84,6 +85,29 @@ class OutlierDetector:
         if self._records:
             kept = set(replica_ids)
             self._records = {one: self._records[one] for one in self._records if one in kept}
+
+    def saved(self) -> dict[str, Any]:
+        """Failures that are not forgiven, with times from now on, seconds."""
+        now_s = self.clock_s()
+        return {
+            replica_id: [one.level, one.ejected_s - now_s, one.until_s - now_s, one.num_begun]
+            for replica_id, one in self._records.items()
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up what was saved, as if no time had passed.
+
+        Raises:
+            ValueError: It is no such thing.
+        """
+        now_s, most_s = self.clock_s(), self._settings.max_s
+        records = {}
+        for replica_id, (level, ejected_s, until_s, num_begun) in saved.items():
+            ends_s = now_s + min(float(until_s), most_s)
+            records[replica_id] = _Record(
+                int(level), now_s + float(ejected_s), ends_s, int(num_begun)
+            )
+        self._records = records
 
     def _readmitted(self, record: _Record) -> bool:
         return record.num_begun >= self._settings.readmit_after

@@ -16,8 +16,9 @@ from serve_app.gateway.replicas import ReplicaState
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import GatewayPolicyAnswer, Problem
 from serve_app.http.errors import PROBLEMS
+from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange
 from serve_app.http.reasons import BadRequest
-from serve_app.policy.lifecycle import Conflict, Lifecycle, PoliciesAnswer, PoliciesChange
+from serve_app.policy.lifecycle import Conflict, Lifecycle
 
 _PAGE = resources.files("serve_app").joinpath("http/dashboard.html")
 _PAGE_MAY = (
@@ -38,9 +39,9 @@ class PolicyChange(BaseModel):
     """Absent: the cluster file's."""
 
 
-def policy_router(gateway: Gateway, access: Access) -> APIRouter:
+def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> APIRouter:
     """Routes about who decides."""
-    router, lifecycle = APIRouter(), Lifecycle(gateway.manager)
+    router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
 
     @router.get("/v1/policy", dependencies=is_authorized, responses={401: {"model": Problem}})

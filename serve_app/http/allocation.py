@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
@@ -134,7 +135,9 @@ def make_router(allocator: Allocator, access: Access, load_policy: LoadPolicy) -
         """Set the plan by hand, the policy, or whether anything is done at all."""
         try:
             # Made before anything is changed: a body is followed as a whole or not at all.
-            loaded = None if body.policy is None else load_policy(body.policy)
+            # In a thread: a registry may take its time to answer, or not to.
+            name = body.policy
+            loaded = None if name is None else await asyncio.to_thread(load_policy, name)
             if body.plan is not None:
                 allocator.set_plan(find_plan(allocator.table, **body.plan.model_dump()))
         except (ValueError, OSError) as error:

@@ -17,6 +17,7 @@ from serve_app.http.auth import Access
 from serve_app.http.data_path import DataPath
 from serve_app.http.docs_page import documentation
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
+from serve_app.policy.lifecycle import Lifecycle
 
 
 class GatewayApi(FastAPI):
@@ -43,13 +44,19 @@ class GatewayApi(FastAPI):
         return self.openapi_schema
 
 
-def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -> FastAPI:
+def create_gateway_api(
+    gateway: Gateway,
+    tokenizer: Tokenizer,
+    access: Access,
+    lifecycle: Lifecycle | None = None,
+) -> FastAPI:
     """Lay the HTTP routes over a gateway; one that only decides has no model, and regions.
 
     Args:
         gateway: Serves requests.
         tokenizer: Of the model that is served.
         access: Who may ask.
+        lifecycle: Changes who decides; None: one that forgets.
     """
     # The usual documentation pages load scripts from the network; /docs is plain HTML instead.
     api = GatewayApi(title="Tokenyard gateway", docs_url=None, redoc_url=None)
@@ -61,7 +68,7 @@ def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -
     if not gateway.cluster.decide_only:
         path = DataPath(gateway, tokenizer, errors.refuse)
         api.data_path = Intake(path, access, bodies, errors.refuse)
-    for router in _routers(gateway, access):
+    for router in _routers(gateway, access, lifecycle or Lifecycle(gateway.manager)):
         api.include_router(router)
 
     @api.get("/docs", include_in_schema=False)
@@ -71,12 +78,12 @@ def create_gateway_api(gateway: Gateway, tokenizer: Tokenizer, access: Access) -
     return api
 
 
-def _routers(gateway: Gateway, access: Access) -> list[APIRouter]:
+def _routers(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> list[APIRouter]:
     decide_only = gateway.cluster.decide_only
     service = decide.RouteService(gateway.manager, decide_only, gateway.log, gateway.clock_s)
     routers = [
         decide.make_router(service, access),
-        admin.policy_router(gateway, access),
+        admin.policy_router(gateway, access, lifecycle),
         admin.state_router(gateway, access),
     ]
     if decide_only:

@@ -10,14 +10,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
-from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch
+from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch, route_path
 from serve_app.http.reasons import BadRequest, kind_of, openai_error, reason_of
 from serve_app.policy.runner import IncompatibleRequest
 
@@ -124,7 +123,7 @@ async def _on_rejected(request: Request, error: Exception) -> Response:
 
 
 def _speaks_openai(request: Request) -> bool:
-    path = get_route_path(request.scope)
+    path = route_path(request.scope)
     return path in OPENAI_PATHS or path.startswith(_MODELS)
 
 

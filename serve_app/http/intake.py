@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
-from starlette._utils import get_route_path
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +25,13 @@ _NEEDS_TOKEN = "/v1"
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 
 Answer = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def route_path(scope: Scope) -> str:
+    """Path of a request below where the application is mounted."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    is_below = path == root or path.startswith(f"{root}/")
+    return path[len(root) :] if root and is_below else path
 
 
 class TooMuch(Exception):
@@ -124,7 +130,7 @@ class Intake:
             await self._app(scope, receive, send)
             return
         try:
-            max_bytes = self._bodies.max_bytes(get_route_path(scope))
+            max_bytes = self._bodies.max_bytes(route_path(scope))
             self._check_head(scope, max_bytes)
             body = await self._bodies.read(receive, max_bytes) if _has_body(scope) else b""
         except (Denied, TooMuch) as error:
@@ -139,7 +145,7 @@ class Intake:
     def _check_head(self, scope: Scope, max_bytes: int) -> None:
         if are_too_large(scope["headers"]):
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
-        path = get_route_path(scope)
+        path = route_path(scope)
         if path.startswith(_NEEDS_TOKEN) or path in OPENAI_PATHS:
             self._access.check_use(HTTPConnection(scope))
         length = _header(scope, b"content-length") or b"0"

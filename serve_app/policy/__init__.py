@@ -2,5 +2,5 @@
 
 Reading order: `loading` (which policy a name means), `runner` (one policy behind its circuit
 breaker), `timeouts`, `manager` (who decides), `experiment` (shadow and canary), `lifecycle` (what
-`/v1/policies` asks for).
+changes that), `champion_alias` (how the registry follows), `state` (what survives a crash).
 """

@@ -17,9 +17,9 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -46,6 +46,7 @@ _ESTIMATES_EVERY_S = 2.0
 _MAX_OPEN = 10_000
 _MAX_QUEUED = 1_000
 _FEW = 100
+_SHADOW_COUNTS = ("num_asked", "num_agreed", "num_failed", "num_left_out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +291,7 @@ class Experiment:
             raise ValueError(f"share {share} must be above 0 and at most {MAX_SHARE}")
         self.policy = policy
         self.mode: Mode = mode
+        self.alpha = alpha
         self.share = share if mode == "canary" else 0.0
         self.started_s = started_s
         self.ended_s: float | None = None
@@ -348,6 +350,24 @@ class Experiment:
             if self.test.record(one.canary, one.good, one.prompt_tokens, one.output_tokens):
                 self.end("it is worse than the champion: " + self.tally(), now_s)
                 return
+
+    def saved(self) -> dict[str, Any]:
+        """The evidence so far, as JSON has it; not the decisions that a shadow's gains are of."""
+        test, shadow = self.test, self.shadow
+        counts = None if shadow is None else [getattr(shadow, name) for name in _SHADOW_COUNTS]
+        return {"test": None if test is None else test.saved(), "shadow": counts}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up the evidence of an experiment of the same mode and share.
+
+        Raises:
+            ValueError: It is not such evidence.
+        """
+        if self.test is not None:
+            self.test.restore(saved["test"])
+        if self.shadow is not None:
+            for name, count in zip(_SHADOW_COUNTS, saved["shadow"], strict=True):
+                setattr(self.shadow, name, int(count))
 
     def tally(self) -> str:
         """Say how both fare, in words."""

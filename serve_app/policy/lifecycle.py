@@ -1,25 +1,44 @@
-"""Experiments, promotion and rollback over HTTP: `/v1/policies`."""
+"""The one place where it changes who decides: switch, experiment, promotion, rollback.
+
+Every change is a step on the event loop, in which nothing else happens. The registry's aliases
+follow it (`champion_alias`), and the state file has it before it is answered (`state`). Changes
+wait for each other; a rollback waits for nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import asdict
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field
-
-from serve_app.http.decide_schema import PolicyReference
-from serve_app.policy.experiment import MAX_SHARE, Experiment, Mode
-from serve_app.policy.manager import PolicyManager
+from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
+from serve_app.policy.champion_alias import (
+    Aliases,
+    ChampionAlias,
+    InThread,
+    PromotionDropped,
+    text_of,
+)
+from serve_app.policy.experiment import Experiment
+from serve_app.policy.manager import Event, PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
+from serve_app.policy.state import (
+    Configured,
+    Remembers,
+    StateError,
+    StateFile,
+    StoredAlias,
+    StoredEvent,
+    StoredExperiment,
+    StoredPolicy,
+    StoredState,
+)
 from tokenyard import registry
-from tokenyard.artifact import model_name
+from tokenyard.artifact import RegistryError, model_name
+from tokenyard.registry import CHAMPION
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.statistics.sequential import DEFAULT_ALPHA
 
 logger = logging.getLogger(__name__)
 
@@ -27,91 +46,99 @@ _T = TypeVar("_T")
 LINEAGE = ("trace_sha256", "calibration_sha256", "sweep_run")
 """Keys of an artifact's lineage that a promotion copies beside the artifact's own hash."""
 _REGISTRY_S = 30.0
+_SAVE_S = 5.0
+"""Longest time for which an answer waits for the disk."""
+_WATCH_EVERY_S = 1.0
+_EVIDENCE_EVERY_S = 5.0
 
 
 class Conflict(ValueError):
     """A change that cannot be made as things are; the text says why."""
 
 
-class PoliciesChange(BaseModel):
-    """Body of `POST /v1/policies`."""
+class _Promotion:
+    """A promotion under way."""
 
-    model_config = {"extra": "forbid", "strict": True}
-
-    action: Literal["shadow", "canary", "stop", "promote", "rollback"]
-    """Try a policy in an experiment, end that, let the policy decide that was tried, or go back."""
-    policy: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
-    """For `shadow` and `canary`: as in `POST /v1/policy`."""
-    share: Annotated[float, Field(gt=0, le=MAX_SHARE, allow_inf_nan=False)] = 0.2
-    """Of the requests that a canary decides for."""
-    alpha: Annotated[float, Field(ge=1e-4, le=0.2, allow_inf_nan=False)] = DEFAULT_ALPHA
-    """Chance, at most, to stop a canary that is as good as the champion."""
-
-
-class BreakerAnswer(PolicyReference):
-    """A policy and its breaker."""
-
-    num_decisions: int
-    fallbacks_by_reason: dict[str, int]
-    breaker_open: bool
-    times_opened: int
-
-
-class EstimateAnswer(BaseModel):
-    """A gain over what was done, with its 95 % interval; null: too little is known."""
-
-    estimate: float | None
-    low: float | None
-    high: float | None
-
-
-class ExperimentAnswer(BaseModel):
-    """An experiment so far."""
-
-    mode: Mode
-    policy: BreakerAnswer
-    share: float
-    started_s: float
-    ended_s: float | None
-    why_ended: str | None
-    canary_requests: int | None = None
-    canary_attained_fraction: float | None = None
-    champion_requests: int | None = None
-    champion_attained_fraction: float | None = None
-    log_capital: float | None = None
-    """Of the bet that the canary is worse; it is stopped at minus the logarithm of alpha."""
-    stops_at_log_capital: float | None = None
-    decisions_compared: int | None = None
-    agreement_fraction: float | None = None
-    decisions_failed: int | None = None
-    decisions_left_out: int | None = None
-    estimated_gains: dict[str, EstimateAnswer] = {}
-
-
-class PoliciesAnswer(BaseModel):
-    """Answer of `GET /v1/policies`."""
-
-    champion: BreakerAnswer
-    previous: PolicyReference | None
-    """What `rollback` goes back to."""
-    experiment: ExperimentAnswer | None
-    """The last one; it may have ended."""
-    events: list[dict[str, Any]]
-    """Changes of who decides, newest first."""
-    registry: str | None
-    """What the last promotion or rollback wrote to the registry, or why it could not."""
+    def __init__(self, experiment: Experiment) -> None:
+        self.experiment = experiment
+        self.is_given_up = False
+        self.is_done = False
 
 
 class Lifecycle:
-    """Carries out what `POST /v1/policies` asks for."""
+    """Carries out what `POST /v1/policy` and `POST /v1/policies` ask for, and remembers it."""
 
-    def __init__(self, manager: PolicyManager) -> None:
-        """Change what a manager asks."""
-        self._manager = manager
-        self._busy = asyncio.Lock()
+    def __init__(
+        self,
+        manager: PolicyManager,
+        file: StateFile | None = None,
+        parts: Mapping[str, Remembers] | None = None,
+        in_thread: InThread = asyncio.to_thread,
+    ) -> None:
+        """Change what a manager asks.
+
+        Args:
+            manager: Knows who decides.
+            file: Gets what must survive a crash; None: nothing does.
+            parts: What else is written there, by name.
+            in_thread: Calls what blocks: the registry and the disk.
+        """
+        self._manager, self._file, self._parts = manager, file, dict(parts or {})
+        self._in_thread = in_thread
+        self._configured = Configured(policy=manager.policy.name, scenario=manager.scenario)
+        self._explore_fraction = manager.policy.explore_fraction
+        self._busy, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._alias: ChampionAlias | None = None
         self._registry_note: str | None = None
-        self._writing = asyncio.Lock()
+        self._state_note: str | None = None
+        self._saved_events, self._saved_s = 0, 0.0
         self._background: set[asyncio.Task[Any]] = set()
+
+    def resume(
+        self, policy: str, explore_fraction: float = 0.0, may_be_missing: bool = False
+    ) -> None:
+        """Let the policy decide that the cluster file names, or go on where the state file is.
+
+        Args:
+            policy: As for `PolicyManager.switch`, like the others.
+            explore_fraction: Share of its decisions drawn at random.
+            may_be_missing: Let the baseline stand in for a trained policy that is not there.
+
+        Raises:
+            ValueError: The policy cannot be used.
+        """
+        manager, stored = self._manager, self._read()
+        self._configured = Configured(policy=policy, scenario=manager.scenario)
+        self._explore_fraction = explore_fraction
+        if stored is not None:
+            # First: what `champion` means depends on it.
+            self._finish_writes(stored)
+        manager.switch(policy, explore_fraction, may_be_missing)
+        if manager.previous is not None:
+            # The baseline: whoever goes back to it has chosen it.
+            manager.previous.by_hand = True
+        if stored is None:
+            return
+        try:
+            self._take_up(stored)
+        except (ValueError, KeyError, TypeError) as error:
+            self._refuse_state(f"the state cannot be taken up: {text_of(error)}")
+
+    def start(self) -> None:
+        """Begin to write evidence down, and to finish what the registry still has to be told."""
+        self._keep(self._watch())
+        if self._alias is not None and not self._alias.is_settled:
+            self._alias.follow()
+
+    async def stop(self) -> None:
+        """Write the state a last time: from now on the file is another gateway's."""
+        await self._written()
+        if self._file is not None:
+            self._file.is_closed = True
+        for one in self._background:
+            one.cancel()
+        if self._alias is not None:
+            self._alias.stop()
 
     async def switch(self, policy: str, explore_fraction: float) -> None:
         """Let another policy decide, after whatever else is being changed.
@@ -119,12 +146,18 @@ class Lifecycle:
         Raises:
             ValueError: It cannot be used.
         """
+        manager = self._manager
         async with self._busy:
             prepared = None
             if policy != RAY_DEFAULT:
                 # Off the event loop: it may take seconds to find, load and compile.
-                prepared = await asyncio.to_thread(self._manager.prepare, policy)
-            self._manager.switch(policy, explore_fraction, prepared=prepared)
+                prepared = await asyncio.to_thread(manager.prepare, policy)
+            aliases = manager.policy.aliases
+            manager.switch(policy, explore_fraction, prepared=prepared)
+            manager.policy.aliases = aliases
+            wanted = (self._configured.policy, self._explore_fraction)
+            manager.policy.by_hand = (policy, explore_fraction) != wanted
+        await self._written()
 
     async def change(self, body: PoliciesChange) -> PoliciesAnswer:
         """Do it.
@@ -133,135 +166,264 @@ class Lifecycle:
             ValueError: The policy cannot be used.
             Conflict: There is nothing to promote, stop or go back to, or no registry to write to.
         """
-        manager = self._manager
         if body.action == "rollback":
             self._roll_back()
-            return self.describe()
-        async with self._busy:
-            if body.action in ("shadow", "canary"):
-                if body.policy is None:
-                    raise ValueError(f"policy is missing: name the one for the {body.action}")
-                if body.policy == RAY_DEFAULT:
-                    raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
-                prepared = await asyncio.to_thread(manager.prepare, body.policy)
-                manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
-            elif body.action == "stop":
-                if manager.experiment is None or not manager.experiment.running:
-                    raise Conflict("no experiment runs")
-                manager.end_experiment("asked")
-            else:
-                await self._promote()
+        else:
+            async with self._busy:
+                await self._carry_out(body)
+        await self._written()
         return self.describe()
 
     def describe(self) -> PoliciesAnswer:
         """Say who decides, who did before, and how the experiment goes."""
+        told = None if self._alias is None else self._alias.note
+        return describe_policies(self._manager, self._registry_note or told, self._state_note)
+
+    async def save(self) -> None:
+        """Write the state down, after whoever does so already."""
+        if self._file is None:
+            return
+        async with self._saving:
+            num_events, state = self._manager.num_events, self._snapshot()
+            try:
+                await self._in_thread(self._file.write, state)
+            except OSError as error:
+                self._state_note = f"the state cannot be written: {error}"
+                logger.error("%s", self._state_note)
+            else:
+                self._saved_events, self._saved_s = num_events, time.monotonic()
+                self._state_note = None
+
+    async def _carry_out(self, body: PoliciesChange) -> None:
         manager = self._manager
-        previous = None if manager.previous is None else _reference(manager.previous)
-        return PoliciesAnswer(
-            champion=_breaker(manager.policy),
-            previous=previous,
-            experiment=None
-            if manager.experiment is None
-            else _describe_experiment(manager.experiment),
-            events=[asdict(one) for one in reversed(manager.events)],
-            registry=self._registry_note,
-        )
+        if body.action in ("shadow", "canary"):
+            if body.policy is None:
+                raise ValueError(f"policy is missing: name the one for the {body.action}")
+            if body.policy == RAY_DEFAULT:
+                raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
+            prepared = await asyncio.to_thread(manager.prepare, body.policy)
+            manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
+        elif body.action == "stop":
+            if manager.experiment is None or not manager.experiment.running:
+                raise Conflict("no experiment runs")
+            manager.end_experiment("asked")
+        else:
+            await self._promote()
 
     def _roll_back(self) -> None:
         """Let the previous policy decide at once; the registry follows when it can."""
-        manager = self._manager
-        promoted = manager.policy.loaded.artifact is not None and any(
-            one.what == "promoted" and one.policy == manager.policy.label for one in manager.events
-        )
+        before = self._manager.policy.aliases
         try:
-            manager.roll_back()
+            self._manager.roll_back()
         except ValueError as error:
             raise Conflict(str(error)) from None
-        if promoted and manager.registry is not None:
-            self._keep(self._restore(manager.registry))
-
-    async def _restore(self, uri: str) -> None:
-        try:
-            version = await self._in_registry(registry.restore, uri, self._model)
-            self._registry_note = f"{self._model} version {version} is champion again"
-        except Exception as error:  # Stores fail in ways of their own.
-            self._registry_note = f"not rolled back in the registry: {_text_of(error)}"
-            logger.error("%s", self._registry_note)
+        self._registry_note = None
+        alias = self._alias
+        if alias is not None and not (alias.is_settled and self._manager.policy.aliases == before):
+            alias.follow()
 
     async def _promote(self) -> None:
         manager = self._manager
         experiment = manager.experiment
         if experiment is None or not experiment.running:
             raise Conflict("no experiment runs")
-        artifact = experiment.policy.loaded.artifact
+        artifact, aliases = experiment.policy.loaded.artifact, manager.policy.aliases
         if manager.registry is not None and artifact is not None:
-            await self._write_champion(manager.registry, experiment, artifact)
-        else:
-            what = "there is no registry" if artifact is not None else "a rule is no artifact"
-            self._registry_note = f"promoted until the gateway restarts: {what}"
+            await self._promote_registered(_Promotion(experiment), manager.registry, artifact)
+            return
         manager.promote()
+        manager.policy.aliases, manager.policy.by_hand = aliases, True
+        what = "there is no registry" if artifact is not None else "a rule is no artifact"
+        lasts = "for this cluster file" if self._file is not None else "until the gateway restarts"
+        self._registry_note = f"promoted {lasts}: {what}"
 
-    async def _write_champion(
-        self, uri: str, experiment: Experiment, artifact: PolicyArtifact
+    async def _promote_registered(
+        self, promotion: _Promotion, uri: str, artifact: PolicyArtifact
     ) -> None:
-        """Move the alias, and move it back where the promotion does not come about.
+        """Promote, or be sure that it does not come about later either.
 
         Raises:
             Conflict: The registry was not written in time, or the experiment has ended meanwhile.
         """
-        tags = promotion_tags(experiment, artifact.metadata.lineage, self._manager.policy)
-        writing = self._keep(self._in_registry(_promote_in, uri, self._model, artifact, tags))
+        writing = self._keep(self._write_champion(promotion, uri, artifact))
         try:
-            done, _ = await asyncio.wait([writing], timeout=_REGISTRY_S)
-        except asyncio.CancelledError:
-            self._keep(self._undo(uri, writing))
-            raise
-        if not done:
-            # A thread cannot be called back: what it still writes is undone once it has.
-            self._keep(self._undo(uri, writing))
+            await asyncio.wait([writing], timeout=_REGISTRY_S)
+        finally:
+            # Also where the caller has left. What a thread still writes is undone once it has.
+            promotion.is_given_up = not promotion.is_done
+        if promotion.is_done:
+            return
+        if not writing.done():
             self._registry_note = "not promoted: the registry does not answer in time"
             raise Conflict(self._registry_note)
-        if (error := writing.exception()) is not None:
-            self._registry_note = f"not promoted: {_text_of(error)}"
-            raise Conflict(self._registry_note) from None
-        if self._manager.experiment is not experiment or not experiment.running:
-            await asyncio.shield(self._keep(self._undo(uri, writing)))
-            raise Conflict(f"the experiment ended meanwhile: {experiment.why}")
-        self._registry_note = f"{self._model} version {writing.result()[0]} is champion"
+        error = writing.exception()
+        if isinstance(error, PromotionDropped):
+            raise Conflict(f"the experiment ended meanwhile: {promotion.experiment.why}")
+        assert error is not None
+        self._registry_note = f"not promoted: {text_of(error)}"
+        raise Conflict(self._registry_note)
 
-    async def _undo(self, uri: str, writing: asyncio.Task[tuple[str, dict[str, str]]]) -> None:
-        """Put the aliases back as they were before a promotion that did not come about."""
+    async def _write_champion(
+        self, promotion: _Promotion, uri: str, artifact: PolicyArtifact
+    ) -> None:
+        manager, experiment = self._manager, promotion.experiment
+        tags = promotion_tags(experiment, artifact.metadata.lineage, manager.policy)
+
+        def is_wanted() -> bool:
+            runs = manager.experiment is experiment and experiment.running
+            return runs and not promotion.is_given_up
+
+        def begin(before: Aliases) -> bool:
+            if not is_wanted():
+                return False
+            # What decides now is what the registry has now, whoever else has written there.
+            manager.policy.aliases = before
+            if manager.previous is not None and manager.previous.aliases is None:
+                manager.previous.aliases = before
+            return True
+
+        def finish(after: Aliases) -> bool:
+            if not is_wanted():
+                return False
+            manager.promote()
+            manager.policy.aliases = after
+            # The alias says it already, unless the cluster file names another policy.
+            manager.policy.by_hand = self._configured.policy != CHAMPION
+            promotion.is_done, self._registry_note = True, None
+            return True
+
+        await self._alias_in(uri).promote(artifact, tags, begin, finish)
+
+    def _alias_in(self, uri: str) -> ChampionAlias:
+        if self._alias is None or self._alias.uri != uri:
+            model = model_name("routing", self._manager.scenario)
+            wanted = lambda: self._manager.policy.aliases  # noqa: E731
+            self._alias = ChampionAlias(uri, model, wanted, self.save, self._in_thread)
+        return self._alias
+
+    def _read(self) -> StoredState | None:
         try:
-            version, before = await writing
-            await self._in_registry(registry.put_back, uri, self._model, version, before)
-            self._registry_note = f"not promoted: {self._model} is as it was"
-        except Exception as error:  # Stores fail in ways of their own.
-            self._registry_note = f"not promoted: {_text_of(error)}"
-            logger.error("%s", self._registry_note)
+            return None if self._file is None else self._file.read()
+        except StateError as error:
+            self._refuse_state(str(error))
+            return None
 
-    async def _in_registry(self, function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function of the registry in a thread, after those that were called before."""
-        async with self._writing:
-            return await asyncio.to_thread(function, *args)
+    def _refuse_state(self, reason: str) -> None:
+        """Serve what the cluster file names: a gateway that does not start is worse."""
+        assert self._file is not None
+        self._state_note = reason
+        logger.error("%s; it is kept as %s.refused", reason, self._file.path)
+        self._file.set_aside()
+
+    def _finish_writes(self, stored: StoredState) -> None:
+        """Take up what the registry was being told, and tell it."""
+        alias, uri = stored.alias, self._manager.registry
+        if alias is None or uri is None or uri != alias.uri:
+            return
+        mine = self._alias_in(uri)
+        if mine.model != alias.model:
+            return
+        mine.known, mine.is_settled = set(alias.known), alias.is_settled
+        wanted = stored.policy.aliases
+        if mine.is_settled or wanted is None:
+            return
+        try:
+            registry.settle(uri, mine.model, wanted, mine.known)
+            mine.is_settled = True
+        except RegistryError as error:
+            mine.note = f"the registry is not as it should be: {error}"
+            logger.error("%s", mine.note)
+
+    def _take_up(self, stored: StoredState) -> None:
+        """Go on where an earlier gateway was, if it was to serve the same."""
+        manager = self._manager
+        events = [Event(**one.model_dump()) for one in stored.events]
+        if stored.configured != self._configured:
+            self._state_note = (
+                f"the state is that of policy {stored.configured.policy!r} and scenario "
+                f"{stored.configured.scenario!r}, which the cluster file no longer names"
+            )
+            manager.resume(None, None, None, events)
+            return
+        policy = self._decided(stored.policy)
+        deciding = policy or manager.policy
+        if policy is None and manager.policy.label == stored.policy.label:
+            manager.policy.aliases = stored.policy.aliases
+            manager.policy.breaker.restore(stored.policy.breaker)
+        previous = None if stored.previous is None else stored.previous.runner(manager)
+        experiment = None
+        if stored.experiment is not None and stored.experiment.champion == deciding.label:
+            experiment = self._experiment(stored.experiment)
+        for name, part in self._parts.items():
+            if name in stored.parts:
+                part.restore(stored.parts[name])
+        manager.resume(policy, previous, experiment, events)
+
+    def _decided(self, stored: StoredPolicy) -> PolicyRunner | None:
+        """Who decides in place of what was found for the cluster file's name; None: nobody."""
+        found, alias = self._manager.policy, self._alias
+        unsure = found.loaded.card.registry_error is not None
+        unsure = unsure or (alias is not None and not alias.is_settled)
+        if not stored.by_hand and (not unsure or stored.artifact is None):
+            return None
+        return None if stored.label == found.label and unsure else stored.runner(self._manager)
+
+    def _experiment(self, stored: StoredExperiment) -> Experiment:
+        runner = stored.policy.runner(self._manager)
+        made = self._manager.make_experiment(
+            runner, stored.mode, stored.share, stored.alpha, stored.started_s
+        )
+        made.restore(stored.evidence)
+        return made
+
+    def _snapshot(self) -> StoredState:
+        manager, alias = self._manager, self._alias
+        experiment = manager.experiment
+        running = experiment is not None and experiment.running
+        return StoredState(
+            configured=self._configured,
+            policy=StoredPolicy.of(manager.policy),
+            previous=None if manager.previous is None else StoredPolicy.of(manager.previous),
+            experiment=StoredExperiment.of(experiment, manager.policy)
+            if experiment is not None and running
+            else None,
+            events=tuple(StoredEvent.of(one) for one in manager.events),
+            alias=None
+            if alias is None
+            else StoredAlias(
+                uri=alias.uri, model=alias.model, known=tuple(sorted(alias.known)),
+                is_settled=alias.is_settled,
+            ),
+            parts={name: part.saved() for name, part in self._parts.items()},
+        )  # fmt: skip
+
+    async def _written(self) -> None:
+        """Wait until the disk has the state, though not for ever."""
+        if self._file is None:
+            return
+        done, _ = await asyncio.wait([self._keep(self.save())], timeout=_SAVE_S)
+        if not done:
+            self._state_note = f"the state was not written within {_SAVE_S:g} s"
+
+    async def _watch(self) -> None:
+        """Write down what happens by itself: a canary that ends, and evidence."""
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            is_due = time.monotonic() - self._saved_s > _EVIDENCE_EVERY_S
+            if is_due or self._manager.num_events != self._saved_events:
+                await self.save()
 
     def _keep(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
         """Run in the background; nothing else would hold the task."""
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._forget)
         return task
 
-    @property
-    def _model(self) -> str:
-        return model_name("routing", self._manager.scenario)
-
-
-def _promote_in(
-    uri: str, model: str, artifact: PolicyArtifact, tags: Mapping[str, str]
-) -> tuple[str, dict[str, str]]:
-    """Promote; return the version, and the aliases before."""
-    before = registry.aliases_of(uri, model)
-    return registry.promote(uri, model, artifact, tags), before
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            task.exception()  # Whoever still waits is told; else nobody need be.
 
 
 def promotion_tags(
@@ -278,63 +440,3 @@ def promotion_tags(
     if experiment.test is not None:
         tags["promotion.verdict"] = experiment.tally()
     return tags
-
-
-def _text_of(error: BaseException) -> str:
-    return str(error) or type(error).__name__
-
-
-def _reference(policy: PolicyRunner) -> PolicyReference:
-    reference = policy.loaded.card.reference
-    if policy.name == RAY_DEFAULT:
-        return reference.model_copy(update={"name": RAY_DEFAULT})
-    return reference
-
-
-def _breaker(policy: PolicyRunner) -> BreakerAnswer:
-    return BreakerAnswer(
-        **_reference(policy).model_dump(),
-        num_decisions=policy.counts.num_decisions,
-        fallbacks_by_reason=dict(policy.counts.fallbacks),
-        breaker_open=policy.breaker.state == "open",
-        times_opened=policy.breaker.num_opened,
-    )
-
-
-def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
-    answer = ExperimentAnswer(
-        mode=experiment.mode, policy=_breaker(experiment.policy), share=experiment.share,
-        started_s=experiment.started_s, ended_s=experiment.ended_s, why_ended=experiment.why,
-    )  # fmt: skip
-    more: dict[str, Any] = {}
-    if experiment.test is not None:
-        test = experiment.test
-        more = {
-            "canary_requests": test.num_canary,
-            "canary_attained_fraction": _share(test.canary_good, test.num_canary),
-            "champion_requests": test.num_champion,
-            "champion_attained_fraction": _share(test.champion_good, test.num_champion),
-            "log_capital": test.log_capital,
-            "stops_at_log_capital": test.stops_at,
-        }
-    if experiment.shadow is not None:
-        shadow = experiment.shadow
-        more = {
-            "decisions_compared": shadow.num_asked,
-            "agreement_fraction": _share(shadow.num_agreed, shadow.num_asked),
-            "decisions_failed": shadow.num_failed,
-            "decisions_left_out": shadow.num_left_out,
-            "estimated_gains": {
-                key: EstimateAnswer(**{k: _or_none(v) for k, v in one._asdict().items()})
-                for key, one in shadow.gains.items()
-            },
-        }
-    return answer.model_copy(update=more)
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +99,8 @@ class PolicyManager:
         self.experiment: Experiment | None = None
         """The last one; it may have ended."""
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
+        self.num_events = 0
+        """Ever noted here."""
 
     def prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
         """Find a policy and let it decide once; takes a while, and may be called in any thread.
@@ -110,7 +112,14 @@ class PolicyManager:
         Raises:
             ValueError: It is not known, cannot be used, or fails its warm-up.
         """
-        loaded = resolve_policy(policy, self.scenario, self.registry, stand_in)
+        return self.warmed_up(resolve_policy(policy, self.scenario, self.registry, stand_in))
+
+    def warmed_up(self, loaded: LoadedPolicy) -> LoadedPolicy:
+        """Let a policy that was found decide once.
+
+        Raises:
+            ValueError: It fails, or takes too long.
+        """
         timeout = ThreadTimeout(_WARM_UP_S)
         try:
             timeout.call(warm_up, loaded)
@@ -139,6 +148,10 @@ class PolicyManager:
         rng = self._rng.spawn(1)[0]
         return PolicyRunner(name, loaded, breaker, self._timeouts, rng, explore_fraction, decides)
 
+    def ray_default(self) -> PolicyRunner:
+        """Who is not asked, as Ray's own router decides."""
+        return self.runner(RAY_DEFAULT, self._stand_in, decides=False)
+
     def switch(
         self,
         policy: str,
@@ -159,7 +172,7 @@ class PolicyManager:
                 goes on.
         """
         if policy == RAY_DEFAULT:
-            runner = self.runner(policy, self._stand_in, decides=False)
+            runner = self.ray_default()
         else:
             stand_in = self.baseline if may_be_missing else None
             prepared = prepared or self.prepare(policy, stand_in)
@@ -191,11 +204,17 @@ class PolicyManager:
         # A canary explores as the champion does, or its log could judge nobody.
         explore = self.policy.explore_fraction if mode == "canary" else 0.0
         runner = self.runner(policy, prepared or self.prepare(policy), explore)
-        experiment = Experiment(runner, mode, share, time.time(), alpha, self._settings)
+        experiment = self.make_experiment(runner, mode, share, alpha, time.time())
         self.end_experiment("another one began")
         self.experiment = experiment
         self._note(f"{mode} began", runner, f"share {experiment.share:g}")
         return experiment
+
+    def make_experiment(
+        self, runner: PolicyRunner, mode: Mode, share: float, alpha: float, started_s: float
+    ) -> Experiment:
+        """Make an experiment; see `Experiment` for arguments and errors."""
+        return Experiment(runner, mode, share, started_s, alpha, self._settings)
 
     def end_experiment(self, why: str) -> None:
         """End the experiment that runs, if any does."""
@@ -225,6 +244,27 @@ class PolicyManager:
         if self.previous is None:
             raise ValueError("no other policy has decided before")
         self._install(self.previous, "rolled back to", why)
+
+    def resume(
+        self,
+        policy: PolicyRunner | None,
+        previous: PolicyRunner | None,
+        experiment: Experiment | None,
+        events: Iterable[Event],
+    ) -> None:
+        """Go on where an earlier gateway was.
+
+        Args:
+            policy: Decides from now on; None: who decides.
+            previous: To go back to; None: who is that now.
+            experiment: Goes on; None: there is none.
+            events: What happened before.
+        """
+        self.policy, self.previous = policy or self.policy, previous or self.previous
+        self.experiment = experiment
+        self.events.extendleft(reversed(list(events)[-_NUM_EVENTS + len(self.events) :]))
+        if policy is not None:
+            self._note("goes on with", policy, "the gateway began anew")
 
     def arm_of(self, request_id: str) -> Arm:
         """Whose decision a request is."""
@@ -369,10 +409,14 @@ class PolicyManager:
         if any(e.what == what and e.time_s == experiment.ended_s for e in self.events):
             return
         assert experiment.ended_s is not None
-        self.events.append(Event(experiment.ended_s, what, experiment.policy.label, experiment.why))
+        self._add(Event(experiment.ended_s, what, experiment.policy.label, experiment.why))
 
     def _note(self, what: str, runner: PolicyRunner, why: str) -> None:
-        self.events.append(Event(time.time(), what, runner.label, why))
+        self._add(Event(time.time(), what, runner.label, why))
+
+    def _add(self, event: Event) -> None:
+        self.events.append(event)
+        self.num_events += 1
 
 
 def _load_baseline(name: str, scenario: str) -> LoadedPolicy:

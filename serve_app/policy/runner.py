@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,6 +110,27 @@ class CircuitBreaker:
             return "open"
         return "half-open" if self._half_open_left else "closed"
 
+    def saved(self) -> dict[str, float]:
+        """All of it; times from now on, seconds."""
+        return {
+            "num_opened": self.num_opened,
+            "failures_in_a_row": self._failures_in_a_row,
+            "half_open_left": self._half_open_left,
+            "open_for_s": max(self._open_until_s - self._clock_s(), 0.0),
+        }
+
+    def restore(self, saved: Mapping[str, float]) -> None:
+        """Take up what was saved, as if no time had passed.
+
+        Raises:
+            ValueError: It is no such thing.
+        """
+        open_for_s = min(float(saved["open_for_s"]), self._settings.cool_down_s)
+        self.num_opened = int(saved["num_opened"])
+        self._failures_in_a_row = int(saved["failures_in_a_row"])
+        self._half_open_left = min(int(saved["half_open_left"]), _HALF_OPEN_DECISIONS)
+        self._open_until_s = self._clock_s() + open_for_s if open_for_s > 0.0 else -math.inf
+
     def succeed(self) -> None:
         """Note a decision."""
         self._failures_in_a_row = 0
@@ -155,6 +176,10 @@ class PolicyRunner:
         self.name, self.loaded, self.breaker = name, loaded, breaker
         self.rng, self.explore_fraction, self.decides = rng, explore_fraction, decides
         self.counts = DecisionCounts()
+        self.by_hand = False
+        """Whether it was asked for in place of what the cluster file names."""
+        self.aliases: Mapping[str, str] | None = None
+        """What the registry's aliases should be while it decides; None: as they are."""
         self._timeouts = timeouts
         self._start()
 

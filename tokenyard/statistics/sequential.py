@@ -17,8 +17,9 @@ stays a martingale, however wrong the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 DEFAULT_ALPHA = 0.025
 _MEMORY = 150.0
@@ -56,6 +57,15 @@ class _Size:
     mean: float = 0.0
     squares: float = 0.0
 
+    def saved(self) -> list[float]:
+        """All of it, for `restored`."""
+        return [self.num, self.mean, self.squares]
+
+    @classmethod
+    def restored(cls, saved: Sequence[float]) -> _Size:
+        num, mean, squares = saved
+        return cls(int(num), mean, squares)
+
     def scaled(self, tokens: int | None) -> float:
         """Return how far it is from the mean of those seen; 0 where it or they are not known."""
         if tokens is None or self.num < _FEW:
@@ -86,6 +96,23 @@ class _ViolationRate:
         self._prompt, self._output = _Size(), _Size()
         self._weights = [_USUAL_LOGIT, *[0.0] * 5]
         self._squares = [1.0] * 6
+
+    def saved(self) -> dict[str, list[float]]:
+        """All of it, for `restore`."""
+        return {
+            "bad_seen": [self._bad, self._seen], "prompt": self._prompt.saved(),
+            "output": self._output.saved(), "weights": list(self._weights),
+            "squares": list(self._squares),
+        }  # fmt: skip
+
+    def restore(self, saved: Mapping[str, Sequence[float]]) -> None:
+        self._bad, self._seen = saved["bad_seen"]
+        self._prompt = _Size.restored(saved["prompt"])
+        self._output = _Size.restored(saved["output"])
+        for mine, name in ((self._weights, "weights"), (self._squares, "squares")):
+            if len(saved[name]) != len(mine):
+                raise ValueError(f"{name} of the violation rate must be {len(mine)} numbers")
+            mine[:] = saved[name]
 
     def features(self, prompt_tokens: int | None, output_tokens: int | None) -> list[float]:
         rate = min(max(self._bad / self._seen, _LEAST_RATE), _MOST_RATE)
@@ -142,6 +169,27 @@ class SequentialTest:
                 raise ValueError(f"{name} {value} must lie inside (0, 1)")
         total = sum(one.weight for one in self.alternatives)
         self._log_capital = [math.log(one.weight / total) for one in self.alternatives]
+
+    def saved(self) -> dict[str, Any]:
+        """The evidence so far, as JSON has it."""
+        return {
+            "counts": [self.num_canary, self.num_champion, self.canary_good, self.champion_good],
+            "log_capital": list(self._log_capital),
+            "violation_rate": self._violation_rate.saved(),
+        }
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up the evidence of a test with the same share and alternatives.
+
+        Raises:
+            ValueError: It is not such evidence.
+        """
+        counts, capital = map(int, saved["counts"]), list(map(float, saved["log_capital"]))
+        if len(capital) != len(self.alternatives):
+            raise ValueError(f"log_capital must be {len(self.alternatives)} numbers")
+        self.num_canary, self.num_champion, self.canary_good, self.champion_good = counts
+        self._log_capital = capital
+        self._violation_rate.restore(saved["violation_rate"])
 
     @property
     def log_capital(self) -> float:

@@ -297,3 +297,16 @@ def test_the_image_copies_files_that_exist_and_installs_the_pinned_torch():
         assert all((REPOSITORY / name).exists() for name in line.split())
     (torch,) = set(re.findall(r"torch==[\d.]+", text))
     assert f'"{torch}"' in (REPOSITORY / "pyproject.toml").read_text()
+
+
+def test_mlflow_is_reached_by_rays_pods_alone_on_kubernetes():
+    objects = list(yaml.safe_load_all((REPOSITORY / "clusters/kuberay.yaml").read_text()))
+    (policy,) = [one for one in objects if one["kind"] == "NetworkPolicy"]
+    (server,) = [
+        one for one in objects if (one["kind"], one["metadata"]["name"]) == ("Deployment", "mlflow")
+    ]
+    labels = server["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    (rule,) = policy["spec"]["ingress"]
+    (source,) = rule["from"]
+    assert source == {"podSelector": {"matchLabels": {"ray.io/is-ray-node": "yes"}}}

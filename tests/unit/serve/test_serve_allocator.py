@@ -1,18 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
 
+import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
+from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
+from serve_app.http.allocation import make_router
+from serve_app.http.auth import Access
+from serve_app.http.reasons import BadRequest
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext, StaticPlan
@@ -320,3 +327,62 @@ def reversals(plans):
     """Changes back to the plan before the last."""
     steps = [plan for i, plan in enumerate(plans) if i == 0 or plan != plans[i - 1]]
     return sum(steps[i] == steps[i - 2] for i in range(2, len(steps)))
+
+
+async def ticks_of(world, until):
+    running = asyncio.create_task(world.allocator.run())
+    while not until() and not running.done():
+        await asyncio.sleep(0.01)
+    assert not running.done()
+    running.cancel()
+
+
+def test_a_controller_that_is_away_at_the_start_is_asked_again(monkeypatch):
+    monkeypatch.setattr(allocator_module, "_TICK_S", 0.01)
+    world = World(StaticPlan(ONE), start=ONE)
+    observe, failures = world.pool.observe, [RuntimeError("away")] * 3
+
+    async def away_at_first():
+        if failures:
+            raise failures.pop()
+        return await observe()
+
+    world.pool.observe = away_at_first
+    asyncio.run(ticks_of(world, lambda: world.pool.wanted))
+    assert world.pool.wanted == {shape_of(ONE): 1}
+
+
+def test_a_plan_that_was_set_by_hand_outlives_its_allocator(monkeypatch):
+    monkeypatch.setattr(allocator_module, "_TICK_S", 0.01)
+    before, after = (World(StaticPlan(ONE), start=ONE) for _ in range(2))
+    before.allocator.set_plan(TWO)
+    before.allocator.dry_run = True
+    after.allocator.restore(json.loads(json.dumps(before.allocator.saved())))
+    asyncio.run(ticks_of(after, lambda: after.pool.wanted.get(shape_of(TWO)) == 2))
+    assert (after.allocator.by_hand, after.allocator.plan, after.allocator.dry_run) == (
+        True, TWO, True,
+    )  # fmt: skip
+    untouched = World(StaticPlan(ONE), start=ONE)
+    untouched.allocator.restore(World(StaticPlan(ONE), start=ONE).allocator.saved())
+    assert not untouched.allocator.by_hand
+
+
+def test_a_policy_that_takes_long_to_load_does_not_hold_the_event_loop_up():
+    loaded_in = []
+
+    def load(name):
+        loaded_in.append(threading.current_thread())
+        raise ValueError("the registry is away")
+
+    async def ask():
+        api = FastAPI()
+        router = make_router(World(StaticPlan(ONE)).allocator, Access(None, None, True), load)
+        api.include_router(router)
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            with pytest.raises(BadRequest, match="the registry is away"):
+                await client.post("/v1/allocation", json={"policy": "champion"})
+
+    asyncio.run(ask())
+    assert loaded_in != [threading.main_thread()]
+    assert len(loaded_in) == 1

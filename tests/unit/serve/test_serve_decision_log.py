@@ -147,3 +147,29 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write the decision log"):
         DecisionLog(tmp_path / "file" / "log")
+
+
+def test_a_file_that_fails_in_its_own_way_does_not_end_the_thread(tmp_path, monkeypatch):
+    log, write = DecisionLog(tmp_path, flush_s=0.01), DecisionLog._write_file
+    failed = threading.Event()
+
+    def fail_once(self, records):
+        monkeypatch.setattr(DecisionLog, "_write_file", write)
+        failed.set()
+        raise MemoryError
+
+    monkeypatch.setattr(DecisionLog, "_write_file", fail_once)
+    log.write(a_record("lost"))
+    assert failed.wait(30)
+    log.write(a_record("kept"))
+    log.close()
+    assert [row["decision_id"] for row in rows_in(tmp_path)] == ["kept"]
+    assert log.num_lost == 1
+
+
+def test_logs_that_begin_in_one_second_do_not_write_over_each_other(tmp_path):
+    for name in ("a", "b", "c"):
+        log = DecisionLog(tmp_path)
+        log.write(a_record(name))
+        log.close()
+    assert {row["decision_id"] for row in rows_in(tmp_path)} == {"a", "b", "c"}

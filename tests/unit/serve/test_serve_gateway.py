@@ -565,3 +565,15 @@ def test_a_request_waits_a_while_for_the_first_replica():
         assert (await task).status_code == 200
 
     check(test)
+
+
+def test_replicas_that_are_gone_leave_no_host_series():
+    async def test(client, pools, gateway):
+        pools["a"].host_loads = lambda: {"a-0": {"cpu_used_fraction": 0.5}}
+        assert 'replica="a-0"' in (await client.get("/metrics")).text
+        pools["a"].host_loads = dict
+        seen = (await client.get("/metrics")).text
+        assert 'replica="a-0"' not in seen
+        assert 'replica="b-0"' in seen
+
+    check(test)

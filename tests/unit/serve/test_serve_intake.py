@@ -11,7 +11,7 @@ from unit.serve.test_serve_gateway import a_body, a_cluster, check
 
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import MAX_BODY_BYTES, RouteMessage
-from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch
+from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch, route_path
 from serve_app.http.openai_schema import ChatBody, CompletionBody
 from serve_app.http.reasons import reason_of
 from serve_app.http.regions_schema import RegionsMessage
@@ -200,3 +200,14 @@ def test_a_body_of_very_many_mistakes_is_refused_for_a_few_of_them(number):
     # It took 2 to 4 s of computing, which nothing else could do meanwhile.
     assert time.process_time() - started_s < 0.5
     assert len(json.dumps(body)) > MANY
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "route"),
+    [
+        ("", "/v1/policy", "/v1/policy"), ("/a", "/a/v1/policy", "/v1/policy"), ("/a", "/a", ""),
+        ("/a", "/ab/v1", "/ab/v1"), ("/a", "/v1", "/v1"),
+    ],
+)  # fmt: skip
+def test_a_route_is_what_stands_below_the_mount(root, path, route):
+    assert route_path({"path": path, "root_path": root}) == route

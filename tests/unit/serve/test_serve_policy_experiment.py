@@ -235,26 +235,23 @@ def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_
 
 
 class FakeRegistry:
-    """Aliases of one model; a promotion waits until it may go on."""
+    """Aliases of one model; the first write waits until it may go on."""
 
     def __init__(self, monkeypatch, aliases):
         self.aliases = dict(aliases)
         self.begun, self.may_go_on = threading.Event(), threading.Event()
-        for name in ("aliases_of", "promote", "put_back"):
+        for name in ("enter", "settle"):
             monkeypatch.setattr(lifecycle.registry, name, getattr(self, name))
 
-    def aliases_of(self, uri, model):
-        return dict(self.aliases)
+    def enter(self, uri, model, artifact, tags):
+        return "7", dict(self.aliases)
 
-    def promote(self, uri, model, artifact, tags):
+    def settle(self, uri, model, wanted, known):
         self.begun.set()
         assert self.may_go_on.wait(30)
-        self.aliases |= {"champion": "7", "previous": self.aliases.get("champion", "7")}
-        return "7"
-
-    def put_back(self, uri, model, version, before):
-        assert (version, self.aliases["champion"]) == ("7", "7")
-        self.aliases = dict(before)
+        assert self.aliases.get("champion") in {None, *known}
+        self.aliases = dict(wanted)
+        return True
 
 
 @pytest.mark.parametrize("aliases", [{"champion": "3", "previous": "1"}, {}])

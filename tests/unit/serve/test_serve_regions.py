@@ -1,3 +1,5 @@
+import asyncio
+
 import numpy as np
 import pytest
 from fastapi.testclient import TestClient
@@ -124,7 +126,13 @@ def test_the_routes_answer_and_count():
     from serve_app.regions import make_router
 
     api, decider = FastAPI(), RegionDecider(the_rule())
-    access = Access(None)
+    access, decide, loops = Access(None), decider.decide, []
+
+    def note_loop(message):
+        loops.append(asyncio._get_running_loop())
+        return decide(message)
+
+    decider.decide = note_loop
     errors.install(api, access, PendingBodies(10.0, 8))
     api.include_router(make_router(decider, access))
     client = TestClient(api)
@@ -135,5 +143,6 @@ def test_the_routes_answer_and_count():
     assert refused.status_code == 422
     assert refused.json()["detail"].startswith("slot_s should be greater")
     assert client.get("/v1/regions").json()["num_decisions"] == 2
+    assert loops == [None, None], "transport is solved in a thread, beside the event loop"
     text = generate_latest(decider.registry).decode()
     assert 'tokenyard_region_fallbacks_total{policy="prox_ot",reason="stale_forecast"} 1.0' in text

@@ -93,7 +93,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_broken_file_is_named_with_the_reason(tmp_path):
     (tmp_path / "p.npz").write_bytes(b"not a zip file at all")
-    with pytest.raises(ArtifactError, match=r"p\.npz is broken"):
+    with pytest.raises(ArtifactError, match=r"p\.npz: it is no npz file"):
         PolicyArtifact.load(tmp_path / "p.npz")
 
 

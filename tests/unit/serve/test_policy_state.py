@@ -1,0 +1,173 @@
+"""What a gateway remembers over a crash and a new deployment, and what it refuses to."""
+
+import asyncio
+import json
+import os
+
+import httpx
+import numpy as np
+import pytest
+from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_cluster
+from unit.serve_builders import marginal_artifact
+
+from serve_app.engines import profiling
+from serve_app.gateway.gateway import Gateway
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
+from serve_app.policy.lifecycle import Lifecycle
+from serve_app.policy.manager import PolicyManager
+from serve_app.policy.state import StateFile
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.statistics.sequential import SequentialTest
+
+PATH = "/v1/policies"
+
+
+def live(path, test, policy="sed"):
+    """One life of a gateway with a state file; it ends as a crash does, without a word."""
+
+    async def run():
+        cluster = a_cluster(policy=policy, explore_fraction=0.0)
+        manager = PolicyManager(
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
+        )
+        pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
+        gateway = Gateway(cluster, manager, pools)
+        lifecycle = Lifecycle(manager, StateFile(path), {"outliers": gateway.outliers})
+        lifecycle.resume(cluster.policy)
+        api = create_gateway_api(gateway, Letters(), Access(None, None, True), lifecycle)
+        transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
+        async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as client:
+            try:
+                return await test(client, gateway, lifecycle)
+            finally:
+                manager.stop()
+
+    return asyncio.run(run())
+
+
+async def look(client, gateway, lifecycle):
+    return (await client.get(PATH)).json()
+
+
+def switching_to(policy):
+    async def switch(client, gateway, lifecycle):
+        answer = await client.post("/v1/policy", json={"policy": policy})
+        assert answer.status_code == 200, answer.text
+
+    return switch
+
+
+def test_a_policy_set_by_hand_decides_after_a_crash_though_its_file_is_gone(tmp_path):
+    state, file = tmp_path / "state.json", tmp_path / "mine.npz"
+    artifact = marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, 0.1))
+    artifact.save(file)
+    live(state, switching_to(str(file)))
+    file.unlink()
+    seen = live(state, look)
+    assert (seen["champion"]["name"], seen["champion"]["sha256"]) == ("mine", artifact.sha256)
+    assert seen["previous"]["name"] == "sed"
+    assert seen["events"][0]["what"] == "goes on with"
+
+
+def test_a_rollback_outlives_a_crash_and_can_be_taken_back_after_it(tmp_path):
+    async def roll_back(client, gateway, lifecycle):
+        return (await client.post(PATH, json={"action": "rollback"})).json()
+
+    state = tmp_path / "state.json"
+    live(state, switching_to("round_robin"))
+    assert live(state, roll_back)["champion"]["name"] == "sed"
+    assert live(state, look)["champion"]["name"] == "sed"
+    assert live(state, roll_back)["champion"]["name"] == "round_robin"
+
+
+def test_another_policy_in_the_cluster_file_counts_before_the_state(tmp_path):
+    state = tmp_path / "state.json"
+    live(state, switching_to("round_robin"))
+    seen = live(state, look, policy="power_of_two")
+    assert seen["champion"]["name"] == "power_of_two"
+    assert "no longer names" in seen["state"]
+
+
+def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path):
+    async def begin(client, gateway, lifecycle):
+        body = {"action": "canary", "policy": "round_robin", "share": 0.3}
+        await client.post(PATH, json=body)
+        experiment = gateway.manager.experiment
+        for i in range(60):
+            experiment.test.record(i % 3 == 0, i % 7 != 0, 10 + i, 5 + i)
+        gateway.manager.policy.breaker.fail(too_slow=True)
+        gateway.outliers.fail("a-0", 0.0)
+        await lifecycle.save()
+        return [experiment.arm_of(str(i)) for i in range(100)], experiment.test.saved()
+
+    async def go_on(client, gateway, lifecycle):
+        experiment = gateway.manager.experiment
+        assert gateway.manager.policy.breaker.state == "open"
+        assert gateway.outliers.ejected_s("a-0") > 0.0
+        return [experiment.arm_of(str(i)) for i in range(100)], experiment.test.saved()
+
+    state = tmp_path / "state.json"
+    assert live(state, begin) == live(state, go_on)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "broken"), ("[1]", "format version None"), ('{"format_version": 2}', "reads 1"),
+        ('{"format_version": 1}', "configured: Field required"), ("[" * 100_000, "broken"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_kept_aside_and_says_why(tmp_path, text, reason):
+    state = tmp_path / "state.json"
+    state.write_text(text)
+    seen = live(state, look)
+    assert reason in seen["state"]
+    assert seen["champion"]["name"] == "sed"
+    assert (tmp_path / "state.json.refused").read_text() == text
+
+
+def test_evidence_that_is_none_is_refused_and_the_cluster_file_counts(tmp_path):
+    async def begin(client, gateway, lifecycle):
+        await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
+
+    state = tmp_path / "state.json"
+    live(state, begin)
+    found = json.loads(state.read_text())
+    found["experiment"]["evidence"]["test"]["log_capital"] = [0.0] * 9
+    state.write_text(json.dumps(found))
+    seen = live(state, look)
+    assert "log_capital must be" in seen["state"]
+    assert seen["experiment"] is None
+
+
+def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path):
+    async def test(client, gateway, lifecycle):
+        lifecycle._file.path = tmp_path / "a file" / "state.json"
+        (tmp_path / "a file").write_text("")
+        changed = await client.post("/v1/policy", json={"policy": "round_robin"})
+        assert changed.status_code == 200
+        return (await client.get(PATH)).json()
+
+    assert "cannot be written" in live(tmp_path / "state.json", test)["state"]
+
+
+def test_a_test_that_is_taken_up_goes_on_as_if_nothing_had_been():
+    rng = np.random.default_rng(0)
+    draws = [(bool(rng.random() < 0.3), bool(rng.random() < 0.8), 10 * i, i) for i in range(200)]
+    one, other = SequentialTest(0.3), SequentialTest(0.3)
+    for draw in draws[:120]:
+        one.record(*draw)
+    other.restore(json.loads(json.dumps(one.saved())))
+    for draw in draws[120:]:
+        assert one.record(*draw) == other.record(*draw)
+    assert one.saved() == other.saved()
+
+
+def test_the_lock_of_another_user_is_no_link_to_a_file_of_mine(tmp_path):
+    mine = tmp_path / "mine"
+    mine.write_text("kept")
+    (tmp_path / f"tokenyard-speed-{os.getuid()}.lock").symlink_to(mine)
+    with pytest.raises(OSError, match="symbolic"):
+        profiling._open_lock(tmp_path)
+    assert mine.read_text() == "kept"
