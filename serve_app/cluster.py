@@ -118,6 +118,8 @@ class ExternalPool(FrozenModel):
     profile: EngineProfile
     """Their speed, which nobody can measure from outside without loading them."""
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
+    """Most requests of this gateway in flight at one endpoint; more are placed elsewhere, and
+    refused with 429 where there is no room anywhere."""
     max_model_tokens: Annotated[int, Field(ge=2)] = 8192
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None

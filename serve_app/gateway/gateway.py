@@ -309,7 +309,11 @@ class Gateway:
         failure: ReplicaFailed | None = None
         await self._some_replica(answer.arrival_s)
         for attempt in range(self.cluster.limits.max_retries + 1):
-            pick = await self._pick_or_wait(answer)
+            try:
+                pick = await self._pick_or_wait(answer)
+            except ReplicaFull as error:
+                failure = error
+                break
             if pick is None:
                 break
             replica_id = pick.replica.replica_id

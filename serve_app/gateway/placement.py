@@ -16,6 +16,7 @@ import numpy as np
 
 from serve_app.cluster import Cluster
 from serve_app.gateway.backends import Backend
+from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
@@ -26,7 +27,13 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
-from tokenyard.routing.snapshot_table import MATCH_TOKENS, OBSERVED_AT_S, POOL, SnapshotTable
+from tokenyard.routing.snapshot_table import (
+    IN_FLIGHT,
+    MATCH_TOKENS,
+    OBSERVED_AT_S,
+    POOL,
+    SnapshotTable,
+)
 from tokenyard.routing.types import Request
 from tokenyard.types import IntArray
 
@@ -105,6 +112,8 @@ class Placement:
             clock_s: Unix time, seconds.
         """
         self._stale_after_s = cluster.circuit_breaker.stale_after_s
+        # Engines of ours know their own limit, and say when they are full.
+        self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
         self._manager, self._backends, self._table = manager, backends, table
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
@@ -121,7 +130,11 @@ class Placement:
         return now_s
 
     async def pick(self, asked: Placeable) -> Pick | None:
-        """Choose a replica and reserve a place in it; None: there is none left."""
+        """Choose a replica and reserve a place in it; None: there is none left.
+
+        Raises:
+            ReplicaFull: All that are left have as many requests in flight as they may.
+        """
         started_ns, by_ray = time.perf_counter_ns(), None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
@@ -178,9 +191,12 @@ class Placement:
     def _decide(
         self, asked: Placeable, now_s: float, by_ray: str | None, started_ns: int
     ) -> Pick | None:
-        rows = self._candidates(asked, now_s)
+        left = self._candidates(asked, now_s)
+        rows = self._with_room(left)
         index = self._index_of(by_ray, rows)
         if not len(rows):
+            if len(left):
+                raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             return None
         manager, arm = self._manager, asked.arm
         snapshots = self._table.snapshots(rows, asked.prompt)
@@ -225,6 +241,14 @@ class Placement:
             fits = np.array([name in fitting for name in table.pools])
             rows = rows[fits[table.column(rows, POOL).astype(np.int64)]]
         return rows
+
+    def _with_room(self, rows: IntArray) -> IntArray:
+        """Rows of the replicas with fewer requests in flight than their pool's `max_ongoing`."""
+        if not self._most_in_flight:
+            return rows
+        most = np.array([self._most_in_flight.get(name, np.inf) for name in self._table.pools])
+        of_pool = self._table.column(rows, POOL).astype(np.int64)
+        return rows[self._table.column(rows, IN_FLIGHT) < most[of_pool]]
 
     def _offered(self, now_s: float) -> IntArray:
         """Replicas to choose from: without those that are ejected, as long as there are others."""

@@ -29,10 +29,11 @@ PROFILE = {
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "stream": True}
 
 
-def a_cluster(endpoints, deadlines, **fields):
+def a_cluster(endpoints, deadlines, max_ongoing=1024, **fields):
     pool = {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": one.url} for one in endpoints], "deadlines": deadlines,
+        "max_ongoing": max_ongoing,
     }  # fmt: skip
     known = {"name": "t", "description": "t", "served_model": "m", "explore_fraction": 0.0}
     return Cluster.model_validate(known | {"pools": [pool]} | fields)
@@ -260,6 +261,28 @@ def test_equally_idle_endpoints_take_turns():
 
     # On a busy machine a decision may take longer than the budget, and the baseline then decides.
     run(test, 4, circuit_breaker={"budget_s": 1.0})
+
+
+def test_no_endpoint_gets_more_requests_than_it_may_have():
+    async def test(client, gateway, endpoints):
+        fast, slow = endpoints
+        usual = fast.script
+        fast.script = slow.script = (an_event("a"), HANG)
+        held = [asyncio.create_task(client.post("/v1/completions", json=BODY)) for _ in range(4)]
+        await until(lambda: fast.num_asked + slow.num_asked == 4)
+        assert (fast.num_asked, slow.num_asked) == (2, 2)
+        full = await client.post("/v1/completions", json=BODY)
+        assert (full.status_code, full.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(full.headers["retry-after"]) >= 1
+        assert fast.num_asked + slow.num_asked == 4
+        for one in held:
+            one.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        await until(lambda: not gateway.in_flight)
+        fast.script = slow.script = usual
+        assert text_of(await client.post("/v1/completions", json=BODY)) == "ok"
+
+    run(test, 2, max_ongoing=2)
 
 
 async def until(condition):
