@@ -56,3 +56,36 @@ def test_rescaling_there_and_back_changes_nothing(trace, factor):
     back = trace.rescaled(factor).rescaled(1 / factor)
 
     np.testing.assert_allclose(back.arrival_s, trace.arrival_s, rtol=1e-12, atol=1e-300)
+
+
+def num_shared(one, other):
+    """Leading entries that are equal."""
+    for count, (ours, theirs) in enumerate(zip(one, other, strict=False)):
+        if ours != theirs:
+            return count
+    return min(len(one), len(other))
+
+
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(0, 90)), min_size=2),
+    st.integers(1, 20),
+    st.integers(1, 50),
+)
+def test_blocks_of_another_size_share_the_same_tokens_rounded_down(prompts, size, block_tokens):
+    told, contexts = zip(*((tuple(hashes), context) for hashes, context in prompts), strict=True)
+    n = len(prompts)
+    trace = Trace(
+        np.zeros(n), np.array(contexts), np.zeros(n, np.int64),
+        prefix_hashes=told, prefix_block_tokens=size,
+    ).with_prefix_blocks(block_tokens)  # fmt: skip
+    assert trace.prefix_block_tokens == block_tokens
+    if block_tokens == size:
+        assert trace.prefix_hashes == told
+        return
+    known = [min(len(hashes) * size, context) for hashes, context in prompts]
+    for i in range(n):
+        assert len(trace.prefix_hashes[i]) == known[i] // block_tokens
+        for j in range(i):
+            shared = min(num_shared(told[i], told[j]) * size, known[i], known[j])
+            ours = num_shared(trace.prefix_hashes[i], trace.prefix_hashes[j])
+            assert ours == shared // block_tokens

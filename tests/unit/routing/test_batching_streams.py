@@ -1,6 +1,7 @@
 """How a trace becomes a stream for a fleet: classes, SLOs, blocks, failures."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,10 +86,14 @@ def test_chains_keep_which_prefixes_are_equal():
     assert encoded(Fleet(replicas=(REPLICA,)), trace).num_blocks == 0
 
 
-def test_blocks_of_another_size_are_refused():
-    trace = a_trace(1, prefix_hashes=((1,),), prefix_block_tokens=512)
-    with pytest.raises(ValueError, match="512"):
-        encoded(Fleet(replicas=(REPLICA,), prefix_block_tokens=128), trace)
+def test_blocks_of_another_size_are_told_anew_in_those_of_the_fleet():
+    trace = a_trace(2, prefix_hashes=((5,), (5, 6)), prefix_block_tokens=512)
+    trace = replace(trace, context_tokens=np.array([512, 700]))
+    stream = encoded(Fleet(replicas=(REPLICA,), prefix_block_tokens=128), trace)
+    first, second = np.split(stream.chains, [4])
+    assert len(second) == 700 // 128
+    assert first.tolist() == second[:4].tolist()
+    assert stream.num_blocks == 5
 
 
 def test_every_replica_goes_down_and_up_in_turn_and_some_ends_are_announced():

@@ -78,23 +78,17 @@ def encode_for_fleet(
 
     Args:
         fleet: Whose classes, tenants, routers and churn apply.
-        trace: Requests; prompts and outputs of no token count as one.
+        trace: Requests; prompts and outputs of no token count as one. Shared prefixes are told
+            anew in the fleet's blocks.
         predicted_output: Output that the router is told of, tokens, shape (num_requests,).
         features: Scaled request features, shape (num_requests, NUM_REQUEST_FEATURES).
         slo_response_s: End-to-end SLO where a class has none of its own.
         rng: Source of all randomness.
         decision_epoch_s: Decide at multiples of this; None: at every arrival.
-
-    Raises:
-        ValueError: The fleet's prefix blocks have another size than the trace's.
     """
     num = trace.num_requests
-    block_tokens = trace.prefix_block_tokens
-    if fleet.prefix_block_tokens and block_tokens not in (None, fleet.prefix_block_tokens):
-        raise ValueError(
-            f"the trace tells prefixes in blocks of {block_tokens} tokens; set the fleet's "
-            f"prefix_block_tokens, now {fleet.prefix_block_tokens}, to that"
-        )
+    if fleet.prefix_block_tokens:
+        trace = trace.with_prefix_blocks(fleet.prefix_block_tokens)
     rows = np.empty((num, lay.NUM_REQUEST))
     rows[:, lay.ARRIVAL_S] = trace.arrival_s
     rows[:, lay.DISPATCH_S] = dispatch_s(trace.arrival_s, decision_epoch_s)
