@@ -145,7 +145,9 @@ class Samples:
             interval = t_interval(ours - theirs)
             return interval.over(abs(float(theirs.mean()))) if relative else interval
         before = other.estimates[key]
-        change = (self.estimates[key] - before) / (before if relative else 1.0)
+        change = self.estimates[key] - before
+        if relative:
+            change = change / before if before else math.nan
         if not self.values:
             return Interval(change, math.nan, math.nan)
         ours, theirs = self.values[key], other.values[key]

@@ -75,6 +75,7 @@ def test_a_stream_that_is_one_long_backlog_gives_no_interval():
         assert math.isnan(interval.high)
     assert one.difference(other, "cost", relative=True).estimate == 0.5
     assert one.difference(other, "cost", relative=False).estimate == 1.0
+    assert math.isnan(one.difference(Samples({}, {"cost": 0.0}), "cost", relative=True).estimate)
 
 
 def test_blocks_grow_with_dependence_and_stay_below_the_series():

@@ -149,6 +149,27 @@ def test_a_trace_many_times_over_capacity_gives_a_sentence_and_no_percentages(tm
     assert "difference to" not in printed
 
 
+@pytest.mark.parametrize("scenario", ["poisson_085", "conversation_mixed_gpus"])
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "has a header and no request"),
+        (["0,0,0", "1,0,0"], "no request of the trace has a token"),
+        (["0,100,10"], "1 requests at one instant have no rate"),
+        (["0,100,10", "5,100,10"], "2 requests cannot be cut into 3 streams"),
+    ],
+)
+def test_a_trace_that_says_nothing_is_refused_in_a_sentence(
+    scenario, rows, reason, tmp_path, capsys
+):
+    path = tmp_path / "odd.csv"
+    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows]) + "\n")
+    streams = 3 if len(rows) == 2 and "100" in rows[0] else 1
+    with pytest.raises(SystemExit):
+        evaluate.main(evaluate.Args(scenario=scenario, policies="sed", streams=streams, trace=path))
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("source", ["own", "synthetic", "held-out"])
 def test_load_scales_any_traffic(source, tmp_path, capsys):
     scenario = "poisson_085" if source == "own" else "bursty_serial"

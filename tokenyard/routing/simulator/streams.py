@@ -253,10 +253,12 @@ def trace_streams(
         load: Offered load to scale to in place of the scenario's.
 
     Raises:
-        ValueError: The trace has fewer requests than windows.
+        ValueError: The trace has fewer requests than windows, or no token.
     """
     if trace.num_requests < count:
         raise ValueError(f"{trace.num_requests} requests cannot be cut into {count} streams")
+    if not trace.total_tokens.any():
+        raise ValueError("no request of the trace has a token: what would take time?")
     if not native_time:
         trace = source.at_rate(trace, load)
     requests = [source.encode(window) for window in trace.windows(count)]
