@@ -429,6 +429,8 @@ def gateway(
     """Yield a gateway before a pool, from the checkout at `root`."""
     port = a_free_port()
     cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
+    if carriers > 1:
+        cluster["gateway"] = {"carriers": carriers}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(yaml.safe_dump(cluster))
@@ -436,8 +438,6 @@ def gateway(
             sys.executable, str(root / "pipelines/deploy.py"), "--cluster", str(file),
             "--port", str(port), "--decision-log", str(Path(folder) / "log"),
         ]  # fmt: skip
-        if carriers > 1:
-            command += ["--carriers", str(carriers)]
         with started(name, port, command, root) as server:
             yield server
 

@@ -4,8 +4,8 @@ Start `python pipelines/deploy.py` on this machine, then
 `python benchmarks/recovery.py --victims rank replica gateway`: clients ask without a pause, a
 process gets SIGKILL, and the gateway is watched until all replicas take requests again. Meanwhile
 somebody who has no connection yet asks ten times a second. Where others carry for the gateway
-(`--carriers`), `gateway` is the process that decides. `raylet` needs something that starts
-`deploy.py` again when it ends.
+(`gateway: {carriers: N}` in the cluster file), `gateway` is the process that decides. `raylet`
+needs something that starts `deploy.py` again when it ends.
 """
 
 from __future__ import annotations

@@ -60,8 +60,6 @@ class Args:
 
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
-    carriers: int = 1
-    """Processes that share the port; with more than one, another process decides for them."""
     policy: str | None = None
     """champion, the registry's candidate, generic, a policy file (.npz), a baseline's name or, with
     pools, ray_default; None: the cluster's, or champion. `candidate` holds for allocation too."""
@@ -104,7 +102,8 @@ class Deployment:
     @property
     def num_cpus(self) -> float:
         """CPUs that its actors reserve."""
-        others = self.options.num_carriers * (self.options.num_carriers > 1)
+        carriers = self.cluster.gateway.carriers
+        others = carriers if carriers > 1 else 0
         num_cpus = (
             1.0
             + others * self.cluster.gateway.cpus
@@ -153,7 +152,6 @@ def main(args: Args) -> None:
 def _find(args: Args) -> Deployment:
     options = GatewayOptions(
         cluster=args.cluster,
-        num_carriers=args.carriers,
         policy=args.policy,
         scenario=args.scenario,
         must_be_there=args.cluster == DECIDE_ONLY and args.fallback is None,

@@ -71,9 +71,6 @@ class GatewayOptions(BaseModel):
     """Address on the gateway's node where it listens; 0.0.0.0 for all."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     """Port where it listens. Ray Serve's own proxy is not used."""
-    num_carriers: Annotated[int, Field(ge=1, le=64)] = 1
-    """Processes on the gateway's machine that share the port and carry requests and answers. With
-    more than one, another process decides for all of them."""
     policy: str | None = None
     """In place of the cluster's policy; `candidate` also in place of its allocation's."""
     scenario: str | None = None
@@ -328,9 +325,6 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, registry_of(options))
     make_access(options)
-    if options.num_carriers > 1 and (cluster.decide_only or cluster.allocation is not None):
-        what = "without pools" if cluster.decide_only else "with an allocated pool"
-        raise ValueError(f"a gateway {what} is one process: num_carriers must be 1")
     return cluster
 
 
@@ -407,10 +401,10 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
     )
     pools = {pool.name: bind_pool(pool, cluster) for pool in cluster.own_pools}
     # One replica decides: what was sent is known only to itself, and decisions are made on that.
-    if options.num_carriers == 1:
+    if cluster.gateway.carriers == 1:
         return _deployed(GatewayReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
     decider = _deployed(DeciderReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
-    carriers = _deployed(CarrierReplica, CARRIER, options.num_carriers, cluster, options)
+    carriers = _deployed(CarrierReplica, CARRIER, cluster.gateway.carriers, cluster, options)
     return carriers.bind(cluster, make_access(options), pools, decider)
 
 

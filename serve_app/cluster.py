@@ -247,12 +247,15 @@ class OutlierEjection(FrozenModel):
 
 
 class Placement(FrozenModel):
-    """Where the gateway's process goes."""
+    """Where the gateway goes, and in how many processes."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
-    """CPUs that it reserves; 0 lets it onto a head node that offers none."""
+    """CPUs that each process reserves; 0 lets it onto a head node that offers none."""
     node_labels: Mapping[str, str] = {}
     """Ray labels of the nodes that it may be on."""
+    carriers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes on one machine that share the port and carry requests and answers. With more than
+    one, another process decides for all of them."""
 
 
 class Cluster(FrozenModel):
@@ -293,6 +296,9 @@ class Cluster(FrozenModel):
             raise ValueError("give at least one pool, or an allocation")
         if has_one and self.decide_only:
             raise ValueError("decide_only serves no pools; leave one of both out")
+        if self.gateway.carriers > 1 and (self.decide_only or self.allocation is not None):
+            what = "without pools" if self.decide_only else "with an allocated pool"
+            raise ValueError(f"a gateway {what} has one carrier")
         return self
 
     @model_validator(mode="after")

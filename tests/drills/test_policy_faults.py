@@ -208,7 +208,7 @@ def test_a_truncated_file_is_refused_and_what_decided_goes_on(tmp_path):
         load = asyncio.create_task(drill.load())
         refused = await drill.switch(str(path))
         assert refused.status_code == 422
-        assert "is broken" in refused.json()["detail"]
+        assert "it is no npz file" in refused.json()["detail"]
         canary = await drill.client.post(
             "/v1/policies", json={"action": "canary", "policy": str(path)}
         )

@@ -27,7 +27,7 @@ def url(tmp_path_factory, ray_cluster):
     folder = tmp_path_factory.mktemp("carriers")
     cluster = {
         "name": NAME, "description": "A test.", "served_model": "tiny", "explore_fraction": 0,
-        "limits": {"max_output_tokens": 1024, "timeout_s": 60},
+        "limits": {"max_output_tokens": 1024, "timeout_s": 60}, "gateway": {"carriers": 2},
         "pools": [a_pool("tiny", save_tiny_tokenizer(folder / "model"), replicas=2)],
     }  # fmt: skip
     file = folder / "cluster.yaml"
@@ -37,7 +37,7 @@ def url(tmp_path_factory, ray_cluster):
         patch.syspath_prepend(str(HERE))
         try:
             serve.start(proxy_location="Disabled")
-            options = GatewayOptions(cluster=str(file), port=port, num_carriers=2)
+            options = GatewayOptions(cluster=str(file), port=port)
             serve.run(build_gateway(options), name=NAME, route_prefix=None)
             found = f"http://127.0.0.1:{port}"
             until(lambda: metric(found, "tokenyard_carriers") == 2 and health(found) == 2)
