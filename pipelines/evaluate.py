@@ -60,8 +60,8 @@ class Args:
     the bounds too."""
     baseline: str | None = None
     """Policy that differences are taken to; it is run even when it is not named. By default sed,
-    of allocation autoscaler_tuned, of regions skylb. `best`: of the rules that are named, the one
-    with the best score in each scenario."""
+    of allocation autoscaler_tuned, of regions prox_ot_forecast_live_cost. `best`: of the rules that
+    are named, the one with the best score in each scenario."""
     streams: int | None = None
     """Independent synthetic streams, or windows of the trace (30 by default); of allocation and
     regions draws of the demand (5)."""

@@ -68,6 +68,8 @@ class EngineReplica:
         self._listener = Listener(api, limits)
         address = ray.util.get_node_ip_address()
         self._url = url_of(address, await self._listener.start(address, 0))
+        # Serve awaits it. One of the class would be called where the start fails, too.
+        self.__del__ = self.end
 
     async def limit_batch(self, max_batch: int, replica_id: str) -> None:
         """Run so many sequences at once from now on; those that run go on.
@@ -104,8 +106,8 @@ class EngineReplica:
             "secret": self._secret,
         }
 
-    async def __del__(self) -> None:
-        """Answer what was accepted, then free the ranks; Serve awaits this."""
+    async def end(self) -> None:
+        """Answer what was accepted, then free the ranks."""
         await self._texts.drain()
         await self._listener.stop()
         await self._engine.stop()

@@ -53,7 +53,7 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
     name = "regions"
     suites = SUITES
     default_policies = tuple(REGION_BASELINES)
-    default_baseline = "skylb"
+    default_baseline = BEST_RULE
     score = Score("total_cost", -1, "$ an episode")
     headline = ("total_cost", "energy_cost", "switching_cost", "lateness_cost", "mean_response_s")
     trade_offs = (("total_cost", "mean_response_s"), ("energy_cost", "overhead_fraction"))
