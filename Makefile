@@ -16,26 +16,50 @@ IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations
 # Routers of others, for benchmarks/rival_parity.py: an environment each, as two of them share a script's name.
 RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 
-.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install rivals
+.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install install-locked sbom audit rivals
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
 export PIP_NO_COMPILE := 1
 
-.venv/.core: pyproject.toml
+# Versions are the lock's. Its hashes are left out: pip would then refuse the project itself, and other platforms.
+PIP_INSTALL := $(BIN)/pip install --quiet --constraint .venv/constraints.txt
+
+.venv/constraints.txt: requirements.lock
 	test -d .venv || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable .
+	sed -nE 's/^([a-z0-9.-]+==[^ ]+).*/\1/p' $< > $@
+
+.venv/.core: pyproject.toml .venv/constraints.txt
+	$(PIP_INSTALL) --editable .
 	touch $@
 
 .venv/.engines: pyproject.toml .venv/.core
-	$(BIN)/pip install --quiet --editable ".[engines]"
+	$(PIP_INSTALL) --editable ".[engines]"
 	touch $@
 
 .venv/.dev: pyproject.toml .venv/.core
-	$(BIN)/pip install --quiet --editable ".[bench,dev]"
+	$(PIP_INSTALL) --editable ".[bench,dev]"
 	touch $@
 
 install: .venv/.dev ## Everything a developer needs.
+
+install-locked: .venv/constraints.txt ## The same on Python 3.11, Linux x86_64, with every hash checked but torch's.
+	$(PIP_INSTALL) torch
+	grep -v '^torch==' requirements.lock > .venv/hashed.txt
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement .venv/hashed.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch .venv/.core .venv/.engines .venv/.dev
+
+sbom: .venv/.dev ## Bill of materials of what is installed here: sbom.json, CycloneDX.
+	test -x .venv/tools/bin/cyclonedx-py || $(PYTHON) -m venv .venv/tools
+	.venv/tools/bin/pip install --quiet cyclonedx-bom
+	.venv/tools/bin/cyclonedx-py environment --output-reproducible --output-file sbom.json $(BIN)/python
+
+audit: .venv/constraints.txt ## Known weaknesses of what the lock names; asks pypi.org, and fails where it does not answer.
+	test -d .venv/tools || $(PYTHON) -m venv .venv/tools
+	.venv/tools/bin/pip install --quiet pip-audit
+	grep -v "^torch==" requirements.lock > .venv/hashed.txt
+	.venv/tools/bin/pip-audit --strict --no-deps --disable-pip --requirement .venv/hashed.txt
 
 sweep: .venv/.core ## Train, compare, keep the best: the main job.
 	$(BIN)/python pipelines/sweep.py --storage $(STORAGE)
@@ -63,13 +87,14 @@ test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root
 drills: .venv/.dev ## Break the policy in twelve ways and the system in five, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills
 
-check: .venv/.dev ## Lint, format, types, layers, words, size.
+check: .venv/.dev ## Lint, format, types, layers, words, size, lock.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python .ci/check_words
 	$(BIN)/python .ci/size
+	$(BIN)/python .ci/lock
 
 serve: .venv/.engines ## A small model on this machine behind the gateway, on 127.0.0.1:8000. POLICY=candidate: what was swept last.
 	TOKENYARD_LOCAL_ADMIN=1 $(BIN)/python pipelines/deploy.py $(addprefix --registry ,$(REGISTRY)) $(addprefix --policy ,$(POLICY))

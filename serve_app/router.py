@@ -9,7 +9,6 @@ its `request_router_config`.
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from ray.serve.request_router import (
 
 from serve_app.cluster import CircuitBreakerSettings, EngineProfile
 from serve_app.engines.tokenizer import EstimatingTokenizer, plain_chat
+from serve_app.gateway.clocks import RemoteClocks, steady_unix_s
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
@@ -173,6 +173,7 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         self._manager = PolicyManager(scenario, baseline, self._settings, rng)
         self._manager.switch(policy, explore_fraction, may_be_missing=True)
         self._table = ReplicaTable(load_scenario(scenario).mean_lengths_tokens)
+        self._clocks = RemoteClocks()
         self._tokenizer = EstimatingTokenizer()
         self._unsent: dict[str, PendingRequest] = {}
         self._reserved_at: dict[str, str] = {}
@@ -185,12 +186,13 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         """Return the candidates one by one, from the cheapest to the costliest."""
         if pending_request is None or len(candidate_replicas) < 2:
             return [candidate_replicas]
-        now_s = time.time()
+        now_s = steady_unix_s()
         for replica in candidate_replicas:
             if not self._track(replica, now_s):
                 return [candidate_replicas]  # Nothing is known of its speed: any will do.
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
         self._table.keep("", by_id)
+        self._clocks.keep(by_id)
         offered = self._table.offered(now_s, self._settings.stale_after_s)
         prompt = Prompt(self._token_ids(pending_request))
         length = len(prompt.token_ids)
@@ -232,22 +234,23 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
             return
         length = len(prompt.token_ids)
         output = max(self._manager.policy.loaded.predicted_total_tokens(length) - length, 1.0)
-        state.send(request_id, prompt, state.match_tokens(prompt), output, time.time())
+        state.send(request_id, prompt, state.match_tokens(prompt), output, steady_unix_s())
         self._reserved_at[request_id] = replica_id
 
     def _close(self, request_id: str) -> None:
         state = self._table.replicas.get(self._reserved_at.pop(request_id, ""))
         if state is not None:
-            state.in_flight.close(request_id, time.time())
+            state.in_flight.close(request_id, steady_unix_s())
 
     def _track(self, replica: RunningReplica, now_s: float) -> bool:
         profile = profile_of(replica) or self._profile
         if profile is None:
             return False
-        state = self._table.add(replica.replica_id.unique_id, "", profile, 0, now_s)
+        replica_id = replica.replica_id.unique_id
+        state = self._table.add(replica_id, "", profile, 0, now_s)
         status = status_of(replica)
         if status is not None:
-            state.publish(status)
+            state.publish(self._clocks.to_ours(replica_id, status, now_s))
         return True
 
     def _token_ids(self, pending_request: PendingRequest) -> list[int]:

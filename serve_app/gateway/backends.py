@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RunningReplica
 
 from serve_app.cluster import Pool, max_model_tokens
+from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
     PROGRESS,
@@ -137,6 +138,7 @@ class ServeBackend:
         self._app_name = handle.app_name
         self._seen_version = -1
         self._endpoints: dict[str, EndpointAsRayReplica] = {}
+        self._clocks = RemoteClocks()
         self._forwarder = _EngineForwarder(f"a replica of pool {self.name!r}", pool.deadlines)
 
     @property
@@ -155,6 +157,7 @@ class ServeBackend:
             self._look_at(replica_id, replica, table, now_s)
         for gone in [one for one in self._endpoints if one not in live]:
             del self._endpoints[gone]
+        self._clocks.keep(live)
         table.keep(self.name, live)
 
     def _look_at(
@@ -173,7 +176,7 @@ class ServeBackend:
             state = table.add(replica_id, self.name, profile, self._pool.prefix_block_tokens, now_s)
         status = status_of(replica)
         if status is not None:
-            state.publish(status)
+            state.publish(self._clocks.to_ours(replica_id, status, now_s))
             self._endpoints[replica_id].status = status
 
     def ray_replicas(self) -> tuple[Any, ...]:

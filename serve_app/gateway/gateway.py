@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.backends import Backend
+from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.generation import (
@@ -150,7 +150,7 @@ class Gateway:
     """By the pool's name."""
     metrics: Metrics = field(default_factory=Metrics)
     log: DecisionLog | None = None
-    clock_s: Callable[[], float] = time.time
+    clock_s: Callable[[], float] = steady_unix_s
     in_flight: int = 0
     num_offered: int = 0
     """Requests that have asked to be let in, those that were refused included."""

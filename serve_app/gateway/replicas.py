@@ -48,7 +48,7 @@ class EngineStatus:
     num_running: int
     kv_used_fraction: float
     observed_at_s: float
-    """Unix time, seconds."""
+    """Unix time, seconds; by the clock of whoever holds it (`serve_app.gateway.clocks`)."""
     accepting: bool = True
     """Whether it takes requests; false while it drains."""
     max_batch: int | None = None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
+from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.replicas import EngineStatus, parse_vllm
 from serve_app.gateway.upstream import Origin, UpstreamClient
 
@@ -69,7 +69,7 @@ class Scraper:
             await asyncio.sleep(EVERY_S)
 
     async def _scrape(self) -> None:
-        asked_s = time.time()
+        asked_s = steady_unix_s()
         status, page = await self._client.get(self._origin, self._head, _MAX_PAGE_BYTES)
         if status != 200:
             raise ValueError(f"it answered {status}")

@@ -1,0 +1,52 @@
+"""The lock has one version of everything that pyproject.toml asks for."""
+
+import importlib.util
+from importlib.machinery import SourceFileLoader
+
+import pytest
+from scripts import ROOT
+
+from serve_app.ray_serve.private import CHECKED_WITH
+
+PINNED_RAY = f"ray[rllib,serve,tune]=={CHECKED_WITH}"
+
+
+@pytest.fixture
+def lock(tmp_path, monkeypatch):
+    """The script, on a copy of the lock that may be written to."""
+    loader = SourceFileLoader("lock", str(ROOT / ".ci/lock"))
+    monkeypatch.setattr("sys.dont_write_bytecode", True)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("lock", loader))
+    loader.exec_module(module)
+    copy = tmp_path / "requirements.lock"
+    copy.write_text(module.LOCK.read_text())
+    monkeypatch.setattr(module, "LOCK", copy)
+    return module
+
+
+def replace(lock, old, new):
+    text = lock.LOCK.read_text()
+    assert old in text
+    lock.LOCK.write_text(text.replace(old, new))
+
+
+def test_the_lock_satisfies_the_project(lock):
+    assert lock.faults() == []
+    assert lock.locked()["ray"] == (CHECKED_WITH, True)
+    assert {"fastapi", "starlette", "uvicorn", "httptools", "uvloop"} < set(lock.locked())
+
+
+def test_a_version_that_the_project_refuses_is_named(lock):
+    replace(lock, f"ray=={CHECKED_WITH} ", "ray==2.59.0 ")
+    assert lock.faults() == [f"pyproject.toml asks for {PINNED_RAY}, and the lock has 2.59.0"]
+
+
+def test_a_package_that_is_not_in_the_lock_is_named(lock):
+    replace(lock, "\nschemathesis==", "\nanother==")
+    [fault] = lock.faults()
+    assert "schemathesis, which is not in the lock" in fault
+
+
+def test_every_package_but_torch_has_a_hash(lock):
+    replace(lock, "\nuvicorn==", "\nuvicorn==0.0\nother==")
+    assert "uvicorn must have a hash" in lock.faults()
