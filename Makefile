@@ -16,7 +16,10 @@ IN_TWO := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations
 # Routers of others, for benchmarks/rival_parity.py: an environment each, as two of them share a script's name.
 RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 
-.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install install-locked sbom audit rivals
+# Clients of others, for tests/integration/serve/test_clients.py: an environment each, as they pin other versions.
+CLIENTS := $(or $(TOKENYARD_CLIENTS),.clients)
+
+.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install install-locked sbom audit rivals clients
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -77,6 +80,13 @@ test-all: kernels ## Before a change lands: all but the cluster, at full size; l
 rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers, and step times. In .rivals.
 
 $(RIVALS)/%/.installed: rivals/%.txt
+	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
+clients: $(patsubst clients/%.txt,$(CLIENTS)/%/.installed,$(wildcard clients/*.txt)) ## Clients that have to work as they are. 7 GB, in .clients.
+
+$(CLIENTS)/%/.installed: clients/%.txt
 	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --requirement $<
 	touch $@

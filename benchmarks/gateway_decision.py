@@ -190,7 +190,11 @@ class _Nobody:
 
 
 def _cluster(scenario: str) -> Cluster:
-    pool = {"name": "fleet", "kind": "own", "config": {"model": "none"}}
+    profile = _profile(load_scenario(scenario).required_fleet.replicas[0])
+    pool = {
+        "name": "fleet", "kind": "external", "model": "m", "profile": profile,
+        "endpoints": [{"url": "http://localhost"}],
+    }  # fmt: skip
     return Cluster.model_validate(
         {
             "name": "b", "description": "b", "served_model": "m", "scenario": scenario,

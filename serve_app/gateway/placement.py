@@ -28,14 +28,14 @@ from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.snapshot_table import (
-    IN_FLIGHT,
     MATCH_TOKENS,
     OBSERVED_AT_S,
     POOL,
     SnapshotTable,
+    keep_with_room,
 )
 from tokenyard.routing.types import Request
-from tokenyard.types import IntArray
+from tokenyard.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,10 @@ class Placement:
         self._stale_after_s = cluster.circuit_breaker.stale_after_s
         # Engines of ours know their own limit, and say when they are full.
         self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
+        self._most: FloatArray = np.zeros(0)
+        """Of one replica, by the number of its pool."""
+        none: IntArray = np.zeros(0, dtype=np.int64)
+        keep_with_room(table.state, none, self._most, none)  # Loads what is compiled.
         self._manager, self._backends, self._table = manager, backends, table
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
@@ -239,16 +243,19 @@ class Placement:
         fitting = [name for name, one in self._backends.items() if asked.fits(one)]
         if len(fitting) < len(self._backends):
             fits = np.array([name in fitting for name in table.pools])
-            rows = rows[fits[table.column(rows, POOL).astype(np.int64)]]
+            rows = rows[fits[table.state[rows, POOL].astype(np.int64)]]
         return rows
 
     def _with_room(self, rows: IntArray) -> IntArray:
         """Rows of the replicas with fewer requests in flight than their pool's `max_ongoing`."""
         if not self._most_in_flight:
             return rows
-        most = np.array([self._most_in_flight.get(name, np.inf) for name in self._table.pools])
-        of_pool = self._table.column(rows, POOL).astype(np.int64)
-        return rows[self._table.column(rows, IN_FLIGHT) < most[of_pool]]
+        pools = self._table.pools
+        if len(self._most) != len(pools):  # They never go.
+            self._most = np.array([self._most_in_flight.get(name, np.inf) for name in pools])
+        out = np.empty_like(rows)
+        num = keep_with_room(self._table.state, rows, self._most, out)
+        return rows if num == len(rows) else out[:num]
 
     def _offered(self, now_s: float) -> IntArray:
         """Replicas to choose from: without those that are ejected, as long as there are others."""

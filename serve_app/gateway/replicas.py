@@ -425,10 +425,10 @@ class ReplicaTable:
         assert replica is not None
         return replica
 
-    def column(self, rows: IntArray, which: int) -> FloatArray:
-        """One column of `snapshot_table`'s state, shape (num,)."""
-        found: FloatArray = self._state[rows, which]
-        return found
+    @property
+    def state(self) -> FloatArray:
+        """All rows as `snapshot_table` has them, shape (num_rows, NUM_STATE); only to be read."""
+        return self._state
 
     def offered(self, now_s: float, stale_after_s: float) -> IntArray:
         """Rows of replicas that take requests and were heard of lately; all, where there is none.

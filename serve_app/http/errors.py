@@ -17,7 +17,7 @@ from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies, TooMuch, route_path
-from serve_app.http.reasons import BadRequest, kind_of, openai_error, reason_of
+from serve_app.http.reasons import BadRequest, code_of, kind_of, openai_error, reason_of
 from serve_app.policy.runner import IncompatibleRequest
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -130,5 +130,5 @@ def _speaks_openai(request: Request) -> bool:
 def _answer(request: Request, message: str, status: int, param: str | None = None) -> JSONResponse:
     if not _speaks_openai(request):
         return JSONResponse({"detail": message}, status_code=status)
-    error = openai_error(message, kind_of(status), param)
+    error = openai_error(message, kind_of(status), param, code_of(status, param))
     return JSONResponse({"error": error}, status_code=status)

@@ -74,7 +74,7 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
     async def model(model: str) -> ModelCard:
         """Describe the model that is served."""
         if model != gateway.cluster.served_model:
-            raise BadRequest(f"model {model!r} is not served here", 404)
+            raise BadRequest(f"model {model!r} is not served here", 404, "model")
         return card()
 
     return router

@@ -35,6 +35,7 @@ from tokenyard.routing.snapshot_table import (
     Candidates,
     SnapshotTable,
     fill_live,
+    keep_with_room,
     offer,
 )
 from tokenyard.routing.types import Request
@@ -65,6 +66,7 @@ def _read_columns() -> None:
     offer(state, rows, 0.0, 1.0, rows.copy())
     live = np.empty((1, NUM_LIVE))
     fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
+    keep_with_room(state, rows, np.ones(1), rows.copy())
     table = SnapshotTable(Candidates(("r",), ("p",), np.ones((1, NUM_FIXED))), live)
     request = Request(0.0, 1, 2.0)
     finish_times_s(request, table)

@@ -1,9 +1,9 @@
 """Snapshots as columns of numbers: what a router keeps of many replicas, and shows its policies.
 
 A router keeps one row of `state` per replica, and updates it when something is published, sent,
-received or closed. `offer` and `fill_live` read the rows at a decision. `SnapshotTable` shows them
-to policies, which take its columns as they are; a `ReplicaSnapshot` is made only where somebody
-asks for one.
+received or closed. `offer`, `keep_with_room` and `fill_live` read the rows at a decision.
+`SnapshotTable` shows them to policies, which take its columns as they are; a `ReplicaSnapshot` is
+made only where somebody asks for one.
 """
 
 from __future__ import annotations
@@ -98,6 +98,28 @@ def offer(
         if accepting != 0 and row[ACCEPTING] == 0.0:
             continue
         if fresh == 0 or now_s - row[PUBLISHED_AT_S] <= stale_after_s:
+            out[num] = rows[i]
+            num += 1
+    return num
+
+
+@compiled
+def keep_with_room(state: FloatArray, rows: IntArray, most: FloatArray, out: IntArray) -> int:
+    """Write the rows of replicas with fewer requests in flight than their pool's replicas may have.
+
+    Args:
+        state: Shape (num_rows, NUM_STATE).
+        rows: To choose from, in order, shape (num,).
+        most: Requests of this router in flight at one replica at most, by pool, shape (num_pools,).
+        out: Filled with the first of what is returned, shape (num,) at least.
+
+    Returns:
+        How many they are.
+    """
+    num = 0
+    for i in range(rows.shape[0]):
+        row = state[rows[i]]
+        if row[IN_FLIGHT] < most[int(row[POOL])]:
             out[num] = rows[i]
             num += 1
     return num
