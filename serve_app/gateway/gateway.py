@@ -432,11 +432,14 @@ class Gateway:
 class _Attempt:
     """One try to have a replica answer a request."""
 
-    __slots__ = ("_answer", "_gateway", "_replica", "downstream", "request", "sent_s")
+    __slots__ = (
+        "_answer", "_gateway", "_replica", "downstream", "order_key_s", "request", "sent_s",
+    )  # fmt: skip
 
     def __init__(self, gateway: Gateway, answer: _Answer, replica: ReplicaState) -> None:
         self._gateway, self._answer, self._replica = gateway, answer, replica
         self.request, self.downstream = answer.wanted, answer.downstream
+        self.order_key_s = answer.order_key_s
         self.sent_s = gateway.outliers.clock_s()
 
     def take(

@@ -20,4 +20,5 @@ def bounded_key_s(
     """
     if asked_s is None:
         return None
-    return min(max(asked_s, arrival_s), now_s + max_overtaking_s)
+    # A policy may answer numbers of numpy, which are not written as Python writes its own.
+    return float(min(max(asked_s, arrival_s), now_s + max_overtaking_s))
