@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Sequence
 
 from serve_app.engines.base import EngineError, Sampling
+from serve_app.engines.waiting import Arrivals, WaitingLine
 
 
 class Admission:
@@ -89,7 +89,7 @@ class Admission:
 
 
 class BatchLimit:
-    """Lets so many requests into an engine at once; the others wait in the order they came.
+    """Lets so many requests into an engine at once; the others wait by their order keys.
 
     The engine's own limit is the highest, and as long as it holds the engine queues by itself.
     """
@@ -98,7 +98,8 @@ class BatchLimit:
         """Hold nobody back: `highest` is the engine's own limit."""
         self._highest = self.limit = highest
         self._num_inside = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: WaitingLine[asyncio.Future[None]] = WaitingLine()
+        self._arrivals = Arrivals()
         self._changed = asyncio.Event()
 
     @property
@@ -111,13 +112,17 @@ class BatchLimit:
         self.limit = min(max(limit, 1), self._highest)
         self._let_in()
 
-    async def enter(self) -> None:
-        """Return once there is room; every call that returned is followed by a `leave`."""
+    async def enter(self, order_key_s: float | None = None) -> None:
+        """Return once there is room; every call that returned is followed by a `leave`.
+
+        Args:
+            order_key_s: Place among those that wait, lower first, Unix time, seconds; None: now.
+        """
         if not self._waiting and self._has_room():
             self._num_inside += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        self._waiting.add(turn, self._arrivals.key_s(order_key_s))
         try:
             await turn
         except asyncio.CancelledError:
@@ -145,7 +150,7 @@ class BatchLimit:
     def _let_in(self) -> None:
         while self._waiting and self._has_room():
             self._num_inside += 1
-            self._waiting.popleft().set_result(None)
+            self._waiting.pop().set_result(None)
 
 
 def check_request(

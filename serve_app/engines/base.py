@@ -120,9 +120,20 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        order_key_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
+
+        Args:
+            request_id: No other that is answered now has it.
+            token_ids: Of the prompt.
+            sampling: How tokens are drawn.
+            order_key_s: Place among the requests that wait, lower first and of equals who came
+                first, Unix time, seconds; None: the time now.
 
         Raises:
             EngineError: The queue is full, the prompt is too long, or the engine died meanwhile.

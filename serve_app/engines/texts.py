@@ -50,7 +50,12 @@ class TextEngine:
         self._draining = False
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling, stop: tuple[str, ...]
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        stop: tuple[str, ...],
+        order_key_s: float | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream the answer to a request; closing the stream early aborts it.
 
@@ -59,6 +64,8 @@ class TextEngine:
             token_ids: Of the prompt.
             sampling: How tokens are drawn.
             stop: Strings at which the answer is cut.
+            order_key_s: Place among the requests that wait, lower first, Unix time, seconds; None:
+                the time now.
 
         Raises:
             EngineFull: As many requests wait as may.
@@ -66,8 +73,8 @@ class TextEngine:
         """
         self._check_room()
         done = False
-        async with self._place():
-            chunks = self._engine.generate(request_id, token_ids, sampling)
+        async with self._place(order_key_s):
+            chunks = self._engine.generate(request_id, token_ids, sampling, order_key_s)
             try:
                 # Closed here: else the engine goes on after a stop string until somebody tidies up.
                 async with aclosing(chunks):
@@ -79,11 +86,11 @@ class TextEngine:
                     await self._engine.abort(request_id)
 
     @asynccontextmanager
-    async def _place(self) -> AsyncGenerator[None, None]:
-        """Hold a place in the batch, waited for in the order of coming."""
+    async def _place(self, order_key_s: float | None) -> AsyncGenerator[None, None]:
+        """Hold a place in the batch, waited for by the order key."""
         self._num_held += 1
         try:
-            await self._slots.enter()
+            await self._slots.enter(order_key_s)
             try:
                 yield
             finally:

@@ -24,6 +24,10 @@ from serve_app.engines.base import (
     Sampling,
 )
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
+from serve_app.engines.waiting import Arrivals
+
+PRIORITIES_PER_S = 1000
+"""vLLM's priorities are whole numbers: milliseconds here."""
 
 
 class VllmEngine:
@@ -36,6 +40,7 @@ class VllmEngine:
         self._admission = Admission(config.max_batch, config.max_waiting)
         self._gauge = _Gauge()
         self._kv_capacity_tokens = 0.0
+        self._arrivals = Arrivals()
 
     async def start(self) -> None:
         """Load the weights and be ready.
@@ -67,7 +72,11 @@ class VllmEngine:
         self._admission.open(int(longest), shape.vocab_size)
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        order_key_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
@@ -79,7 +88,11 @@ class VllmEngine:
         self._admission.enter(request_id)
         try:
             prompt = {"prompt_token_ids": list(token_ids)}
-            outputs = self._llm.generate(prompt, _sampling_params(sampling), request_id)
+            key_s = self._arrivals.key_s(order_key_s)
+            outputs = self._llm.generate(
+                prompt, _sampling_params(sampling), request_id,
+                priority=round(key_s * PRIORITIES_PER_S),
+            )  # fmt: skip
             async with aclosing(outputs):
                 async for output in outputs:
                     step = output.outputs[0]
@@ -147,6 +160,7 @@ def _load(config: EngineConfig, folder: str, gauge: _Gauge) -> Any:
         gpu_memory_utilization=config.memory_fraction,
         kv_cache_memory_bytes=config.kv_bytes,
         max_num_seqs=config.max_batch,
+        scheduling_policy="priority",
         max_num_batched_tokens=config.token_budget,
         max_model_len=config.max_model_tokens,
         enable_chunked_prefill=True,

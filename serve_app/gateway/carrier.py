@@ -171,13 +171,14 @@ class _Attempt:
     """One try to have a replica answer, told to the decider."""
 
     __slots__ = ("_link", "_number", "downstream", "finish_reason", "is_whole", "num_tokens",
-                 "request")  # fmt: skip
+                 "order_key_s", "request")  # fmt: skip
 
     def __init__(
-        self, link: _Link, number: int, request: InferenceRequest, downstream: Downstream
-    ) -> None:
+        self, link: _Link, number: int, request: InferenceRequest, downstream: Downstream,
+        order_key_s: float | None,
+    ) -> None:  # fmt: skip
         self._link, self._number = link, number
-        self.request, self.downstream = request, downstream
+        self.request, self.downstream, self.order_key_s = request, downstream, order_key_s
         self.num_tokens, self.is_whole = 0, False
         self.finish_reason: FinishReason | None = None
 
@@ -295,8 +296,8 @@ class Carrier:
                 kind, payload = said
                 if kind == Kind.REFUSED:
                     _refuse(payload)
-                attempt = _Attempt(link, number, request, downstream)
-                pool, replica_id = read_place(payload)
+                pool, replica_id, order_key_s = read_place(payload)
+                attempt = _Attempt(link, number, request, downstream, order_key_s)
                 if await self._attempt(call, pool, replica_id, attempt):
                     attempt.tell_end()
                     return True

@@ -53,7 +53,7 @@ class Kind(IntEnum):
     PING = 10
     """Carrier, and back: is anybody there?"""
     SEND = 11
-    """Decider: the pool and the replica that a request goes to, as `write_place` lays them out."""
+    """Decider: where a request goes and how it waits there, as `write_place` lays it out."""
     STOP = 12
     """Decider: an attempt is given up."""
     REFUSED = 13
@@ -202,15 +202,16 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     )
 
 
-def write_place(pool: str, replica_id: str) -> bytes:
-    """Lay out where a request goes."""
-    return f"{pool}\n{replica_id}".encode()
+def write_place(pool: str, replica_id: str, order_key_s: float | None = None) -> bytes:
+    """Lay out where a request goes, and by what key it waits there."""
+    key = "" if order_key_s is None else repr(order_key_s)
+    return f"{pool}\n{replica_id}\n{key}".encode()
 
 
-def read_place(payload: bytes) -> tuple[str, str]:
-    """Read what `write_place` wrote; return the pool and the replica."""
-    pool, _, replica_id = payload.decode().partition("\n")
-    return pool, replica_id
+def read_place(payload: bytes) -> tuple[str, str, float | None]:
+    """Read what `write_place` wrote; return the pool, the replica and the order key."""
+    pool, replica_id, key = payload.decode().split("\n")
+    return pool, replica_id, float(key) if key else None
 
 
 def write_counts(tokens: dict[int, int]) -> bytes:

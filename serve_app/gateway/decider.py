@@ -95,7 +95,7 @@ class _Carried:
         """Send the request to a replica; returns once it has answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()
-        self._link.send(Kind.SEND, self._number, write_place(pool, replica_id))
+        self._link.send(Kind.SEND, self._number, write_place(pool, replica_id, attempt.order_key_s))
         try:
             await self._end
         except asyncio.CancelledError:

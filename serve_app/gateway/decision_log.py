@@ -72,6 +72,8 @@ class DecisionRecord:
     """Whose decision it was while a canary had its share: `champion` or `canary`."""
     mlflow_run: str | None = None
     """Run that trained the policy, where it comes from the registry."""
+    order_key_s: float | None = None
+    """Key that it waited by, Unix time, seconds; None: behind all that waited."""
 
 
 class DecisionLog:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -19,6 +20,8 @@ from serve_app.gateway.replicas import EngineStatus
 
 NUM_TOKENS_HEADER = b"x-prompt-tokens"
 """How many tokens a body begins with."""
+ORDER_KEY_HEADER = b"x-order-key"
+"""Place among the requests that wait, lower first, Unix time, seconds."""
 STATUS_HEADER = b"x-engine-status"
 PROGRESS = b" "
 _BYTES_PER_TOKEN = 4
@@ -48,6 +51,25 @@ def split_tokens(content: bytes, num_tokens: int) -> tuple[list[int], bytes]:
         raise ValueError(f"a body of {len(content)} bytes does not begin with {num_tokens} tokens")
     ids: list[int] = np.frombuffer(content[:end], dtype=_TOKENS).tolist()
     return ids, content[end:]
+
+
+def order_key_line(order_key_s: float | None) -> bytes:
+    """Write the header with an order key; nothing where there is none."""
+    return b"" if order_key_s is None else b"%b: %r\r\n" % (ORDER_KEY_HEADER, order_key_s)
+
+
+def read_order_key(value: bytes | None) -> float | None:
+    """Read the value of that header; None: there is none.
+
+    Raises:
+        ValueError: It is no time.
+    """
+    if value is None:
+        return None
+    key_s = float(value)
+    if not math.isfinite(key_s):
+        raise ValueError(f"an order key is {key_s}")
+    return key_s
 
 
 def write_status(status: EngineStatus) -> bytes:

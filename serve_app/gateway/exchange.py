@@ -107,6 +107,9 @@ class Attempt(Protocol):
 
     request: InferenceRequest
     downstream: Downstream
+    order_key_s: float | None
+    """Place among the requests that wait at the replica, lower first, Unix time, seconds; None:
+    behind those that are there."""
 
     def take(
         self, num_tokens: int, finish_reason: FinishReason | None = None, is_whole: bool = False

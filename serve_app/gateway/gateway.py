@@ -89,6 +89,10 @@ class _Answer:
     """Prompt and answer that any pool takes."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
+    is_ordered: bool = False
+    """Whether it has been placed, and so has the key that it waits by."""
+    order_key_s: float | None = None
+    """That key, Unix time, seconds; None: it waits behind all others."""
     num_tokens: int = 0
     first_token_s: float = math.nan
     finish_reason: str | None = None
@@ -318,6 +322,7 @@ class Gateway:
                 break
             replica_id = pick.replica.replica_id
             answer.tried.add(replica_id)
+            answer.is_ordered, answer.order_key_s = True, pick.order_key_s
             if attempt:
                 self.metrics.retries.labels(pick.replica.pool).inc()
             try:
@@ -427,11 +432,14 @@ class Gateway:
 class _Attempt:
     """One try to have a replica answer a request."""
 
-    __slots__ = ("_answer", "_gateway", "_replica", "downstream", "request", "sent_s")
+    __slots__ = (
+        "_answer", "_gateway", "_replica", "downstream", "order_key_s", "request", "sent_s",
+    )  # fmt: skip
 
     def __init__(self, gateway: Gateway, answer: _Answer, replica: ReplicaState) -> None:
         self._gateway, self._answer, self._replica = gateway, answer, replica
         self.request, self.downstream = answer.wanted, answer.downstream
+        self.order_key_s = answer.order_key_s
         self.sent_s = gateway.outliers.clock_s()
 
     def take(
@@ -465,5 +473,5 @@ def _record(
         explored=choice.explored, fallback_reason=choice.fallback_reason,
         decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
         ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
-        mlflow_run=pick.mlflow_run,
+        mlflow_run=pick.mlflow_run, order_key_s=pick.order_key_s,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from serve_app.gateway.backends import Backend
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.order import bounded_key_s
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
@@ -27,6 +28,7 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.snapshot_table import (
     MATCH_TOKENS,
     OBSERVED_AT_S,
@@ -70,6 +72,14 @@ class Placeable(Protocol):
     def tried(self) -> set[str]:
         """Replicas that it must not be sent to again."""
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether it has been placed before, and so has the key that it waits by."""
+
+    @property
+    def order_key_s(self) -> float | None:
+        """That key, Unix time, seconds; None: it has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pick:
@@ -83,6 +93,8 @@ class Pick:
     mlflow_run: str | None
     arm: Arm
     by_ray: bool
+    order_key_s: float | None
+    """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
 
 
 class Placement:
@@ -112,6 +124,7 @@ class Placement:
             clock_s: Unix time, seconds.
         """
         self._stale_after_s = cluster.circuit_breaker.stale_after_s
+        self._max_overtaking_s = load_scenario(cluster.scenario).max_overtaking_s
         # Engines of ours know their own limit, and say when they are full.
         self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
         self._most: FloatArray = np.zeros(0)
@@ -212,15 +225,24 @@ class Placement:
             # Either all that are offered were heard of lately, or none.
             stale = now_s - snapshots.live[0, OBSERVED_AT_S] > self._stale_after_s
             last_sent_s = snapshots.last_sent_s
-            choice = manager.pick(request, snapshots, stale, arm, last_sent_s=last_sent_s)
+            choice = manager.pick(
+                request, snapshots, stale, arm, last_sent_s=last_sent_s, has_key=asked.is_ordered
+            )
             if not asked.tried:
                 manager.observe(asked.request_id, request, snapshots, choice)
         snapshots.release()
         replica = self._table.at(int(rows[choice.index]))
         return Pick(
             replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
-            index is not None,
+            index is not None, self._order_key_s(asked, choice, now_s),
         )  # fmt: skip
+
+    def _order_key_s(self, asked: Placeable, choice: Choice, now_s: float) -> float | None:
+        """Key that a request waits by: it keeps that of its first placement."""
+        if asked.is_ordered:
+            return asked.order_key_s
+        bound_s = self._max_overtaking_s
+        return bounded_key_s(choice.order_key_s, asked.arrival_s, now_s, bound_s)
 
     def _index_of(self, by_ray: str | None, rows: IntArray) -> int | None:
         """Position of Ray's choice among the candidates; None: it chose none of them."""

@@ -74,6 +74,7 @@ class RouteService:
             decision_us=choice.decision_us,
             fallback=choice.fallback,
             explored=choice.explored,
+            order_key_s=choice.order_key_s,
         )
 
     def _runner(self) -> PolicyRunner:
@@ -100,6 +101,7 @@ def _record(
         propensity=choice.propensity, explored=choice.explored,
         fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
         output_tokens=0, ttft_s=math.nan, response_s=math.nan, mlflow_run=runner.mlflow_run,
+        order_key_s=choice.order_key_s,
     )  # fmt: skip
 
 

@@ -174,6 +174,9 @@ class RouteAnswer(BaseModel):
     """Whether shortest expected delay answered in place of the policy."""
     explored: bool
     """Whether the replica was drawn at random instead of being the policy's choice."""
+    order_key_s: float | None
+    """Place among the requests that wait there, lower first, Unix time, seconds; null: behind them
+    all."""
 
 
 class PolicyCard(BaseModel):

@@ -20,8 +20,10 @@ from serve_app.engines.base import EngineError
 from serve_app.engines.texts import EngineFull, TextChunk, TextEngine
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
+    ORDER_KEY_HEADER,
     PROGRESS,
     STATUS_HEADER,
+    read_order_key,
     split_tokens,
     write_status,
 )
@@ -68,7 +70,8 @@ class EngineApi:
             headers = dict(scope["headers"])
             generation = await self._read(scope["path"], headers, content)
             name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
-            await self._answer(generation, name, receive, send)
+            order_key_s = _order_key(headers)
+            await self._answer(generation, name, order_key_s, receive, send)
         except (BadRequest, EngineError) as error:
             refusal = await _refuse(Request(scope), error)
             await refusal(scope, receive, send)
@@ -84,12 +87,17 @@ class EngineApi:
         return await self._reader.read(path, read_fields(body), token_ids)
 
     async def _answer(
-        self, generation: Generation, name: str, receive: Receive, send: Send
+        self,
+        generation: Generation,
+        name: str,
+        order_key_s: float | None,
+        receive: Receive,
+        send: Send,
     ) -> None:
         writer = writer_of(generation, name)
         answer = (_Events if writer.streams else _Whole)(self._engine, writer, send)
         texts = self._engine.generate(
-            name, generation.token_ids, generation.sampling, generation.body.stops
+            name, generation.token_ids, generation.sampling, generation.body.stops, order_key_s
         )
         with Presence(receive) as caller:
             try:
@@ -101,6 +109,13 @@ class EngineApi:
                     raise
                 caller.ignore()
                 await answer.end_with_error(str(error))
+
+
+def _order_key(headers: dict[bytes, bytes]) -> float | None:
+    try:
+        return read_order_key(headers.get(ORDER_KEY_HEADER))
+    except ValueError as error:
+        raise BadRequest(f"the order key cannot be read: {error}") from None
 
 
 class _Answer:

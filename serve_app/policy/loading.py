@@ -21,8 +21,23 @@ from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, re
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import BASELINES, PolicyContext, draws, make_policy
 from tokenyard.routing.policies.delay import mark_safe
+from tokenyard.routing.policies.order import (
+    BETWEEN,
+    IN_ORDER,
+    ORDERS,
+    Order,
+    Ordered,
+    is_order,
+    order_of,
+)
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.routing.types import (
+    EngineSnapshot,
+    OrderingPolicy,
+    ReplicaSnapshot,
+    Request,
+    RoutingPolicy,
+)
 from tokenyard.types import Slo
 from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
@@ -60,7 +75,8 @@ class LoadedPolicy:
     @property
     def draws(self) -> bool:
         """Whether the policy's own choice is random."""
-        return self.card.kind == "baseline" and self.card.name in RANDOMISED
+        placement = self.card.name.partition(BETWEEN)[0]
+        return self.card.kind == "baseline" and placement in RANDOMISED
 
     def predicted_total_tokens(self, context_tokens: int) -> float:
         """Predicted size of a request of that context, tokens."""
@@ -79,7 +95,7 @@ def resolve_policy(
 
     Args:
         policy: `champion`, `generic`, the registry's `candidate`, the path of a policy file (.npz),
-            or a baseline's name.
+            or a baseline's name; `+ORDER` or `+ORDER@KNOB` behind it says how requests wait.
         scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
             SLO and length predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
@@ -91,6 +107,11 @@ def resolve_policy(
             broken (ArtifactError).
     """
     scenario = load_scenario(scenario_name)
+    placement, between, order = policy.rpartition(BETWEEN)
+    if between and not policy.endswith(".npz") and placement not in (*BASELINES, IN_ORDER):
+        _order(order, scenario)  # What is wrong with it must show before anything is looked for.
+        loaded = resolve_policy(placement, scenario_name, registry_uri, stand_in)
+        return in_order(loaded, order, scenario)
     try:
         if policy in (CHAMPION, CANDIDATE, GENERIC):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
@@ -101,10 +122,11 @@ def resolve_policy(
         if stand_in is None:
             raise
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
-    if policy not in BASELINES:
+    if policy not in BASELINES and placement not in (*BASELINES, IN_ORDER):
         raise ValueError(
             f"unknown policy {policy!r}; give champion, candidate, generic, a policy file (.npz) "
-            f"or one of {sorted(BASELINES)}"
+            f"or one of {sorted(BASELINES)}, and {BETWEEN} and one of {sorted(ORDERS)} behind it "
+            "if its requests are to wait in an order"
         )
     return from_baseline(policy, scenario)
 
@@ -245,11 +267,48 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
         scenario=scenario.name,
         sha256=_hash_of(name, scenario),
         source="built in",
-        num_replicas=scenario.num_servers if name in TUNED else None,
+        num_replicas=scenario.num_servers if name.partition(BETWEEN)[0] in TUNED else None,
         output_length="none" if predictor is None else "by_context",
         slo_response_s=scenario.slo_response_s,
     )
     return LoadedPolicy(card, make, predictor)
+
+
+def in_order(loaded: LoadedPolicy, order: str, scenario: Scenario) -> LoadedPolicy:
+    """Serve a trained policy whose requests wait in an order.
+
+    Args:
+        loaded: Says where they go.
+        order: `ORDER` or `ORDER@KNOB`, without what stands before it.
+        scenario: Whose tuned knobs count where none is given.
+    """
+    card = loaded.card
+    if card.startup_fallback is not None:
+        return loaded
+    name = card.name + BETWEEN + order
+    digest = hashlib.sha256(f"{card.sha256}\n{order}".encode()).hexdigest()[:12]
+    told = card.model_copy(update={"name": name, "sha256": digest})
+    return replace(loaded, card=told, make=partial(_make_in_order, loaded.make, order, scenario))
+
+
+def order_in(name: str) -> str:
+    """Return the order in the name of a policy that was loaded; empty: it has none."""
+    order = name.rpartition(BETWEEN)[2]
+    return order if BETWEEN in name and is_order(order) else ""
+
+
+def _make_in_order(
+    make: Callable[[np.random.Generator], RoutingPolicy],
+    order: str,
+    scenario: Scenario,
+    rng: np.random.Generator,
+) -> Ordered:
+    return Ordered(make(rng), _order(order, scenario))
+
+
+def _order(order: str, scenario: Scenario) -> Order:
+    """Make an order that stands behind a trained policy, as it was tuned behind the champion."""
+    return order_of(CHAMPION + BETWEEN + order, _context(scenario, np.random.default_rng(0)))
 
 
 def _in_place_of(reason: str, loaded: LoadedPolicy) -> LoadedPolicy:
@@ -270,7 +329,17 @@ def _trained_with_calendar(artifact: PolicyArtifact) -> bool:
 
 
 def _make_baseline(name: str, scenario: Scenario, rng: np.random.Generator) -> RoutingPolicy:
-    return make_policy(name, PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers))
+    policy = make_policy(name, _context(scenario, rng))
+    if isinstance(policy, OrderingPolicy) and policy.sees_queues:
+        raise ValueError(
+            f"{name!r} looks at every request that waits at a replica, which replicas do not tell; "
+            "choose another placement"
+        )
+    return policy
+
+
+def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
+    return PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
 
 
 def _predictor_of(scenario: Scenario) -> LengthPredictor:

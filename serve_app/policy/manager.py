@@ -23,7 +23,7 @@ from serve_app.policy.runner import (
     DecisionCounts,
     Failure,
     PolicyRunner,
-    decide_by,
+    deciders_of,
 )
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
@@ -87,7 +87,7 @@ class PolicyManager:
         self._settings, self._rng, self._clock_s = settings, rng, clock_s
         self._timeouts = Timeouts.of(settings.budget_s)
         self._stand_in = _load_baseline(baseline, scenario)
-        self._stand_in_decide = decide_by(self._stand_in.make(rng.spawn(1)[0]))
+        self._stand_in_deciders = deciders_of(self._stand_in.make(rng.spawn(1)[0]))
         self.counts = DecisionCounts()
         self.decision_us: deque[float] = deque(maxlen=_NUM_TIMES)
         """Times of the last decisions, the baseline's in their place included, microseconds."""
@@ -285,6 +285,7 @@ class PolicyManager:
         arm: Arm = "champion",
         runner: PolicyRunner | None = None,
         last_sent_s: Sequence[float] | FloatArray | None = None,
+        has_key: bool = False,
     ) -> Choice:
         """Choose the replica for a request, whatever is wrong with the policy, and count it.
 
@@ -296,14 +297,16 @@ class PolicyManager:
             runner: Asked in place of who decides; that is not counted.
             last_sent_s: When each candidate was last sent a request, which breaks ties of policies
                 that score; None: they stand as the policy breaks them.
+            has_key: Whether the request has its order key already: it is not asked for again.
         """
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         asked = runner or self.deciding(arm)
-        answer = asked.decide(request, snapshots, stale) if asked.decides else None
+        answer = asked.decide(request, snapshots, stale, has_key) if asked.decides else None
         reason = answer.reason if isinstance(answer, Failure) else None
         decision, loaded = answer, asked.loaded
         if decision is None or isinstance(decision, Failure):
-            decision, loaded = self._stand_in_decide(request, snapshots), self._stand_in
+            decide, loaded = self._stand_in_deciders[has_key], self._stand_in
+            decision = decide(request, snapshots)
         preferred, propensity = decision.replica, None if loaded.draws else 1.0
         if last_sent_s is not None and decision.scores is not None:
             preferred = least_recently_used(snapshots, preferred, last_sent_s)
@@ -314,7 +317,7 @@ class PolicyManager:
         scores = None if decision.scores is None else np.asarray(decision.scores)
         choice = Choice(
             index, scores, propensity, index != preferred,
-            (time.perf_counter_ns() - started_ns) / 1e3, reason,
+            (time.perf_counter_ns() - started_ns) / 1e3, reason, decision.order_key_s,
         )  # fmt: skip
         if runner is None:
             self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)

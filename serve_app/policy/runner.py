@@ -17,8 +17,10 @@ import numpy as np
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.loading import LoadedPolicy
 from serve_app.policy.timeouts import Timeouts, TooSlow
+from tokenyard.routing.policies.order import Ordered
 from tokenyard.routing.types import (
     Decision,
+    OrderingPolicy,
     ReplicaSnapshot,
     Request,
     RoutingPolicy,
@@ -63,6 +65,9 @@ class Choice:
     decision_us: float
     fallback_reason: Reason | None = None
     """Why the baseline decided; None: the policy did, or nobody was to be asked."""
+    order_key_s: float | None = None
+    """Place among the requests that wait, lower first, Unix time, seconds; None: behind them all,
+    or it was not asked for."""
 
     @property
     def fallback(self) -> bool:
@@ -196,7 +201,11 @@ class PolicyRunner:
         return None if self.name == RAY_DEFAULT else self.loaded.card.mlflow_run
 
     def decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot], stale: bool = False
+        self,
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        stale: bool = False,
+        has_key: bool = False,
     ) -> Decision | Failure:
         """Return the policy's decision, or why there is none; whatever the policy does.
 
@@ -204,6 +213,8 @@ class PolicyRunner:
             request: To be placed.
             snapshots: Candidates, at least one.
             stale: Whether none of them was heard of lately.
+            has_key: Whether the request has its order key already: orders that count what they are
+                asked must count it once.
         """
         if self.loaded.card.startup_fallback is not None:
             return Failure("missing")
@@ -215,7 +226,8 @@ class PolicyRunner:
         try:
             self.check_compatible(snapshots)
             timeout = self._timeouts.inline if state == "closed" else self._timeouts.thread
-            decision = timeout.call(self._decide, request, snapshots)
+            decide = self._decide_place if has_key else self._decide
+            decision = timeout.call(decide, request, snapshots)
             _check(decision, len(snapshots))
         except IncompatibleRequest:
             return Failure("incompatible")
@@ -265,13 +277,24 @@ class PolicyRunner:
 
     def _start(self) -> None:
         # Asked once: looking a protocol's methods up takes as long as a small decision.
-        self._decide = decide_by(self.loaded.make(self.rng.spawn(1)[0]))
+        self._decide, self._decide_place = deciders_of(self.loaded.make(self.rng.spawn(1)[0]))
+
+
+Decide = Callable[[Request, Sequence[ReplicaSnapshot]], Decision]
+
+
+def deciders_of(policy: RoutingPolicy) -> tuple[Decide, Decide]:
+    """Return what asks a policy for place and order, and for the place alone."""
+    decide = decide_by(policy)
+    return decide, decide_by(policy.placement) if isinstance(policy, Ordered) else decide
 
 
 def decide_by(
     policy: RoutingPolicy,
-) -> Callable[[Request, Sequence[ReplicaSnapshot]], Decision]:
-    """Return what asks a policy, with the scores where it has any."""
+) -> Decide:
+    """Return what asks a policy, with the scores and the order key where it has any."""
+    if isinstance(policy, OrderingPolicy):
+        return policy.place
     if isinstance(policy, ScoringPolicy):
         return policy.decide
     return lambda request, snapshots: Decision(policy.route(request, snapshots), None)
@@ -280,6 +303,8 @@ def decide_by(
 def _check(decision: Decision, num_replicas: int) -> None:
     if not 0 <= decision.replica < num_replicas:
         raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
+    if decision.order_key_s is not None and not math.isfinite(decision.order_key_s):
+        raise ValueError(f"its order key is {decision.order_key_s}")
     scores = decision.scores
     # The sum of all is quicker to look at; that of large ones may overflow.
     if scores is None or math.isfinite(np.add.reduce(scores)):

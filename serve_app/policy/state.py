@@ -20,11 +20,18 @@ from pydantic import ValidationError
 
 from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.experiment import Experiment, Mode
-from serve_app.policy.loading import LoadedPolicy, from_artifact, resolve_policy
+from serve_app.policy.loading import (
+    LoadedPolicy,
+    from_artifact,
+    in_order,
+    order_in,
+    resolve_policy,
+)
 from serve_app.policy.manager import Event, PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.config import FrozenModel
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.policies.order import BETWEEN
 from tokenyard.routing.scenario import load_scenario
 
 STATE_FILE = "gateway-state.json"
@@ -109,7 +116,11 @@ class StoredPolicy(FrozenModel):
             return resolve_policy(card.name, scenario)
         data = base64.b64decode(self.artifact, validate=True)
         artifact = PolicyArtifact.decoded(data, f"{card.name} in the state file")
-        loaded = from_artifact(card.name, artifact, card.source, load_scenario(scenario))
+        known, order = load_scenario(scenario), order_in(card.name)
+        name = card.name.removesuffix(BETWEEN + order) if order else card.name
+        loaded = from_artifact(name, artifact, card.source, known)
+        if order:
+            loaded = in_order(loaded, order, known)
         told = loaded.card.model_copy(update={"mlflow_run": card.mlflow_run})
         return LoadedPolicy(told, loaded.make, loaded.predictor, artifact)
 

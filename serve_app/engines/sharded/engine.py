@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 import os
@@ -32,7 +31,7 @@ from serve_app.engines.base import (
     Sampling,
 )
 from serve_app.engines.models import check_plan, find_model, read_shape
-from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report
+from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report, RequestNames
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +295,7 @@ class ShardedEngine:
         """Requests that are not answered yet, by the caller's id."""
         self._by_key: dict[str, _Stream] = {}
         """The same by the id that rank 0 knows, which is never used twice."""
-        self._keys = itertools.count()
+        self._names = RequestNames()
         self._orphans: dict[str, None] = {}
         """Ids of requests that nobody waits for, until rank 0 has acknowledged that."""
         self._has_orphans = asyncio.Event()
@@ -367,7 +366,11 @@ class ShardedEngine:
         return f"{self.config.num_ranks} free {kind}s (the cluster has {have:g} in all)"
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        order_key_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
@@ -377,7 +380,7 @@ class ShardedEngine:
         """
         num_running = self._num_running_if_full()
         self._admission.check(request_id, token_ids, sampling, num_running)
-        stream = self._open(request_id, sampling)
+        stream = self._open(request_id, sampling, order_key_s)
         try:
             await self._call_driver("submit", stream.key, list(token_ids), sampling)
             while (chunk := await stream.next()).finish_reason is None:
@@ -392,8 +395,8 @@ class ShardedEngine:
         waits = reported is not None and reported.num_waiting > 0 and reported.num_running > 0
         return reported.num_running if reported is not None and waits else None
 
-    def _open(self, request_id: str, sampling: Sampling) -> _Stream:
-        key = f"{request_id}#{next(self._keys)}"
+    def _open(self, request_id: str, sampling: Sampling, order_key_s: float | None) -> _Stream:
+        key = self._names.new(request_id, order_key_s)
         stream = _Stream(request_id, key, sampling.ignore_eos)
         self._streams[request_id] = self._by_key[stream.key] = stream
         self._admission.enter(request_id)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from serve_app.engines.base import EngineStats
+from serve_app.engines.waiting import Arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +15,27 @@ class GroupLimits:
 
     kv_capacity_tokens: int
     eos_token_ids: frozenset[int]
+
+
+class RequestNames:
+    """Names by which ranks know requests: none is used twice, and each ends with an order key.
+
+    All ranks queue alike, so that they must be told the same keys, and transformers tells them
+    nothing of a request but its name and its tokens.
+    """
+
+    def __init__(self) -> None:
+        """Have named nothing yet."""
+        self._numbers, self._arrivals = itertools.count(), Arrivals()
+
+    def new(self, request_id: str, order_key_s: float | None) -> str:
+        """Name a request that comes now; without an order key it has the time as its key."""
+        return f"{request_id}#{next(self._numbers)}@{self._arrivals.key_s(order_key_s)!r}"
+
+
+def order_key_in(name: str) -> float:
+    """Return the order key in a name: Unix time, seconds."""
+    return float(name.rpartition("@")[2])
 
 
 @dataclass(frozen=True, slots=True)

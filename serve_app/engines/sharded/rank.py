@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from bisect import insort
 from datetime import timedelta
 from typing import Any
 
@@ -48,7 +49,7 @@ from serve_app.engines.base import EngineConfig, EngineError, EngineStats, Sampl
 from serve_app.engines.emulation import Pace
 from serve_app.engines.models import find_model
 from serve_app.engines.sharded import attention
-from serve_app.engines.sharded.messages import GroupLimits, Progress, Report
+from serve_app.engines.sharded.messages import GroupLimits, Progress, Report, order_key_in
 from serve_app.engines.sharded.packing import make_packable, pack_linears
 from serve_app.engines.sharded.sampling import GumbelDraws
 
@@ -298,15 +299,19 @@ class StageCache(PagedAttentionCache):
         return super().update(key_states, value_states, layer_idx - self.first_layer, kwargs)
 
 
-class CountingScheduler(FIFOScheduler):
-    """Counts the requests that were pushed out of the cache and must start again."""
+class OrderScheduler(FIFOScheduler):
+    """Lets requests wait by their order keys, and counts those pushed out of the cache.
+
+    One that was pushed out has to start again, and goes back to its place.
+    """
 
     num_preemptions = 0
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Queue a request; one that has been running has a longer prompt than its own."""
         self.num_preemptions += state._true_initial_tokens > 0
-        super().add_waiting_request(state)
+        self.waiting_requests[state.request_id] = state
+        insort(self.waiting_requests_order, state.request_id, key=order_key_in)
 
 
 class _ImmediateFuture(threading.Event):
@@ -425,7 +430,7 @@ class LockstepManager(ContinuousBatchingManager):
         )
         # Without the decode path the block tables of flash attention are not needed.
         batching.max_blocks_per_request = 0
-        scheduler = CountingScheduler(
+        scheduler = OrderScheduler(
             cache=cache,
             safety_margin=batching.safety_margin,
             max_requests_per_batch=batching.max_requests_per_batch,

@@ -78,6 +78,25 @@ def test_a_conversation_says_who_speaks_and_a_stop_string_ends_it():
     run(test)
 
 
+def test_an_engine_hears_by_what_key_a_request_waits():
+    async def test(port, gateway, sites):
+        async with a_client(port) as client:
+            await client.post("/v1/completions", json=a_body())
+            gateway.manager.switch("round_robin+sjf@20")
+            await client.post("/v1/completions", json=a_body())
+        none, key_s = sites[0].engine.order_keys_s
+        now_s = gateway.clock_s()
+        assert none is None
+        assert now_s - 60 < key_s < now_s + 120
+        async with to_engine(sites[0]) as stranger:
+            headers = {"x-order-key": "nan", "authorization": f"Bearer {SECRET}"}
+            answer = await stranger.post("/v1/completions", json=a_body(), headers=headers)
+            assert answer.status_code == 400
+            assert "order key" in answer.json()["error"]["message"]
+
+    run(test)
+
+
 def test_nobody_asks_an_engine_without_its_secret_which_is_shown_nowhere(caplog):
     async def test(port, gateway, sites):
         for headers in ({}, {"authorization": "Bearer wrong"}):

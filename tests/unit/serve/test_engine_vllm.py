@@ -29,11 +29,12 @@ class StandIn:
             cache_config=SimpleNamespace(num_gpu_blocks=10, block_size=16)
         )
         self._gauge = gauge
-        self.aborted = []
+        self.aborted, self.priorities = [], []
         self.is_dead = False
         self.is_shut_down = False
 
-    async def generate(self, prompt, sampling, request_id):
+    async def generate(self, prompt, sampling, request_id, priority=0):
+        self.priorities.append(priority)
         last = prompt["prompt_token_ids"][-1]
         for step in range(sampling.max_tokens):
             await asyncio.sleep(0)
@@ -86,6 +87,21 @@ def test_tokens_stream_and_the_state_is_told(engine):
     assert stats.kv_capacity_tokens == 160
     assert stats.last_batch_s > 0
     assert stats.last_batch_size == 1
+
+
+def test_vllm_is_told_keys_in_milliseconds_and_the_time_where_there_is_none(engine):
+    async def run():
+        await engine.start()
+        for key_s in (1.7e9 + 0.25, None, None):
+            async for _ in engine.generate("a", [5], Sampling(1), key_s):
+                pass
+        told = engine._llm.priorities
+        await engine.stop()
+        return told
+
+    keyed, first, second = asyncio.run(run())
+    assert keyed == 1_700_000_000_250
+    assert keyed < first <= second
 
 
 def test_abort_and_death_end_a_stream(engine):

@@ -18,7 +18,7 @@ from serve_app.cluster import Cluster
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer
 from serve_app.gateway import carrier as carrier_module
 from serve_app.gateway.carrier import Carrier
-from serve_app.gateway.carrier_wire import read_request, write_request
+from serve_app.gateway.carrier_wire import read_place, read_request, write_place, write_request
 from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Call, InferenceRequest
@@ -392,3 +392,8 @@ def test_estimated_tokens_are_the_same_in_every_process():
     assert list(EstimatedTokens("abcdefg\ud800")) == list(EstimatedTokens("abcdefg\ud800"))
     assert EstimatedTokens("abcdabce")[0] != EstimatedTokens("abcdabce")[1]
     assert EstimatedTokens("abcd")[0] == 4413565704599234494
+
+
+@pytest.mark.parametrize("key", [None, 1.7e9 + 1 / 3, 0.0])
+def test_a_place_is_read_as_it_was_written(key):
+    assert read_place(write_place("pool", "http://a:1/b", key)) == ("pool", "http://a:1/b", key)

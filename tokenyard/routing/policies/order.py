@@ -177,7 +177,8 @@ class Ordered:
 
     def __init__(self, placement: RoutingPolicy, order: Order) -> None:
         """Send requests where `placement` says, and let them wait there as `order` says."""
-        self._placement = placement
+        self.placement = placement
+        """Asked alone of a request that has its order key already."""
         self._order = order
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
@@ -186,7 +187,7 @@ class Ordered:
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""
-        placement = self._placement
+        placement = self.placement
         scores = None
         if isinstance(placement, ScoringPolicy):
             decision = placement.decide(request, snapshots)

@@ -1,0 +1,141 @@
+"""Policies that also order what waits, as a gateway serves them."""
+
+import pickle
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.serve.test_policy_state import live, look, switching_to
+from unit.serve.test_serve_gateway import a_body, check
+from unit.serve_builders import a_body as a_question
+from unit.serve_builders import a_deciding_api, a_manager, call, marginal_artifact, three_snapshots
+
+from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.generation import ReplicaFailed
+from serve_app.gateway.order import bounded_key_s
+from serve_app.policy.loading import resolve_policy, warm_up
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.order import order_key_s
+from tokenyard.routing.types import OrderingPolicy, ReplicaSnapshot, Request
+from tokenyard.types import Slo
+
+FLEET = "conversation_mixed_gpus"
+times = st.floats(0, 1e4)
+
+
+@pytest.mark.parametrize(
+    "name", ["sed+sjf@20", "marginal_delay+wspt", "champion+sjf@5", "generic+fair", "sed+edf"]
+)
+def test_whatever_orders_can_be_served(name):
+    loaded = pickle.loads(pickle.dumps(resolve_policy(name, FLEET)))
+    assert loaded.card.name == name
+    warm_up(loaded)
+    assert isinstance(loaded.make(np.random.default_rng(0)), OrderingPolicy)
+
+
+def test_an_order_may_stand_behind_a_policy_file(tmp_path):
+    path = tmp_path / "mine.npz"
+    marginal_artifact(np.zeros(NUM_MARGINAL_WEIGHTS)).save(path)
+    plain, ordered = (resolve_policy(f"{path}{end}", FLEET).card for end in ("", "+sjf@3"))
+    assert (ordered.name, ordered.source) == ("mine+sjf@3", plain.source)
+    assert ordered.sha256 != plain.sha256
+    assert resolve_policy(f"{path}+sjf@4", FLEET).card.sha256 != ordered.sha256
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("sed+soon", "unknown order 'soon'"),
+        ("champion+soon", "unknown order 'soon'"),
+        ("champion+sjf@-1", "no number from 0 on"),
+        ("sedd+sjf", r"unknown policy 'sedd'.*'sjf'"),
+        ("marginal_in_order+sjf", "which replicas do not tell"),
+    ],
+)
+def test_what_is_no_order_and_what_cannot_be_seen_is_refused(name, reason):
+    with pytest.raises(ValueError, match=reason):
+        resolve_policy(name, FLEET, stand_in="sed")
+
+
+def test_a_rule_that_draws_draws_with_an_order_too():
+    assert resolve_policy("power_of_two+sjf", FLEET).draws
+    assert not resolve_policy("sed+sjf", FLEET).draws
+
+
+@given(
+    context=st.integers(0, 10_000), output=st.integers(1, 2_000), knob=st.integers(0, 50),
+    backlogs=st.lists(st.floats(0, 1e5), min_size=1, max_size=4),
+)  # fmt: skip
+def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backlogs):
+    name, request = f"sed+sjf@{knob}", Request(7.0, context, float(context + output))
+    snapshots = [
+        ReplicaSnapshot(str(i), 1000.0, 1, 9, 0, 1, backlog) for i, backlog in enumerate(backlogs)
+    ]
+    manager = a_manager(resolve_policy(name, "poisson_085"))
+    context = PolicyContext("poisson_085", Slo(2.0), np.random.default_rng(0), 3)
+    expected = make_policy(name, context).place(request, snapshots)
+    choice = manager.pick(request, snapshots)
+    manager.stop()
+    assert (choice.index, choice.order_key_s) == (expected.replica, expected.order_key_s)
+
+
+def test_the_order_is_asked_once_of_a_request_whatever_becomes_of_it():
+    manager = a_manager(resolve_policy("sed+fair", "poisson_085"))
+    snapshots = [ReplicaSnapshot("a", 1000.0, 1, 9, 0, 1, 10.0)]
+    first = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
+    assert manager.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key_s is None
+    second = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
+    manager.stop()
+    num_servers = load_scenario("poisson_085").num_servers
+    assert (first.order_key_s, second.order_key_s) == (0.0, pytest.approx(2.0 / num_servers))
+
+
+@given(asked=times, arrival=times, waited=st.floats(0, 100), bound=st.floats(0, 1e3))
+def test_keys_are_bounded_as_in_the_simulator(asked, arrival, waited, bound):
+    now = arrival + waited
+    assert bounded_key_s(asked, arrival, now, bound) == order_key_s(asked, arrival, now, bound)
+    assert bounded_key_s(None, arrival, now, bound) is None
+
+
+def test_whoever_only_decides_answers_the_key():
+    api = a_deciding_api(resolve_policy("sed+sjf@20", "poisson_085"), clock_s=lambda: 100.0)
+    question = a_question(three_snapshots(), predicted_total_tokens=2000.0)
+    _, answer = call(api, "POST", "/v1/route", question)
+    assert answer["replica_id"] == "middling"
+    assert answer["order_key_s"] == pytest.approx(100.0 + 20 * 2000 / 5000)
+    _, answer = call(a_deciding_api(), "POST", "/v1/route", question)
+    assert answer["order_key_s"] is None
+
+
+def test_a_gateway_logs_the_key_that_a_request_keeps_when_it_is_placed_again(tmp_path):
+    log = DecisionLog(tmp_path, flush_s=0.01)
+
+    async def test(client, pools, gateway):
+        switched = await client.post("/v1/policy", json={"policy": "round_robin+sjf@20"})
+        assert switched.json()["name"] == "round_robin+sjf@20"
+        pools["a"].script.append((0, ReplicaFailed("it died")))
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+        await client.post("/v1/policy", json={"policy": "round_robin"})
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+
+    check(test, log=log)
+    log.close()
+    rows = [row for file in sorted(tmp_path.glob("*")) for row in pq.read_table(file).to_pylist()]
+    keys = [row["order_key_s"] for row in sorted(rows, key=lambda row: row["time_s"])]
+    assert len(rows) == 3
+    assert keys[0] == keys[1] > rows[0]["arrival_s"]
+    assert keys[2] is None
+
+
+def test_a_file_with_an_order_decides_after_a_crash(tmp_path):
+    state, path = tmp_path / "state.json", tmp_path / "mine.npz"
+    marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, 0.1)).save(path)
+    live(state, switching_to(f"{path}+sjf@20"))
+    sha256 = resolve_policy(f"{path}+sjf@20", FLEET).card.sha256
+    path.unlink()
+    seen = live(state, look)["champion"]
+    assert (seen["name"], seen["sha256"]) == ("mine+sjf@20", sha256)
