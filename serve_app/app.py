@@ -23,6 +23,7 @@ from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
 from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
@@ -127,7 +128,8 @@ class GatewayReplica:
         backends |= {one.name: one for one in self._own}
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._gateway = Gateway(cluster, manager, self._asked(backends), metrics, log=log)
-        self._access = make_access(options)
+        self._access = make_access(cluster, options)
+        self._access.open()
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
@@ -144,6 +146,7 @@ class GatewayReplica:
         may_be_missing = not options.must_be_there
         self._lifecycle.resume(cluster.policy, cluster.explore_fraction, may_be_missing)
         self._reshaping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._listener: Listener | None = None
         # What is here stays: collections that look through it would hold requests up.
         gc.collect()
@@ -208,12 +211,16 @@ class GatewayReplica:
 
     def _start(self) -> None:
         self._lifecycle.start()
+        if self._access.keys is not None:
+            self._watching = asyncio.create_task(self._access.keys.watch())
         for one in self._external:
             one.start()
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
 
     async def _stop(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
         if self._reshaping is not None:
             # Its replicas stay: another gateway takes them over.
             self._reshaping.cancel()
@@ -324,7 +331,9 @@ def find_cluster(options: GatewayOptions) -> Cluster:
         engine_class(pool)
     if cluster.allocation is not None:
         check_allocation(cluster.allocation, registry_of(options))
-    make_access(options)
+    access = make_access(cluster, options)
+    if access.keys is not None and access.keys.path.exists():
+        access.open()  # Where the gateway runs elsewhere it says so itself.
     return cluster
 
 
@@ -377,13 +386,15 @@ def local_admin_of(options: GatewayOptions) -> bool:
     return options.local_admin or os.environ.get(LOCAL_ADMIN_VARIABLE) == "1"
 
 
-def make_access(options: GatewayOptions) -> Access:
-    """Say who may use the gateway and who may change it.
+def make_access(cluster: Cluster, options: GatewayOptions) -> Access:
+    """Say who may use the gateway and who may change it; keys are not read yet.
 
     Raises:
         ValueError: A token cannot be one.
     """
-    return Access(token_of(options), admin_token_of(options), local_admin_of(options))
+    path = cluster.gateway.keys
+    keys = None if path is None else KeyFile(path)
+    return Access(token_of(options), admin_token_of(options), local_admin_of(options), keys)
 
 
 def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
@@ -405,7 +416,7 @@ def bind_gateway(cluster: Cluster, options: GatewayOptions) -> Application:
         return _deployed(GatewayReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
     decider = _deployed(DeciderReplica, GATEWAY, 1, cluster, options).bind(cluster, options, pools)
     carriers = _deployed(CarrierReplica, CARRIER, cluster.gateway.carriers, cluster, options)
-    return carriers.bind(cluster, make_access(options), pools, decider)
+    return carriers.bind(cluster, make_access(cluster, options), pools, decider)
 
 
 def _deployed(

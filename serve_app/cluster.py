@@ -7,6 +7,7 @@ that speak OpenAI's API and publish vLLM's metrics. Files are YAML; docs/serving
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
@@ -256,6 +257,16 @@ class Placement(FrozenModel):
     carriers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes on one machine that share the port and carry requests and answers. With more than
     one, another process decides for all of them."""
+    keys: Path | None = None
+    """File of API keys on the gateway's machine, read anew when it changes: see
+    `serve_app.gateway.callers.KeysMessage`. None: the tokens of the environment alone."""
+
+    @field_validator("keys")
+    @classmethod
+    def _is_absolute(cls, path: Path | None) -> Path | None:
+        if path is not None and not path.is_absolute():
+            raise ValueError(f"{path} must begin with /: it is read where the gateway runs")
+        return path
 
 
 class Cluster(FrozenModel):

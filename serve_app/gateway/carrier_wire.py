@@ -15,6 +15,7 @@ from enum import IntEnum
 from typing import Any, cast
 
 from serve_app.cluster import Cluster
+from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.replicas import Prompt
 
@@ -176,7 +177,7 @@ def write_request(
     told = _encode(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(one) for one in blocks],
+            request.for_engines, [len(one) for one in blocks], *_told(request.caller),
         ]
     ).encode()  # fmt: skip
     return b"".join(
@@ -187,9 +188,10 @@ def write_request(
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
     start = 2 + int.from_bytes(payload[:2], "little")
-    request_id, class_name, num_tokens, max_tokens, for_engines, counts = json.loads(
+    request_id, class_name, num_tokens, max_tokens, for_engines, counts, *told = json.loads(
         payload[2:start]
     )
+    caller = Caller(*told) if told else ANYBODY
     names = array("q", payload[start:]).tolist()
     blocks: dict[int, tuple[int, ...]] = {}
     for size, count in zip(block_sizes, counts, strict=True):
@@ -197,9 +199,16 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
         del names[:count]
     prompt = Prompt(range(num_tokens), blocks)
     return (
-        InferenceRequest(request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt),
+        InferenceRequest(
+            request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, caller
+        ),
         class_name,
     )
+
+
+def _told(caller: Caller) -> tuple[str, ...]:
+    """What a decider has to know of a caller: what it may ask was looked up before."""
+    return () if caller is ANYBODY else (caller.tenant, caller.key, caller.address)
 
 
 def write_place(pool: str, replica_id: str, order_key_s: float | None = None) -> bytes:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
+from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.replicas import EngineStatus, Prompt
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -46,6 +47,8 @@ class InferenceRequest:
     """Whether engines of ours understand it; `token_ids` are then what they are given."""
     hashed: Prompt | None = None
     """The prompt with the names of its blocks, where they are known already."""
+    caller: Caller = ANYBODY
+    """Who asks."""
 
     @property
     def prompt(self) -> Prompt:

@@ -105,6 +105,11 @@ class _Answer:
         return self.wanted.request_id
 
     @property
+    def tenant(self) -> str:
+        """Whose key it came with; empty: nobody's."""
+        return self.wanted.caller.tenant
+
+    @property
     def needed_tokens(self) -> int:
         """Prompt and longest answer, as far as any pool takes it.
 

@@ -54,6 +54,10 @@ class Placeable(Protocol):
         """Its prompt."""
 
     @property
+    def tenant(self) -> str:
+        """Whose key it came with; empty: nobody's."""
+
+    @property
     def needed_tokens(self) -> int:
         """Prompt and longest answer."""
 

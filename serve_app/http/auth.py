@@ -1,16 +1,29 @@
-"""Who may ask, and who may change: two bearer tokens, or the machine itself where that is set."""
+"""Who may ask, and who may change: bearer keys, or the machine itself where that is set."""
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
+from starlette.types import Scope
+
+from serve_app.gateway.callers import (
+    ADMIN_TOKEN,
+    ANYBODY,
+    TOKEN,
+    UNLIMITED,
+    ApiKey,
+    Caller,
+    CallerLimits,
+    KeyFile,
+    KeyRing,
+)
 
 _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
 _PROXY_PREFIXES = ("x-forwarded-", "cf-", "x-envoy-", "x-original-")
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+_CALLER = "caller"
 
 
 class Denied(Exception):
@@ -23,21 +36,24 @@ class Denied(Exception):
 
 
 class Access:
-    """A token to use the gateway, and another to change it.
+    """Who may use the gateway and who may change it: keys of a file, and two tokens.
 
-    Without the first anybody who reaches the port may use it. Without the second nobody changes it,
-    but for callers on this machine where `local_admin` says so.
+    A token is a key without limits. Without any use key anybody who reaches the port may use the
+    gateway. Without an admin's nobody changes it, but for callers on this machine where
+    `local_admin` says so.
     """
 
     def __init__(
-        self, token: str | None, admin_token: str | None = None, local_admin: bool = False
-    ) -> None:
+        self, token: str | None, admin_token: str | None = None, local_admin: bool = False,
+        keys: KeyFile | None = None,
+    ) -> None:  # fmt: skip
         """Take the tokens.
 
         Args:
-            token: To ask for tokens and look; None: anybody may.
+            token: To ask for tokens and look; None: anybody may, unless there is a file of keys.
             admin_token: To change what is served, and to use it.
             local_admin: Let callers on this machine change what is served without a token.
+            keys: More keys; `open` reads them.
 
         Raises:
             ValueError: A token is empty or not ASCII, or both are the same.
@@ -47,22 +63,69 @@ class Access:
                 raise ValueError("a token must be ASCII and not empty")
         if token is not None and token == admin_token:
             raise ValueError("the admin token must differ from the token that all callers have")
-        self._token, self._admin_token, self._local_admin = token, admin_token, local_admin
+        given = ((TOKEN, token, False), (ADMIN_TOKEN, admin_token, True))
+        tokens = [ApiKey.of_token(name, one, admin) for name, one, admin in given if one]
+        self._tokens = KeyRing(tokens, UNLIMITED if token is None and keys is None else None)
+        self._local_admin, self.keys = local_admin, keys
 
-    async def is_authorized(self, request: HTTPConnection) -> None:
-        """Let a caller ask for tokens and look.
+    def open(self) -> None:
+        """Read the file of keys, if there is one.
 
         Raises:
-            Denied: The token is missing or wrong.
+            ValueError: It cannot be used.
+        """
+        if self.keys is not None:
+            self.keys.open()
+
+    @property
+    def tenants(self) -> frozenset[str]:
+        """Tenants of all keys."""
+        return frozenset().union(*(one.tenants for one in self._rings()))
+
+    def limits_of(self, caller: Caller) -> CallerLimits:
+        """Return what a caller may ask for.
+
+        Raises:
+            LookupError: There is no such key any more, or not yet.
+        """
+        for ring in self._rings():
+            if not caller.key and ring.without_key is not None:
+                return ring.without_key
+            if caller.key in ring.by_name:
+                return ring.by_name[caller.key].limits
+        raise LookupError(f"key {caller.key!r} is not known")
+
+    async def is_authorized(self, request: HTTPConnection) -> None:
+        """Let a caller look.
+
+        Raises:
+            Denied: The key is missing or wrong.
         """
         self.check_use(request)
 
-    def check_use(self, request: HTTPConnection) -> None:
-        """As `is_authorized`, for whoever cannot wait."""
-        if self._token is None or self._has(request, self._token):
-            return
-        if not self._has(request, self._admin_token):
-            raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
+    def check_use(self, request: HTTPConnection, generates: bool = False) -> Caller:
+        """Let a caller look, or ask models; return who it is.
+
+        Args:
+            request: What is asked.
+            generates: Whether models are asked.
+
+        Raises:
+            Denied: The key is missing, wrong or not for that.
+        """
+        key = self._key_of(request)
+        if key is not None:
+            if generates and not key.generates:
+                raise Denied(f"{key.name!r} is an admin's key, which asks no models", 403)
+            models = None if key.models is None else frozenset(key.models)
+            return Caller(key.tenant or "", key.name, _address_of(request), models)
+        # Whoever gives a key means it. Where there are none, clients must give something.
+        is_wrong = self.keys is not None and "authorization" in request.headers
+        for ring in self._rings():
+            if ring.without_key is not None and not is_wrong:
+                is_free = ring.without_key.are_none
+                return ANYBODY if is_free else Caller(address=_address_of(request))
+        raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
 
     async def may_change(self, request: HTTPConnection) -> None:
         """Let a caller change what is served.
@@ -71,7 +134,8 @@ class Access:
             Denied: The admin token is missing or wrong, and the caller is not on this machine or
                 that does not count.
         """
-        if self._has(request, self._admin_token):
+        key = self._key_of(request)
+        if key is not None and key.admin:
             return
         self.check_use(request)
         if not self._local_admin:
@@ -85,12 +149,31 @@ class Access:
                 403,
             )
 
-    @staticmethod
-    def _has(request: HTTPConnection, token: str | None) -> bool:
+    def _rings(self) -> tuple[KeyRing, ...]:
+        return (self._tokens,) if self.keys is None else (self._tokens, self.keys.ring)
+
+    def _key_of(self, request: HTTPConnection) -> ApiKey | None:
+        """The key that a caller gives; None: it gives none, or one that is not known."""
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if token is None or scheme.lower() != "bearer":
-            return False
-        return hmac.compare_digest(given.strip().encode(), token.encode())
+        if scheme.lower() != "bearer":
+            return None
+        found = (ring.find(given.strip()) for ring in self._rings())
+        return next((one for one in found if one is not None), None)
+
+
+def note_caller(scope: Scope, caller: Caller) -> None:
+    """Write down who asks, for whoever handles the request."""
+    scope.setdefault("state", {})[_CALLER] = caller
+
+
+def caller_of(scope: Scope) -> Caller:
+    """Return who asks."""
+    found: Caller = scope.get("state", {}).get(_CALLER, ANYBODY)
+    return found
+
+
+def _address_of(request: HTTPConnection) -> str:
+    return "" if request.client is None else request.client.host
 
 
 def _is_local(request: HTTPConnection) -> bool:

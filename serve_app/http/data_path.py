@@ -15,6 +15,7 @@ from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
+from serve_app.http.auth import caller_of
 from serve_app.http.generation_reader import Generation, GenerationReader, check_model
 from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
@@ -68,19 +69,23 @@ class DataPath:
             await response(scope, receive, send)
 
     def _class(self, scope: Scope, known: Peek) -> SloClass:
+        served, models = self._gateway.cluster.served_model, caller_of(scope).models
         if known.model is not None:
-            check_model(self._gateway.cluster.served_model, known.model)
+            check_model(served, known.model)
+        if models is not None and served not in models:
+            raise BadRequest(f"your key may not ask model {served!r}", 403, param="model")
         return _find_class(self._gateway, known.class_name or _class_header(scope))
 
     async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
         generation = await self._generation(scope["path"], known)
-        call = Call(_path(scope), _headers(scope), body, known.stream)
+        call, caller = Call(_path(scope), _headers(scope), body, known.stream), caller_of(scope)
         if generation is None:
             ids = known.token_ids or self._count(known.text) or [0]
-            return InferenceRequest(f"req-{new_id()}", ids, known.max_tokens, call)
+            name = f"req-{new_id()}"
+            return InferenceRequest(name, ids, known.max_tokens, call, caller=caller)
         name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
         ids, longest = generation.token_ids, generation.sampling.max_tokens
-        return InferenceRequest(name, ids, longest, call, for_engines=True)
+        return InferenceRequest(name, ids, longest, call, for_engines=True, caller=caller)
 
     def _count(self, text: str) -> Sequence[int]:
         is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)

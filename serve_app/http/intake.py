@@ -9,7 +9,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve_app.http.auth import Access, Denied
+from serve_app.http.auth import Access, Denied, note_caller
 from serve_app.http.decide_schema import MAX_BODY_BYTES
 
 MAX_HEADER_BYTES = 64 << 10
@@ -147,7 +147,8 @@ class Intake:
             raise TooMuch(f"headers are larger than {MAX_HEADER_BYTES} bytes", 431)
         path = route_path(scope)
         if path.startswith(_NEEDS_TOKEN) or path in OPENAI_PATHS:
-            self._access.check_use(HTTPConnection(scope))
+            caller = self._access.check_use(HTTPConnection(scope), path in OPENAI_PATHS)
+            note_caller(scope, caller)
         length = _header(scope, b"content-length") or b"0"
         _check_size(int(length) if length.isdigit() else 0, max_bytes)
 

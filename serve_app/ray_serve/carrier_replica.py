@@ -89,6 +89,7 @@ class CarrierReplica:
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         backends |= {one.name: one for one in self._own}
         self._alone = Gateway(cluster, manager, backends, metrics)
+        access.open()
         self._access, self._decider = access, decider
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for own in cluster.own_pools[:1]:
@@ -111,6 +112,8 @@ class CarrierReplica:
         if self._listener is None:
             async with asyncio.timeout(_START_S):
                 await self._carrier.start()
+            if self._access.keys is not None:
+                self._watching = asyncio.create_task(self._access.keys.watch())
             self.__del__ = self.end
             self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
         else:

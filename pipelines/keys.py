@@ -1,0 +1,75 @@
+"""Make an API key: `python pipelines/keys.py new --tenant search --name search-1`.
+
+It prints the key, which stands nowhere else, and the entry for the file that a cluster file names
+by `gateway: {keys: FILE}`. That file holds hashes alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+import yaml
+from pydantic import ValidationError
+
+from serve_app.gateway.callers import ApiKey, CallerLimits, KeysMessage, hash_of
+from tokenyard.provenance import command_line, write_result
+
+_PREFIX = "sk-ty-"
+"""So that scanners of repositories find keys that were committed."""
+_NUM_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Args:
+    """Make an API key, and print it once with its entry for the file of keys."""
+
+    action: Annotated[Literal["new"], tyro.conf.Positional]
+    """new: draw a key."""
+    name: str
+    """Whom logs name; no two keys of a file have the same."""
+    tenant: str | None = None
+    """Whose requests are counted together; an admin's key needs none."""
+    admin: bool = False
+    """Make a key that changes what is served, and asks no models."""
+    limits: CallerLimits = CallerLimits()  # noqa: RUF009 (it never changes)
+    models: tuple[str, ...] = ()
+    """Models that it may ask; none: all."""
+    json: Path | None = None
+    """Write the entry to this file as a result row, without the key."""
+
+
+def main(args: Args) -> None:
+    key = _PREFIX + secrets.token_urlsafe(_NUM_BYTES)
+    try:
+        entry = entry_of(args, key)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"]) or "keys"
+        sys.exit(f"keys: {field}: {first['msg']}")
+    text = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
+    print(f"key, shown only now: {key}\n\nunder `keys:` in the file of keys:\n\n{text}", end="")
+    if args.json is not None:
+        write_result(args.json, command_line(), None, [entry])
+
+
+def entry_of(args: Args, key: str) -> dict[str, Any]:
+    """Lay out what the file of keys gets.
+
+    Raises:
+        ValidationError: A name is none, or a key that is no admin's has no tenant.
+    """
+    made = ApiKey(
+        name=args.name, sha256=hash_of(key), tenant=args.tenant, admin=args.admin,
+        models=args.models or None, limits=args.limits,
+    )  # fmt: skip
+    KeysMessage(keys=(made,))
+    return made.model_dump(mode="json", exclude_defaults=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
