@@ -29,6 +29,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.rate_limits import RateLimits
 from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
@@ -127,9 +128,12 @@ class GatewayReplica:
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         backends |= {one.name: one for one in self._own}
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
-        self._gateway = Gateway(cluster, manager, self._asked(backends), metrics, log=log)
         self._access = make_access(cluster, options)
         self._access.open()
+        limits = RateLimits(self._access.limits_of)
+        self._gateway = Gateway(
+            cluster, manager, self._asked(backends), metrics, log=log, limits=limits
+        )
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
@@ -137,7 +141,7 @@ class GatewayReplica:
         self._allocator = make_allocator(
             APP_NAME, self._gateway, backends, registry, options.decision_log
         )
-        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers}
+        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
         if self._allocator is not None:
             parts["allocation"] = self._allocator
         path = state_path_of(options)

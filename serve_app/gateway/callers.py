@@ -146,6 +146,9 @@ class KeyRing:
         """
         self.by_name = {one.name: one for one in keys}
         self.without_key = without_key
+        self.limits = {
+            name: None if one.limits.are_none else one.limits for name, one in self.by_name.items()
+        }
         self.tenants = frozenset(one.tenant for one in self.by_name.values() if one.tenant)
         self._by_hash = {bytes.fromhex(one.sha256): one for one in self.by_name.values()}
 

@@ -82,8 +82,8 @@ class Access:
         """Tenants of all keys."""
         return frozenset().union(*(one.tenants for one in self._rings()))
 
-    def limits_of(self, caller: Caller) -> CallerLimits:
-        """Return what a caller may ask for.
+    def limits_of(self, caller: Caller) -> CallerLimits | None:
+        """Return what a caller may ask for; None: as much as there is.
 
         Raises:
             LookupError: There is no such key any more, or not yet.
@@ -91,8 +91,8 @@ class Access:
         for ring in self._rings():
             if not caller.key and ring.without_key is not None:
                 return ring.without_key
-            if caller.key in ring.by_name:
-                return ring.by_name[caller.key].limits
+            if caller.key in ring.limits:
+                return ring.limits[caller.key]
         raise LookupError(f"key {caller.key!r} is not known")
 
     async def is_authorized(self, request: HTTPConnection) -> None:

@@ -25,9 +25,11 @@ def kind_of(status: int) -> str:
     return _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
 
 
-def openai_error(message: str, kind: str, param: str | None = None) -> dict[str, Any]:
+def openai_error(
+    message: str, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
     """Lay an error out as OpenAI does."""
-    return {"message": message, "type": kind, "param": param, "code": None}
+    return {"message": message, "type": kind, "param": param, "code": code}
 
 
 def reason_of(errors: Sequence[Mapping[str, Any]]) -> str:
