@@ -35,6 +35,7 @@ from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
+from serve_app.policy.audit_log import AuditLog
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
@@ -130,6 +131,11 @@ class GatewayReplica:
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._access = make_access(cluster, options)
         self._access.open()
+        metrics.know_tenants(self._access.tenants)
+        audit_log = cluster.gateway.audit_log
+        self._audit_log = None if audit_log is None else AuditLog(audit_log)
+        if self._audit_log is not None:
+            manager.on_event = self._audit_log.write
         limits = RateLimits(self._access.limits_of)
         self._gateway = Gateway(
             cluster, manager, self._asked(backends), metrics, log=log, limits=limits
@@ -185,6 +191,7 @@ class GatewayReplica:
             router = allocation.make_router(
                 self._allocator, self._access,
                 lambda name: load_plan_policy(name, scenario, self._registry),
+                self._gateway.manager.note,
             )  # fmt: skip
             api.include_router(router)
         return api
@@ -216,11 +223,21 @@ class GatewayReplica:
     def _start(self) -> None:
         self._lifecycle.start()
         if self._access.keys is not None:
-            self._watching = asyncio.create_task(self._access.keys.watch())
+            self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
         for one in self._external:
             one.start()
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
+
+    def _note_keys(self) -> None:
+        """Write down that the file of keys was read again."""
+        file, manager = self._access.keys, self._gateway.manager
+        assert file is not None
+        if file.problem is None:
+            manager.note("keys read", file.path.name, file.difference)
+        else:
+            manager.note("keys not read", file.path.name, file.problem)
+        self._gateway.metrics.know_tenants(self._access.tenants)
 
     async def _stop(self) -> None:
         if self._watching is not None:
@@ -235,6 +252,8 @@ class GatewayReplica:
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
+        if self._audit_log is not None:
+            self._audit_log.close()
 
 
 class DeciderReplica(GatewayReplica):

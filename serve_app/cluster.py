@@ -261,7 +261,11 @@ class Placement(FrozenModel):
     """File of API keys on the gateway's machine, read anew when it changes: see
     `serve_app.gateway.callers.KeysMessage`. None: the tokens of the environment alone."""
 
-    @field_validator("keys")
+    audit_log: Path | None = None
+    """File on the gateway's machine that gets a line of JSON for each change: of policies, of plans
+    by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
+
+    @field_validator("keys", "audit_log")
     @classmethod
     def _is_absolute(cls, path: Path | None) -> Path | None:
         if path is not None and not path.is_absolute():

@@ -174,6 +174,8 @@ class KeyFile:
         self.ring = KeyRing(())
         self.problem: str | None = None
         """Why the file cannot be used as it is now, so that what it held before counts."""
+        self.difference = ""
+        """What the last reading has changed."""
         self._seen: tuple[int, ...] | None = None
 
     def open(self) -> None:
@@ -193,10 +195,11 @@ class KeyFile:
         seen = _identity(self.path)
         if seen == self._seen:
             return False
-        self._seen = seen
+        self._seen, before = seen, self.ring
         try:
             self.ring, self.problem = read_keys(self.path), None
-            logger.info("%d keys read from %s", len(self.ring.by_name), self.path)
+            self.difference = _difference(before, self.ring)
+            logger.info("keys read from %s: %s", self.path, self.difference)
         except ValueError as error:
             self.problem = str(error)
             logger.error("%s; the keys from before still count", error)
@@ -241,6 +244,20 @@ def read_keys(path: Path) -> KeyRing:
         where = "" if place is None else f", line {place.line + 1}"
         raise ValueError(f"keys file {path} is no YAML{where}") from None
     return KeyRing(found.keys, found.without_key)
+
+
+def _difference(old: KeyRing, new: KeyRing) -> str:
+    """Say which keys are other ones now."""
+    was, now = old.by_name, new.by_name
+    names = {
+        "added": now.keys() - was.keys(),
+        "removed": was.keys() - now.keys(),
+        "changed": {name for name in now.keys() & was.keys() if now[name] != was[name]},
+    }
+    told = [f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which]
+    if old.without_key != new.without_key:
+        told.append("other limits without a key")
+    return "; ".join(told) or "the same keys"
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:

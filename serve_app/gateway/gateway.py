@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.backends import Backend
+from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.generation import (
@@ -209,8 +210,12 @@ class Gateway:
             RequestRejected: An endpoint has something against the request.
         """
         self.num_offered += 1
-        self._admit(service_class)
-        grant = self._grant(request, downstream)
+        try:
+            self._admit(service_class)
+            grant = self._grant(request, downstream)
+        except Refused:
+            self._count_refusal(request)
+            raise
         self.in_flight += 1
         answer = self._open(request, service_class, downstream, grant)
         try:
@@ -222,6 +227,7 @@ class Gateway:
                 answer.finish_reason = "abort"
             raise
         except Refused:
+            self._count_refusal(request)
             if grant is not None:
                 grant.cancel()
                 answer.grant = None
@@ -327,6 +333,10 @@ class Gateway:
             downstream.add_headers(found.headers)
         return found
 
+    def _count_refusal(self, request: InferenceRequest) -> None:
+        if request.caller is not ANYBODY:
+            self.metrics.of_tenant(request.caller.tenant).refused.inc()
+
     def _retry_after_s(self) -> int:
         """Whole seconds until a place is likely to be free."""
         least_s = self._placement.least_wait_s()
@@ -335,8 +345,8 @@ class Gateway:
 
     def _settle(self, answer: _Answer) -> None:
         """Note what has become of a request, once for all its attempts."""
-        if answer.grant is not None:
-            answer.grant.settle(answer.used_tokens)
+        if answer.wanted.caller is not ANYBODY:
+            self._charge(answer)
         now_s = self.clock_s()
         attained = answer.attained_slo(now_s)
         self.manager.settle(
@@ -344,6 +354,16 @@ class Gateway:
         )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
+
+    def _charge(self, answer: _Answer) -> None:
+        """Count what a caller has used."""
+        used = answer.used_tokens
+        if answer.grant is not None:
+            answer.grant.settle(used)
+        series = self.metrics.of_tenant(answer.tenant)
+        series.requests.inc()
+        series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
+        series.output_tokens.inc(answer.num_tokens)
 
     async def _attempts(self, answer: _Answer) -> None:
         """Try replicas until one has begun to answer."""
