@@ -35,6 +35,7 @@ from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
+from serve_app.http.tls import Certificate
 from serve_app.policy.audit_log import AuditLog
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
@@ -180,7 +181,8 @@ class GatewayReplica:
             self._begin()
         else:
             await self._listener.stop()
-        self._listener = Listener(self.make_api(), self._gateway.cluster.limits)
+        cluster = self._gateway.cluster
+        self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
         await self._listener.start(address["host"], address["port"])
 
     def make_api(self) -> FastAPI:
@@ -357,6 +359,9 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     access = make_access(cluster, options)
     if access.keys is not None and access.keys.path.exists():
         access.open()  # Where the gateway runs elsewhere it says so itself.
+    tls = cluster.gateway.tls
+    if tls is not None and tls.certificate.exists():
+        Certificate(tls)
     return cluster
 
 

@@ -184,7 +184,7 @@ class KeyFile:
         Raises:
             ValueError: It cannot be used.
         """
-        self._seen = _identity(self.path)
+        self._seen = identity_of(self.path)
         self.ring = read_keys(self.path)
 
     def reload(self) -> bool:
@@ -192,7 +192,7 @@ class KeyFile:
 
         One that cannot be used changes nothing but `problem`.
         """
-        seen = _identity(self.path)
+        seen = identity_of(self.path)
         if seen == self._seen:
             return False
         self._seen, before = seen, self.ring
@@ -260,7 +260,7 @@ def _difference(old: KeyRing, new: KeyRing) -> str:
     return "; ".join(told) or "the same keys"
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
+def identity_of(path: Path) -> tuple[int, ...] | None:
     """What changes with a file; None: it is not there."""
     try:
         known = os.stat(path)

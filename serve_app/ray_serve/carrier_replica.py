@@ -122,7 +122,8 @@ class CarrierReplica:
         else:
             await self._listener.stop()
         api = create_carrier_api(self._carrier, self._tokenizer, self._access)
-        self._listener = Listener(api, self._alone.cluster.limits)
+        cluster = self._alone.cluster
+        self._listener = Listener(api, cluster.limits, cluster.gateway.tls)
         await self._listener.start(address["host"], address["port"])
 
     async def check_health(self) -> None:

@@ -80,7 +80,7 @@ class Site:
         carrier, port = Carrier(a_gateway(self.cluster), self.find), a_free_port()
         await carrier.start()
         api = create_carrier_api(carrier, EstimatingTokenizer(), self.access)
-        listener = Listener(api, self.cluster.limits)
+        listener = Listener(api, self.cluster.limits, self.cluster.gateway.tls)
         await listener.start("127.0.0.1", port)
         self.carriers.append(carrier)
         self.ports.append(port)
