@@ -119,12 +119,19 @@ class Deployment:
         return num_cpus
 
     @property
+    def scheme(self) -> str:
+        """With what callers ask."""
+        return "http" if self.cluster.gateway.tls is None else "https"
+
+    @property
     def example(self) -> str:
         """A command that asks it, without `curl -s` and the URL."""
         path, body = "/v1/chat/completions", _chat_body(self.cluster.served_model)
         if self.cluster.decide_only:
             path, body = "/v1/route", _route_body(self.cluster.scenario)
-        secret = ' -H "authorization: Bearer $TOKENYARD_TOKEN"' if token_of(self.options) else ""
+        name = "TOKENYARD_TOKEN" if token_of(self.options) else "KEY"
+        needs_one = token_of(self.options) or self.cluster.gateway.keys is not None
+        secret = f' -H "authorization: Bearer ${name}"' if needs_one else ""
         return f"{path} -H 'content-type: application/json'{secret} -d '{dumps(body)}'"
 
 
@@ -142,7 +149,7 @@ def main(args: Args) -> None:
     try:
         _start(bind_gateway(deployment.cluster, deployment.options))
         _report(deployment, args)
-        if not _wait(signals, args, local):
+        if not _wait(signals, args, local, deployment.scheme):
             _give_up()
         _drain(signals, deployment.cluster.limits.drain_s)
     finally:
@@ -196,7 +203,7 @@ class _Signals:
         (self.hurry if self.stop.is_set() else self.stop).set()
 
 
-def _wait(signals: _Signals, args: Args, local: bool) -> bool:
+def _wait(signals: _Signals, args: Args, local: bool, scheme: str) -> bool:
     """Wait until told to end; False: what was started here is gone and does not come back.
 
     Serve replaces replicas that die, but nobody replaces a local Ray.
@@ -205,7 +212,7 @@ def _wait(signals: _Signals, args: Args, local: bool) -> bool:
     while not signals.stop.wait(_WATCH_EVERY_S if local else None):
         if local and not _has_a_node():
             return False
-        if _gateway_answers(args.host, args.port):
+        if _gateway_answers(args.host, args.port, scheme):
             answered_s = time.monotonic()
         elif time.monotonic() - answered_s > _GONE_AFTER_S:
             return False
@@ -217,12 +224,14 @@ def _has_a_node() -> bool:
     return any(node["Alive"] for node in ray.nodes())
 
 
-def _gateway_answers(host: str, port: int) -> bool:
+def _gateway_answers(host: str, port: int, scheme: str = "http") -> bool:
     """Whether the gateway answers, well or not."""
     address = "127.0.0.1" if host == "0.0.0.0" else host
-    url = f"http://{f'[{address}]' if ':' in address else address}:{port}/healthz"
+    url = f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}/healthz"
     try:
-        return "replicas" in httpx.get(url, timeout=_WATCH_TIMEOUT_S, trust_env=False).text
+        # Its certificate names the host that callers use, which is not this address.
+        answer = httpx.get(url, timeout=_WATCH_TIMEOUT_S, trust_env=False, verify=False)
+        return "replicas" in answer.text
     except httpx.HTTPError:
         return False
 
@@ -293,7 +302,7 @@ def _shut_down(local: bool) -> None:
 
 def _report(deployment: Deployment, args: Args) -> None:
     """Print the one line that says all, and write it as a row where that is wanted."""
-    url, card = f"http://{args.host}:{args.port}", deployment.card
+    url, card = f"{deployment.scheme}://{args.host}:{args.port}", deployment.card
     told = [card.source, card.sha256, *([f"MLflow run {card.mlflow_run}"] * bool(card.mlflow_run))]
     print(
         f"serving {card.name} ({', '.join(told)}){_allocation_words(deployment)} on {url}; "

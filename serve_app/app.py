@@ -29,11 +29,14 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.rate_limits import RateLimits
 from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
+from serve_app.http.tls import Certificate
+from serve_app.policy.audit_log import AuditLog
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
@@ -127,9 +130,17 @@ class GatewayReplica:
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         backends |= {one.name: one for one in self._own}
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
-        self._gateway = Gateway(cluster, manager, self._asked(backends), metrics, log=log)
         self._access = make_access(cluster, options)
         self._access.open()
+        metrics.know_tenants(self._access.tenants)
+        audit_log = cluster.gateway.audit_log
+        self._audit_log = None if audit_log is None else AuditLog(audit_log)
+        if self._audit_log is not None:
+            manager.on_event = self._audit_log.write
+        limits = RateLimits(self._access.limits_of)
+        self._gateway = Gateway(
+            cluster, manager, self._asked(backends), metrics, log=log, limits=limits
+        )
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for pool in (*cluster.own_pools[:1], *cluster.templates):
             self._tokenizer = load_tokenizer(pool.config.model)
@@ -137,7 +148,7 @@ class GatewayReplica:
         self._allocator = make_allocator(
             APP_NAME, self._gateway, backends, registry, options.decision_log
         )
-        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers}
+        parts: dict[str, Remembers] = {"outliers": self._gateway.outliers, "limits": limits}
         if self._allocator is not None:
             parts["allocation"] = self._allocator
         path = state_path_of(options)
@@ -170,7 +181,8 @@ class GatewayReplica:
             self._begin()
         else:
             await self._listener.stop()
-        self._listener = Listener(self.make_api(), self._gateway.cluster.limits)
+        cluster = self._gateway.cluster
+        self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
         await self._listener.start(address["host"], address["port"])
 
     def make_api(self) -> FastAPI:
@@ -181,6 +193,7 @@ class GatewayReplica:
             router = allocation.make_router(
                 self._allocator, self._access,
                 lambda name: load_plan_policy(name, scenario, self._registry),
+                self._gateway.manager.note,
             )  # fmt: skip
             api.include_router(router)
         return api
@@ -212,11 +225,21 @@ class GatewayReplica:
     def _start(self) -> None:
         self._lifecycle.start()
         if self._access.keys is not None:
-            self._watching = asyncio.create_task(self._access.keys.watch())
+            self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
         for one in self._external:
             one.start()
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
+
+    def _note_keys(self) -> None:
+        """Write down that the file of keys was read again."""
+        file, manager = self._access.keys, self._gateway.manager
+        assert file is not None
+        if file.problem is None:
+            manager.note("keys read", file.path.name, file.difference)
+        else:
+            manager.note("keys not read", file.path.name, file.problem)
+        self._gateway.metrics.know_tenants(self._access.tenants)
 
     async def _stop(self) -> None:
         if self._watching is not None:
@@ -231,6 +254,8 @@ class GatewayReplica:
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()
+        if self._audit_log is not None:
+            self._audit_log.close()
 
 
 class DeciderReplica(GatewayReplica):
@@ -334,6 +359,9 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     access = make_access(cluster, options)
     if access.keys is not None and access.keys.path.exists():
         access.open()  # Where the gateway runs elsewhere it says so itself.
+    tls = cluster.gateway.tls
+    if tls is not None and tls.certificate.exists():
+        Certificate(tls)
     return cluster
 
 

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field, HttpUrl, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    HttpUrl,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from serve_app.engines.base import EngineConfig
 from tokenyard.allocation.types import Parallelism
@@ -247,8 +254,27 @@ class OutlierEjection(FrozenModel):
     it holds one at a time, then 2, 4, ..."""
 
 
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError(f"{path} must begin with /: it is one of the gateway's machine")
+    return path
+
+
+GatewayPath = Annotated[Path, AfterValidator(_absolute)]
+"""A file on the machine where the gateway runs."""
+
+
+class TlsFiles(FrozenModel):
+    """A certificate for callers; both files are read anew when they change."""
+
+    certificate: GatewayPath
+    """PEM, with those of its issuers after it."""
+    key: GatewayPath
+    """PEM, without a password."""
+
+
 class Placement(FrozenModel):
-    """Where the gateway goes, and in how many processes."""
+    """Where the gateway goes, in how many processes, and the files that it reads and writes."""
 
     cpus: Annotated[float, Field(ge=0)] = 0.1
     """CPUs that each process reserves; 0 lets it onto a head node that offers none."""
@@ -257,16 +283,15 @@ class Placement(FrozenModel):
     carriers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes on one machine that share the port and carry requests and answers. With more than
     one, another process decides for all of them."""
-    keys: Path | None = None
-    """File of API keys on the gateway's machine, read anew when it changes: see
+    keys: GatewayPath | None = None
+    """File of API keys, read anew when it changes: see
     `serve_app.gateway.callers.KeysMessage`. None: the tokens of the environment alone."""
 
-    @field_validator("keys")
-    @classmethod
-    def _is_absolute(cls, path: Path | None) -> Path | None:
-        if path is not None and not path.is_absolute():
-            raise ValueError(f"{path} must begin with /: it is read where the gateway runs")
-        return path
+    audit_log: GatewayPath | None = None
+    """File that gets a line of JSON for each change: of policies, of plans
+    by hand, of keys. None: only the last 200 are kept, in memory and in the state file."""
+    tls: TlsFiles | None = None
+    """With what callers are spoken to; None: plain HTTP, for a proxy in front."""
 
 
 class Cluster(FrozenModel):

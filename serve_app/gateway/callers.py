@@ -146,6 +146,9 @@ class KeyRing:
         """
         self.by_name = {one.name: one for one in keys}
         self.without_key = without_key
+        self.limits = {
+            name: None if one.limits.are_none else one.limits for name, one in self.by_name.items()
+        }
         self.tenants = frozenset(one.tenant for one in self.by_name.values() if one.tenant)
         self._by_hash = {bytes.fromhex(one.sha256): one for one in self.by_name.values()}
 
@@ -171,6 +174,8 @@ class KeyFile:
         self.ring = KeyRing(())
         self.problem: str | None = None
         """Why the file cannot be used as it is now, so that what it held before counts."""
+        self.difference = ""
+        """What the last reading has changed."""
         self._seen: tuple[int, ...] | None = None
 
     def open(self) -> None:
@@ -179,7 +184,7 @@ class KeyFile:
         Raises:
             ValueError: It cannot be used.
         """
-        self._seen = _identity(self.path)
+        self._seen = identity_of(self.path)
         self.ring = read_keys(self.path)
 
     def reload(self) -> bool:
@@ -187,13 +192,14 @@ class KeyFile:
 
         One that cannot be used changes nothing but `problem`.
         """
-        seen = _identity(self.path)
+        seen = identity_of(self.path)
         if seen == self._seen:
             return False
-        self._seen = seen
+        self._seen, before = seen, self.ring
         try:
             self.ring, self.problem = read_keys(self.path), None
-            logger.info("%d keys read from %s", len(self.ring.by_name), self.path)
+            self.difference = _difference(before, self.ring)
+            logger.info("keys read from %s: %s", self.path, self.difference)
         except ValueError as error:
             self.problem = str(error)
             logger.error("%s; the keys from before still count", error)
@@ -240,7 +246,21 @@ def read_keys(path: Path) -> KeyRing:
     return KeyRing(found.keys, found.without_key)
 
 
-def _identity(path: Path) -> tuple[int, ...] | None:
+def _difference(old: KeyRing, new: KeyRing) -> str:
+    """Say which keys are other ones now."""
+    was, now = old.by_name, new.by_name
+    names = {
+        "added": now.keys() - was.keys(),
+        "removed": was.keys() - now.keys(),
+        "changed": {name for name in now.keys() & was.keys() if now[name] != was[name]},
+    }
+    told = [f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which]
+    if old.without_key != new.without_key:
+        told.append("other limits without a key")
+    return "; ".join(told) or "the same keys"
+
+
+def identity_of(path: Path) -> tuple[int, ...] | None:
     """What changes with a file; None: it is not there."""
     try:
         known = os.stat(path)

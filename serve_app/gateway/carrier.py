@@ -8,7 +8,6 @@ answer, a gateway of the carrier's own places requests by the cluster's baseline
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections import deque
@@ -23,6 +22,7 @@ from serve_app.gateway.carrier_wire import (
     block_sizes,
     read_http,
     read_place,
+    read_refusal,
     to_json,
     write_counts,
     write_end,
@@ -296,8 +296,10 @@ class Carrier:
                 kind, payload = said
                 if kind == Kind.REFUSED:
                     _refuse(payload)
-                pool, replica_id, order_key_s = read_place(payload)
+                pool, replica_id, order_key_s, headers = read_place(payload)
                 attempt = _Attempt(link, number, request, downstream, order_key_s)
+                if headers:
+                    downstream.add_headers(headers)
                 if await self._attempt(call, pool, replica_id, attempt):
                     attempt.tell_end()
                     return True
@@ -384,7 +386,7 @@ def _refuse(payload: bytes) -> None:
         Unserved: It cannot be served, or not any more.
         Refused: Not now.
     """
-    kind, text, retry_after_s = json.loads(payload)
+    kind, text, retry_after_s, over = read_refusal(payload)
     if kind == "refused":
-        raise Refused(text, retry_after_s)
+        raise Refused(text, retry_after_s, over)
     raise Draining(text) if kind == "draining" else Unserved(text)

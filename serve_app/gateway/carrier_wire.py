@@ -16,7 +16,8 @@ from typing import Any, cast
 
 from serve_app.cluster import Cluster
 from serve_app.gateway.callers import ANYBODY, Caller
-from serve_app.gateway.exchange import Call, InferenceRequest
+from serve_app.gateway.exchange import Call, Headers, InferenceRequest
+from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import Prompt
 
 _HEAD = struct.Struct("<IBI")
@@ -211,16 +212,46 @@ def _told(caller: Caller) -> tuple[str, ...]:
     return () if caller is ANYBODY else (caller.tenant, caller.key, caller.address)
 
 
-def write_place(pool: str, replica_id: str, order_key_s: float | None = None) -> bytes:
-    """Lay out where a request goes, and by what key it waits there."""
+def write_place(
+    pool: str, replica_id: str, order_key_s: float | None = None, headers: Headers = ()
+) -> bytes:
+    """Lay out where a request goes, by what key it waits there, and what its answer's head gets."""
     key = "" if order_key_s is None else repr(order_key_s)
-    return f"{pool}\n{replica_id}\n{key}".encode()
+    place = f"{pool}\n{replica_id}\n{key}".encode()
+    return b"\n".join((place, *(part for one in headers for part in one))) if headers else place
 
 
-def read_place(payload: bytes) -> tuple[str, str, float | None]:
-    """Read what `write_place` wrote; return the pool, the replica and the order key."""
-    pool, replica_id, key = payload.decode().split("\n")
-    return pool, replica_id, float(key) if key else None
+def read_place(payload: bytes) -> tuple[str, str, float | None, Headers]:
+    """Read what `write_place` wrote; return the pool, the replica, the order key and headers."""
+    pool, replica_id, key, *parts = payload.split(b"\n")
+    headers = list(zip(parts[::2], parts[1::2], strict=True))
+    return pool.decode(), replica_id.decode(), float(key) if key else None, headers
+
+
+def write_refusal(kind: str, reason: str, retry_after_s: int, over: OverLimit | None) -> bytes:
+    """Lay out why a request is not answered.
+
+    Args:
+        kind: `refused`, `draining` or `unserved`.
+        reason: In a sentence.
+        retry_after_s: When to come back, where it is refused.
+        over: The caller's limit, where that is why.
+    """
+    told: list[Any] = [kind, reason, retry_after_s]
+    if over is not None:
+        names = [[one.decode() for one in header] for header in over.headers]
+        told += [over.code, over.kind, names]
+    return to_json(told)
+
+
+def read_refusal(payload: bytes) -> tuple[str, str, int, OverLimit | None]:
+    """Read what `write_refusal` wrote."""
+    kind, reason, retry_after_s, *told = json.loads(payload)
+    if not told:
+        return kind, reason, retry_after_s, None
+    code, type_name, names = told
+    headers = [(name.encode(), value.encode()) for name, value in names]
+    return kind, reason, retry_after_s, OverLimit(reason, retry_after_s, code, type_name, headers)
 
 
 def write_counts(tokens: dict[int, int]) -> bytes:

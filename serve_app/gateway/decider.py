@@ -28,9 +28,9 @@ from serve_app.gateway.carrier_wire import (
     read_end,
     read_http,
     read_request,
-    to_json,
     write_http,
     write_place,
+    write_refusal,
 )
 from serve_app.gateway.engine_wire import read_status
 from serve_app.gateway.exchange import Attempt, Headers
@@ -42,6 +42,7 @@ from serve_app.gateway.generation import (
     ReplicaTimeout,
     RequestRejected,
 )
+from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import ReplicaTable
 
 logger = logging.getLogger(__name__)
@@ -89,13 +90,15 @@ class _Carried:
         self._link, self._number = link, number
         self._attempt: Attempt | None = None
         self._end: asyncio.Future[None] | None = None
+        self._headers: Headers = ()
         self.task: asyncio.Task[None] | None = None
 
     async def have_answered(self, pool: str, replica_id: str, attempt: Attempt) -> None:
         """Send the request to a replica; returns once it has answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()
-        self._link.send(Kind.SEND, self._number, write_place(pool, replica_id, attempt.order_key_s))
+        place = write_place(pool, replica_id, attempt.order_key_s, self._headers)
+        self._link.send(Kind.SEND, self._number, place)
         try:
             await self._end
         except asyncio.CancelledError:
@@ -125,6 +128,10 @@ class _Carried:
         """Note the state of the replica."""
         if self._attempt is not None:
             self._attempt.publish(read_status(status))
+
+    def add_headers(self, headers: Headers) -> None:
+        """Have the carrier add these to the head of the answer."""
+        self._headers = headers
 
     # Nothing of the answer itself comes here.
 
@@ -214,7 +221,7 @@ class _Link(FrameProtocol):
             assert service_class is not None
             await gateway.serve(request, service_class, carried)
         except Refused as error:
-            self._refuse(number, "refused", str(error), error.retry_after_s)
+            self._refuse(number, "refused", str(error), error.retry_after_s, error.over)
         except Draining as error:
             self._refuse(number, "draining", str(error))
         except Unserved as error:
@@ -228,8 +235,11 @@ class _Link(FrameProtocol):
         finally:
             del self._carried[number]
 
-    def _refuse(self, number: int, kind: str, text: str, retry_after_s: int = 0) -> None:
-        self.send(Kind.REFUSED, number, to_json([kind, text, retry_after_s]))
+    def _refuse(
+        self, number: int, kind: str, text: str, retry_after_s: int = 0,
+        over: OverLimit | None = None,
+    ) -> None:  # fmt: skip
+        self.send(Kind.REFUSED, number, write_refusal(kind, text, retry_after_s, over))
 
     async def _answer(self, number: int, payload: bytes) -> None:
         head, body = read_http(payload)

@@ -73,6 +73,10 @@ class Downstream(Protocol):
     begun: bool
     """Whether the answer has begun: from then on it cannot be another."""
 
+    def add_headers(self, headers: Headers) -> None:
+        """Have these in the head of the answer, in place of an endpoint's with such names."""
+        ...
+
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head of the answer."""
         ...

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.backends import Backend
+from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.clocks import steady_unix_s
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.gateway.exchange import Downstream, InferenceRequest
@@ -32,6 +33,7 @@ from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
+from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
@@ -51,10 +53,10 @@ _PATIENCE_S = 20.0
 class Refused(RuntimeError):
     """A request that is not let in for now."""
 
-    def __init__(self, reason: str, retry_after_s: int) -> None:
-        """Say why, and when to come back."""
+    def __init__(self, reason: str, retry_after_s: int, over: OverLimit | None = None) -> None:
+        """Say why, and when to come back; `over` is the caller's limit, where that is why."""
         super().__init__(reason)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.over = retry_after_s, over
 
 
 class Unserved(RuntimeError):
@@ -87,6 +89,8 @@ class _Answer:
     """When it is given up."""
     longest_tokens: int
     """Prompt and answer that any pool takes."""
+    grant: Grant | None
+    """What is reserved of its caller's limits; None: it has none."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     is_ordered: bool = False
@@ -120,6 +124,15 @@ class _Answer:
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
         return self.wanted.is_for(backend) and backend.max_model_tokens >= self.needed_tokens
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that count against its caller: those of an answer, and of a prompt that was read.
+
+        Whoever leaves before the first token has had the prompt read.
+        """
+        was_read = self.completed or self.num_tokens or (self.finish_reason == "abort")
+        return len(self.wanted.token_ids) + self.num_tokens if was_read and self.tried else 0
 
     @property
     def completed(self) -> bool:
@@ -160,6 +173,8 @@ class Gateway:
     metrics: Metrics = field(default_factory=Metrics)
     log: DecisionLog | None = None
     clock_s: Callable[[], float] = steady_unix_s
+    limits: RateLimits = field(default_factory=RateLimits)
+    """Of callers."""
     in_flight: int = 0
     num_offered: int = 0
     """Requests that have asked to be let in, those that were refused included."""
@@ -193,14 +208,20 @@ class Gateway:
 
         Raises:
             Draining: The gateway is about to end.
-            Refused: Too much is in flight, or no replica takes more; nothing was generated.
+            Refused: Too much is in flight, no replica takes more, or its caller has asked for too
+                much; nothing was generated.
             Unserved: No replica could answer it in time, or the one that had begun died.
             RequestRejected: An endpoint has something against the request.
         """
         self.num_offered += 1
-        self._admit(service_class)
+        try:
+            self._admit(service_class)
+            grant = self._grant(request, downstream)
+        except Refused:
+            self._count_refusal(request)
+            raise
         self.in_flight += 1
-        answer = self._open(request, service_class, downstream)
+        answer = self._open(request, service_class, downstream, grant)
         try:
             with self._in_time(answer):
                 async with answer.wait:
@@ -209,20 +230,27 @@ class Gateway:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
             raise
+        except Refused:
+            self._count_refusal(request)
+            if grant is not None:
+                grant.cancel()
+                answer.grant = None
+            raise
         finally:
             self.in_flight -= 1
             self._settle(answer)
 
     def _open(
-        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
-    ) -> _Answer:
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream,
+        grant: Grant | None,
+    ) -> _Answer:  # fmt: skip
         """Begin the answer to a request that is let in."""
         arm, prompt = self.manager.arm_of(request.request_id), request.prompt
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
         answer = _Answer(
             request, service_class, downstream, prompt, arm, self.clock_s(), wait,
-            self._longest_tokens,
+            self._longest_tokens, grant,
         )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
@@ -297,6 +325,22 @@ class Gateway:
                 self._retry_after_s(),
             )
 
+    def _grant(self, request: InferenceRequest, downstream: Downstream) -> Grant | None:
+        """Reserve what a request may need of its caller's limits; None: it has none."""
+        longest = request.max_tokens or self.cluster.limits.default_output_tokens
+        num_tokens = min(len(request.token_ids) + longest, self._longest_tokens)
+        found = self.limits.admit(request.caller, num_tokens)
+        if isinstance(found, OverLimit):
+            self.metrics.refused.labels(found.code.replace("_", " ")).inc()
+            raise Refused(found.reason, found.retry_after_s, found)
+        if found is not None:
+            downstream.add_headers(found.headers)
+        return found
+
+    def _count_refusal(self, request: InferenceRequest) -> None:
+        if request.caller is not ANYBODY:
+            self.metrics.of_tenant(request.caller.tenant).refused.inc()
+
     def _retry_after_s(self) -> int:
         """Whole seconds until a place is likely to be free."""
         least_s = self._placement.least_wait_s()
@@ -305,6 +349,8 @@ class Gateway:
 
     def _settle(self, answer: _Answer) -> None:
         """Note what has become of a request, once for all its attempts."""
+        if answer.wanted.caller is not ANYBODY:
+            self._charge(answer)
         now_s = self.clock_s()
         attained = answer.attained_slo(now_s)
         self.manager.settle(
@@ -312,6 +358,16 @@ class Gateway:
         )
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
+
+    def _charge(self, answer: _Answer) -> None:
+        """Count what a caller has used."""
+        used = answer.used_tokens
+        if answer.grant is not None:
+            answer.grant.settle(used)
+        series = self.metrics.of_tenant(answer.tenant)
+        series.requests.inc()
+        series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
+        series.output_tokens.inc(answer.num_tokens)
 
     async def _attempts(self, answer: _Answer) -> None:
         """Try replicas until one has begun to answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,6 +11,9 @@ _LATENCIES_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40
 _TOKEN_TIMES_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _DECISION_TIMES_S = (2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)
 _POOL = ("pool",)
+_TENANT = ("tenant",)
+_MAX_TENANTS = 256
+_NO_TENANT, _OTHERS = "none", "other"
 
 _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "requests": ("Requests by what became of them.", ("pool", "service_class", "outcome")),
@@ -20,6 +24,10 @@ _COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "retries": ("Requests placed again after a replica failed.", _POOL),
     "refused": ("Requests that were not accepted.", ("reason",)),
     "ejections": ("Times that a replica was left out because it failed.", _POOL),
+    "tenant_requests": ("Requests of tenants with keys that were let in.", _TENANT),
+    "tenant_prompt_tokens": ("Tokens of their prompts, as quotas count them.", _TENANT),
+    "tenant_output_tokens": ("Tokens generated for them.", _TENANT),
+    "tenant_refused": ("Their requests that were not let in, or found no room.", _TENANT),
     "carried_alone": ("Requests that carriers placed while the decider was away.", ()),
     "scrape_failures": ("Scrapes of an endpoint's metrics that failed.", _POOL),
 }
@@ -54,6 +62,16 @@ class PoolSeries:
     tpot_seconds: Histogram
 
 
+@dataclass(frozen=True)
+class TenantSeries:
+    """Series of one tenant."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    output_tokens: Counter
+    refused: Counter
+
+
 class Metrics:
     """All series of one gateway, in a registry of its own; attributes are its names."""
 
@@ -66,6 +84,10 @@ class Metrics:
     refused: Counter
     ejections: Counter
     scrape_failures: Counter
+    tenant_requests: Counter
+    tenant_prompt_tokens: Counter
+    tenant_output_tokens: Counter
+    tenant_refused: Counter
     carried_alone: Counter
     in_flight: Gauge
     waiting: Gauge
@@ -85,6 +107,7 @@ class Metrics:
         """Register them."""
         self.registry = one = CollectorRegistry()
         self._pools: dict[str, PoolSeries] = {}
+        self._tenants: dict[str, TenantSeries] = {}
         for name, (text, labels) in _COUNTERS.items():
             setattr(self, name, Counter(f"tokenyard_{name}", text, labels, registry=one))
         for name, (text, labels) in _GAUGES.items():
@@ -106,6 +129,25 @@ class Metrics:
                 self.tpot_seconds.labels(pool),
             )
         return known
+
+    def know_tenants(self, tenants: Iterable[str]) -> None:
+        """Count these by their names, the first 256 that ever were."""
+        for tenant in sorted(tenants):
+            if tenant not in self._tenants and len(self._tenants) < _MAX_TENANTS:
+                self._tenants[tenant] = self._series_of(tenant)
+
+    def of_tenant(self, tenant: str) -> TenantSeries:
+        """Return the series of a tenant; `none` where there is none, `other` of one unknown."""
+        known = self._tenants.get(tenant)
+        return known or self._series_of(_OTHERS if tenant else _NO_TENANT)
+
+    def _series_of(self, tenant: str) -> TenantSeries:
+        return TenantSeries(
+            self.tenant_requests.labels(tenant),
+            self.tenant_prompt_tokens.labels(tenant),
+            self.tenant_output_tokens.labels(tenant),
+            self.tenant_refused.labels(tenant),
+        )
 
     def exposition(self) -> bytes:
         """All series in Prometheus's text format."""

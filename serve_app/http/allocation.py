@@ -19,9 +19,15 @@ from serve_app.http.errors import PROBLEMS
 from serve_app.http.reasons import BadRequest
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
+Note = Callable[[str, str, str], None]
+"""Writes down what was changed, to what, and why."""
 LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]
 """Makes an allocation policy by name, and says where it comes from; ValueError where there is
 none of that name."""
+
+
+def _note_nothing(what: str, of: str, why: str) -> None:
+    return
 
 
 class PlanCard(BaseModel):
@@ -114,13 +120,16 @@ class AllocationChange(BaseModel):
     """Only say what would be done, or do it again."""
 
 
-def make_router(allocator: Allocator, access: Access, load_policy: LoadPolicy) -> APIRouter:
+def make_router(
+    allocator: Allocator, access: Access, load_policy: LoadPolicy, note: Note = _note_nothing
+) -> APIRouter:
     """Lay `/v1/allocation` over an allocator.
 
     Args:
         allocator: Whose plan is shown and set.
         access: Who may.
         load_policy: Makes a policy that is asked for by name.
+        note: Is told of every change by hand.
     """
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
@@ -139,13 +148,17 @@ def make_router(allocator: Allocator, access: Access, load_policy: LoadPolicy) -
             name = body.policy
             loaded = None if name is None else await asyncio.to_thread(load_policy, name)
             if body.plan is not None:
-                allocator.set_plan(find_plan(allocator.table, **body.plan.model_dump()))
+                plan = find_plan(allocator.table, **body.plan.model_dump())
+                allocator.set_plan(plan)
+                note("plan set", format_plan(plan), "asked")
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         if loaded is not None and body.policy is not None:
             allocator.set_policy(body.policy, *loaded)
+            note("allocation policy set", body.policy, "asked")
         if body.dry_run is not None:
             allocator.dry_run = body.dry_run
+            note("allocation", "dry run" if body.dry_run else "no dry run", "asked")
         return describe(allocator)
 
     return router

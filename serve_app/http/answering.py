@@ -14,6 +14,7 @@ from serve_app.http.presence import Presence
 from serve_app.http.reasons import openai_error
 
 EVENTS = b"text/event-stream"
+LIMITS = b"x-ratelimit-"
 
 
 class AsgiDownstream:
@@ -26,11 +27,19 @@ class AsgiDownstream:
         """Whether what has begun is a stream of events."""
         self._send, self._request_id, self._direct = send, request_id.encode(), direct
         self._ends_line = True
+        self._added: Headers = ()
+
+    def add_headers(self, headers: Headers) -> None:
+        """Have these in the head, in place of all of an endpoint's about limits."""
+        self._added = headers
 
     async def begin(self, status: int, headers: Headers) -> None:
         """Send the head."""
         self.begun = True
         named = list(headers)
+        if self._added:
+            named = [one for one in named if not one[0].startswith(LIMITS)]
+            named += self._added
         names = {name: value for name, value in named}
         self.has_events = names.get(b"content-type", EVENTS).startswith(EVENTS)
         if b"x-request-id" not in names:

@@ -19,6 +19,7 @@ from serve_app.gateway.callers import (
     KeyFile,
     KeyRing,
 )
+from serve_app.policy.audit_log import ACTOR
 
 _PROXY_HEADERS = ("forwarded", "via", "x-real-ip", "x-client-ip", "true-client-ip")
 _PROXY_PREFIXES = ("x-forwarded-", "cf-", "x-envoy-", "x-original-")
@@ -82,8 +83,8 @@ class Access:
         """Tenants of all keys."""
         return frozenset().union(*(one.tenants for one in self._rings()))
 
-    def limits_of(self, caller: Caller) -> CallerLimits:
-        """Return what a caller may ask for.
+    def limits_of(self, caller: Caller) -> CallerLimits | None:
+        """Return what a caller may ask for; None: as much as there is.
 
         Raises:
             LookupError: There is no such key any more, or not yet.
@@ -91,8 +92,8 @@ class Access:
         for ring in self._rings():
             if not caller.key and ring.without_key is not None:
                 return ring.without_key
-            if caller.key in ring.by_name:
-                return ring.by_name[caller.key].limits
+            if caller.key in ring.limits:
+                return ring.limits[caller.key]
         raise LookupError(f"key {caller.key!r} is not known")
 
     async def is_authorized(self, request: HTTPConnection) -> None:
@@ -128,15 +129,27 @@ class Access:
         raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
 
     async def may_change(self, request: HTTPConnection) -> None:
-        """Let a caller change what is served.
+        """Let a caller change what is served, and note who it is for what happens next.
 
         Raises:
             Denied: The admin token is missing or wrong, and the caller is not on this machine or
                 that does not count.
         """
-        key = self._key_of(request)
+        ACTOR.set(self._actor_of(request))
+
+    def is_admin(self, request: HTTPConnection) -> bool:
+        """Whether a caller may change what is served."""
+        try:
+            self._actor_of(request)
+        except Denied:
+            return False
+        return True
+
+    def _actor_of(self, request: HTTPConnection) -> str:
+        """Name who changes something; errors as of `may_change`."""
+        key, address = self._key_of(request), _address_of(request)
         if key is not None and key.admin:
-            return
+            return f"{key.name} at {address}"
         self.check_use(request)
         if not self._local_admin:
             raise Denied(
@@ -148,6 +161,7 @@ class Access:
                 "and from no proxy or foreign page",
                 403,
             )
+        return f"somebody at {address}"
 
     def _rings(self) -> tuple[KeyRing, ...]:
         return (self._tokens,) if self.keys is None else (self._tokens, self.keys.ring)

@@ -103,6 +103,10 @@ async def _on_turned_away(request: Request, error: Exception) -> JSONResponse:
 async def _on_refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Refused)
     answer = _answer(request, str(error), 429)
+    if error.over is not None:
+        told = openai_error(str(error), error.over.kind, code=error.over.code)
+        answer = JSONResponse({"error": told}, status_code=429)
+        answer.raw_headers.extend(error.over.headers)
     answer.headers["retry-after"] = str(error.retry_after_s)
     return answer
 

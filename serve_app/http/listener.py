@@ -17,8 +17,9 @@ import uvicorn
 from starlette.types import ASGIApp, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from serve_app.cluster import Limits
+from serve_app.cluster import Limits, TlsFiles
 from serve_app.http.intake import MAX_HEADER_BYTES
+from serve_app.http.tls import Certificate
 
 _BACKLOG = 2048
 _DIRECT = "direct_writer"
@@ -29,13 +30,13 @@ _END_S = 2.0
 class _Config(uvicorn.Config):
     """uvicorn's settings, and what connections may do."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, certificate: Certificate | None) -> None:
         super().__init__(
             cast(Any, app), http=GuardedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=False, proxy_headers=False, server_header=False,
             timeout_keep_alive=limits.keep_alive_s, backlog=_BACKLOG,
         )  # fmt: skip
-        self.limits = limits
+        self.limits, self.certificate = limits, certificate
         self.num_by_address: Counter[str] = Counter()
         self.open: set[GuardedProtocol] = set()
 
@@ -166,13 +167,43 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen as uvicorn does, with our TLS: a handshake must come in time, as a head must."""
+        config, loop = self.config, asyncio.get_running_loop()
+        assert isinstance(config, _Config)
+        guard, certificate = config, config.certificate
+
+        def connect() -> asyncio.Protocol:
+            return GuardedProtocol(config=guard, server_state=self.server_state, app_state={})
+
+        secure: dict[str, Any] = {}
+        if certificate is not None:
+            limit_s = guard.limits.head_timeout_s
+            secure = {"ssl": certificate.context, "ssl_handshake_timeout": limit_s}
+        self.servers = [
+            await loop.create_server(connect, sock=one, backlog=_BACKLOG, **secure)
+            for one in sockets or ()
+        ]
+        self.started = True
+
 
 class Listener:
     """A server on the running event loop, from `start` to `stop`."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        """Listen nowhere yet."""
-        self._config = _Config(app, limits)
+    def __init__(self, app: ASGIApp, limits: Limits, tls: TlsFiles | None = None) -> None:
+        """Listen nowhere yet.
+
+        Args:
+            app: Answers.
+            limits: For connections.
+            tls: A certificate and its key; None: plain HTTP.
+
+        Raises:
+            ValueError: They cannot be used.
+        """
+        self._certificate = None if tls is None else Certificate(tls)
+        self._config = _Config(app, limits, self._certificate)
+        self._watching: asyncio.Task[None] | None = None
         self._server = _Server(self._config)
         self._serving: asyncio.Task[None] | None = None
 
@@ -190,6 +221,8 @@ class Listener:
             OSError: The address cannot be listened on.
         """
         listening = _listening_socket(host, port)
+        if self._certificate is not None:
+            self._watching = asyncio.create_task(self._certificate.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.005)
@@ -210,6 +243,8 @@ class Listener:
     async def stop(self) -> None:
         """Refuse, and wait a moment for answers that are on their way."""
         self.refuse()
+        if self._watching is not None:
+            self._watching.cancel()
         if self._serving is None:
             return
         done, _ = await asyncio.wait([self._serving], timeout=_END_S)

@@ -79,7 +79,8 @@ class PoliciesAnswer(BaseModel):
     experiment: ExperimentAnswer | None
     """The last one; it may have ended."""
     events: list[dict[str, Any]]
-    """Changes of who decides, newest first."""
+    """Changes of who decides, of plans by hand and of keys, newest first. `by` is who asked; only
+    those who may change anything see it."""
     registry: str | None
     """What the last promotion or rollback wrote to the registry, or why it could not."""
     state: str | None

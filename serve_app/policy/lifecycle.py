@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
+from serve_app.policy.audit_log import Event
 from serve_app.policy.champion_alias import (
     Aliases,
     ChampionAlias,
@@ -22,7 +23,7 @@ from serve_app.policy.champion_alias import (
     text_of,
 )
 from serve_app.policy.experiment import Experiment
-from serve_app.policy.manager import Event, PolicyManager
+from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from serve_app.policy.state import (
     Configured,

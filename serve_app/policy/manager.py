@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
+from serve_app.policy.audit_log import ACTOR, Event
 from serve_app.policy.experiment import Arm, Experiment, Mode
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy, warm_up
 from serve_app.policy.runner import (
@@ -37,18 +37,6 @@ _NUM_TIMES = 1000
 _NUM_EVENTS = 200
 _TOO_MANY_ERRORS = 10
 """Decisions in which a canary may fail before its experiment ends, in a row or not."""
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A change of who decides."""
-
-    time_s: float
-    """Unix time, seconds."""
-    what: str
-    policy: str
-    """`name@sha256`."""
-    why: str
 
 
 class PolicyManager:
@@ -101,6 +89,8 @@ class PolicyManager:
         self.events: deque[Event] = deque(maxlen=_NUM_EVENTS)
         self.num_events = 0
         """Ever noted here."""
+        self.on_event: Callable[[Event], None] | None = None
+        """Is told of each."""
 
     def prepare(self, policy: str, stand_in: str | None = None) -> LoadedPolicy:
         """Find a policy and let it decide once; takes a while, and may be called in any thread.
@@ -412,14 +402,21 @@ class PolicyManager:
         if any(e.what == what and e.time_s == experiment.ended_s for e in self.events):
             return
         assert experiment.ended_s is not None
-        self._add(Event(experiment.ended_s, what, experiment.policy.label, experiment.why))
+        label, by = experiment.policy.label, ACTOR.get()
+        self._add(Event(experiment.ended_s, what, label, experiment.why, by))
 
     def _note(self, what: str, runner: PolicyRunner, why: str) -> None:
-        self._add(Event(time.time(), what, runner.label, why))
+        self.note(what, runner.label, why)
+
+    def note(self, what: str, of: str, why: str) -> None:
+        """Write a change down among those of policies, with who asked for it."""
+        self._add(Event(time.time(), what, of, why, ACTOR.get()))
 
     def _add(self, event: Event) -> None:
         self.events.append(event)
         self.num_events += 1
+        if self.on_event is not None:
+            self.on_event(event)
 
 
 def _load_baseline(name: str, scenario: str) -> LoadedPolicy:

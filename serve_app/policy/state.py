@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ValidationError
 
 from serve_app.http.decide_schema import PolicyCard
+from serve_app.policy.audit_log import GATEWAY, Event
 from serve_app.policy.experiment import Experiment, Mode
 from serve_app.policy.loading import (
     LoadedPolicy,
@@ -27,7 +28,7 @@ from serve_app.policy.loading import (
     order_in,
     resolve_policy,
 )
-from serve_app.policy.manager import Event, PolicyManager
+from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
 from tokenyard.config import FrozenModel
 from tokenyard.routing.artifact import PolicyArtifact
@@ -157,12 +158,13 @@ class StoredAlias(FrozenModel):
 
 
 class StoredEvent(FrozenModel):
-    """A change of who decides."""
+    """A change."""
 
     time_s: float
     what: str
     policy: str
     why: str
+    by: str = GATEWAY
 
     @classmethod
     def of(cls, event: Event) -> StoredEvent:

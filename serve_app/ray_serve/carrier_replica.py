@@ -22,6 +22,7 @@ from serve_app.gateway.carrier import Carrier
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.rate_limits import RateLimits
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
@@ -88,8 +89,10 @@ class CarrierReplica:
         self._own = [ServeBackend(pool, pools[pool.name]) for pool in cluster.own_pools]
         backends: dict[str, Backend] = {one.name: one for one in self._external}
         backends |= {one.name: one for one in self._own}
-        self._alone = Gateway(cluster, manager, backends, metrics)
         access.open()
+        # Each carrier counts for itself while nobody counts for all.
+        limits = RateLimits(access.limits_of)
+        self._alone = Gateway(cluster, manager, backends, metrics, limits=limits)
         self._access, self._decider = access, decider
         self._tokenizer: Tokenizer = EstimatingTokenizer()
         for own in cluster.own_pools[:1]:
@@ -119,7 +122,8 @@ class CarrierReplica:
         else:
             await self._listener.stop()
         api = create_carrier_api(self._carrier, self._tokenizer, self._access)
-        self._listener = Listener(api, self._alone.cluster.limits)
+        cluster = self._alone.cluster
+        self._listener = Listener(api, cluster.limits, cluster.gateway.tls)
         await self._listener.start(address["host"], address["port"])
 
     async def check_health(self) -> None:

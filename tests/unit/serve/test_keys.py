@@ -16,6 +16,7 @@ from pipelines import keys as command
 from serve_app.cluster import Cluster
 from serve_app.gateway.callers import ApiKey, Caller, KeyFile, hash_of, read_keys
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.rate_limits import RateLimits
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy.manager import PolicyManager
@@ -46,7 +47,7 @@ async def a_site(path, token=None, admin_token=None):
     )
     manager.switch(cluster.policy)
     pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
-    gateway = Gateway(cluster, manager, pools)
+    gateway = Gateway(cluster, manager, pools, limits=RateLimits(access.limits_of))
     api = create_gateway_api(gateway, Letters(), access)
     transport = httpx.ASGITransport(api, client=("10.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
@@ -240,7 +241,7 @@ def test_limits_of_a_key_that_is_not_known_are_not_none(tmp_path):
     write(tmp_path / "keys.yaml", ENTRIES)
     access = Access(None, keys=KeyFile(tmp_path / "keys.yaml"))
     access.open()
-    assert access.limits_of(Caller("red", "ann")).are_none
+    assert access.limits_of(Caller("red", "ann")) is None
     with pytest.raises(LookupError):
         access.limits_of(Caller("red", "gone"))
     with pytest.raises(LookupError):

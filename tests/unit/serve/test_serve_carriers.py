@@ -51,14 +51,15 @@ def a_gateway(cluster, wrap=lambda pool: pool, log=None, policy=None):
 class Site:
     """A decider that may be away, and carriers that listen on ports of their own."""
 
-    def __init__(self, endpoints, cluster, log=None):
+    def __init__(self, endpoints, cluster, log=None, access=ACCESS):
         self.endpoints, self.cluster, self.log = endpoints, cluster, log
+        self.access = access
         self.gateway = self.decider = None
         self.carriers, self.ports, self.listeners = [], [], []
 
     async def decide(self):
         self.gateway = a_gateway(self.cluster, CarriedPool, self.log, "champion")
-        api = create_gateway_api(self.gateway, EstimatingTokenizer(), ACCESS)
+        api = create_gateway_api(self.gateway, EstimatingTokenizer(), self.access)
         self.decider = Decider(self.gateway, api)
         await self.decider.start()
 
@@ -78,8 +79,8 @@ class Site:
     async def carry(self):
         carrier, port = Carrier(a_gateway(self.cluster), self.find), a_free_port()
         await carrier.start()
-        api = create_carrier_api(carrier, EstimatingTokenizer(), ACCESS)
-        listener = Listener(api, self.cluster.limits)
+        api = create_carrier_api(carrier, EstimatingTokenizer(), self.access)
+        listener = Listener(api, self.cluster.limits, self.cluster.gateway.tls)
         await listener.start("127.0.0.1", port)
         self.carriers.append(carrier)
         self.ports.append(port)
@@ -110,10 +111,10 @@ class Site:
 
 
 @asynccontextmanager
-async def a_site(num_endpoints=1, num_carriers=2, log=None, **fields):
+async def a_site(num_endpoints=1, num_carriers=2, log=None, access=ACCESS, **fields):
     async with raw_endpoints(num_endpoints) as endpoints:
         cluster = a_cluster(endpoints, fields.pop("deadlines", {}), **fields)
-        site = Site(endpoints, cluster, log)
+        site = Site(endpoints, cluster, log, access)
         await site.decide()
         try:
             for _ in range(num_carriers):

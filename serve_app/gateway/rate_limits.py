@@ -1,0 +1,389 @@
+"""How much each caller may ask for: token buckets by the minute, and quotas by the day.
+
+One process counts for all carriers, with the request that asks for a place, so that counts are
+exact. Tokens are reserved at arrival, prompt and longest answer, and settled at the end. All
+numbers are whole: no rounding lets one more in.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from serve_app.gateway.callers import ANYBODY, Caller, CallerLimits
+
+_MINUTE_NS = 60 * 10**9
+_DAY_S = 86_400
+_MAX_ADDRESSES = 65_536
+"""Addresses that are known at a time; the one that has not asked for longest is forgotten."""
+_NEVER_S = 60
+"""Retry-After of a request that never fits, since clients expect one."""
+
+Quantity = Literal["requests", "tokens"]
+Code = Literal["rate_limit_exceeded", "insufficient_quota"]
+Headers = list[tuple[bytes, bytes]]
+
+
+class Now(NamedTuple):
+    """A point in time."""
+
+    ns: int
+    """By a clock that never goes back, nanoseconds."""
+    day: int
+    """Of UTC, since 1970."""
+    left_of_day_s: int
+
+    @classmethod
+    def of(cls, ns: int, unix_s: float) -> Now:
+        """Name the point at which two clocks show these."""
+        day, second = divmod(int(unix_s), _DAY_S)
+        return cls(ns, day, _DAY_S - second)
+
+
+@dataclass(frozen=True, slots=True)
+class OverLimit:
+    """Why a caller may not ask now, as OpenAI's clients expect it."""
+
+    reason: str
+    retry_after_s: int
+    code: Code
+    kind: str
+    """OpenAI's type of the error: the quantity, or `insufficient_quota`."""
+    headers: Headers
+
+
+class Bucket:
+    """Units that come back evenly, until there is a minute's worth.
+
+    Levels count in 60 billionths of a unit, of which `per_minute` come back each nanosecond.
+    """
+
+    __slots__ = ("_at_ns", "level", "per_minute")
+
+    def __init__(self, per_minute: int, now_ns: int) -> None:
+        """Begin full."""
+        self.per_minute, self._at_ns = per_minute, now_ns
+        self.level = per_minute * _MINUTE_NS
+
+    def advance(self, now_ns: int) -> None:
+        """Let units come back."""
+        if now_ns > self._at_ns:
+            self._fill((now_ns - self._at_ns) * self.per_minute)
+            self._at_ns = now_ns
+
+    def take(self, amount: int) -> None:
+        """Take units, more than there are where they were used already; less than 0: give back."""
+        self._fill(-amount * _MINUTE_NS)
+
+    def wait_ns(self, amount: int) -> int:
+        """Time until so many units are there; 0: they are."""
+        return max(-(-(amount * _MINUTE_NS - self.level) // self.per_minute), 0)
+
+    @property
+    def remaining(self) -> int:
+        """Whole units that are there."""
+        return max(self.level // _MINUTE_NS, 0)
+
+    @property
+    def full_in_ns(self) -> int:
+        """Time until the bucket is full."""
+        return self.wait_ns(self.per_minute)
+
+    def change(self, per_minute: int) -> None:
+        """Hold another number from now on, of which the same are used."""
+        self.per_minute = per_minute
+        self._fill(0)
+
+    def _fill(self, change: int) -> None:
+        self.level = min(self.level + change, self.per_minute * _MINUTE_NS)
+
+
+class Meter:
+    """What one caller uses of one quantity."""
+
+    def __init__(
+        self, what: Quantity, per_minute: int | None, per_day: int | None, now: Now
+    ) -> None:
+        """Begin with nothing used.
+
+        Args:
+            what: The quantity.
+            per_minute: Units of a bucket; None: no bucket.
+            per_day: Most units of a day; None: there is no such limit.
+            now: The time.
+        """
+        self.what, self._per_day = what, per_day
+        self._bucket = None if per_minute is None else Bucket(per_minute, now.ns)
+        self._now, self._used = now, 0
+
+    def advance(self, now: Now) -> None:
+        """Go on in time; a clock that was set back a little opens no new day."""
+        if self._bucket is not None:
+            self._bucket.advance(now.ns)
+        if now.day > self._now.day or now.day < self._now.day - 1:
+            self._used = 0
+        if now.day >= self._now.day or now.day < self._now.day - 1:
+            self._now = now
+
+    def change(self, per_minute: int | None, per_day: int | None, now: Now) -> None:
+        """Have other limits from now on; what was used was used."""
+        self.advance(now)
+        self._per_day = per_day
+        if per_minute is None:
+            self._bucket = None
+        elif self._bucket is None:
+            self._bucket = Bucket(per_minute, now.ns)
+        else:
+            self._bucket.change(per_minute)
+
+    def take(self, amount: int) -> None:
+        """Note what is used; less than 0: what was not."""
+        if self._bucket is not None:
+            self._bucket.take(amount)
+        self._used = max(self._used + amount, 0)
+
+    @property
+    def day(self) -> int:
+        """The day whose use is counted."""
+        return self._now.day
+
+    def return_to(self, amount: int, day: int) -> None:
+        """Give back units that were taken on a day, which may be over."""
+        used = self._used
+        self.take(-amount)
+        if day != self.day:
+            self._used = used
+
+    def refusal(self, amount: int) -> OverLimit | None:
+        """Say why so many units may not be taken now; None: they may."""
+        if self._per_day is not None and self._used + amount > self._per_day:
+            left = max(self._per_day - self._used, 0)
+            reason = f"{left} of {self._per_day} {self.what} are left for today, {amount} are asked"
+            wait_s = self._now.left_of_day_s
+            return OverLimit(f"quota exceeded: {reason}", wait_s, "insufficient_quota",
+                             "insufficient_quota", self.headers())  # fmt: skip
+        bucket = self._bucket
+        if bucket is None or not (wait_ns := bucket.wait_ns(amount)):
+            return None
+        most = f"{bucket.per_minute} {self.what} per minute"
+        reason, wait_s = f"{bucket.remaining} of {most} are left, {amount} are asked", _NEVER_S
+        if amount > bucket.per_minute:
+            reason = f"{amount} {self.what} are asked at once, more than {most}"
+        else:
+            wait_s = -(-wait_ns // 10**9)
+        return OverLimit(
+            f"rate limit reached: {reason}", wait_s, "rate_limit_exceeded", self.what,
+            self.headers(),
+        )  # fmt: skip
+
+    def headers(self) -> Headers:
+        """Lay out the limit, what remains of it, and when it is whole again, as OpenAI does."""
+        if self._bucket is not None:
+            bucket = self._bucket
+            shown = (bucket.per_minute, bucket.remaining, _duration(bucket.full_in_ns))
+        elif self._per_day is not None:
+            remaining = max(self._per_day - self._used, 0)
+            shown = (self._per_day, remaining, _duration(self._now.left_of_day_s * 10**9))
+        else:
+            return []
+        return [
+            (f"x-ratelimit-{name}-{self.what}".encode(), str(value).encode())
+            for name, value in zip(("limit", "remaining", "reset"), shown, strict=True)
+        ]
+
+    def saved(self) -> list[int | None]:
+        """Lay out what is used."""
+        level = None if self._bucket is None else self._bucket.level
+        return [level, self.day, self._used]
+
+    def restore(self, saved: list[int | None]) -> None:
+        """Take up what was used when it was saved; `advance` then lets units come back."""
+        level, day, used = saved
+        if self._bucket is not None and level is not None:
+            self._bucket.level = min(self._bucket.level, level)
+        if day == self.day:
+            self._used = used or 0
+
+
+class Account:
+    """What one caller uses."""
+
+    def __init__(self, limits: CallerLimits, now: Now) -> None:
+        """Begin with nothing used."""
+        self.limits = limits
+        per_minute, per_day = limits.requests_per_minute, limits.requests_per_day
+        self.requests = Meter("requests", per_minute, per_day, now)
+        self.tokens = Meter("tokens", limits.tokens_per_minute, limits.tokens_per_day, now)
+
+    def change(self, limits: CallerLimits, now: Now) -> None:
+        """Have other limits from now on."""
+        self.limits = limits
+        self.requests.change(limits.requests_per_minute, limits.requests_per_day, now)
+        self.tokens.change(limits.tokens_per_minute, limits.tokens_per_day, now)
+
+    def take(self, num_tokens: int, now: Now) -> OverLimit | None:
+        """Take a request and its tokens; where that cannot be, say why and take nothing."""
+        for meter in (self.requests, self.tokens):
+            meter.advance(now)
+        refusal = self.requests.refusal(1) or self.tokens.refusal(num_tokens)
+        if refusal is None:
+            self.requests.take(1)
+            self.tokens.take(num_tokens)
+        return refusal
+
+    def headers(self) -> Headers:
+        """Lay out all limits by the minute, or else by the day."""
+        return self.requests.headers() + self.tokens.headers()
+
+    def saved(self) -> dict[str, Any]:
+        """Lay out what is used."""
+        return {"requests": self.requests.saved(), "tokens": self.tokens.saved()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take up what was used."""
+        self.requests.restore(saved["requests"])
+        self.tokens.restore(saved["tokens"])
+
+
+class Grant:
+    """A request that was let in, and the tokens that are reserved for it."""
+
+    __slots__ = ("_account", "_day", "_reserved", "headers")
+
+    def __init__(self, account: Account, reserved: int) -> None:
+        """Note what is reserved."""
+        self._account, self._reserved = account, reserved
+        self._day, self.headers = account.tokens.day, account.headers()
+
+    def settle(self, num_tokens: int) -> None:
+        """Count the tokens that were used in place of those that were reserved."""
+        self._account.tokens.return_to(self._reserved - num_tokens, self._day)
+
+    def cancel(self) -> None:
+        """Count nothing: the gateway had no room."""
+        self._account.requests.return_to(1, self._day)
+        self.settle(0)
+
+
+def _no_limits(caller: Caller) -> CallerLimits | None:
+    return None
+
+
+class RateLimits:
+    """Counts what all callers use."""
+
+    def __init__(
+        self,
+        limits_of: Callable[[Caller], CallerLimits | None] = _no_limits,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+        clock_s: Callable[[], float] = time.time,
+    ) -> None:
+        """Count from nothing.
+
+        Args:
+            limits_of: Says what a caller may ask for, None where that is all; LookupError where it
+                is not known any more.
+            clock_ns: A clock that never goes back, nanoseconds.
+            clock_s: Unix time, seconds.
+        """
+        self._limits_of, self._clock_ns, self._clock_s = limits_of, clock_ns, clock_s
+        self._by_key: dict[str, Account] = {}
+        self._by_address: OrderedDict[str, Account] = OrderedDict()
+        self._restored: dict[str, Any] = {}
+        self._restored_s = 0.0
+
+    def admit(self, caller: Caller, num_tokens: int) -> Grant | OverLimit | None:
+        """Let a request in, or say why not; None: nothing is limited.
+
+        Args:
+            caller: Who asks.
+            num_tokens: Prompt and longest answer.
+        """
+        if caller is ANYBODY:
+            return None
+        try:
+            limits = self._limits_of(caller)
+        except LookupError:
+            # Another process has read the file of keys at another time.
+            reason = "your key is being changed"
+            return OverLimit(reason, 1, "rate_limit_exceeded", "requests", [])
+        if limits is None:
+            return None
+        now = Now.of(self._clock_ns(), self._clock_s())
+        account = self._account(caller, limits, now)
+        return account.take(num_tokens, now) or Grant(account, num_tokens)
+
+    def saved(self) -> dict[str, Any]:
+        """Return what keys have used, as JSON has it; addresses are forgotten."""
+        now = Now.of(self._clock_ns(), self._clock_s())
+        for account in self._by_key.values():
+            account.requests.advance(now)
+            account.tokens.advance(now)
+        # Of keys that have not asked since the restart: their buckets are full a minute after.
+        kept = {key: _without_level(one) for key, one in self._restored.items()}
+        used = {key: one.saved() for key, one in self._by_key.items()}
+        return {"saved_s": self._clock_s(), "keys": kept | used}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: It cannot be used.
+        """
+        self._restored, self._restored_s = dict(saved["keys"]), float(saved["saved_s"])
+
+    def _account(self, caller: Caller, limits: CallerLimits, now: Now) -> Account:
+        if caller.key:
+            account = self._by_key.get(caller.key)
+            if account is None:
+                account = self._by_key[caller.key] = self._opened(caller.key, limits, now)
+        else:
+            name, known = _network_of(caller.address), self._by_address
+            account = known.get(name)
+            if account is None:
+                account = known[name] = Account(limits, now)
+            known.move_to_end(name)
+            if len(known) > _MAX_ADDRESSES:
+                known.popitem(last=False)
+        if account.limits is not limits:
+            account.change(limits, now)
+        return account
+
+    def _opened(self, key: str, limits: CallerLimits, now: Now) -> Account:
+        """Make the account of a key, in which is used what was before a restart."""
+        if key not in self._restored:
+            return Account(limits, now)
+        passed_ns = int(min(max(self._clock_s() - self._restored_s, 0.0), 60.0) * 1e9)
+        account = Account(limits, now._replace(ns=now.ns - passed_ns))
+        account.restore(self._restored.pop(key))
+        return account
+
+
+def _without_level(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {what: [None, *value[1:]] for what, value in saved.items()}
+
+
+def _network_of(address: str) -> str:
+    """Return what one caller has: an address, or of IPv6 a network of 64 bits."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is None:
+        return str(ipaddress.ip_network((int(found) >> 64 << 64, 64)))
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _duration(ns: int) -> str:
+    """Write a duration as OpenAI does: `6m0s`, `1.5s`, `20ms`."""
+    ms = -(-ns // 10**6)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    return f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}" if minutes else text
