@@ -120,6 +120,9 @@ class ExternalPool(FrozenModel):
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
     """Most requests of this gateway in flight at one endpoint; more are placed elsewhere, and
     refused with 429 where there is no room anywhere."""
+    order: Literal["fcfs", "priority"] = "fcfs"
+    """The endpoints' `--scheduling-policy`. With `priority` each request is sent with its place in
+    the policy's order as vLLM's `priority`, and callers may give none of their own."""
     max_model_tokens: Annotated[int, Field(ge=2)] = 8192
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None

@@ -46,6 +46,7 @@ class DataPath:
         self._gateway, self._tokenizer, self._refuse = gateway, tokenizer, refuse
         cluster = gateway.cluster
         self._has_endpoints = bool(cluster.external_pools)
+        self._orders = any(one.order == "priority" for one in cluster.external_pools)
         self._reader = None
         if cluster.own_pools or cluster.templates:
             self._reader = GenerationReader(
@@ -68,6 +69,8 @@ class DataPath:
             await response(scope, receive, send)
 
     def _class(self, scope: Scope, known: Peek) -> SloClass:
+        if self._orders and known.priority is not None:
+            raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         if known.model is not None:
             check_model(self._gateway.cluster.served_model, known.model)
         return _find_class(self._gateway, known.class_name or _class_header(scope))
