@@ -176,7 +176,7 @@ def write_request(
     told = _encode(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(one) for one in blocks],
+            request.for_engines, [len(one) for one in blocks], request.tenant,
         ]
     ).encode()  # fmt: skip
     return b"".join(
@@ -187,7 +187,7 @@ def write_request(
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
     start = 2 + int.from_bytes(payload[:2], "little")
-    request_id, class_name, num_tokens, max_tokens, for_engines, counts = json.loads(
+    request_id, class_name, num_tokens, max_tokens, for_engines, counts, tenant = json.loads(
         payload[2:start]
     )
     names = array("q", payload[start:]).tolist()
@@ -197,7 +197,9 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
         del names[:count]
     prompt = Prompt(range(num_tokens), blocks)
     return (
-        InferenceRequest(request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt),
+        InferenceRequest(
+            request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, tenant
+        ),
         class_name,
     )
 

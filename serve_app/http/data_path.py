@@ -19,6 +19,7 @@ from serve_app.http.generation_reader import Generation, GenerationReader, check
 from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
+from serve_app.http.tenants import tenant_of
 
 _HANDED_ON = frozenset(
     (
@@ -78,12 +79,14 @@ class DataPath:
     async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
         generation = await self._generation(scope["path"], known)
         call = Call(_path(scope), _headers(scope), body, known.stream)
+        tenant = self._gateway.cluster.tenant_named(tenant_of(scope["headers"]))
         if generation is None:
             ids = known.token_ids or self._count(known.text) or [0]
-            return InferenceRequest(f"req-{new_id()}", ids, known.max_tokens, call)
+            name = f"req-{new_id()}"
+            return InferenceRequest(name, ids, known.max_tokens, call, tenant=tenant)
         name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
         ids, longest = generation.token_ids, generation.sampling.max_tokens
-        return InferenceRequest(name, ids, longest, call, for_engines=True)
+        return InferenceRequest(name, ids, longest, call, for_engines=True, tenant=tenant)
 
     def _count(self, text: str) -> Sequence[int]:
         is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)
