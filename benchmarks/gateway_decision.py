@@ -167,7 +167,7 @@ class Load:
         self._num += 1
         answer = _Answer(
             request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids), "champion",
-            time.time(), asyncio.Timeout(None), Fleet.max_model_tokens,
+            time.time(), asyncio.Timeout(None), Fleet.max_model_tokens, 1.0,
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         pick = _result_of(gateway._placement.pick(answer))

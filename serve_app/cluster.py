@@ -26,6 +26,8 @@ from tokenyard.config import FrozenModel, read_named
 from tokenyard.routing.fleet import EngineSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
+DEFAULT_TENANT = "default"
+"""Tenant of requests that name none of the cluster file."""
 
 
 class EngineProfile(EngineSpeed):
@@ -126,8 +128,11 @@ class ExternalPool(FrozenModel):
     profile: EngineProfile
     """Their speed, which nobody can measure from outside without loading them."""
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
-    """Most requests of this gateway in flight at one endpoint; more are placed elsewhere, and
-    refused with 429 where there is no room anywhere."""
+    """Most requests of this gateway in flight at one endpoint; more are placed elsewhere. Where
+    there is no room anywhere they wait in the cluster's `queue`, or get 429."""
+    order: Literal["fcfs", "priority"] = "fcfs"
+    """The endpoints' `--scheduling-policy`. With `priority` each request is sent with its place in
+    the policy's order as vLLM's `priority`, and callers may give none of their own."""
     max_model_tokens: Annotated[int, Field(ge=2)] = 8192
     prefix_block_tokens: Annotated[int, Field(ge=0)] = 0
     api_key_env: str | None = None
@@ -229,6 +234,22 @@ class Limits(FrozenModel):
     """Times that a request is placed again where a replica fails before its first token."""
 
 
+class QueueSettings(FrozenModel):
+    """How requests wait at the gateway where every replica that could take them is full."""
+
+    max_requests: Annotated[int, Field(ge=1)] = 1000
+    """Requests that wait; one more gets 429. They are in flight: see `limits.max_in_flight`."""
+    max_wait_s: Annotated[float, Field(gt=0)] = 30.0
+    """Longest time that one waits for a replica to have room; then it gets 429."""
+
+
+class Tenant(FrozenModel):
+    """Who shares the cluster with others."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share is its weight over the sum of all tenants' weights."""
+
+
 class CircuitBreakerSettings(FrozenModel):
     """When a policy is not asked, and for how long: see `serve_app.policy.runner`."""
 
@@ -322,6 +343,12 @@ class Cluster(FrozenModel):
     pools: tuple[AnyPool, ...] = ()
     allocation: AllocatedPool | None = None
     """A pool that is reshaped under load, beside those that stay as they are."""
+    queue: QueueSettings | None = None
+    """Requests wait at the gateway where all replicas have `max_ongoing` in flight; None: they get
+    429 at once."""
+    tenants: Mapping[str, Tenant] = {}
+    """Whose requests orders such as `fair` tell apart. Those that name no other are one more, of
+    weight 1 unless `default` is among these."""
     decide_only: bool = False
     """Serve no model: answer which replica a caller should choose, and nothing is sent."""
 
@@ -354,6 +381,19 @@ class Cluster(FrozenModel):
         if len(models) > 1:
             raise ValueError(f"pools serve different models {sorted(models)}; give one to all")
         return self
+
+    def tenant_named(self, name: str | None) -> str:
+        """Return the tenant that requests of that name are for; empty: there are no tenants."""
+        if not self.tenants:
+            return ""
+        return DEFAULT_TENANT if name is None or name not in self.tenants else name
+
+    def tenant_share(self, name: str) -> float:
+        """Return the share of the service that a tenant is entitled to, in (0, 1]."""
+        if not self.tenants:
+            return 1.0
+        weights = {DEFAULT_TENANT: 1.0} | {one: has.weight for one, has in self.tenants.items()}
+        return weights.get(name, weights[DEFAULT_TENANT]) / sum(weights.values())
 
     @property
     def own_pools(self) -> tuple[Pool, ...]:

@@ -24,10 +24,7 @@ from serve_app.engines.base import (
     Sampling,
 )
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
-from serve_app.engines.waiting import Arrivals
-
-PRIORITIES_PER_S = 1000
-"""vLLM's priorities are whole numbers: milliseconds here."""
+from serve_app.engines.waiting import Arrivals, priority_of
 
 
 class VllmEngine:
@@ -91,7 +88,7 @@ class VllmEngine:
             key_s = self._arrivals.key_s(order_key_s)
             outputs = self._llm.generate(
                 prompt, _sampling_params(sampling), request_id,
-                priority=round(key_s * PRIORITIES_PER_S),
+                priority=priority_of(key_s),
             )  # fmt: skip
             async with aclosing(outputs):
                 async for output in outputs:

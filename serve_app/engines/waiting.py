@@ -27,6 +27,11 @@ class Arrivals:
         return self._last_s
 
 
+def priority_of(key_s: float) -> int:
+    """Return a key as vLLM's `priority`, a whole number, lower first: Unix time, milliseconds."""
+    return round(key_s * 1000)
+
+
 class WaitingLine(Generic[Item]):
     """Those who wait, lowest key first, and of equal keys who came first."""
 

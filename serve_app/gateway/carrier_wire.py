@@ -178,7 +178,8 @@ def write_request(
     told = _encode(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(one) for one in blocks], *_told(request.caller),
+            request.for_engines, [len(one) for one in blocks], request.tenant,
+            *_told(request.caller),
         ]
     ).encode()  # fmt: skip
     return b"".join(
@@ -189,7 +190,7 @@ def write_request(
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
     start = 2 + int.from_bytes(payload[:2], "little")
-    request_id, class_name, num_tokens, max_tokens, for_engines, counts, *told = json.loads(
+    request_id, class_name, num_tokens, max_tokens, for_engines, counts, tenant, *told = json.loads(
         payload[2:start]
     )
     caller = Caller(*told) if told else ANYBODY
@@ -201,7 +202,7 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     prompt = Prompt(range(num_tokens), blocks)
     return (
         InferenceRequest(
-            request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, caller
+            request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, tenant, caller
         ),
         class_name,
     )

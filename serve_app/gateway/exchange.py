@@ -47,6 +47,8 @@ class InferenceRequest:
     """Whether engines of ours understand it; `token_ids` are then what they are given."""
     hashed: Prompt | None = None
     """The prompt with the names of its blocks, where they are known already."""
+    tenant: str = ""
+    """Who is to be served; empty: nobody whom the cluster file names."""
     caller: Caller = ANYBODY
     """Who asks."""
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from serve_app.cluster import EngineProfile, ExternalPool, max_model_tokens
+from serve_app.engines.waiting import Arrivals, priority_of
 from serve_app.gateway.exchange import Attempt, Call
 from serve_app.gateway.forwarding import EndpointAsRayReplica, Forwarder
-from serve_app.gateway.json_fields import replace_field
+from serve_app.gateway.json_fields import replace_field, set_field
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from serve_app.gateway.scraping import Scraper
@@ -32,6 +33,7 @@ class ExternalBackend:
         self.name = pool.name
         self.max_model_tokens = max_model_tokens(pool)
         self._pool, self._renames = pool, pool.model != served_model
+        self._arrivals = Arrivals()
         self._endpoints = {
             url: EndpointAsRayReplica(url, Origin.of(url), pool.max_ongoing)
             for url in (str(one.url).rstrip("/") for one in pool.endpoints)
@@ -88,7 +90,15 @@ class ExternalBackend:
         """
         call, origin = attempt.request.call, self._endpoints[replica_id].origin
         headers = self._key + call.headers
-        await self._forwarder.forward(origin, headers, self._body(call), attempt)
+        body = self._body(call, attempt.order_key_s)
+        await self._forwarder.forward(origin, headers, body, attempt)
 
-    def _body(self, call: Call) -> bytes:
-        return replace_field(call.body, "model", self._pool.model) if self._renames else call.body
+    def _body(self, call: Call, order_key_s: float | None) -> bytes:
+        body = call.body
+        if self._renames:
+            body = replace_field(body, "model", self._pool.model)
+        if self._pool.order == "priority" and call.generates:
+            # One without a key would have priority 0, before all others.
+            priority = priority_of(self._arrivals.key_s(order_key_s))
+            body = set_field(body, "priority", priority)
+        return body

@@ -30,6 +30,7 @@ from serve_app.gateway.generation import (
     new_id,
 )
 from serve_app.gateway.history import History
+from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
@@ -46,6 +47,8 @@ _MAX_RETRY_AFTER_S = 60
 _DRAIN_POLL_S = 0.05
 _LAST_EVENTS_S = 1.0
 """For errors to be sent to those that are cut off."""
+_WHY_FULL = {QueueFull: "queue full", WaitedTooLong: "waited too long"}
+"""Reasons of refusals, by what went wrong."""
 _PATIENCE_S = 20.0
 """How long a request waits for a replica where there is none."""
 
@@ -91,6 +94,8 @@ class _Answer:
     """Prompt and answer that any pool takes."""
     grant: Grant | None
     """What is reserved of its caller's limits; None: it has none."""
+    tenant_share: float
+    """Share of the service that the tenant is entitled to."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
     is_ordered: bool = False
@@ -109,9 +114,14 @@ class _Answer:
         return self.wanted.request_id
 
     @property
+    def due_s(self) -> float:
+        """SLO of the first token, or of the response where that has none, seconds."""
+        return self.service_class.ttft_s or self.service_class.response_s
+
+    @property
     def tenant(self) -> str:
-        """Whose key it came with; empty: nobody's."""
-        return self.wanted.caller.tenant
+        """Who is served; empty: nobody who is known."""
+        return self.wanted.tenant
 
     @property
     def needed_tokens(self) -> int:
@@ -191,6 +201,10 @@ class Gateway:
             self.cluster, self.manager, self.backends, self.table, self.history, self.outliers,
             self.metrics, self.clock_s,
         )  # fmt: skip
+        queue = self.cluster.queue
+        self.holding = None
+        if queue is not None:
+            self.holding = Holding(queue, self._placement, self.metrics, self.clock_s)
         self._waits: set[asyncio.Timeout] = set()
         self._ends_s = math.inf
         self._longest_tokens = 0 if self.cluster.decide_only else self.cluster.max_model_tokens
@@ -250,7 +264,7 @@ class Gateway:
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
         answer = _Answer(
             request, service_class, downstream, prompt, arm, self.clock_s(), wait,
-            self._longest_tokens, grant,
+            self._longest_tokens, grant, self.cluster.tenant_share(request.tenant),
         )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
@@ -364,7 +378,7 @@ class Gateway:
         used = answer.used_tokens
         if answer.grant is not None:
             answer.grant.settle(used)
-        series = self.metrics.of_tenant(answer.tenant)
+        series = self.metrics.of_tenant(answer.wanted.caller.tenant)
         series.requests.inc()
         series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
         series.output_tokens.inc(answer.num_tokens)
@@ -398,7 +412,7 @@ class Gateway:
                 if answer.num_tokens or answer.downstream.begun:
                     raise Unserved(f"{error}, after {answer.num_tokens} tokens") from None
         if isinstance(failure, ReplicaFull):
-            self.metrics.refused.labels("replicas full").inc()
+            self.metrics.refused.labels(_WHY_FULL.get(type(failure), "replicas full")).inc()
             raise Refused(str(failure), self._retry_after_s())
         raise Unserved("no replica is there" if failure is None else str(failure))
 
@@ -467,6 +481,8 @@ class Gateway:
         metrics, pool = self.metrics, pick.replica.pool
         response_s = answer.response_s if done else None
         self._placement.finish(pick, answer.request_id, now_s, response_s)
+        if self.holding is not None:
+            self.holding.release()
         metrics.requests.labels(pool, answer.service_class.name, outcome).inc()
         series = metrics.of_pool(pool)
         series.output_tokens.inc(answer.num_tokens)
@@ -482,12 +498,22 @@ class Gateway:
 
     async def _pick_or_wait(self, answer: _Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""
-        pick = await self._placement.pick(answer)
+        pick = await self._pick_or_hold(answer)
         if pick is None and not self.table.replicas:
             await self._some_replica(self.clock_s())
             answer.tried.clear()  # Those that come may be the same, and well again.
-            pick = await self._placement.pick(answer)
+            pick = await self._pick_or_hold(answer)
         return pick
+
+    async def _pick_or_hold(self, answer: _Answer) -> Pick | None:
+        """Choose a replica; where all are full, hold the request if that is wanted."""
+        if self.holding is None:
+            return await self._placement.pick(answer)
+        self.holding.release()  # Who waits goes before who comes.
+        try:
+            return await self._placement.pick(answer)
+        except ReplicaFull:
+            return await self.holding.place(answer)
 
 
 class _Attempt:

@@ -33,13 +33,13 @@ def spans(text: str) -> list[tuple[str, Any, int, int]]:
         at = _skip(text, at + 1)
 
 
-def replace_field(body: bytes, name: str, value: str) -> bytes:
+def replace_field(body: bytes, name: str, value: str | int) -> bytes:
     """Return an object with another value of one field; the rest of it stays byte by byte.
 
     Args:
         body: UTF-8.
         name: Of the field; where it is not there, nothing changes.
-        value: A text.
+        value: A text or a number.
 
     Raises:
         ValueError: It is not a JSON object.
@@ -51,6 +51,23 @@ def replace_field(body: bytes, name: str, value: str) -> bytes:
             pieces += [text[done:start], new]
             done = end
     return "".join([*pieces, text[done:]]).encode()
+
+
+def set_field(body: bytes, name: str, value: str | int) -> bytes:
+    """Return an object with a value of one field, put first where the field is not there.
+
+    The rest of it stays byte by byte. Arguments as for `replace_field`.
+
+    Raises:
+        ValueError: It is not a JSON object.
+    """
+    text = body.decode()
+    found = spans(text)
+    if any(field == name for field, *_ in found):
+        return replace_field(body, name, value)
+    start = _after(text, 0, "{")
+    field = f"{json.dumps(name)}: {json.dumps(value)}{', ' if found else ''}"
+    return f"{text[:start]}{field}{text[start:]}".encode()
 
 
 def _skip(text: str, at: int) -> int:

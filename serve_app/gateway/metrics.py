@@ -39,6 +39,7 @@ _GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "replicas": ("Replicas that are known.", _POOL),
     "signal_age_seconds": ("Age of the oldest state in the pool.", _POOL),
     "host": ("Load of a replica's machine and its GPUs.", ("replica", "quantity")),
+    "held": ("Requests that wait at the gateway for a replica with room.", ()),
     "carriers": ("Processes that carry for this decider.", ()),
     "log_lines_lost": ("Decisions missing in the log.", ()),
 }
@@ -46,6 +47,7 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[str, ...], tuple[float, ...]]] = {
     "ttft_seconds": ("Arrival to first token.", _POOL, _LATENCIES_S),
     "tpot_seconds": ("Mean time per output token after the first.", _POOL, _TOKEN_TIMES_S),
     "response_seconds": ("Arrival to last token.", _POOL, _LATENCIES_S),
+    "held_seconds": ("Time that requests waited at the gateway for room.", (), _LATENCIES_S),
     "decision_seconds": ("Time to choose a replica.", (), _DECISION_TIMES_S),
 }
 
@@ -96,11 +98,13 @@ class Metrics:
     replicas: Gauge
     signal_age_seconds: Gauge
     host: Gauge
+    held: Gauge
     carriers: Gauge
     log_lines_lost: Gauge
     ttft_seconds: Histogram
     tpot_seconds: Histogram
     response_seconds: Histogram
+    held_seconds: Histogram
     decision_seconds: Histogram
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from tokenyard.routing.snapshot_table import (
     SnapshotTable,
     keep_with_room,
 )
-from tokenyard.routing.types import Request
+from tokenyard.routing.types import Decision, Request
 from tokenyard.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
@@ -52,10 +52,6 @@ class Placeable(Protocol):
     @property
     def prompt(self) -> Prompt:
         """Its prompt."""
-
-    @property
-    def tenant(self) -> str:
-        """Whose key it came with; empty: nobody's."""
 
     @property
     def needed_tokens(self) -> int:
@@ -77,12 +73,21 @@ class Placeable(Protocol):
         """Replicas that it must not be sent to again."""
 
     @property
-    def is_ordered(self) -> bool:
-        """Whether it has been placed before, and so has the key that it waits by."""
+    def due_s(self) -> float:
+        """Its SLO for the first token, or for the response where that has none, seconds."""
 
     @property
-    def order_key_s(self) -> float | None:
-        """That key, Unix time, seconds; None: it has none."""
+    def tenant(self) -> str:
+        """Who is to be served; empty: nobody who is known."""
+
+    @property
+    def tenant_share(self) -> float:
+        """Share of the service that the tenant is entitled to, in (0, 1]."""
+
+    is_ordered: bool
+    """Whether it has been placed before, or held, and so has the key that it waits by."""
+    order_key_s: float | None
+    """That key, Unix time, seconds; None: it waits behind all that are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +133,14 @@ class Placement:
             clock_s: Unix time, seconds.
         """
         self._stale_after_s = cluster.circuit_breaker.stale_after_s
-        self._max_overtaking_s = load_scenario(cluster.scenario).max_overtaking_s
-        # Engines of ours know their own limit, and say when they are full.
+        scenario = load_scenario(cluster.scenario)
+        self._max_overtaking_s = scenario.max_overtaking_s
+        self._has_tenants, self._num_servers = bool(cluster.tenants), scenario.num_servers
         self._most_in_flight = {one.name: one.max_ongoing for one in cluster.external_pools}
+        if cluster.queue is not None:
+            # Else engines of ours, which know their own limit, say themselves when they are full.
+            own = cluster.own_pools
+            self._most_in_flight |= {one.name: one.max_ongoing_requests for one in own}
         self._most: FloatArray = np.zeros(0)
         """Of one replica, by the number of its pool."""
         none: IntArray = np.zeros(0, dtype=np.int64)
@@ -159,14 +169,59 @@ class Placement:
         started_ns, by_ray = time.perf_counter_ns(), None
         if self._manager.policy.name == RAY_DEFAULT:
             by_ray = await self._ask_ray(asked.tried)
+        if by_ray is None:
+            self._let_others_go()
+        return self._pick(asked, by_ray, started_ns)
+
+    def pick_now(self, asked: Placeable) -> Pick | None:
+        """As `pick`, without a wait: Ray's own router is not asked, and the baseline decides.
+
+        Raises:
+            ReplicaFull: As `pick`.
+        """
+        return self._pick(asked, None, time.perf_counter_ns())
+
+    def _pick(self, asked: Placeable, by_ray: str | None, started_ns: int) -> Pick | None:
         with self.realtime.section():
-            if by_ray is None:
-                self._let_others_go()
             now_s = self.refresh()
             pick = self._decide(asked, now_s, by_ray, started_ns)
         if pick is not None:
             self._reserve(asked, pick, now_s)
         return pick
+
+    def give_key(self, asked: Placeable) -> None:
+        """Ask the policy for the key of a request that has to wait, where it has none yet."""
+        runner, now_s = self._manager.deciding(asked.arm), self._clock_s()
+        rows = self._candidates(asked, now_s)
+        if asked.is_ordered or not runner.orders or not len(rows):
+            return
+        snapshots = self._table.snapshots(rows, asked.prompt)
+        request = self._request(asked, runner.loaded.predicted_total_tokens)
+        decision = runner.decide(request, snapshots)
+        snapshots.release()
+        if isinstance(decision, Decision):
+            asked.order_key_s = bounded_key_s(
+                decision.order_key_s, asked.arrival_s, now_s, self._max_overtaking_s
+            )
+            asked.is_ordered = True
+
+    def has_room(self) -> bool:
+        """Whether any replica takes another request."""
+        return bool(len(self._with_room(self._offered(self.refresh()))))
+
+    def fitting(self, asked: Placeable) -> tuple[str, ...]:
+        """Names of the pools that can answer a request."""
+        return tuple(name for name, one in self._backends.items() if asked.fits(one))
+
+    def windows(self) -> list[dict[str, Any]]:
+        """How full each replica is: requests in flight, and how many there may be; None: any."""
+        return [
+            {
+                "replica_id": one.replica_id, "pool": one.pool, "in_flight": one.in_flight.count,
+                "max_ongoing": self._most_in_flight.get(one.pool),
+            }
+            for one in self._table.replicas.values()
+        ]  # fmt: skip
 
     def finish(self, pick: Pick, request_id: str, now_s: float, response_s: float | None) -> None:
         """Note the end of an attempt.
@@ -266,7 +321,7 @@ class Placement:
         if asked.tried:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
-        fitting = [name for name, one in self._backends.items() if asked.fits(one)]
+        fitting = self.fitting(asked)
         if len(fitting) < len(self._backends):
             fits = np.array([name in fitting for name in table.pools])
             rows = rows[fits[table.state[rows, POOL].astype(np.int64)]]
@@ -300,7 +355,11 @@ class Placement:
         context = len(asked.prompt.token_ids)
         total = max(min(predicted(context), asked.needed_tokens), context + 1)
         # Always a float: compiled policies are compiled anew for other types.
-        return Request(asked.arrival_s, context, float(total))
+        share = asked.tenant_share
+        if self._has_tenants:
+            # Orders are made for as many replicas as the scenario has, and here there are others.
+            share *= len(self._table.replicas) / self._num_servers
+        return Request(asked.arrival_s, context, float(total), asked.due_s, asked.tenant, share)
 
     def _reserve(self, asked: Placeable, pick: Pick, now_s: float) -> None:
         """Note that the request is on its way, before anything else can be placed."""

@@ -114,6 +114,12 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             ]
         }
 
+    @router.get("/v1/queue", dependencies=is_authorized, responses={401: {"model": Problem}})
+    async def queue() -> dict[str, Any]:
+        """Tell which requests wait at the gateway, who is next first, and how full replicas are."""
+        holding = gateway.holding
+        return {"held": 0, "requests": []} if holding is None else holding.describe()
+
     @router.get("/healthz")
     async def healthz() -> JSONResponse:
         """Say that the gateway takes requests, and how many replicas it knows; 503: it drains."""

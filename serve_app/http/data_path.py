@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_app.cluster import SloClass
 from serve_app.engines.tokenizer import EstimatedTokens, EstimatingTokenizer, Tokenizer
+from serve_app.gateway.callers import Caller
 from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
@@ -20,6 +21,7 @@ from serve_app.http.generation_reader import Generation, GenerationReader, check
 from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
+from serve_app.http.tenants import tenant_of
 
 _HANDED_ON = frozenset(
     (
@@ -47,6 +49,7 @@ class DataPath:
         self._gateway, self._tokenizer, self._refuse = gateway, tokenizer, refuse
         cluster = gateway.cluster
         self._has_endpoints = bool(cluster.external_pools)
+        self._orders = any(one.order == "priority" for one in cluster.external_pools)
         self._reader = None
         if cluster.own_pools or cluster.templates:
             self._reader = GenerationReader(
@@ -69,6 +72,8 @@ class DataPath:
             await response(scope, receive, send)
 
     def _class(self, scope: Scope, known: Peek) -> SloClass:
+        if self._orders and known.priority is not None:
+            raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
         served, models = self._gateway.cluster.served_model, caller_of(scope).models
         if known.model is not None:
             check_model(served, known.model)
@@ -79,13 +84,22 @@ class DataPath:
     async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
         generation = await self._generation(scope["path"], known)
         call, caller = Call(_path(scope), _headers(scope), body, known.stream), caller_of(scope)
+        tenant = self._tenant(scope, caller)
         if generation is None:
             ids = known.token_ids or self._count(known.text) or [0]
             name = f"req-{new_id()}"
-            return InferenceRequest(name, ids, known.max_tokens, call, caller=caller)
+            return InferenceRequest(name, ids, known.max_tokens, call, tenant=tenant, caller=caller)
         name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
         ids, longest = generation.token_ids, generation.sampling.max_tokens
-        return InferenceRequest(name, ids, longest, call, for_engines=True, caller=caller)
+        return InferenceRequest(
+            name, ids, longest, call, for_engines=True, tenant=tenant, caller=caller
+        )
+
+    def _tenant(self, scope: Scope, caller: Caller) -> str:
+        """Whose share of the service it is: the key's; without a file of keys the header's."""
+        cluster = self._gateway.cluster
+        named = tenant_of(scope["headers"]) if cluster.gateway.keys is None else None
+        return cluster.tenant_named(caller.tenant or named)
 
     def _count(self, text: str) -> Sequence[int]:
         is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)

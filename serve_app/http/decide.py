@@ -56,7 +56,8 @@ class RouteService:
         runner = self._runner()
         card = runner.loaded.card
         predicted = runner.loaded.predicted_total_tokens(message.request.context_tokens)
-        request = message.request.to_request(self._clock_s(), predicted)
+        due_s = card.slo_response_s
+        request = message.request.to_request(self._clock_s(), predicted, due_s)
         snapshots = [snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots]
         runner.check_compatible(snapshots)
         asked = None if self._decide_only else runner
@@ -74,7 +75,7 @@ class RouteService:
             decision_us=choice.decision_us,
             fallback=choice.fallback,
             explored=choice.explored,
-            order_key_s=choice.order_key_s,
+            order_key_s=_finite(choice.order_key_s),
         )
 
     def _runner(self) -> PolicyRunner:
@@ -84,6 +85,11 @@ class RouteService:
         if self._copy is None or self._copy.loaded is not deciding.loaded:
             self._copy = self._manager.runner(deciding.name, deciding.loaded)
         return self._copy
+
+
+def _finite(key_s: float | None) -> float | None:
+    """A key that JSON has a number for: one that is infinite is behind all others."""
+    return key_s if key_s is not None and math.isfinite(key_s) else None
 
 
 def _record(

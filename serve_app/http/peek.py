@@ -37,6 +37,12 @@ class Peek:
     """Class of the request; None: it names none."""
 
     @property
+    def priority(self) -> Any:
+        """Priority in vLLM's sense, which is no text; None: it gives none."""
+        given = self.fields.get("priority")
+        return None if isinstance(given, str) else given
+
+    @property
     def text(self) -> str:
         """All that the model reads, as far as it is text."""
         prompt = self.fields.get("prompt")

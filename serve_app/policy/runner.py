@@ -277,7 +277,10 @@ class PolicyRunner:
 
     def _start(self) -> None:
         # Asked once: looking a protocol's methods up takes as long as a small decision.
-        self._decide, self._decide_place = deciders_of(self.loaded.make(self.rng.spawn(1)[0]))
+        policy = self.loaded.make(self.rng.spawn(1)[0])
+        self.orders = isinstance(policy, OrderingPolicy)
+        """Whether it says in which order requests wait."""
+        self._decide, self._decide_place = deciders_of(policy)
 
 
 Decide = Callable[[Request, Sequence[ReplicaSnapshot]], Decision]
@@ -303,8 +306,8 @@ def decide_by(
 def _check(decision: Decision, num_replicas: int) -> None:
     if not 0 <= decision.replica < num_replicas:
         raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
-    if decision.order_key_s is not None and not math.isfinite(decision.order_key_s):
-        raise ValueError(f"its order key is {decision.order_key_s}")
+    if decision.order_key_s is not None and math.isnan(decision.order_key_s):
+        raise ValueError("its order key is no number")
     scores = decision.scores
     # The sum of all is quicker to look at; that of large ones may overflow.
     if scores is None or math.isfinite(np.add.reduce(scores)):

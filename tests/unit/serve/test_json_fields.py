@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
-from serve_app.gateway.json_fields import replace_field, spans
+from serve_app.gateway.json_fields import replace_field, set_field, spans
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -45,3 +45,18 @@ def test_of_a_field_that_is_there_twice_both_change_and_blanks_stay():
 def test_what_is_no_object_is_an_error(body):
     with pytest.raises(ValueError, match=r".+"):
         replace_field(body, "model", "x")
+
+
+@settings(max_examples=scaled(300), deadline=None)
+@given(
+    st.dictionaries(st.text() | st.just("priority"), VALUES, max_size=6),
+    st.sampled_from([None, 0, 3]),
+    st.integers(),
+)
+def test_a_field_that_is_not_there_comes_first_and_the_rest_stays(fields, indent, value):
+    body = json.dumps(fields, ensure_ascii=False, indent=indent).encode(errors="replace")
+    changed = set_field(body, "priority", value)
+    assert json.loads(changed) == json.loads(body) | {"priority": value}
+    if "priority" not in json.loads(body):
+        added = b'"priority": %d%b' % (value, b", " if json.loads(body) else b"")
+        assert changed.replace(added, b"", 1) == body

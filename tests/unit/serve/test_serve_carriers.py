@@ -377,11 +377,11 @@ def test_a_gateway_with_an_allocated_pool_is_one_process():
 def test_a_request_tells_the_names_of_its_blocks():
     tokens = EstimatedTokens("some words " * 20)
     call = Call(b"/v1/completions", b"", b"{}", stream=False)
-    request = InferenceRequest("req-ü", tokens, 7, call, for_engines=True)
+    request = InferenceRequest("req-ü", tokens, 7, call, for_engines=True, tenant="t")
     wire = write_request(request, "batch", request.prompt, (4, 16))
     read, class_name = read_request(wire, (4, 16))
-    assert (read.request_id, read.max_tokens, read.for_engines, class_name) == (
-        "req-ü", 7, True, "batch",
+    assert (read.request_id, read.max_tokens, read.for_engines, class_name, read.tenant) == (
+        "req-ü", 7, True, "batch", "t",
     )  # fmt: skip
     for size in (0, 4, 16):
         assert read.prompt.blocks(size) == Prompt(list(tokens)).blocks(size)

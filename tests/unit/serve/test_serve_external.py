@@ -29,11 +29,11 @@ PROFILE = {
 BODY = {"model": "m", "prompt": "hello", "max_tokens": 8, "stream": True}
 
 
-def a_cluster(endpoints, deadlines, max_ongoing=1024, **fields):
+def a_cluster(endpoints, deadlines, max_ongoing=1024, order="fcfs", **fields):
     pool = {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": one.url} for one in endpoints], "deadlines": deadlines,
-        "max_ongoing": max_ongoing,
+        "max_ongoing": max_ongoing, "order": order,
     }  # fmt: skip
     known = {"name": "t", "description": "t", "served_model": "m", "explore_fraction": 0.0}
     return Cluster.model_validate(known | {"pools": [pool]} | fields)

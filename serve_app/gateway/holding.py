@@ -1,0 +1,161 @@
+"""Requests that wait at the gateway, because every replica that could take them has enough.
+
+They wait in one line by their order keys. As soon as a replica has room, the policy that decides
+then chooses for the first of them, from what is known then (late binding). An engine's own queue
+so stays as short as its pool's `max_ongoing`, and its order is the gateway's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_app.cluster import QueueSettings
+from serve_app.engines.waiting import WaitingLine
+from serve_app.gateway.generation import ReplicaFull
+from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.placement import Pick, Placeable, Placement
+
+_LOOK_EVERY_S = 0.05
+"""For room that nobody tells of: a replica that comes, or takes requests again."""
+_MOST_SHOWN = 100
+
+
+class QueueFull(ReplicaFull):
+    """A request that comes where as many wait as may."""
+
+
+class WaitedTooLong(ReplicaFull):
+    """A request for which there was no room in time."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    asked: Placeable
+    since_s: float
+    placed: asyncio.Future[Pick]
+
+
+class Holding:
+    """The line; on one event loop."""
+
+    def __init__(
+        self,
+        settings: QueueSettings,
+        placement: Placement,
+        metrics: Metrics,
+        clock_s: Callable[[], float],
+    ) -> None:
+        """Hold nothing yet.
+
+        Args:
+            settings: How many may wait, and how long.
+            placement: Chooses replicas for them.
+            metrics: Are told.
+            clock_s: Unix time, seconds.
+        """
+        self._settings, self._placement = settings, placement
+        self._metrics, self._clock_s = metrics, clock_s
+        self._line: WaitingLine[_Held] = WaitingLine()
+        self._looking: asyncio.TimerHandle | None = None
+
+    async def place(self, asked: Placeable) -> Pick:
+        """Wait until a replica has room, and return it, with a place that is reserved.
+
+        Being cancelled gives the place up.
+
+        Raises:
+            QueueFull: As many wait as may.
+            WaitedTooLong: There was no room in time.
+        """
+        if len(self._line) >= self._settings.max_requests:
+            raise QueueFull(f"{len(self._line)} requests wait at the gateway already")
+        self._placement.give_key(asked)
+        placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
+        held = _Held(asked, self._clock_s(), placed)
+        key_s = asked.order_key_s
+        self._line.add(held, asked.arrival_s if key_s is None else key_s)
+        self._look_later()
+        try:
+            return await self._wait(held)
+        finally:
+            self._end(held)
+
+    async def _wait(self, held: _Held) -> Pick:
+        most_s, placed = self._settings.max_wait_s, held.placed
+        limit = asyncio.timeout(most_s)
+        try:
+            async with limit:
+                return await placed
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if placed.done() and not placed.cancelled():
+                return placed.result()  # Just in time.
+            raise WaitedTooLong(f"no replica had room within {most_s:g} s") from None
+        except asyncio.CancelledError:
+            if placed.done() and not placed.cancelled():
+                # Whoever asked left just then: the place is another's.
+                request_id, now_s = held.asked.request_id, self._clock_s()
+                self._placement.finish(placed.result(), request_id, now_s, None)
+                self.release()
+            raise
+
+    def release(self) -> None:
+        """Place those for whom there is room, in the order of their keys."""
+        blocked: set[tuple[object, ...]] = set()
+        for held in self._line:
+            if not self._placement.has_room():
+                return
+            asked = held.asked
+            # What some that want the same could not have, others cannot either.
+            wants = (self._placement.fitting(asked), frozenset(asked.tried))
+            if wants in blocked or held.placed.done():
+                continue
+            pick = self._try(asked)
+            if pick is None:
+                blocked.add(wants)
+                continue
+            self._line.remove(held)
+            held.placed.set_result(pick)
+
+    def _try(self, asked: Placeable) -> Pick | None:
+        try:
+            return self._placement.pick_now(asked)
+        except ReplicaFull:
+            return None
+
+    def _end(self, held: _Held) -> None:
+        self._line.remove(held)
+        self._metrics.held.set(len(self._line))
+        self._metrics.held_seconds.observe(self._clock_s() - held.since_s)
+
+    def _look_later(self) -> None:
+        self._metrics.held.set(len(self._line))
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        if len(self._line):
+            self.release()
+            self._look_later()
+
+    def describe(self) -> dict[str, Any]:
+        """Tell who waits, who is next first, and why: how full pools are."""
+        now_s, settings = self._clock_s(), self._settings
+        waiting = [
+            {
+                "request_id": one.asked.request_id, "waited_s": now_s - one.since_s,
+                "tenant": one.asked.tenant, "prompt_tokens": len(one.asked.prompt.token_ids),
+                "order_key_s": one.asked.order_key_s, "replicas_that_failed": len(one.asked.tried),
+                "pools": self._placement.fitting(one.asked),
+            }
+            for one in list(self._line)[:_MOST_SHOWN]
+        ]  # fmt: skip
+        return {
+            "max_requests": settings.max_requests, "max_wait_s": settings.max_wait_s,
+            "held": len(self._line), "requests": waiting, "full": self._placement.windows(),
+        }  # fmt: skip
