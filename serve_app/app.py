@@ -21,7 +21,6 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
-from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
@@ -39,7 +38,7 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.policy.state import STATE_FILE, Remembers, StateFile
 from serve_app.ray_serve.carrier_replica import SWITCH_S, CarrierReplica, end_with_ray
-from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
+from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizers
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import CANDIDATE
 
@@ -128,9 +127,7 @@ class GatewayReplica:
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._gateway = Gateway(cluster, manager, self._asked(backends), metrics, log=log)
         self._access = make_access(options)
-        self._tokenizer: Tokenizer = EstimatingTokenizer()
-        for pool in (*cluster.own_pools[:1], *cluster.templates):
-            self._tokenizer = load_tokenizer(pool.config.model)
+        self._tokenizers = load_tokenizers(cluster)
         self._registry = registry
         self._allocator = make_allocator(
             APP_NAME, self._gateway, backends, registry, options.decision_log
@@ -172,7 +169,7 @@ class GatewayReplica:
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
-        api = create_gateway_api(self._gateway, self._tokenizer, self._access, self._lifecycle)
+        api = create_gateway_api(self._gateway, self._tokenizers, self._access, self._lifecycle)
         if self._allocator is not None:
             scenario = self._allocator.scenario
             router = allocation.make_router(

@@ -26,12 +26,12 @@ class ExternalBackend:
 
         Args:
             pool: Of them.
-            served_model: Name by which callers know what the pool calls `model`.
+            served_model: Name by which callers know what the pool calls `model`, unless it says.
             metrics: Counts scrapes that fail.
         """
         self.name = pool.name
         self.max_model_tokens = max_model_tokens(pool)
-        self._pool, self._renames = pool, pool.model != served_model
+        self._pool, self._renames = pool, pool.model != (pool.served_model or served_model)
         self._endpoints = {
             url: EndpointAsRayReplica(url, Origin.of(url), pool.max_ongoing)
             for url in (str(one.url).rstrip("/") for one in pool.endpoints)
@@ -88,7 +88,10 @@ class ExternalBackend:
         """
         call, origin = attempt.request.call, self._endpoints[replica_id].origin
         headers = self._key + call.headers
-        await self._forwarder.forward(origin, headers, self._body(call), attempt)
+        body = self._body(call, attempt.request.model)
+        await self._forwarder.forward(origin, headers, body, attempt)
 
-    def _body(self, call: Call) -> bytes:
-        return replace_field(call.body, "model", self._pool.model) if self._renames else call.body
+    def _body(self, call: Call, model: str | None) -> bytes:
+        if not self._renames or model in self._pool.loras:
+            return call.body
+        return replace_field(call.body, "model", self._pool.model)
