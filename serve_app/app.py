@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, ur
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.listener import Listener
+from serve_app.http.listener import Listener, hold_port
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.manager import PolicyManager
@@ -111,6 +112,8 @@ class GatewayReplica:
         self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
     ) -> None:
         """Connect to the pools and make the policy."""
+        # What follows takes seconds.
+        self._held = self._hold_port(options)
         sys.setswitchinterval(SWITCH_S)
         registry = registry_of(options)
         manager = PolicyManager(
@@ -146,6 +149,10 @@ class GatewayReplica:
         gc.collect()
         gc.freeze()
 
+    def _hold_port(self, options: GatewayOptions) -> socket.socket | None:
+        """Let callers wait, where nobody else takes them."""
+        return hold_port(options.host, options.port)
+
     def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
         """Pools as requests go to them."""
         return backends
@@ -159,13 +166,15 @@ class GatewayReplica:
         Raises:
             OSError: The address cannot be listened on.
         """
-        await check_no_proxy(address["host"], address["port"])
+        held, self._held = self._held, None
+        if held is None:
+            await check_no_proxy(address["host"], address["port"])
         if self._listener is None:
             self._begin()
         else:
             await self._listener.stop()
         self._listener = Listener(self.make_api(), self._gateway.cluster.limits)
-        await self._listener.start(address["host"], address["port"])
+        await self._listener.start(address["host"], address["port"], held)
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
@@ -227,6 +236,9 @@ class DeciderReplica(GatewayReplica):
     """The gateway's one replica where others carry for it: all but connections is here."""
 
     _decider: Decider | None = None
+
+    def _hold_port(self, options: GatewayOptions) -> None:
+        """Hold none: carriers listen."""
 
     def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
         return {name: CarriedPool(one) for name, one in backends.items()}
