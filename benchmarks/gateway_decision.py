@@ -165,9 +165,11 @@ class Load:
         call = Call(b"", b"", b"", stream=False)
         request = InferenceRequest(f"request-{self._num}", next(self._prompts), 200, call)
         self._num += 1
+        model = gateway._catalog.find(None)
+        assert model is not None
         answer = _Answer(
             request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids), "champion",
-            time.time(), asyncio.Timeout(None), Fleet.max_model_tokens, 1.0,
+            time.time(), asyncio.Timeout(None), model, None, 1.0,
         )  # fmt: skip
         started_ns, started_cpu_ns = time.perf_counter_ns(), time.thread_time_ns()
         pick = _result_of(gateway._placement.pick(answer))

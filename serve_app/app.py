@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,6 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
-from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decider import CarriedPool, Decider
@@ -34,7 +34,7 @@ from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, ur
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.listener import Listener
+from serve_app.http.listener import Listener, hold_port
 from serve_app.http.tls import Certificate
 from serve_app.policy.audit_log import AuditLog
 from serve_app.policy.lifecycle import Lifecycle
@@ -43,7 +43,7 @@ from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.policy.state import STATE_FILE, Remembers, StateFile
 from serve_app.ray_serve.carrier_replica import SWITCH_S, CarrierReplica, end_with_ray
-from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizer
+from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizers
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import CANDIDATE
 
@@ -116,6 +116,8 @@ class GatewayReplica:
         self, cluster: Cluster, options: GatewayOptions, handles: dict[str, DeploymentHandle[Any]]
     ) -> None:
         """Connect to the pools and make the policy."""
+        # What follows takes seconds.
+        self._held = self._hold_port(options)
         sys.setswitchinterval(SWITCH_S)
         registry = registry_of(options)
         manager = PolicyManager(
@@ -141,9 +143,7 @@ class GatewayReplica:
         self._gateway = Gateway(
             cluster, manager, self._asked(backends), metrics, log=log, limits=limits
         )
-        self._tokenizer: Tokenizer = EstimatingTokenizer()
-        for pool in (*cluster.own_pools[:1], *cluster.templates):
-            self._tokenizer = load_tokenizer(pool.config.model)
+        self._tokenizers = load_tokenizers(cluster)
         self._registry = registry
         self._allocator = make_allocator(
             APP_NAME, self._gateway, backends, registry, options.decision_log
@@ -163,6 +163,10 @@ class GatewayReplica:
         gc.collect()
         gc.freeze()
 
+    def _hold_port(self, options: GatewayOptions) -> socket.socket | None:
+        """Let callers wait, where nobody else takes them."""
+        return hold_port(options.host, options.port)
+
     def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
         """Pools as requests go to them."""
         return backends
@@ -176,18 +180,20 @@ class GatewayReplica:
         Raises:
             OSError: The address cannot be listened on.
         """
-        await check_no_proxy(address["host"], address["port"])
+        held, self._held = self._held, None
+        if held is None:
+            await check_no_proxy(address["host"], address["port"])
         if self._listener is None:
             self._begin()
         else:
             await self._listener.stop()
         cluster = self._gateway.cluster
         self._listener = Listener(self.make_api(), cluster.limits, cluster.gateway.tls)
-        await self._listener.start(address["host"], address["port"])
+        await self._listener.start(address["host"], address["port"], held)
 
     def make_api(self) -> FastAPI:
         """Make the application that answers."""
-        api = create_gateway_api(self._gateway, self._tokenizer, self._access, self._lifecycle)
+        api = create_gateway_api(self._gateway, self._tokenizers, self._access, self._lifecycle)
         if self._allocator is not None:
             scenario = self._allocator.scenario
             router = allocation.make_router(
@@ -262,6 +268,9 @@ class DeciderReplica(GatewayReplica):
     """The gateway's one replica where others carry for it: all but connections is here."""
 
     _decider: Decider | None = None
+
+    def _hold_port(self, options: GatewayOptions) -> None:
+        """Hold none: carriers listen."""
 
     def _asked(self, backends: Mapping[str, Backend]) -> Mapping[str, Backend]:
         return {name: CarriedPool(one) for name, one in backends.items()}

@@ -28,6 +28,7 @@ from tokenyard.routing.fleet import EngineSpeed, requests_per_s
 MAX_PROMPT_TOKENS = 1 << 20
 DEFAULT_TENANT = "default"
 """Tenant of requests that name none of the cluster file."""
+_ModelName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class EngineProfile(EngineSpeed):
@@ -77,6 +78,8 @@ class Pool(FrozenModel):
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,39}$")]
     kind: Literal["own"] = "own"
+    served_model: _ModelName | None = None
+    """Name by which callers ask for its model; None: the cluster's."""
     engine: str = "sharded"
     """`sharded`, `vllm`, or `module:Class` of an engine of your own."""
     config: EngineConfig
@@ -125,6 +128,11 @@ class ExternalPool(FrozenModel):
     endpoints: Annotated[tuple[Endpoint, ...], Field(min_length=1)]
     model: str
     """Name by which the endpoints know the model."""
+    served_model: _ModelName | None = None
+    """Name by which callers ask for it; None: the cluster's."""
+    loras: tuple[_ModelName, ...] = ()
+    """LoRA adapters of the model, all on every endpoint. Callers and endpoints have the same names
+    for them, which are those of models in requests (vLLM's `--lora-modules`)."""
     profile: EngineProfile
     """Their speed, which nobody can measure from outside without loading them."""
     max_ongoing: Annotated[int, Field(ge=1)] = 1024
@@ -320,8 +328,9 @@ class Cluster(FrozenModel):
 
     name: str
     description: str
-    served_model: Annotated[str, Field(min_length=1, max_length=200)]
-    """Name by which clients ask for the model."""
+    served_model: _ModelName
+    """Name by which callers ask for the model of pools that name none, and what a request gets that
+    names none."""
     scenario: str = "conversation_mixed_gpus"
     """Whose champion, tuned rules, mean lengths and length predictor are used."""
     policy: str = "champion"
@@ -376,11 +385,30 @@ class Cluster(FrozenModel):
         return self
 
     @model_validator(mode="after")
-    def _serves_one_model(self) -> Self:
-        models = {pool.config.model for pool in (*self.own_pools, *self.templates)}
-        if len(models) > 1:
-            raise ValueError(f"pools serve different models {sorted(models)}; give one to all")
+    def _names_of_models_are_distinct(self) -> Self:
+        pools = (*self.pools, *self.templates)
+        names = {self.model_of(pool) for pool in pools}
+        if pools and self.served_model not in names:
+            raise ValueError(f"no pool serves served_model {self.served_model!r}")
+        for name in names:
+            own = (*self.own_pools, *self.templates)
+            models = {one.config.model for one in own if self.model_of(one) == name}
+            if len(models) > 1:
+                raise ValueError(
+                    f"pools serve different models {sorted(models)} as {name!r}; give one to all, "
+                    "or a served_model to some"
+                )
+        parents: dict[str, str] = {}
+        for pool in self.external_pools:
+            for name in pool.loras:
+                parent = parents.setdefault(name, self.model_of(pool))
+                if name in names or parent != self.model_of(pool):
+                    raise ValueError(f"adapter {name!r} has the name of another model or adapter")
         return self
+
+    def model_of(self, pool: Pool | ExternalPool) -> str:
+        """Name by which callers ask for what a pool serves."""
+        return pool.served_model or self.served_model
 
     def tenant_named(self, name: str | None) -> str:
         """Return the tenant that requests of that name are for; empty: there are no tenants."""

@@ -178,7 +178,7 @@ def write_request(
     told = _encode(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
-            request.for_engines, [len(one) for one in blocks], request.tenant,
+            request.for_engines, [len(one) for one in blocks], request.model, request.tenant,
             *_told(request.caller),
         ]
     ).encode()  # fmt: skip
@@ -190,9 +190,9 @@ def write_request(
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
     start = 2 + int.from_bytes(payload[:2], "little")
-    request_id, class_name, num_tokens, max_tokens, for_engines, counts, tenant, *told = json.loads(
-        payload[2:start]
-    )
+    (
+        request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *told,
+    ) = json.loads(payload[2:start])  # fmt: skip
     caller = Caller(*told) if told else ANYBODY
     names = array("q", payload[start:]).tolist()
     blocks: dict[int, tuple[int, ...]] = {}
@@ -202,7 +202,15 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     prompt = Prompt(range(num_tokens), blocks)
     return (
         InferenceRequest(
-            request_id, prompt.token_ids, max_tokens, _CALL, for_engines, prompt, tenant, caller
+            request_id,
+            prompt.token_ids,
+            max_tokens,
+            _CALL,
+            for_engines,
+            prompt,
+            model,
+            tenant,
+            caller,
         ),
         class_name,
     )

@@ -47,6 +47,8 @@ class InferenceRequest:
     """Whether engines of ours understand it; `token_ids` are then what they are given."""
     hashed: Prompt | None = None
     """The prompt with the names of its blocks, where they are known already."""
+    model: str | None = None
+    """Name of the model that is asked for; None: the cluster's."""
     tenant: str = ""
     """Who is to be served; empty: nobody whom the cluster file names."""
     caller: Caller = ANYBODY

@@ -27,12 +27,12 @@ class ExternalBackend:
 
         Args:
             pool: Of them.
-            served_model: Name by which callers know what the pool calls `model`.
+            served_model: Name by which callers know what the pool calls `model`, unless it says.
             metrics: Counts scrapes that fail.
         """
         self.name = pool.name
         self.max_model_tokens = max_model_tokens(pool)
-        self._pool, self._renames = pool, pool.model != served_model
+        self._pool, self._renames = pool, pool.model != (pool.served_model or served_model)
         self._arrivals = Arrivals()
         self._endpoints = {
             url: EndpointAsRayReplica(url, Origin.of(url), pool.max_ongoing)
@@ -90,12 +90,12 @@ class ExternalBackend:
         """
         call, origin = attempt.request.call, self._endpoints[replica_id].origin
         headers = self._key + call.headers
-        body = self._body(call, attempt.order_key_s)
+        body = self._body(call, attempt.request.model, attempt.order_key_s)
         await self._forwarder.forward(origin, headers, body, attempt)
 
-    def _body(self, call: Call, order_key_s: float | None) -> bytes:
+    def _body(self, call: Call, model: str | None, order_key_s: float | None) -> bytes:
         body = call.body
-        if self._renames:
+        if self._renames and model not in self._pool.loras:
             body = replace_field(body, "model", self._pool.model)
         if self._pool.order == "priority" and call.generates:
             # One without a key would have priority 0, before all others.

@@ -36,6 +36,7 @@ from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
+from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
@@ -90,8 +91,8 @@ class _Answer:
     arrival_s: float
     wait: asyncio.Timeout
     """When it is given up."""
-    longest_tokens: int
-    """Prompt and answer that any pool takes."""
+    model: ServedModel
+    """What is asked for."""
     grant: Grant | None
     """What is reserved of its caller's limits; None: it has none."""
     tenant_share: float
@@ -125,15 +126,19 @@ class _Answer:
 
     @property
     def needed_tokens(self) -> int:
-        """Prompt and longest answer, as far as any pool takes it.
+        """Prompt and longest answer, as far as any pool of the model takes it.
 
         Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
         """
-        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.longest_tokens)
+        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.model.max_model_tokens)
 
     def fits(self, backend: Backend) -> bool:
         """Whether the replicas of a pool can answer it."""
-        return self.wanted.is_for(backend) and backend.max_model_tokens >= self.needed_tokens
+        return (
+            self.wanted.is_for(backend)
+            and self.model.is_served_by(backend.name)
+            and backend.max_model_tokens >= self.needed_tokens
+        )
 
     @property
     def used_tokens(self) -> int:
@@ -207,7 +212,7 @@ class Gateway:
             self.holding = Holding(queue, self._placement, self.metrics, self.clock_s)
         self._waits: set[asyncio.Timeout] = set()
         self._ends_s = math.inf
-        self._longest_tokens = 0 if self.cluster.decide_only else self.cluster.max_model_tokens
+        self._catalog = ModelCatalog(self.cluster)
 
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
@@ -262,9 +267,10 @@ class Gateway:
         arm, prompt = self.manager.arm_of(request.request_id), request.prompt
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
+        model = self._model_of(request)
         answer = _Answer(
             request, service_class, downstream, prompt, arm, self.clock_s(), wait,
-            self._longest_tokens, grant, self.cluster.tenant_share(request.tenant),
+            model, grant, self.cluster.tenant_share(request.tenant),
         )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
@@ -342,13 +348,19 @@ class Gateway:
     def _grant(self, request: InferenceRequest, downstream: Downstream) -> Grant | None:
         """Reserve what a request may need of its caller's limits; None: it has none."""
         longest = request.max_tokens or self.cluster.limits.default_output_tokens
-        num_tokens = min(len(request.token_ids) + longest, self._longest_tokens)
+        most = self._model_of(request).max_model_tokens
+        num_tokens = min(len(request.token_ids) + longest, most)
         found = self.limits.admit(request.caller, num_tokens)
         if isinstance(found, OverLimit):
             self.metrics.refused.labels(found.code.replace("_", " ")).inc()
             raise Refused(found.reason, found.retry_after_s, found)
         if found is not None:
             downstream.add_headers(found.headers)
+        return found
+
+    def _model_of(self, request: InferenceRequest) -> ServedModel:
+        found = self._catalog.find(request.model)
+        assert found is not None  # Others are refused where bodies are read.
         return found
 
     def _count_refusal(self, request: InferenceRequest) -> None:
@@ -386,7 +398,8 @@ class Gateway:
     async def _attempts(self, answer: _Answer) -> None:
         """Try replicas until one has begun to answer."""
         failure: ReplicaFailed | None = None
-        await self._some_replica(answer.arrival_s)
+        if not self.table.replicas:
+            await self._some_replica(answer, answer.arrival_s)
         for attempt in range(self.cluster.limits.max_retries + 1):
             try:
                 pick = await self._pick_or_wait(answer)
@@ -435,13 +448,18 @@ class Gateway:
         finally:
             self._waits.discard(answer.wait)
 
-    async def _some_replica(self, arrival_s: float) -> None:
+    async def _some_replica(self, answer: _Answer, since_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
-        while not self.table.replicas:
-            if self.refresh() - arrival_s > _PATIENCE_S:
+        while not self._has_replica(answer):
+            if self.refresh() - since_s > _PATIENCE_S:
                 return
-            if not self.table.replicas:
+            if not self._has_replica(answer):
                 await asyncio.sleep(0.05)
+
+    def _has_replica(self, answer: _Answer) -> bool:
+        """Whether there is one that the request could go to, whatever became of it there."""
+        pools = {one.pool for one in self.table.replicas.values()}
+        return any(answer.fits(self.backends[name]) for name in pools)
 
     async def _attempt(self, answer: _Answer, pick: Pick, number: int) -> None:
         """Have the replica that was picked answer, and note what comes."""
@@ -499,8 +517,8 @@ class Gateway:
     async def _pick_or_wait(self, answer: _Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""
         pick = await self._pick_or_hold(answer)
-        if pick is None and not self.table.replicas:
-            await self._some_replica(self.clock_s())
+        if pick is None and not self._has_replica(answer):
+            await self._some_replica(answer, self.clock_s())
             answer.tried.clear()  # Those that come may be the same, and well again.
             pick = await self._pick_or_hold(answer)
         return pick

@@ -10,11 +10,10 @@ from fastapi.responses import HTMLResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app import regions
-from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway.gateway import Gateway
 from serve_app.http import admin, decide, errors, openai
 from serve_app.http.auth import Access
-from serve_app.http.data_path import DataPath
+from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.docs_page import documentation
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
 from serve_app.policy.lifecycle import Lifecycle
@@ -46,7 +45,7 @@ class GatewayApi(FastAPI):
 
 def create_gateway_api(
     gateway: Gateway,
-    tokenizer: Tokenizer,
+    tokenizers: Tokenizers,
     access: Access,
     lifecycle: Lifecycle | None = None,
 ) -> FastAPI:
@@ -54,7 +53,7 @@ def create_gateway_api(
 
     Args:
         gateway: Serves requests.
-        tokenizer: Of the model that is served.
+        tokenizers: Of the models that are served: see `serve_app.http.data_path`.
         access: Who may ask.
         lifecycle: Changes who decides; None: one that forgets.
     """
@@ -66,7 +65,7 @@ def create_gateway_api(
     bodies = PendingBodies(limits.body_timeout_s, most, limits.max_body_bytes)
     errors.install(api, access, bodies)
     if not gateway.cluster.decide_only:
-        path = DataPath(gateway, tokenizer, errors.refuse)
+        path = DataPath(gateway, tokenizers, errors.refuse)
         api.data_path = Intake(path, access, bodies, errors.refuse)
     for router in _routers(gateway, access, lifecycle or Lifecycle(gateway.manager)):
         api.include_router(router)

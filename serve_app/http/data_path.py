@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,11 +17,12 @@ from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.http.answering import answer
 from serve_app.http.auth import caller_of
-from serve_app.http.generation_reader import Generation, GenerationReader, check_model
+from serve_app.http.generation_reader import Generation, GenerationReader
 from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
 from serve_app.http.tenants import tenant_of
+from serve_app.models import ModelCatalog, ServedModel
 
 _HANDED_ON = frozenset(
     (
@@ -32,29 +33,40 @@ _HANDED_ON = frozenset(
 )  # fmt: skip
 _CLASS = b"x-service-tier"
 
+Tokenizers = Tokenizer | Mapping[str, Tokenizer]
+"""One for all that is served, or those of own pools by the model's name: the tokens of other models
+are estimated."""
+
 Refusal = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DataPath:
     """ASGI application of `OPENAI_PATHS`, whose bodies have been read."""
 
-    def __init__(self, gateway: RequestServer, tokenizer: Tokenizer, refuse: Refusal) -> None:
+    def __init__(self, gateway: RequestServer, tokenizers: Tokenizers, refuse: Refusal) -> None:
         """Answer by a gateway.
 
         Args:
             gateway: Has requests answered.
-            tokenizer: Says how long prompts are.
+            tokenizers: Say how long prompts are.
             refuse: Writes a refusal.
         """
-        self._gateway, self._tokenizer, self._refuse = gateway, tokenizer, refuse
+        self._gateway, self._refuse = gateway, refuse
         cluster = gateway.cluster
-        self._has_endpoints = bool(cluster.external_pools)
         self._orders = any(one.order == "priority" for one in cluster.external_pools)
-        self._reader = None
-        if cluster.own_pools or cluster.templates:
-            self._reader = GenerationReader(
-                tokenizer, cluster.served_model, cluster.limits, cluster.max_model_tokens
+        self._catalog = ModelCatalog(cluster)
+        models = self._catalog.models
+        if not isinstance(tokenizers, Mapping):
+            tokenizers = dict.fromkeys(models, tokenizers)
+        estimate = EstimatingTokenizer()
+        self._tokenizers = {name: tokenizers.get(name, estimate) for name in models}
+        self._readers = {
+            name: GenerationReader(
+                self._tokenizers[name], name, cluster.limits, one.max_model_tokens
             )
+            for name, one in models.items()
+            if one.own
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -63,37 +75,49 @@ class DataPath:
                 raise HTTPException(405, "Method Not Allowed", {"allow": "POST"})
             body = (await receive())["body"]
             known = peek(body)
+            model = self._model(known, caller_of(scope))
             service_class = self._class(scope, known)
-            request = await self._request(scope, body, known)
+            request = await self._request(scope, body, known, model)
             direct = direct_writer_of(scope)
             await answer(self._gateway, request, service_class, receive, send, direct)
         except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
             response = await self._refuse(Request(scope), error)
             await response(scope, receive, send)
 
+    def _model(self, known: Peek, caller: Caller) -> ServedModel:
+        """The model that is asked for.
+
+        Raises:
+            BadRequest: It is not served, or not to this caller.
+        """
+        found = self._catalog.find(known.model)
+        if found is None:
+            assert known.model is not None
+            raise BadRequest(self._catalog.refusal(known.model), 404, "model")
+        if caller.models is not None and found.name not in caller.models:
+            raise BadRequest(f"your key may not ask model {found.name!r}", 403, "model")
+        return found
+
     def _class(self, scope: Scope, known: Peek) -> SloClass:
         if self._orders and known.priority is not None:
             raise BadRequest("priority is set by the gateway here; leave it out", param="priority")
-        served, models = self._gateway.cluster.served_model, caller_of(scope).models
-        if known.model is not None:
-            check_model(served, known.model)
-        if models is not None and served not in models:
-            raise BadRequest(f"your key may not ask model {served!r}", 403, param="model")
         return _find_class(self._gateway, known.class_name or _class_header(scope))
 
-    async def _request(self, scope: Scope, body: bytes, known: Peek) -> InferenceRequest:
-        generation = await self._generation(scope["path"], known)
+    async def _request(
+        self, scope: Scope, body: bytes, known: Peek, model: ServedModel
+    ) -> InferenceRequest:
+        generation = await self._generation(scope["path"], known, model)
         call, caller = Call(_path(scope), _headers(scope), body, known.stream), caller_of(scope)
-        tenant = self._tenant(scope, caller)
         if generation is None:
-            ids = known.token_ids or self._count(known.text) or [0]
-            name = f"req-{new_id()}"
-            return InferenceRequest(name, ids, known.max_tokens, call, tenant=tenant, caller=caller)
-        name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
-        ids, longest = generation.token_ids, generation.sampling.max_tokens
+            name, ids = f"req-{new_id()}", known.token_ids or self._count(known.text, model) or [0]
+            longest = known.max_tokens
+        else:
+            name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
+            ids, longest = generation.token_ids, generation.sampling.max_tokens
         return InferenceRequest(
-            name, ids, longest, call, for_engines=True, tenant=tenant, caller=caller
-        )
+            name, ids, longest, call, generation is not None, model=model.name,
+            tenant=self._tenant(scope, caller), caller=caller,
+        )  # fmt: skip
 
     def _tenant(self, scope: Scope, caller: Caller) -> str:
         """Whose share of the service it is: the key's; without a file of keys the header's."""
@@ -101,22 +125,24 @@ class DataPath:
         named = tenant_of(scope["headers"]) if cluster.gateway.keys is None else None
         return cluster.tenant_named(caller.tenant or named)
 
-    def _count(self, text: str) -> Sequence[int]:
-        is_estimate = isinstance(self._tokenizer, EstimatingTokenizer)
-        return EstimatedTokens(text) if is_estimate else self._tokenizer.encode(text)
+    def _count(self, text: str, model: ServedModel) -> Sequence[int]:
+        tokenizer = self._tokenizers[model.name]
+        is_estimate = isinstance(tokenizer, EstimatingTokenizer)
+        return EstimatedTokens(text) if is_estimate else tokenizer.encode(text)
 
-    async def _generation(self, path: str, known: Peek) -> Generation | None:
+    async def _generation(self, path: str, known: Peek, model: ServedModel) -> Generation | None:
         """The body as engines of ours take it; None: there are none, or they do not.
 
         Raises:
             BadRequest: They do not, and nobody else may know more.
         """
-        if self._reader is None:
+        reader = self._readers.get(model.name)
+        if reader is None:
             return None
         try:
-            return await self._reader.read(path, known.fields)
+            return await reader.read(path, known.fields)
         except BadRequest:
-            if not self._has_endpoints:
+            if not model.has_endpoints:
                 raise
             # Endpoints may know more, and say what is wrong where they do not.
             return None

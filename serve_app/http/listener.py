@@ -207,12 +207,13 @@ class Listener:
         self._server = _Server(self._config)
         self._serving: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, port: int) -> int:
+    async def start(self, host: str, port: int, held: socket.socket | None = None) -> int:
         """Listen; another process of this user that listens there too gets a share of connections.
 
         Args:
             host: Address of this machine.
             port: 0: any that is free.
+            held: What `hold_port` returned for them; None: nothing listens yet.
 
         Returns:
             The port.
@@ -220,7 +221,7 @@ class Listener:
         Raises:
             OSError: The address cannot be listened on.
         """
-        listening = _listening_socket(host, port)
+        listening = held or _listening_socket(host, port)
         if self._certificate is not None:
             self._watching = asyncio.create_task(self._certificate.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -255,10 +256,35 @@ class Listener:
             await self._serving
 
 
+def hold_port(host: str, port: int) -> socket.socket | None:
+    """Let connections wait for a server that is about to start, in place of being refused.
+
+    Args:
+        host: Address of this machine.
+        port: Of the server.
+
+    Returns:
+        What `Listener.start` takes; None: somebody takes connections there, or it cannot be
+        listened on, which `Listener.start` says.
+    """
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        if probe.connect_ex((host, port)) == 0:
+            return None
+    try:
+        made = _listening_socket(host, port)
+    except OSError:
+        return None
+    made.listen(_BACKLOG)
+    return made
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _listening_socket(host: str, port: int) -> socket.socket:
     """Bind: a gateway that replaces one which drains listens beside it meanwhile."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    made = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -1,4 +1,4 @@
-"""OpenAI's routes: the model that is served, and a description of those that replicas answer."""
+"""OpenAI's routes: the models that are served, and a description of those that replicas answer."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from serve_app.http.openai_schema import (
     ModelList,
 )
 from serve_app.http.reasons import BadRequest
+from serve_app.models import ModelCatalog
 
 _ClassHeader = Annotated[str | None, Header(alias="x-service-tier", max_length=40)]
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -54,27 +55,27 @@ def make_router(gateway: Gateway, access: Access) -> APIRouter:
         access: Who may ask.
     """
     router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
-    started_s = int(time.time())
-
-    def card() -> ModelCard:
-        cluster = gateway.cluster
-        return ModelCard(
-            id=cluster.served_model, created=started_s, max_model_len=cluster.max_model_tokens
+    started_s, catalog = int(time.time()), ModelCatalog(gateway.cluster)
+    cards = {
+        name: ModelCard(
+            id=name, created=started_s, max_model_len=one.max_model_tokens, parent=one.parent
         )
+        for name, one in catalog.models.items()
+    }
 
     @router.get("/v1/models", dependencies=is_authorized, responses={401: _ERRORS[401]})
     async def models() -> ModelList:
-        """List the model that is served."""
-        return ModelList(data=[card()])
+        """List the models that are served, and their adapters."""
+        return ModelList(data=list(cards.values()))
 
     @router.get(
         "/v1/models/{model:path}", dependencies=is_authorized,
         responses={status: _ERRORS[status] for status in (400, 401, 404)},
     )  # fmt: skip
     async def model(model: str) -> ModelCard:
-        """Describe the model that is served."""
-        if model != gateway.cluster.served_model:
-            raise BadRequest(f"model {model!r} is not served here", 404, "model")
-        return card()
+        """Describe one of the models that are served."""
+        if model not in cards:
+            raise BadRequest(catalog.refusal(model), 404, "model")
+        return cards[model]
 
     return router

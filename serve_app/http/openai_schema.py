@@ -231,6 +231,8 @@ class ModelCard(BaseModel):
     owned_by: str = "tokenyard"
     max_model_len: int
     """Longest prompt plus output, tokens (vLLM)."""
+    parent: str | None = None
+    """Model that it is an adapter of (vLLM); None: it is none."""
 
 
 class ModelList(BaseModel):

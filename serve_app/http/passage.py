@@ -6,30 +6,29 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve_app.engines.tokenizer import Tokenizer
 from serve_app.gateway.carrier import Away, Carrier
 from serve_app.http import errors
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
-from serve_app.http.data_path import DataPath
+from serve_app.http.data_path import DataPath, Tokenizers
 from serve_app.http.intake import OPENAI_PATHS, Intake, PendingBodies
 
 _ANSWERED_ALONE = frozenset(("/health", "/healthz", "/v1/models"))
 """Routes that a carrier answers while the decider is away."""
 
 
-def create_carrier_api(carrier: Carrier, tokenizer: Tokenizer, access: Access) -> ASGIApp:
+def create_carrier_api(carrier: Carrier, tokenizers: Tokenizers, access: Access) -> ASGIApp:
     """Lay HTTP over a carrier.
 
     Args:
         carrier: Serves requests.
-        tokenizer: Of the model that is served.
+        tokenizers: Of the models that are served: see `serve_app.http.data_path`.
         access: Who may ask.
     """
     limits = carrier.cluster.limits
     bodies = PendingBodies(limits.body_timeout_s, 2 * limits.max_in_flight, limits.max_body_bytes)
-    data_path = Intake(DataPath(carrier, tokenizer, errors.refuse), access, bodies, errors.refuse)
-    alone = create_gateway_api(carrier.alone, tokenizer, access)
+    data_path = Intake(DataPath(carrier, tokenizers, errors.refuse), access, bodies, errors.refuse)
+    alone = create_gateway_api(carrier.alone, tokenizers, access)
     passage = Intake(_Passage(carrier, alone), access, bodies, errors.refuse)
 
     async def api(scope: Scope, receive: Receive, send: Send) -> None:

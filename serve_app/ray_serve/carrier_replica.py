@@ -16,7 +16,6 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.cluster import Cluster
-from serve_app.engines.tokenizer import EstimatingTokenizer, Tokenizer
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.carrier import Carrier
 from serve_app.gateway.external import ExternalBackend
@@ -27,7 +26,7 @@ from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
 from serve_app.policy.manager import PolicyManager
-from serve_app.ray_serve.replica import load_tokenizer
+from serve_app.ray_serve.replica import load_tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +93,7 @@ class CarrierReplica:
         limits = RateLimits(access.limits_of)
         self._alone = Gateway(cluster, manager, backends, metrics, limits=limits)
         self._access, self._decider = access, decider
-        self._tokenizer: Tokenizer = EstimatingTokenizer()
-        for own in cluster.own_pools[:1]:
-            self._tokenizer = load_tokenizer(own.config.model)
+        self._tokenizers = load_tokenizers(cluster)
         self._listener: Listener | None = None
         self._carrier = Carrier(self._alone, self._find)
         gc.collect()
@@ -121,7 +118,7 @@ class CarrierReplica:
             self._orphaned = asyncio.create_task(end_with_ray(os.getppid(), self.end))
         else:
             await self._listener.stop()
-        api = create_carrier_api(self._carrier, self._tokenizer, self._access)
+        api = create_carrier_api(self._carrier, self._tokenizers, self._access)
         cluster = self._alone.cluster
         self._listener = Listener(api, cluster.limits, cluster.gateway.tls)
         await self._listener.start(address["host"], address["port"])

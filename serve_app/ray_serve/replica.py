@@ -151,6 +151,14 @@ def load_tokenizer(model: str) -> Tokenizer:
     return HuggingFaceTokenizer(model)
 
 
+def load_tokenizers(cluster: Cluster) -> dict[str, Tokenizer]:
+    """Load the tokenizer of each model that pools of ours serve, by the model's name."""
+    own = {
+        cluster.model_of(one): one.config.model for one in (*cluster.own_pools, *cluster.templates)
+    }
+    return {name: load_tokenizer(model) for name, model in own.items()}
+
+
 def _placed(pool: Pool, num_bundles: int) -> dict[str, Any]:
     labels = dict(pool.node_labels)
     return {"placement_group_bundle_label_selector": [labels] * num_bundles} if labels else {}
@@ -181,6 +189,6 @@ def bind_pool(pool: Pool, cluster: Cluster) -> Application:
         graceful_shutdown_timeout_s=_SHUTDOWN_S,
     )
     application: Application = deployment(EngineReplica).bind(
-        pool, cluster.served_model, cluster.limits
+        pool, cluster.model_of(pool), cluster.limits
     )
     return application

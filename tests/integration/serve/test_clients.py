@@ -53,43 +53,48 @@ def tokenizer(tmp_path_factory):
     return cache, folder
 
 
-@pytest.fixture(scope="module", params=["own", "external"])
-def url(request, tmp_path_factory, tokenizer, ray_cluster):
-    """A gateway before two replicas of ours, or before two endpoints."""
-    folder = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(params=["ours", "theirs"])
+def model(request):
+    """A model: of ours, or of endpoints."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory, tokenizer, ray_cluster):
+    """A gateway before two replicas of ours, and before two endpoints with another model."""
+    folder = tmp_path_factory.mktemp("clients")
     with pytest.MonkeyPatch.context() as patch, an_openai_endpoint() as (_, one), \
             an_openai_endpoint() as (_, two):  # fmt: skip
         patch.syspath_prepend(str(HERE))
-        pool = a_pool("ours", str(tokenizer[1]), replicas=2, config={"max_model_tokens": 8192})
-        if request.param == "external":
-            pool = {
-                "name": "theirs", "kind": "external", "model": "their-name", "profile": PROFILE,
-                "endpoints": [{"url": one}, {"url": two}],
-            }  # fmt: skip
+        ours = a_pool("own", str(tokenizer[1]), replicas=2, config={"max_model_tokens": 8192})
+        theirs = {
+            "name": "external", "kind": "external", "served_model": "theirs", "profile": PROFILE,
+            "model": "their-name", "endpoints": [{"url": one}, {"url": two}],
+        }  # fmt: skip
         file, port = folder / "cluster.yaml", a_free_port()
-        fields = {"name": "c", "description": "d", "served_model": "tiny", "pools": [pool]}
+        fields = {"name": "c", "description": "d", "served_model": "ours", "pools": [ours, theirs]}
         file.write_text(yaml.safe_dump(fields))
         try:
             serve.start(proxy_location="Disabled")
             options = GatewayOptions(cluster=str(file), port=port)
             serve.run(build_gateway(options), name="clients", route_prefix=None)
             found = f"http://127.0.0.1:{port}"
-            wait_until(lambda: health(found)["replicas"] == 2)
+            wait_until(lambda: health(found)["replicas"] == 4)
             yield found
         finally:
             serve.shutdown()
 
 
-def test_the_openai_client(url):
+def test_the_openai_client(url, model):
     python = program("openai", "python")
-    call(python, HERE / "clients" / "openai_client.py", url, "tiny")
+    call(python, HERE / "clients" / "openai_client.py", url, model)
 
 
-def test_locust(url, tmp_path):
+def test_locust(url, model, tmp_path):
     locust = program("locust", "locust")
     call(
         locust, "--headless", "-f", HERE / "clients" / "locustfile.py", "-u", 6, "-r", 6, "-t",
-        "4s", "--host", url, "--only-summary", "--json-file", tmp_path / "out", MODEL="tiny",
+        "4s", "--host", url, "--only-summary", "--json-file", tmp_path / "out", MODEL=model,
     )  # fmt: skip
     rows = json.loads((tmp_path / "out.json").read_text())
     assert sum(one["num_failures"] for one in rows) == 0
@@ -97,10 +102,10 @@ def test_locust(url, tmp_path):
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "whole"])
-def test_aiperf(url, tokenizer, tmp_path, streams):
+def test_aiperf(url, model, tokenizer, tmp_path, streams):
     aiperf = program("aiperf", "aiperf")
     call(
-        aiperf, "profile", "--model", "tiny", "--url", url, "--endpoint-type", "chat",
+        aiperf, "profile", "--model", model, "--url", url, "--endpoint-type", "chat",
         *["--streaming"] * streams, "--tokenizer", "local/tiny", "--use-server-token-count",
         "--request-count", NUM, "--concurrency", 4, "--synthetic-input-tokens-mean", 100,
         "--output-tokens-mean", 10, "--artifact-dir", tmp_path, "--ui", "none",
@@ -113,11 +118,11 @@ def test_aiperf(url, tokenizer, tmp_path, streams):
 
 
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "whole"])
-def test_guidellm(url, tokenizer, tmp_path, streams):
+def test_guidellm(url, model, tokenizer, tmp_path, streams):
     guidellm, file = program("guidellm", "guidellm"), tmp_path / "out.json"
     call(
         guidellm, "run", "--backend",
-        f"kind=openai_http,target={url},model=tiny,request_format=/v1/chat/completions,"
+        f"kind=openai_http,target={url},model={model},request_format=/v1/chat/completions,"
         f"stream={str(streams).lower()}",
         "--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={NUM}",
         "--tokenizer", f"kind=hf_auto,model={tokenizer[1]}",

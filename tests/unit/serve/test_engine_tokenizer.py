@@ -2,14 +2,18 @@
 
 import asyncio
 import random
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
+from transformers import AutoTokenizer
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.engines.base import Chunk
+from serve_app.engines.models import find_model
 from serve_app.engines.texts import read_texts
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder
 from serve_app.ray_serve.replica import load_tokenizer
@@ -46,6 +50,20 @@ def test_the_short_way_to_tokens_and_back_is_that_of_transformers():
     messages = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Ho"}]
     chat = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert ours.encode_chat(messages) == theirs.encode(chat, add_special_tokens=False)
+
+
+def test_the_short_way_to_a_tokenizer_is_that_of_transformers_and_needs_no_torch():
+    folder = str(find_model("default"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    ours = HuggingFaceTokenizer(folder)._tokenizer
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.chat_template == theirs.chat_template
+    code = (
+        "import sys; from serve_app.engines.tokenizer import HuggingFaceTokenizer;"
+        f"HuggingFaceTokenizer({folder!r}); sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_character_is_held_back_until_all_its_bytes_are_there(tokenizer):

@@ -10,7 +10,7 @@ from unit.serve_builders import a_deciding_api
 from serve_app.app import check_no_proxy
 from serve_app.cluster import Limits
 from serve_app.http.intake import MAX_HEADER_BYTES
-from serve_app.http.listener import Listener
+from serve_app.http.listener import Listener, hold_port
 
 ASK = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -173,6 +173,31 @@ def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive
             may_answer.set()
             assert (await slow)[0].endswith(b"ok")
             await new.stop()
+
+    run(test)
+
+
+def test_who_comes_before_a_gateway_is_ready_waits_unless_another_takes_connections():
+    async def test():
+        port = a_free_port()
+        held = hold_port("127.0.0.1", port)
+        early = asyncio.create_task(ask(port))
+        await asyncio.sleep(0.2)
+        assert not early.done()
+
+        async def app(scope, receive, send):
+            headers = [(b"content-length", b"2")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        listener = Listener(app, Limits())
+        assert await listener.start("127.0.0.1", port, held) == port
+        assert (await early)[0].endswith(b"ok")
+        # One that takes this one's place must not take connections before it is ready.
+        assert hold_port("127.0.0.1", port) is None
+        assert hold_port("0.0.0.0", port) is None
+        await listener.stop()
+        assert hold_port("192.0.2.1", port) is None
 
     run(test)
 

@@ -1,0 +1,76 @@
+"""Models by the names that callers ask for: which pools serve them, and how long texts may be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_app.cluster import Cluster, ExternalPool, Pool, max_model_tokens
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model, or an adapter of one, by the name that callers ask for."""
+
+    name: str
+    parent: str | None
+    """Model that it adapts; None: it is no adapter."""
+    max_model_tokens: int
+    """Longest prompt plus output that any of its pools takes."""
+    own: tuple[Pool, ...]
+    """Pools of ours that serve it, the template of an allocated one included."""
+    has_endpoints: bool
+    """Whether endpoints serve it, too."""
+    others: frozenset[str]
+    """Pools of the cluster's file that do not."""
+    is_allocated: bool
+    """Whether the pools of a plan do, whose names are in no file."""
+    in_file: frozenset[str]
+    """All pools of the file."""
+
+    def is_served_by(self, pool: str) -> bool:
+        """Whether a pool of that name serves it."""
+        return pool not in self.others and (self.is_allocated or pool in self.in_file)
+
+
+class ModelCatalog:
+    """What a cluster serves."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Look through its pools."""
+        self.default = cluster.served_model
+        """Name of what a request gets that names none."""
+        bases = [cluster.model_of(pool) for pool in (*cluster.pools, *cluster.templates)]
+        self.models = {name: _served(cluster, name, None) for name in dict.fromkeys(bases)}
+        """By name, adapters last."""
+        for pool in cluster.external_pools:
+            for name in pool.loras:
+                self.models[name] = _served(cluster, name, cluster.model_of(pool))
+
+    def find(self, name: str | None) -> ServedModel | None:
+        """Return the model of that name, the cluster's own for None; None: there is none."""
+        return self.models.get(self.default if name is None else name)
+
+    def refusal(self, name: str) -> str:
+        """Say that a model is not served."""
+        known = ", ".join(map(repr, self.models))
+        return f"model {name!r} is not served here; {known} {_are(len(self.models))}"
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _served(cluster: Cluster, name: str, parent: str | None) -> ServedModel:
+    def serves(pool: Pool | ExternalPool) -> bool:
+        if parent is None:
+            return cluster.model_of(pool) == name
+        return isinstance(pool, ExternalPool) and name in pool.loras
+
+    pools = [one for one in (*cluster.pools, *cluster.templates) if serves(one)]
+    own = tuple(one for one in pools if isinstance(one, Pool))
+    return ServedModel(
+        name, parent, max(map(max_model_tokens, pools)), own, len(own) < len(pools),
+        frozenset(one.name for one in cluster.pools if not serves(one)),
+        not cluster.templates or any(map(serves, cluster.templates)),
+        frozenset(one.name for one in cluster.pools),
+    )  # fmt: skip
