@@ -6,6 +6,7 @@ No two requests are placed on the same state: what one has reserved the next one
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -317,7 +318,15 @@ class Placement:
 
     def _candidates(self, asked: Placeable, now_s: float) -> IntArray:
         """Rows of the replicas that the request may go to, shape (num,)."""
-        rows, table = self._offered(now_s), self._table
+        rows = self._fitting(asked, self._offered(now_s))
+        if not len(rows) and not asked.tried:
+            # Those that fit are stale or ejected, and only pools that do not fit are well.
+            rows = self._admitted(self._fitting(asked, self._table.offered(now_s, math.inf)))
+        return rows
+
+    def _fitting(self, asked: Placeable, rows: IntArray) -> IntArray:
+        """Those of some rows that can answer the request and have not been tried."""
+        table = self._table
         if asked.tried:
             tried = [one.row for name in asked.tried if (one := table.replicas.get(name))]
             rows = rows[~np.isin(rows, tried)]
@@ -340,8 +349,13 @@ class Placement:
 
     def _offered(self, now_s: float) -> IntArray:
         """Replicas to choose from: without those that are ejected, as long as there are others."""
-        rows, outliers = self._table.offered(now_s, self._stale_after_s), self._outliers
-        outliers.keep(self._table.replicas)
+        rows = self._table.offered(now_s, self._stale_after_s)
+        self._outliers.keep(self._table.replicas)
+        return self._admitted(rows)
+
+    def _admitted(self, rows: IntArray) -> IntArray:
+        """Those of some rows that are not ejected; all, where there are no others."""
+        outliers = self._outliers
         if not outliers.watches:
             return rows
         replicas = [self._table.at(row) for row in rows.tolist()]

@@ -56,7 +56,8 @@ class Lab:
 
     def on_laptop(self, script: str, timeout_s: float = 200) -> Any:
         """Run Python there; what it prints last is JSON."""
-        text = f"cd tokenyard && python - <<'END'\n{script}\nEND"
+        token = "export MLFLOW_TRACKING_TOKEN=$(cat ~/.ray/auth_token)"
+        text = f"cd tokenyard && {token} && python - <<'END'\n{script}\nEND"
         said = self.hosts["laptop"].sh(text, timeout_s).stdout
         return json.loads(said.strip().splitlines()[-1])
 
@@ -280,6 +281,7 @@ def finished_trials(lab, name):
     body = json.dumps({"experiment_ids": ["1"], "filter": f"tags.sweep = '{name}'"})
     said = lab.laptop(
         f"curl -s -m 20 --retry 5 {MLFLOW}/api/2.0/mlflow/runs/search "
+        '-H "authorization: Bearer $(cat ~/.ray/auth_token)" '
         f"-H 'content-type: application/json' -d {shlex.quote(body)}"
     )
     return {

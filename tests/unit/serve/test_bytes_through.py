@@ -83,10 +83,11 @@ WHOLE = b'{ "id":"x", "choices" : [{"message":{"content":"\xe2\x80\xa8"}}],"usag
 
 
 @asynccontextmanager
-async def a_site(number=1, model="m", own=None, **fields):
+async def a_site(number=1, model="m", own=None, tokens=(None,), **fields):
     """Yield a gateway's port, the gateway and its endpoints, all on real sockets.
 
-    With `own` there is a pool of ours beside them, which answers "ok".
+    With `own` there is a pool of ours beside them, which answers "ok". `tokens` are of callers and
+    of admins.
     """
     async with raw_endpoints(number) as endpoints:
         cluster = a_cluster(endpoints, fields.pop("deadlines", {}), **fields)
@@ -102,7 +103,7 @@ async def a_site(number=1, model="m", own=None, **fields):
         backends = {one.name: one for one in (backend, own) if one is not None}
         gateway = Gateway(cluster, manager, backends, metrics)
         tokenizer = EstimatingTokenizer() if own is None else Letters()
-        api = create_gateway_api(gateway, tokenizer, Access(None))
+        api = create_gateway_api(gateway, tokenizer, Access(*tokens))
         listener, port = Listener(api, cluster.limits), a_free_port()
         await listener.start("127.0.0.1", port)
         try:
@@ -431,3 +432,30 @@ def test_health_is_as_vllms():
             assert (await client.get("/health")).status_code == 503
 
     run(test)
+
+
+SCORE = json.dumps({"model": "m", "text_1": "a", "text_2": ["b"]}).encode()
+
+
+def test_an_endpoint_that_is_stale_is_asked_where_no_other_pool_fits():
+    async def test(port, gateway, endpoints):
+        endpoints[0].pieces = (WHOLE,)
+        async with RawCaller.to(port) as caller:
+            assert (await caller.ask(b"/v1/score", SCORE))[0] == 200
+            await asyncio.sleep(0.1)
+            assert (await caller.ask(b"/v1/score", SCORE))[0] == 200
+
+    # Nobody scrapes the endpoint, and our own pool is always fresh.
+    run(test, own=FakePool("own"), circuit_breaker={"stale_after_s": 0.05})
+
+
+def test_an_endpoint_that_is_ejected_is_asked_where_no_other_pool_fits():
+    async def test(port, gateway, endpoints):
+        (endpoint,) = endpoints
+        endpoint.pieces, endpoint.status = (WHOLE,), b"500 Broken"
+        async with RawCaller.to(port) as caller:
+            assert (await caller.ask(b"/v1/score", SCORE))[0] == 503
+            endpoint.status = b"200 OK"
+            assert (await caller.ask(b"/v1/score", SCORE))[0] == 200
+
+    run(test, own=FakePool("own"), outlier_ejection={"base_s": 30.0})

@@ -51,7 +51,8 @@ def test_nodes_install_the_project_and_share_the_token(name):
     assert "RAY_AUTH_MODE=token" in commands
     start = "\n".join(config["head_start_ray_commands"])
     assert "--num-cpus=0" in start
-    assert "mlflow server" in start
+    assert "mlflow server --app-name=tokenyard" in " ".join(start.split())
+    assert "MLFLOW_TRACKING_TOKEN=$(cat ~/.ray/auth_token)" in commands
 
 
 def test_exactly_three_lines_of_cluster_yaml_are_to_be_edited():
