@@ -332,6 +332,14 @@ class Scenario(FrozenModel):
         think_s = mean_think_s(self.sessions, self.workload)
         return max(answer_s + think_s, _SHORTEST_CYCLE_S)
 
+    def num_clients(self, rate_per_s: float) -> int:
+        """Clients of a closed process that ask at this rate if nobody waits, at least one.
+
+        Raises:
+            ValueError: There are no sessions.
+        """
+        return max(1, round(rate_per_s * self.cycle_s))
+
     def rate_per_s(self, mean_total_tokens: float) -> float:
         """Arrival rate in requests per second, for requests of that mean size in tokens."""
         arrivals = self.arrivals

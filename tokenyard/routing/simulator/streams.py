@@ -179,7 +179,7 @@ class StreamSource:
     def _draw_closed(self, num_requests: int, rng: np.random.Generator, rate_per_s: float) -> Trace:
         scenario = self.scenario
         assert scenario.sessions is not None
-        clients = max(1, round(rate_per_s * scenario.cycle_s))
+        clients = scenario.num_clients(rate_per_s)
         block_tokens = scenario.required_fleet.prefix_block_tokens
         return draw_closed(scenario.sessions, num_requests, clients, rng, self.model, block_tokens)
 
@@ -231,6 +231,23 @@ def held_out_streams(source: StreamSource, load: float | None = None) -> StreamS
     if held_out is None:
         return None
     return _recorded_part(source, held_out, held_out.first, None, load)
+
+
+def recorded_windows(source: StreamSource, count: int) -> StreamSet:
+    """The scenario's recorded test part, cut into consecutive streams of equal length.
+
+    Raises:
+        ValueError: It has none, its file is not found, or it is too short.
+    """
+    recorded = source.scenario.held_out_trace
+    path = None if recorded is None else find_trace(recorded.name)
+    if recorded is None or path is None:
+        raise ValueError(f"no recorded test part of {source.scenario.name!r} was found")
+    whole = source.at_rate(read_trace(path)[0], None)
+    windows = whole.tail_from(recorded.first).windows(count)
+    origin = f"{path.name} from request {recorded.first} on, {count} windows"
+    offered = source.load_of(whole)
+    return StreamSet([source.encode(one) for one in windows], origin, offered_load=offered)
 
 
 def recorded_training_streams(source: StreamSource) -> StreamSet | None:
