@@ -3,9 +3,10 @@
 python pipelines/arena.py --quick
 python pipelines/arena.py --quick --entry my_rule.py
 python pipelines/arena.py --full --json arena.json
+python pipelines/arena.py --quick --entry http://127.0.0.1:8000/v1/route
 
 my_rule.py is a Python file with one class that has `route(self, request, snapshots) -> int`
-(docs/arena.md); a trained policy (.npz) is an entry too.
+(docs/arena.md); a trained policy (.npz) and a URL are entries too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tokenyard.evaluation import processes
 from tokenyard.problem import Row
 from tokenyard.provenance import command_line, versions, write_result
 from tokenyard.routing.arena import (
+    FAILED,
     FULL,
     QUICK,
     USUAL,
@@ -37,6 +39,7 @@ from tokenyard.routing.arena import (
     rows_of_cell,
 )
 from tokenyard.routing.arena_page import write_page
+from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM
 
 WIDTH = 150
@@ -48,11 +51,11 @@ class Args:
     """Rank every rule, the policies that ship, and your own."""
 
     quick: bool = False
-    """6 of the 24 cells, with fewer and shorter streams."""
+    """6 of the cells, with fewer and shorter streams."""
     full: bool = False
     """30 streams a cell in place of 8."""
-    entry: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
-    """Policies of your own: Python files, or artifacts (.npz)."""
+    entry: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Policies of your own: Python files, artifacts (.npz), or URLs that answer POST /v1/route."""
     seed: int = 2026
     """Of the streams."""
     sealed_seed: int | None = None
@@ -92,8 +95,11 @@ def main(args: Args) -> None:
     size = QUICK if args.quick else FULL if args.full else USUAL
     cells = find_cells(args.quick, sealed_seed)
     try:
-        for path in args.entry:
-            PROBLEM.candidate(cells[0].scenario, str(path))
+        for policy in args.entry:
+            if is_url(policy):
+                PolicyOfUrl(policy)
+            else:
+                PROBLEM.candidate(cells[0].scenario, policy)
     except ValueError as error:
         sys.exit(f"arena: {error}")
     matches = [
@@ -116,6 +122,11 @@ def main(args: Args) -> None:
         f"{match.entry.name} in {match.cell.name}: {one}"
         for match, one in zip(matches, found, strict=True)
         if isinstance(one, str)
+    ]
+    failed += [
+        f"{row['entry']} in {row['cell']}: {100 * float(row[FAILED]):.1f} % of its decisions failed"
+        for row in rows
+        if row.get(FAILED)
     ]
     summed = board(rows)
     console = Console(highlight=False)

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-from oracle.slow_engine import Change, Engine, Job
+from oracle.slow_engine import Change, Engine, Job, Loop
 
 from tokenyard.routing.fleet import Fleet, ReplicaConfig
 from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.batching_streams import BatchingStream
+from tokenyard.routing.simulator.batching_streams import BatchingStream, lay_turns
+from tokenyard.workload.trace import SessionTurns
 
 NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
 SECOND = Engine(
@@ -82,8 +83,10 @@ def a_sim(
     return sim
 
 
-def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStream:
-    """Lay requests out as a stream, with what befalls the replicas."""
+def a_stream(
+    asks: list[Ask], changes: tuple[Change, ...] = (), loop: Loop | None = None
+) -> BatchingStream:
+    """Lay requests out as a stream, with what befalls the replicas and how clients ask."""
     numbers = {block: 1 + i for i, block in enumerate({b for ask in asks for b in ask.chain})}
     rows = np.zeros((len(asks), lay.NUM_REQUEST))
     chains: list[int] = []
@@ -97,7 +100,12 @@ def a_stream(asks: list[Ask], changes: tuple[Change, ...] = ()) -> BatchingStrea
         row[lay.CLASS], row[lay.TENANT] = ask.traffic_class, ask.tenant
         chains += [numbers[block] for block in ask.chain]
     events = np.array([(c.at_s, c.replica, STATUS[c.kind]) for c in changes], dtype=np.float64)
-    return BatchingStream(rows, np.array(chains, dtype=np.int64), events.reshape(-1, lay.NUM_EVENT))
+    told = rows, np.array(chains, dtype=np.int64), events.reshape(-1, lay.NUM_EVENT)
+    if loop is None:
+        return BatchingStream(*told)
+    following, num = np.array(loop.following), np.arange(len(asks))
+    sessions = SessionTurns(num, num, following, np.array(loop.think_s), loop.num_clients)
+    return BatchingStream(*told, *lay_turns(rows, sessions))
 
 
 def step(sim: BatchingSim, ask: Job, replica: int) -> float:

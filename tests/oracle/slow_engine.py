@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -73,6 +73,17 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Loop:
+    """Clients of a closed process: who is over with a request sends the next one later."""
+
+    following: Sequence[int]
+    """Of each job the one that comes next in its session; -1: none does."""
+    think_s: Sequence[float]
+    """Of each job the time until its client sends another."""
+    num_clients: int
+
+
+@dataclass(frozen=True)
 class Iteration:
     """What one iteration computed: `x`, `y` and `z` of docs/engine.md, and when."""
 
@@ -129,6 +140,8 @@ class _Replica:
         self.totals = Totals()
         self.is_up = True
         self.clock_s = -math.inf
+        self.over: Callable[[int, float], None] = lambda index, at_s: None
+        """Told when a request has left for good."""
         self.forget(engine.warm_until_s)
 
     def forget(self, warm_until_s: float) -> None:
@@ -192,6 +205,11 @@ class _Replica:
         self.check()
 
     def abandon(self, now_s: float) -> None:
+        waiting = itertools.chain.from_iterable(self.waiting.values())
+        held = [*waiting, *self.running]
+        for run in sorted(held, key=lambda run: run.order):
+            if run.job.abandon_s <= now_s:
+                self.over(run.index, now_s)
         for priority, queue in self.waiting.items():
             self.waiting[priority] = deque(run for run in queue if run.job.abandon_s > now_s)
         gone = [run for run in self.running if run.job.abandon_s <= now_s]
@@ -268,6 +286,7 @@ class _Replica:
             self.register(run, run.job.context + run.job.output - 1)
             self.release(run)
             run.fate.finish_s = self.end_s
+            self.over(run.index, self.end_s)
         self.check()
 
     def hit(self, run: _Run) -> list[int]:
@@ -360,6 +379,7 @@ def simulate_cluster(
     retry_delay_s: float = 0.0,
     changes: Sequence[Change] = (),
     max_overtaking_s: float = math.inf,
+    loop: Loop | None = None,
 ) -> tuple[list[Fate], list[Totals]]:
     """Run `jobs` on a cluster until all is done.
 
@@ -371,7 +391,10 @@ def simulate_cluster(
         retry_delay_s: Time between a refusal or a failure and the next attempt.
         changes: What befalls the replicas.
         max_overtaking_s: Order keys are at most so much above the time of submission.
+        loop: Jobs are then submitted when their client is ready; the first of each client when it
+            says.
     """
+    jobs = list(jobs)
     replicas = [_Replica(engine) for engine in engines]
     fates = [Fate() for _ in jobs]
     left = [deque(route) for route in attempts]
@@ -383,6 +406,24 @@ def simulate_cluster(
             heapq.heappush(events, (at_s, True, next(order), index))
         else:
             fates[index].refused = True
+            over(index, at_s - retry_delay_s)
+
+    unbegun = deque(range(len(jobs)) if loop is None else sessions_of(loop))
+
+    def over(index: int, at_s: float) -> None:
+        if loop is None:
+            return
+        following = loop.following[index]
+        if following < 0 and unbegun:
+            following = unbegun.popleft()
+        if following >= 0:
+            job, ready_s = jobs[following], at_s + loop.think_s[index]
+            patience_s = job.abandon_s - job.submit_s
+            jobs[following] = replace(job, submit_s=ready_s, abandon_s=ready_s + patience_s)
+            send(following, ready_s)
+
+    for replica in replicas:
+        replica.over = over
 
     def key_of(job: Job, now_s: float) -> float:
         if job.order_key_s is None:
@@ -391,8 +432,10 @@ def simulate_cluster(
 
     for change in changes:
         heapq.heappush(events, (change.at_s, False, next(order), change))
-    for index, job in enumerate(jobs):
-        send(index, job.submit_s)
+    for _ in range(len(jobs) if loop is None else loop.num_clients):
+        if unbegun:
+            index = unbegun.popleft()
+            send(index, jobs[index].submit_s)
     while True:
         # At one instant: iterations, then changes, then submissions.
         next_end_s = min(replica.end_s for replica in replicas)
@@ -414,3 +457,9 @@ def simulate_cluster(
             break
     assert not any(replica.held() for replica in replicas)
     return fates, [replica.totals for replica in replicas]
+
+
+def sessions_of(loop: Loop) -> list[int]:
+    """The first job of every session."""
+    later = set(loop.following)
+    return [index for index in range(len(loop.following)) if index not in later]

@@ -26,37 +26,49 @@ from tokenyard.evaluation import Map
 from tokenyard.problem import Row
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.policy_file import SUFFIX
+from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM, TRAINED
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.search_any_cluster import Kind as DrawnKind
 from tokenyard.routing.search_any_cluster import draw_cluster
-from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
+from tokenyard.routing.simulator.run import Run, run_policy
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    recorded_windows,
+    synthetic_streams,
+)
 from tokenyard.statistics.intervals import holm, paired_p_value, t_interval
 from tokenyard.types import FloatArray
+from tokenyard.workload.paths import find_trace
 
-EntryKind = Literal["rule", "learned", "file"]
+EntryKind = Literal["rule", "learned", "file", "url"]
 MEAN = "mean_response_s"
 SHOWN = (
     MEAN, "p99_response_s", "mean_ttft_s", "p99_ttft_s", "slo_violation_fraction", "goodput_per_s",
     "dropped_fraction",
 )  # fmt: skip
 """Measures of a row; those of first tokens are of fleets only."""
+_THEIRS = ("file", "url")
 ALL = "all"
 """Cell of the rows that sum up an entry."""
 SIGNIFICANT = 0.05
 """p-value below which a regret counts as not zero, corrected for the entries of its cell."""
 MOST_ENTRY_S = 60.0
-"""Time that the rule of a file may take in a cell."""
+"""Time that the rule of a file, or a URL, may take in a cell."""
+FAILED = "failed_decisions_fraction"
+"""Share of a URL's decisions that failed, and went round robin."""
 
 _OWN_LOAD = None
 _QUICK: tuple[tuple[str, float | None], ...] = (
     ("poisson_085", _OWN_LOAD),
-    ("conversation", _OWN_LOAD),
     ("azure_code_slo", _OWN_LOAD),
     ("conversation_mixed_gpus", 0.5),
     ("multi_turn_prefix", _OWN_LOAD),
+    ("code_generation@mixed", _OWN_LOAD),
 )
 _MORE: tuple[tuple[str, float | None], ...] = (
+    ("conversation", _OWN_LOAD),
     ("poisson_050", _OWN_LOAD),
     ("poisson_095", _OWN_LOAD),
     ("bursty_serial", _OWN_LOAD),
@@ -72,7 +84,16 @@ _MORE: tuple[tuple[str, float | None], ...] = (
     ("churn", _OWN_LOAD),
     ("emulated", _OWN_LOAD),
     ("local_cpu", _OWN_LOAD),
+    ("agentic_trace_replay@mixed", _OWN_LOAD),
+    ("batch_summarization_rag@mixed", _OWN_LOAD),
+    ("deep_research@equal", _OWN_LOAD),
+    ("interactive_chat@mixed", _OWN_LOAD),
+    ("mooncake_toolagent@equal", _OWN_LOAD),
+    ("reasoning@mixed", _OWN_LOAD),
+    ("conversation_drift@jitter", _OWN_LOAD),
 )
+_RECORDED = ("bursty_serial", "azure_code_mixed_gpus", "conversation_mixed_gpus")
+"""Scenarios whose recorded test part is a cell too, where its file is found."""
 _QUICK_SEALED: tuple[DrawnKind, ...] = ("engines",)
 _MORE_SEALED: tuple[DrawnKind, ...] = ("servers", "slots", "engines")
 
@@ -98,6 +119,8 @@ class Cell:
     load: float
     """Offered, as if nothing were cached."""
     is_sealed: bool = False
+    is_recorded: bool = False
+    """Streams are windows of the scenario's recorded test part."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +152,7 @@ def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
     """Return the cells, of which the last are drawn.
 
     Args:
-        quick: Only 6 of the 24.
+        quick: Only 6 of the 32, and none that is recorded.
         sealed_seed: Draws the fleets and loads of sealed cells.
     """
     known = _QUICK if quick else _QUICK + _MORE
@@ -137,27 +160,50 @@ def find_cells(quick: bool, sealed_seed: int) -> list[Cell]:
     drawn = [
         draw_cluster(np.random.default_rng([sealed_seed, i]), kind) for i, kind in enumerate(kinds)
     ]
-    return [_cell(load_scenario(name), load) for name, load in known] + [
+    recorded = [] if quick else [one for one in map(load_scenario, _RECORDED) if _is_found(one)]
+    cells = [_cell(load_scenario(name), load) for name, load in known]
+    cells += [
+        Cell(f"{one.name}, recorded", one, StreamSource(one).offered_load, is_recorded=True)
+        for one in recorded
+    ]
+    return cells + [
         _cell(one.model_copy(update={"name": f"sealed_{kind}_{i}"}), None, is_sealed=True)
         for i, (one, kind) in enumerate(zip(drawn, kinds, strict=True))
     ]
 
 
+def _is_found(scenario: Scenario) -> bool:
+    """Whether the recorded test part is there."""
+    held_out = scenario.held_out_trace
+    return held_out is not None and find_trace(held_out.name) is not None
+
+
 def _cell(scenario: Scenario, load: float | None, is_sealed: bool = False) -> Cell:
-    load = StreamSource(scenario).offered_load if load is None else load
-    return Cell(f"{scenario.name} at {load:.2f}", scenario, load, is_sealed)
+    source = StreamSource(scenario)
+    load = source.offered_load if load is None else load
+    told = f"at {load:.2f}"
+    if scenario.arrivals.process == "closed":
+        factor = load / source.offered_load
+        told = f"with {scenario.num_clients(factor * source.rate_per_s)} clients"
+    return Cell(f"{scenario.name} {told}", scenario, load, is_sealed)
 
 
-def entries_of(cell: Cell, files: Sequence[Path]) -> list[Entry]:
-    """Return every rule whose signals the cell has, the policies that ship, and files."""
+def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
+    """Return every rule whose signals the cell has, the policies that ship, files and URLs."""
     known = [name for name in PROBLEM.policies_for(cell.scenario) if name not in TRAINED]
     rules = [Entry(name, "rule", name) for name in known if _source(cell.scenario, name)]
     trained = [Entry(name, "learned", name) for name in TRAINED if _ships(cell.scenario, name)]
-    return rules + trained + [Entry(one.stem, _kind(one), str(one)) for one in files]
+    return rules + trained + [Entry(_shown(one), _kind(one), one) for one in own]
 
 
-def _kind(path: Path) -> EntryKind:
-    return "file" if path.suffix == SUFFIX else "learned"
+def _shown(policy: str) -> str:
+    return policy if is_url(policy) else Path(policy).stem
+
+
+def _kind(policy: str) -> EntryKind:
+    if is_url(policy):
+        return "url"
+    return "file" if policy.endswith(SUFFIX) else "learned"
 
 
 def _source(scenario: Scenario, name: str) -> str | None:
@@ -182,38 +228,68 @@ def play(match: Match) -> Measured:
     Raises:
         ValueError: It cannot, or failed.
     """
-    scenario, streams = _streams(match.cell, match.size, match.seed)
+    scenario, streams = streams_of(match)
+    if match.entry.kind == "url":
+        return _play_url(match, scenario, streams)
     runs = PROBLEM.candidate(scenario, match.entry.policy).run(scenario, streams, match.seed)
+    return _shown_of(scenario, runs)
+
+
+def _shown_of(scenario: Scenario, runs: Sequence[Run]) -> Measured:
     found = per_stream(scenario, runs)
     return {key: found[key] for key in SHOWN if key in found}
 
 
+def _play_url(match: Match, scenario: Scenario, streams: StreamSet) -> Measured:
+    """Let a URL decide, and count the decisions that failed."""
+    asked: list[PolicyOfUrl] = []
+
+    def factory(rng: np.random.Generator) -> PolicyOfUrl:
+        asked.append(PolicyOfUrl(match.entry.policy))
+        return asked[-1]
+
+    runs = run_policy(scenario, streams, factory, match.seed)
+    failed = [
+        one.num_failed / len(stream) for one, stream in zip(asked, streams.requests, strict=True)
+    ]
+    for one in asked:
+        one.close()
+    return {**_shown_of(scenario, runs), FAILED: np.array(failed)}
+
+
 @lru_cache(maxsize=2)
-def _drawn(name: str, text: str, load: float, size: Size, seed: int) -> tuple[Scenario, StreamSet]:
+def _drawn(
+    text: str, load: float, size: Size, seed: int, is_recorded: bool
+) -> tuple[Scenario, StreamSet]:
     scenario = Scenario.model_validate_json(text)
     source = StreamSource(scenario)
+    if is_recorded:
+        return scenario, recorded_windows(source, size.streams)
     factor = load / source.offered_load
     return scenario, synthetic_streams(source, size.streams, seed, load_factor=factor)
 
 
-def _streams(cell: Cell, size: Size, seed: int) -> tuple[Scenario, StreamSet]:
-    scenario = cell.scenario.model_copy(update={"requests_per_stream": size.requests})
+def streams_of(match: Match) -> tuple[Scenario, StreamSet]:
+    """The scenario and the streams of a match."""
+    cell = match.cell
+    scenario = cell.scenario.model_copy(update={"requests_per_stream": match.size.requests})
     # Scenarios have no hash; equal text is an equal scenario.
-    return _drawn(cell.name, scenario.model_dump_json(), cell.load, size, seed)
+    text = scenario.model_dump_json()
+    return _drawn(text, cell.load, match.size, match.seed, cell.is_recorded)
 
 
 def play_all(matches: Sequence[Match], mapped: Map) -> list[Measured | str]:
     """Play matches; of those that failed the reason, a sentence.
 
-    Rules of files play in processes of their own, since they may hang.
+    Rules of files and URLs play in processes of their own, since they may hang.
 
     Args:
         matches: In any order.
         mapped: Shares the others out.
     """
-    ours = [one for one in matches if one.entry.kind != "file"]
+    ours = [one for one in matches if one.entry.kind not in _THEIRS]
     found = dict(zip(map(id, ours), mapped(_try, ours), strict=True))
-    theirs = {id(one): _play_apart(one) for one in matches if one.entry.kind == "file"}
+    theirs = {id(one): _play_apart(one) for one in matches if one.entry.kind in _THEIRS}
     return [(found | theirs)[id(one)] for one in matches]
 
 
@@ -280,6 +356,7 @@ def rows_of_cell(cell: Cell, found: Mapping[Entry, Measured], seed: int) -> list
                 "regret_mean_fraction": regret.estimate,
                 "regret_mean_ci_low": regret.low, "regret_mean_ci_high": regret.high,
                 "regret_mean_p_holm": p_value,
+                **({FAILED: float(measured[FAILED].mean())} if FAILED in measured else {}),
             }
         )  # fmt: skip
     rows.sort(key=lambda row: float(row[MEAN]))

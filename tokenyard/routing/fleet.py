@@ -136,6 +136,7 @@ def requests_per_s(
     kv_capacity_tokens: float,
     context_tokens: float,
     generated_tokens: float,
+    computed_tokens: float | None = None,
 ) -> float:
     """Requests of these mean lengths that a replica completes in a second when it is never idle.
 
@@ -149,14 +150,16 @@ def requests_per_s(
         kv_capacity_tokens: Tokens whose keys and values fit.
         context_tokens: Mean prompt length, tokens.
         generated_tokens: Mean output length, tokens.
+        computed_tokens: Mean tokens of the prompt that are not cached; None: all of it.
     """
+    computed = context_tokens if computed_tokens is None else computed_tokens
     base, prefill, sequence, kv = iteration
     held = context_tokens + generated_tokens / 2.0
     batch = max(1.0, min(max_batch, kv_capacity_tokens / held))
     # With little to generate it is not the batch that limits but the token budget.
-    iterations = max(generated_tokens / batch, context_tokens / token_budget)
+    iterations = max(generated_tokens / batch, computed / token_budget)
     tokens = generated_tokens * (sequence + kv * held)
-    return float(1.0 / (iterations * base + prefill * context_tokens + tokens))
+    return float(1.0 / (iterations * base + prefill * computed + tokens))
 
 
 class TrafficClass(FrozenModel):
@@ -242,6 +245,8 @@ class Fleet(FrozenModel):
     """Tokens of one block of the prefix cache; 0: there is no cache."""
     queue_limit: Annotated[int, Field(ge=1)] = 1000
     """Requests that may wait at one replica; more are refused."""
+    iteration_jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Coefficient of variation of the time that an iteration takes (gamma, its mean unchanged)."""
     scrape_interval_s: Annotated[float, Field(ge=0)] = 0.0
     """Time between two publications of a replica's state; 0: always current."""
     num_routers: Annotated[int, Field(ge=1)] = 1

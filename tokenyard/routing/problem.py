@@ -200,8 +200,10 @@ def _find_streams(source: StreamSource, options: StreamOptions) -> tuple[StreamS
 
 
 def _load_note(streams: StreamSet) -> str:
-    cached = ", as if nothing were cached" if streams.has_prefixes else ""
-    return f"offered load: {streams.offered_load:.2f}{cached}"
+    told = f"offered load: {streams.offered_load:.2f}"
+    if not streams.has_prefixes:
+        return told
+    return f"{told}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 
 
 def _learned(

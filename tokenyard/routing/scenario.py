@@ -17,7 +17,12 @@ from tokenyard.routing.fleet import Fleet, requests_per_s
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
 from tokenyard.workload.model import load_model
-from tokenyard.workload.sessions import Sessions, mean_session_lengths
+from tokenyard.workload.sessions import (
+    Sessions,
+    mean_fresh_tokens,
+    mean_session_lengths,
+    mean_think_s,
+)
 
 Discipline = Literal["serial", "parallel_full", "parallel_split", "processor_sharing"]
 Visibility = Literal["oracle", "by_context", "none"]
@@ -33,21 +38,36 @@ class Server(FrozenModel):
     """Waiting plus running requests from which on the server counts as at capacity."""
 
 
-class Arrivals(FrozenModel):
-    """When requests come. Exactly one of `rate_per_s` and `load` is given."""
+_AMOUNTS = ("rate_per_s", "load", "warm_load", "clients")
+_SHORTEST_CYCLE_S = 1e-3
 
-    process: Literal["poisson", "mmpp"] = "poisson"
-    """`mmpp` uses the bursts of the workload model; `poisson` only its lengths."""
+
+class Arrivals(FrozenModel):
+    """When requests come. Exactly one of `rate_per_s`, `load`, `warm_load` and `clients` is given.
+
+    A closed process has so many clients as would ask at that rate if every token of an answer took
+    `Sessions.answer_token_s`.
+    """
+
+    process: Literal["poisson", "mmpp", "closed"] = "poisson"
+    """`mmpp` uses the bursts of the workload model; `poisson` only its lengths. In `closed`, which
+    needs `sessions`, every client waits for its answer and thinks before it asks again."""
     rate_per_s: Annotated[float, Field(gt=0)] | None = None
     load: Annotated[float, Field(gt=0, lt=2)] | None = None
     """Offered tokens per second as a share of what the servers can process."""
+    warm_load: Annotated[float, Field(gt=0, lt=2)] | None = None
+    """The same as if all that sessions repeat were cached; needs `sessions`."""
+    clients: Annotated[int, Field(ge=1)] | None = None
+    """Clients of a closed process."""
     diurnal: Diurnal | None = None
     """Day and week in the arrival rate; None: none, as in the one-hour public traces."""
 
     @model_validator(mode="after")
-    def _one_of_rate_and_load(self) -> Self:
-        if (self.rate_per_s is None) == (self.load is None):
-            raise ValueError("give exactly one of rate_per_s and load")
+    def _one_amount(self) -> Self:
+        if sum(getattr(self, name) is not None for name in _AMOUNTS) != 1:
+            raise ValueError(f"give exactly one of {', '.join(_AMOUNTS)}")
+        if self.clients is not None and self.process != "closed":
+            raise ValueError("clients are of a closed process; give a rate or a load")
         return self
 
 
@@ -109,6 +129,9 @@ _SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baselin
 _FLEET_TERMS = ("energy",)
 _OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "overflow": "queue"}
 """Fields of a scenario that say how servers work, and their defaults."""
+ON = "@"
+"""Between the name of a workload and that of the fleet that it plays on."""
+_WORKLOADS, _FLEETS = "scenarios/workloads", "scenarios/fleets"
 
 
 class Scenario(FrozenModel):
@@ -145,6 +168,9 @@ class Scenario(FrozenModel):
     """Decide at multiples of this many seconds, in batches; None: at every arrival."""
     output_length: Visibility = "by_context"
     """What the router is told of the output length: the truth, a prediction, or nothing."""
+    output_drift: Annotated[float, Field(gt=0)] = 1.0
+    """Mean output of a stream's last request over that of its first; between them it moves evenly.
+    The router's predictions stay. Only without `sessions`."""
     slo_response_s: Annotated[float, Field(gt=0)] = 2.0
     reward: RewardWeights = RewardWeights()
 
@@ -162,6 +188,17 @@ class Scenario(FrozenModel):
             raise ValueError(f"{wrong} are of token-level servers; a fleet has its own queue_limit")
         if self.sessions and not (self.fleet and self.fleet.prefix_block_tokens):
             raise ValueError("sessions need a fleet with prefix_block_tokens above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_what_sessions_decide(self) -> Self:
+        of_sessions = self.arrivals.process == "closed" or self.arrivals.warm_load is not None
+        if of_sessions and self.sessions is None:
+            raise ValueError("a closed process and warm_load need sessions")
+        if self.output_drift != 1.0 and self.sessions is not None:
+            raise ValueError("output_drift is for traffic without sessions")
+        if self.arrivals.process == "closed" and self.decision_epoch_s is not None:
+            raise ValueError("a closed process is decided at every arrival: no decision_epoch_s")
         return self
 
     @model_validator(mode="after")
@@ -264,12 +301,56 @@ class Scenario(FrozenModel):
             for one in self.fleet.replicas
         )
 
+    def warm_load(self, rate_per_s: float) -> float:
+        """Share of what the fleet can do that sessions ask for if all they repeat is cached.
+
+        Raises:
+            ValueError: There are no sessions.
+        """
+        if self.sessions is None:
+            raise ValueError(f"scenario {self.name!r} has no sessions")
+        lengths = self.mean_lengths_tokens
+        fresh = mean_fresh_tokens(self.sessions, self.workload)
+        return rate_per_s / sum(
+            requests_per_s(
+                one.iteration, one.max_batch, one.token_budget, one.kv_capacity_tokens, *lengths,
+                computed_tokens=fresh,
+            )
+            for one in self.required_fleet.replicas
+        )  # fmt: skip
+
+    @cached_property
+    def cycle_s(self) -> float:
+        """Mean time from one request of a closed client to its next, if nobody waits, seconds.
+
+        Raises:
+            ValueError: There are no sessions.
+        """
+        if self.sessions is None:
+            raise ValueError(f"scenario {self.name!r} has no sessions")
+        answer_s = self.mean_lengths_tokens[1] * self.sessions.answer_token_s
+        think_s = mean_think_s(self.sessions, self.workload)
+        return max(answer_s + think_s, _SHORTEST_CYCLE_S)
+
+    def num_clients(self, rate_per_s: float) -> int:
+        """Clients of a closed process that ask at this rate if nobody waits, at least one.
+
+        Raises:
+            ValueError: There are no sessions.
+        """
+        return max(1, round(rate_per_s * self.cycle_s))
+
     def rate_per_s(self, mean_total_tokens: float) -> float:
         """Arrival rate in requests per second, for requests of that mean size in tokens."""
-        if self.arrivals.rate_per_s is not None:
-            return self.arrivals.rate_per_s
-        assert self.arrivals.load is not None
-        return self.arrivals.load * self.capacity_tokens_per_s / mean_total_tokens
+        arrivals = self.arrivals
+        if arrivals.rate_per_s is not None:
+            return arrivals.rate_per_s
+        if arrivals.warm_load is not None:
+            return arrivals.warm_load / self.warm_load(1.0)
+        if arrivals.clients is not None:
+            return arrivals.clients / self.cycle_s
+        assert arrivals.load is not None
+        return arrivals.load * self.capacity_tokens_per_s / mean_total_tokens
 
 
 def scenario_names() -> list[str]:
@@ -277,11 +358,34 @@ def scenario_names() -> list[str]:
     return shipped_names("tokenyard", "scenarios/routing")
 
 
+def workload_names() -> list[str]:
+    """Names of the workloads that play on any fleet as WORKLOAD@FLEET, sorted."""
+    return shipped_names("tokenyard", _WORKLOADS)
+
+
 def load_scenario(name: str) -> Scenario:
-    """Read a shipped scenario by name, or a YAML file by path.
+    """Read a shipped scenario by name, WORKLOAD@FLEET, or a YAML file by path.
 
     Raises:
         ValueError: Unknown name (with the closest ones), or a file that does not fit the model.
     """
+    workload, on, fleet = name.partition(ON)
+    if on and not name.endswith((".yaml", ".yml")):
+        return _on_fleet(workload, fleet)
     text = read_named(name, "scenario", "tokenyard", "scenarios/routing")
     return Scenario.model_validate(yaml.safe_load(text))
+
+
+def _on_fleet(workload: str, fleet: str) -> Scenario:
+    """Put a workload on a fleet; each is a part of a scenario."""
+    asked = yaml.safe_load(read_named(workload, "workload", "tokenyard", _WORKLOADS))
+    given = yaml.safe_load(read_named(fleet, "fleet", "tokenyard", _FLEETS))
+    words = f"{asked.pop('description').rstrip('.')}, on {given['description']}."
+    return Scenario.model_validate(
+        {
+            "name": f"{workload}{ON}{fleet}",
+            "description": words,
+            "fleet": given["fleet"] | {"classes": asked.pop("classes")},
+            **asked,
+        }
+    )

@@ -36,6 +36,10 @@ class Request:
     tenant: str = ""
     tenant_share: float = 1.0
     """Share of the service that the tenant is entitled to, in (0, 1]."""
+    session_id: str = ""
+    """Conversation or agent that it belongs to; empty: none is known."""
+    turn: int = 0
+    """Its place in the session, from 0 on."""
 
 
 @dataclass(frozen=True, slots=True)

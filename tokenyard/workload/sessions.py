@@ -1,23 +1,30 @@
 """Multi-turn traffic with shared system prompts, for traces that publish no prefixes.
 
-Invented, not fitted: no public trace with timestamps tells how long people think. Every number is
-an option. Output lengths are those of a fitted workload model.
+Defaults are invented, not fitted: no public trace with timestamps tells how long people think. The
+workloads of published catalogues give a `Spread` for what they tell
+(`tokenyard/scenarios/workloads`).
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tokenyard.config import FrozenModel
-from tokenyard.types import FloatArray, IntArray
+from tokenyard.types import BoolArray, FloatArray, IntArray
 from tokenyard.workload.model import WorkloadModel, load_model
+from tokenyard.workload.spread import Spread
 from tokenyard.workload.trace import Trace
 
 _REQUESTS_FOR_MEANS = 20_000
+_INSTEAD = {
+    "turns": "mean_turns",
+    "think_s": "mean_think_s",
+    "message_tokens": "mean_message_tokens",
+}
 
 
 class Sessions(FrozenModel):
@@ -36,6 +43,27 @@ class Sessions(FrozenModel):
     system_prompt_tokens: Annotated[int, Field(ge=0)] = 1024
     max_context_tokens: Annotated[int, Field(ge=1)] = 8192
     """A conversation ends before its prompt is longer than this."""
+    warm_up_s: Annotated[float, Field(ge=0)] | None = None
+    """Time from the first conversation to the first request of a stream; None: that in which a
+    fifth of the requests drawn come."""
+    turns: Spread | None = None
+    """In place of `mean_turns`; at least one."""
+    think_s: Spread | None = None
+    """In place of `mean_think_s`; of agents, the time that their tools take."""
+    message_tokens: Spread | None = None
+    """In place of `mean_message_tokens`."""
+    opening_tokens: Spread | None = None
+    """What comes with the first message, such as documents; None: nothing."""
+    answer_tokens: Spread | None = None
+    """Lengths of answers; None: those of the workload model."""
+
+    @model_validator(mode="after")
+    def _not_both(self) -> Self:
+        for spread, mean in _INSTEAD.items():
+            changed = getattr(self, mean) != type(self).model_fields[mean].default
+            if getattr(self, spread) is not None and changed:
+                raise ValueError(f"give one of {spread} and {mean}")
+        return self
 
     def generate(
         self,
@@ -51,7 +79,7 @@ class Sessions(FrozenModel):
             num_requests: How many.
             rng: Source of all randomness.
             rate_per_s: Mean rate of requests, per second.
-            model: Whose output lengths answers have.
+            model: Whose output lengths answers have, unless `answer_tokens` tells them.
             block_tokens: Tokens of a prefix block, at least 1; block k of a prompt is told by one
                 number that stands for all up to its end. An answer's blocks are told with its
                 request.
@@ -59,79 +87,166 @@ class Sessions(FrozenModel):
         Returns:
             A trace with `prefix_hashes`, its first request at second 0.
         """
-        num_sessions = int(2 * num_requests / self.mean_turns) + 50
+        before = num_requests if self.warm_up_s is None else self.warm_up_s * rate_per_s
+        num_sessions = int((before + num_requests) / self._least_turns) + 50
         while True:
-            turns = self._turns(num_sessions, rng, rate_per_s, model)
+            turns, gaps = self.draw_turns(num_sessions, rng, model)
+            starts_s = self._starts_s(turns, gaps, rate_per_s)
+            arrival_s = starts_s[turns.session] + turns.before_s - turns.first_before_s
             # The first turns are left out: there were no conversations under way yet. So are the
             # last, where conversations have stopped to begin.
-            order = np.argsort(turns.arrival_s, kind="stable")
-            order = order[len(order) // 5 : -max(len(order) // 5, 1)]
+            order = np.argsort(arrival_s, kind="stable")
+            if self.warm_up_s is None:
+                order = order[len(order) // 5 : -max(len(order) // 5, 1)]
+            else:
+                first, last = np.searchsorted(arrival_s[order], (self.warm_up_s, starts_s[-1]))
+                order = order[first:last]
             if len(order) >= num_requests:
-                return turns.trace(order[:num_requests], self, block_tokens)
+                order = order[:num_requests]
+                return self.trace(turns, order, arrival_s[order], block_tokens)
             num_sessions *= 2
 
-    def _turns(
-        self, num_sessions: int, rng: np.random.Generator, rate_per_s: float, model: WorkloadModel
-    ) -> _Turns:
-        num_turns = rng.geometric(1.0 / self.mean_turns, num_sessions)
-        starts = np.cumsum(rng.exponential(self.mean_turns / rate_per_s, num_sessions))
+    @property
+    def _least_turns(self) -> float:
+        """Turns of a session, not overestimated where long prompts end it."""
+        if self.turns is None:
+            return self.mean_turns
+        return min(max(self.turns.mean, 1.0), 20.0)
+
+    def draw_turns(
+        self, num_sessions: int, rng: np.random.Generator, model: WorkloadModel
+    ) -> tuple[Turns, FloatArray]:
+        """Draw conversations, and the gaps between their beginnings.
+
+        Returns:
+            The turns, and gaps over the mean gap, shape (num_sessions,).
+        """
+        num_turns = self._num_turns(num_sessions, rng)
+        gaps = rng.standard_exponential(num_sessions)
         shares = 1.0 / np.arange(1, self.num_system_prompts + 1)
         prompts = rng.choice(self.num_system_prompts, num_sessions, p=shares / shares.sum())
         session = np.repeat(np.arange(num_sessions), num_turns)
         first = np.concatenate([[0], np.cumsum(num_turns)[:-1]])[session]
         num = len(session)
-        message = 1 + rng.exponential(self.mean_message_tokens - 1.0, num).astype(np.int64)
-        _, answer = model.sample_lengths(num, rng)
-        answer = np.maximum(answer, 1)
-        think_s = rng.exponential(self.mean_think_s, num)
+        message = self._messages(num, rng)
+        answer = self._answers(num, rng, model)
+        think_s = self._think_s(num, rng)
         said = np.cumsum(message + answer)
-        context = self.system_prompt_tokens + said - answer - (said - message - answer)[first]
+        before = (said - message - answer) - (said - message - answer)[first]
+        opening = self._openings(num_sessions, rng)[session]
         waited_s = np.cumsum(answer * self.answer_token_s + think_s)
         before_s = waited_s - answer * self.answer_token_s - think_s
-        arrival_s = starts[session] + before_s - before_s[first]
-        kept = context <= self.max_context_tokens
-        return _Turns(
-            arrival_s[kept], context[kept], answer[kept], session[kept], prompts[session][kept]
-        )
+        turns = Turns(
+            session, np.arange(num) - first, self.system_prompt_tokens + opening + before + message,
+            answer, prompts[session], think_s, np.where(before > 0, message, opening + message),
+            before_s, before_s[first],
+        )  # fmt: skip
+        return turns.where(turns.context <= self.max_context_tokens), gaps
 
+    def _num_turns(self, num: int, rng: np.random.Generator) -> IntArray:
+        if self.turns is None:
+            return rng.geometric(1.0 / self.mean_turns, num)
+        return np.maximum(self.turns.draw_whole(num, rng), 1)
 
-class _Turns:
-    """Turns of many sessions, arrays of shape (num_turns,)."""
+    def _messages(self, num: int, rng: np.random.Generator) -> IntArray:
+        if self.message_tokens is None:
+            return 1 + rng.exponential(self.mean_message_tokens - 1.0, num).astype(np.int64)
+        return np.maximum(self.message_tokens.draw_whole(num, rng), 1)
 
-    def __init__(
-        self,
-        arrival_s: FloatArray,
-        context: IntArray,
-        answer: IntArray,
-        session: IntArray,
-        prompt: IntArray,
-    ) -> None:
-        self.arrival_s, self.context, self.answer = arrival_s, context, answer
-        self.session, self.prompt = session, prompt
+    def _answers(self, num: int, rng: np.random.Generator, model: WorkloadModel) -> IntArray:
+        if self.answer_tokens is None:
+            return np.maximum(model.sample_lengths(num, rng)[1], 1)
+        return np.maximum(self.answer_tokens.draw_whole(num, rng), 1)
 
-    def trace(self, order: IntArray, sessions: Sessions, block_tokens: int) -> Trace:
-        """Those turns as a trace."""
-        shared = sessions.system_prompt_tokens // block_tokens
-        longest = int((self.context + self.answer).max()) // block_tokens + 1
+    def _think_s(self, num: int, rng: np.random.Generator) -> FloatArray:
+        if self.think_s is None:
+            return rng.exponential(self.mean_think_s, num)
+        return self.think_s.draw(num, rng)
+
+    def _openings(self, num: int, rng: np.random.Generator) -> IntArray:
+        if self.opening_tokens is None:
+            return np.zeros(num, dtype=np.int64)
+        return self.opening_tokens.draw_whole(num, rng)
+
+    def _starts_s(self, turns: Turns, gaps: FloatArray, rate_per_s: float) -> FloatArray:
+        """When sessions begin, seconds, shape (num_sessions,)."""
+        is_cut = self.turns is not None or self.opening_tokens is not None
+        mean_turns = len(turns.turn) / len(gaps) if is_cut else self.mean_turns
+        return np.cumsum(mean_turns / rate_per_s * gaps)
+
+    def trace(
+        self, turns: Turns, order: IntArray, arrival_s: FloatArray, block_tokens: int
+    ) -> Trace:
+        """Some turns as a trace.
+
+        Args:
+            turns: Of all sessions.
+            order: Which of them, in order of arrival, shape (n,).
+            arrival_s: When they arrive, seconds, shape (n,); the first becomes second 0.
+            block_tokens: Tokens of a prefix block.
+        """
+        shared = self.system_prompt_tokens // block_tokens
+        longest = int((turns.context + turns.answer).max()) // block_tokens + 1
         hashes = []
         for turn in order.tolist():
-            own = int(self.context[turn] + self.answer[turn]) // block_tokens
+            own = int(turns.context[turn] + turns.answer[turn]) // block_tokens
             # Negative numbers are system prompts, which sessions share.
-            common = -1 - int(self.prompt[turn]) * (shared + 1)
-            private = int(self.session[turn]) * longest
+            common = -1 - int(turns.prompt[turn]) * (shared + 1)
+            private = int(turns.session[turn]) * longest
             hashes.append(tuple(common - k if k < shared else private + k for k in range(own)))
-        arrival_s = self.arrival_s[order]
         return Trace(
-            arrival_s - arrival_s[0], self.context[order], self.answer[order],
+            arrival_s - arrival_s[0], turns.context[order], turns.answer[order],
             prefix_hashes=tuple(hashes), prefix_block_tokens=block_tokens,
         )  # fmt: skip
+
+
+class Turns(NamedTuple):
+    """Turns of many sessions, one session after the other; arrays of shape (num,)."""
+
+    session: IntArray
+    turn: IntArray
+    """Place in the session, from 0 on."""
+    context: IntArray
+    """Prompt, tokens."""
+    answer: IntArray
+    """Tokens."""
+    prompt: IntArray
+    """Which system prompt."""
+    think_s: FloatArray
+    """From the answer to the next turn, seconds."""
+    fresh: IntArray
+    """Tokens of the prompt that were in no turn before, and in no system prompt."""
+    before_s: FloatArray
+    """Answers and thinking of all turns before, of all sessions, seconds."""
+    first_before_s: FloatArray
+    """The same of the session's first turn."""
+
+    def where(self, kept: BoolArray) -> Turns:
+        """Only some."""
+        columns = {name: column[kept] for name, column in self._asdict().items()}
+        return self._replace(**columns)
 
 
 @lru_cache
 def mean_session_lengths(sessions: Sessions, workload: str) -> tuple[float, float]:
     """Mean context and output of its requests, tokens, from one long seeded sample."""
-    rng = np.random.default_rng(0)
-    turns = sessions._turns(
-        int(_REQUESTS_FOR_MEANS / sessions.mean_turns), rng, 1.0, load_model(workload)
-    )
+    turns = _sample(sessions, workload)
     return float(turns.context.mean()), float(turns.answer.mean())
+
+
+@lru_cache
+def mean_fresh_tokens(sessions: Sessions, workload: str) -> float:
+    """Mean tokens of a prompt that nobody sent before, from the same sample."""
+    return float(_sample(sessions, workload).fresh.mean())
+
+
+@lru_cache
+def mean_think_s(sessions: Sessions, workload: str) -> float:
+    """Mean time between an answer and the next turn, seconds, from the same sample."""
+    return float(_sample(sessions, workload).think_s.mean())
+
+
+def _sample(sessions: Sessions, workload: str) -> Turns:
+    num_sessions = int(_REQUESTS_FOR_MEANS / sessions._least_turns)
+    rng = np.random.default_rng(0)
+    return sessions.draw_turns(num_sessions, rng, load_model(workload))[0]

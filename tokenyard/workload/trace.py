@@ -15,6 +15,22 @@ _Selection = slice | npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
+class SessionTurns:
+    """How the requests of a trace follow each other; arrays of shape (n,)."""
+
+    session: IntArray
+    turn: IntArray
+    """Place in the session, from 0 on."""
+    next_turn: IntArray
+    """Index of the request that follows in the session; -1: it is the last that is played."""
+    think_s: FloatArray
+    """Time from the end of this request to the next of its client, seconds."""
+    num_clients: int
+    """Each has at most one request in flight, and begins the first session that nobody has begun
+    when its own is over."""
+
+
+@dataclass(frozen=True, eq=False)
 class Trace:
     """Requests in order of arrival.
 
@@ -38,6 +54,9 @@ class Trace:
     None where the source does not publish them."""
     prefix_block_tokens: int | None = None
     """Tokens of each of those blocks."""
+    sessions: SessionTurns | None = None
+    """Set where clients wait for their answers (a closed process): `arrival_s` is then when
+    requests would arrive if every answer took its expected time. A part of a trace has none."""
 
     def __post_init__(self) -> None:
         """Reject what cannot be a trace."""
@@ -177,6 +196,7 @@ class Trace:
             context_tokens=self.context_tokens[rows],
             generated_tokens=self.generated_tokens[rows],
             prefix_hashes=hashes,
+            sessions=None,
         )
 
     def _starting_at_first(self) -> Trace:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from tokenyard.routing.simulator.constant_rate import Actions, Observations, Out
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
+
+_EQUALLY_LONG = ("turns", "factors")
+"""Arrays whose length does not differ between the streams of a scenario."""
 
 
 @dataclass(frozen=True)
@@ -228,6 +232,9 @@ class BatchingSim:
             routers=np.zeros((num_copies, routers, num, lay.NUM_OWN)),
             clock=np.zeros((num_copies, lay.NUM_CLOCK)),
             retries=np.zeros((num_copies, stream_length), dtype=np.int64),
+            turns=np.zeros((num_copies, 0, lay.NUM_TURN)),
+            pending=np.zeros((num_copies, 0), dtype=np.int64),
+            factors=np.zeros((num_copies, num, 0)),
             outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
             latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
@@ -267,6 +274,10 @@ class BatchingSim:
         self._make_room(stream)
         arrays = self.arrays
         arrays.requests[copy] = stream.requests
+        arrays.turns[copy, : len(stream.turns)] = stream.turns
+        arrays.factors[copy] = stream.factors
+        if arrays.pending.shape[1]:
+            arrays.pending[copy, lay.PENDING_CLIENTS] = stream.num_clients
         arrays.chains[copy, : len(stream.chains)] = stream.chains
         arrays.events[copy, :, lay.EVENT_S] = np.inf
         arrays.events[copy, : len(stream.events)] = stream.events
@@ -274,20 +285,23 @@ class BatchingSim:
 
     def _make_room(self, stream: BatchingStream) -> None:
         """Lengthen the arrays whose length depends on the stream."""
-        for name, axis, needed in (
-            ("chains", 1, len(stream.chains)),
-            ("events", 1, len(stream.events)),
-            ("links", 3, stream.num_blocks + 1),
-            ("block_s", 3, stream.num_blocks + 1),
+        clients = lay.PENDING_AT + stream.num_clients if stream.num_clients else 0
+        for name, axis, needed, fill in (
+            ("chains", 1, len(stream.chains), 0),
+            ("events", 1, len(stream.events), np.inf),
+            ("links", 3, stream.num_blocks + 1, lay.ABSENT),
+            ("block_s", 3, stream.num_blocks + 1, -np.inf),
+            ("turns", 1, len(stream.turns), 0),
+            ("pending", 1, clients, 0),
+            ("factors", 2, stream.factors.shape[1], 1),
         ):
             old = getattr(self.arrays, name)
             missing = needed - old.shape[axis]
             if missing <= 0:
                 continue
-            # A little more than is needed: the next streams are about as long.
             pad = [(0, 0)] * old.ndim
-            pad[axis] = (0, missing + needed // 8)
-            fill = {"events": np.inf, "links": lay.ABSENT, "block_s": -np.inf}.get(name, 0)
+            # A little more than is needed: the next streams are about as long.
+            pad[axis] = (0, missing + (0 if name in _EQUALLY_LONG else needed // 8))
             longer = np.pad(old, pad, constant_values=fill)
             self.arrays = self.arrays._replace(**{name: longer})
 
@@ -440,7 +454,16 @@ class BatchingSim:
             due_s=min(float(row[lay.SLO_TTFT_S]), float(row[lay.SLO_RESPONSE_S])),
             tenant=tenant.name,
             tenant_share=tenant.weight / self._sum_of_weights,
+            **self._of_session(copy),
         )
+
+    def _of_session(self, copy: int) -> dict[str, Any]:
+        """What a request tells of its session."""
+        turns = self.arrays.turns[copy]
+        if not len(turns):
+            return {}
+        row = turns[self.current(copy)]
+        return {"session_id": f"session-{int(row[lay.SESSION])}", "turn": int(row[lay.TURN])}
 
     def offered(self, copy: int = 0) -> list[int]:
         """Replicas that the router believes to take requests; all, where it knows of none."""
@@ -475,8 +498,11 @@ class BatchingSim:
         return WaitingQueue(keys_s[own], requests[which[own], lay.CONTEXT])
 
     def outcomes(self, copy: int = 0) -> BatchingOutcomes:
-        """What became of one copy's requests."""
+        """What became of one copy's requests, in order of arrival."""
         requests, outcome = self.arrays.requests[copy], self.arrays.outcomes[copy]
+        if self.arrays.pending.shape[1]:
+            order = np.lexsort((outcome[:, lay.SUBMITTED], requests[:, lay.ARRIVAL_S]))
+            requests, outcome = requests[order], outcome[order]
         finish_s = outcome[:, lay.FINISH_S]
         arrival_s = requests[:, lay.ARRIVAL_S].copy()
         response_s = finish_s - arrival_s

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from tokenyard.routing.fleet import Churn, Fleet, TrafficClass
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.types import FloatArray, IntArray
-from tokenyard.workload.trace import Trace
+from tokenyard.workload.trace import SessionTurns, Trace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,12 @@ class BatchingStream:
     """Ids of all prefix blocks, from 1 on, shape (num_chained,)."""
     events: FloatArray
     """When replicas change, in order of time, shape (num_events, lay.NUM_EVENT)."""
+    turns: FloatArray = field(default_factory=lambda: np.zeros((0, lay.NUM_TURN)))
+    """How requests follow each other, shape (num_requests, lay.NUM_TURN); empty: no sessions."""
+    num_clients: int = 0
+    """Of a closed process: most requests in flight or thought of; 0: arrivals are open."""
+    factors: FloatArray = field(default_factory=lambda: np.zeros((1, 0)))
+    """Factors on the times of iterations, shape (num_replicas, num_factors); (1, 0): none."""
 
     def __len__(self) -> int:
         """Return the number of requests."""
@@ -36,6 +42,10 @@ class BatchingStream:
 Stream = FloatArray | BatchingStream
 """Requests as the simulator of a scenario steps through them: rows of shape (num_requests,
 kernel.NUM_REQUEST) for the token-level cluster, or a `BatchingStream` for a fleet."""
+
+
+NUM_FACTORS = 4096
+"""Factors on iteration times; they are used in turn, and then again."""
 
 
 def token_rows(stream: Stream) -> FloatArray:
@@ -101,7 +111,34 @@ def encode_for_fleet(
     rows[:, lay.TENANT] = _draw(num, [one.share for one in fleet.tenants], rng)
     chains = _number_blocks(rows, trace if fleet.prefix_block_tokens else None)
     events = _no_events() if fleet.churn is None else _draw_events(fleet, fleet.churn, rows, rng)
-    return BatchingStream(rows, chains, events)
+    turns, num_clients = lay_turns(rows, trace.sessions)
+    factors = _draw_factors(fleet, rng)
+    return BatchingStream(rows, chains, events, turns, num_clients, factors)
+
+
+def lay_turns(rows: FloatArray, sessions: SessionTurns | None) -> tuple[FloatArray, int]:
+    """Rows that say how requests follow each other, and the number of closed clients."""
+    if sessions is None:
+        return np.zeros((0, lay.NUM_TURN)), 0
+    turns = np.empty((len(rows), lay.NUM_TURN))
+    turns[:, lay.NEXT_TURN] = sessions.next_turn
+    turns[:, lay.THINK_S] = sessions.think_s
+    turns[:, lay.PATIENCE_S] = rows[:, lay.ABANDON_S] - rows[:, lay.ARRIVAL_S]
+    turns[:, lay.BEGINS] = True
+    turns[sessions.next_turn[sessions.next_turn >= 0], lay.BEGINS] = False
+    turns[:, lay.START_S] = rows[:, lay.ARRIVAL_S]
+    turns[:, lay.SESSION] = sessions.session
+    turns[:, lay.TURN] = sessions.turn
+    return turns, sessions.num_clients
+
+
+def _draw_factors(fleet: Fleet, rng: np.random.Generator) -> FloatArray:
+    """Factors of mean 1 on the times of iterations: each replica begins elsewhere in one table."""
+    if fleet.iteration_jitter == 0.0:
+        return np.zeros((1, 0))
+    shape = fleet.iteration_jitter**-2
+    num = len(fleet.replicas)
+    return rng.gamma(shape, 1.0 / shape, size=(num, NUM_FACTORS))
 
 
 def _draw(num: int, shares: list[float], rng: np.random.Generator) -> IntArray:

@@ -120,7 +120,12 @@ class RolloutSim:
             slow_after_s: Response time from which on a request counts as slow.
             decide_anew: Let the policy decide in every future, and not leave those who come later
                 where they went in the stream.
+
+        Raises:
+            ValueError: The stream is of a closed process.
         """
+        if stream.num_clients:
+            raise ValueError("a future cannot be repeated where clients wait for answers")
         for copy in (_PLAYED, _AHEAD):
             self._sim.load(copy, stream)
         num, slo_s = self._scenario.num_servers, self._scenario.slo_response_s

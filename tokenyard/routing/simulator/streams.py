@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import Literal
@@ -21,6 +21,7 @@ from tokenyard.routing.scenario import HeldOutTrace, Scenario
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.types import FloatArray, IntArray
+from tokenyard.workload.closed import draw_closed
 from tokenyard.workload.features import RobustScaler, request_features
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
 from tokenyard.workload.paths import find_trace
@@ -44,6 +45,8 @@ def predicted_total_tokens(
     if scenario.output_length == "oracle":
         return (context + generated).astype(np.float64)
     if scenario.output_length == "by_context":
+        if scenario.sessions is not None and scenario.sessions.answer_tokens is not None:
+            return (context + scenario.mean_lengths_tokens[1]).astype(np.float64)
         return context + model.mean_generated_tokens(context)
     return context.astype(np.float64)
 
@@ -65,6 +68,8 @@ class StreamSet:
     """Share of what the servers can do that is asked of them, as if nothing were cached."""
     has_prefixes: bool = False
     """Whether prompts may be cached, so that less is asked of the servers than `offered_load`."""
+    warm_load: float = math.nan
+    """The same as if all that sessions repeat were cached."""
 
     def __len__(self) -> int:
         """How many streams."""
@@ -142,8 +147,20 @@ class StreamSource:
         )
 
     def _draw(self, num_requests: int, rng: np.random.Generator, load_factor: float = 1.0) -> Trace:
+        trace = self._draw_steady(num_requests, rng, load_factor)
+        drift = np.linspace(1.0, self.scenario.output_drift, num_requests)
+        if self.scenario.output_drift == 1.0:
+            return trace
+        outputs = np.maximum(np.rint(trace.generated_tokens * drift), 1).astype(np.int64)
+        return replace(trace, generated_tokens=outputs)
+
+    def _draw_steady(
+        self, num_requests: int, rng: np.random.Generator, load_factor: float
+    ) -> Trace:
         arrivals = self.scenario.arrivals
         rate_per_s = load_factor * self.rate_per_s
+        if arrivals.process == "closed":
+            return self._draw_closed(num_requests, rng, rate_per_s)
         if self.scenario.sessions is not None:
             block_tokens = self.scenario.required_fleet.prefix_block_tokens
             return self.scenario.sessions.generate(
@@ -158,6 +175,13 @@ class StreamSource:
         if diurnal is None:
             return Trace(arrival_s, context, generated)
         return Trace(diurnal.warp(arrival_s), context, generated, diurnal.started_at)
+
+    def _draw_closed(self, num_requests: int, rng: np.random.Generator, rate_per_s: float) -> Trace:
+        scenario = self.scenario
+        assert scenario.sessions is not None
+        clients = scenario.num_clients(rate_per_s)
+        block_tokens = scenario.required_fleet.prefix_block_tokens
+        return draw_closed(scenario.sessions, num_requests, clients, rng, self.model, block_tokens)
 
     def _predicted(self, trace: Trace) -> FloatArray:
         return predicted_total_tokens(
@@ -189,16 +213,16 @@ def synthetic_streams(
     ]
     arrivals: str = source.scenario.arrivals.process
     if source.scenario.sessions is not None:
-        arrivals = "session"
+        arrivals = "closed" if arrivals == "closed" else "session"
     origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
     load = load_factor * source.offered_load
+    if source.scenario.sessions is None:
+        return StreamSet(requests, origin, is_synthetic=True, offered_load=load)
+    warm_load = source.scenario.warm_load(load_factor * source.rate_per_s)
     return StreamSet(
-        requests,
-        origin,
-        is_synthetic=True,
-        offered_load=load,
-        has_prefixes=source.scenario.sessions is not None,
-    )
+        requests, origin, is_synthetic=True, offered_load=load, has_prefixes=True,
+        warm_load=warm_load,
+    )  # fmt: skip
 
 
 def held_out_streams(source: StreamSource, load: float | None = None) -> StreamSet | None:
@@ -207,6 +231,23 @@ def held_out_streams(source: StreamSource, load: float | None = None) -> StreamS
     if held_out is None:
         return None
     return _recorded_part(source, held_out, held_out.first, None, load)
+
+
+def recorded_windows(source: StreamSource, count: int) -> StreamSet:
+    """The scenario's recorded test part, cut into consecutive streams of equal length.
+
+    Raises:
+        ValueError: It has none, its file is not found, or it is too short.
+    """
+    recorded = source.scenario.held_out_trace
+    path = None if recorded is None else find_trace(recorded.name)
+    if recorded is None or path is None:
+        raise ValueError(f"no recorded test part of {source.scenario.name!r} was found")
+    whole = source.at_rate(read_trace(path)[0], None)
+    windows = whole.tail_from(recorded.first).windows(count)
+    origin = f"{path.name} from request {recorded.first} on, {count} windows"
+    offered = source.load_of(whole)
+    return StreamSet([source.encode(one) for one in windows], origin, offered_load=offered)
 
 
 def recorded_training_streams(source: StreamSource) -> StreamSet | None:

@@ -7,6 +7,13 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.clients import (
+    ask_again,
+    begin_sessions,
+    earliest_end,
+    soonest_client,
+    take_client,
+)
 from tokenyard.routing.simulator.batching_kernel.iteration import advance, begin
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, replica_of
 from tokenyard.routing.simulator.batching_kernel.queue import enqueue, waiting_at
@@ -53,6 +60,7 @@ def clear(fleet, copy):
     outcomes[:, lay.SERVER] = -1.0
     outcomes[:, lay.FIRST_TOKEN_S] = math.nan
     outcomes[:, lay.FINISH_S] = math.nan
+    begin_sessions(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy])
     find_decision(fleet, copy)
 
 
@@ -139,6 +147,7 @@ def requeue(fleet, copy, index, now):
     outcomes = fleet.outcomes[copy]
     if outcomes[index, lay.ATTEMPTS] > fleet.rules[lay.MAX_RETRIES]:
         outcomes[index, lay.SERVER] = -1.0
+        ask_again(fleet.requests[copy], fleet.turns[copy], fleet.pending[copy], index, now)
         return False
     clock = fleet.clock[copy]
     size = fleet.retries.shape[1]
@@ -247,14 +256,37 @@ def _stop(replica, now):
 
 
 @compiled
+def _run_towards(fleet, copy, until):
+    """Run all replicas to where a closed client might be answered, if that is before `until`.
+
+    Its next request may be the one that arrives first. Returns whether it was before.
+    """
+    if fleet.pending.shape[1] == 0:
+        return False
+    earliest = math.inf
+    for server in range(fleet.replica_params.shape[1]):
+        earliest = min(earliest, earliest_end(replica_of(fleet, copy, server)))
+    if earliest >= until:
+        return False
+    for server in range(fleet.replica_params.shape[1]):
+        _catch_up(replica_of(fleet, copy, server), earliest)
+    return True
+
+
+@compiled
 def find_decision(fleet, copy):
     """Put the clock at the next request to be placed; CURRENT is -1 when none is left."""
     clock = fleet.clock[copy]
     requests = fleet.requests[copy]
     outcomes = fleet.outcomes[copy]
+    pending = fleet.pending[copy]
+    closed = pending.shape[0] > 0
     while True:
         arrival = math.inf
-        if clock[lay.NEXT] < requests.shape[0]:
+        place = -1
+        if closed:
+            place, arrival = soonest_client(requests, pending)
+        elif clock[lay.NEXT] < requests.shape[0]:
             arrival = requests[int(clock[lay.NEXT]), lay.DISPATCH_S]
         retry = math.inf
         retried = 0
@@ -263,10 +295,14 @@ def find_decision(fleet, copy):
             retry = outcomes[retried, lay.READY_S]
         soonest = min(arrival, retry)
         event = int(clock[lay.EVENT])
-        if event < fleet.events.shape[1] and fleet.events[copy, event, lay.EVENT_S] <= soonest:
-            if fleet.events[copy, event, lay.EVENT_S] < math.inf:
-                _apply_event(fleet, copy)
-                continue
+        event_s = math.inf
+        if event < fleet.events.shape[1]:
+            event_s = fleet.events[copy, event, lay.EVENT_S]
+        if _run_towards(fleet, copy, min(soonest, event_s)):
+            continue
+        if event_s <= soonest and event_s < math.inf:
+            _apply_event(fleet, copy)
+            continue
         if soonest == math.inf:
             clock[lay.CURRENT] = -1.0
             return
@@ -276,8 +312,11 @@ def find_decision(fleet, copy):
             if requests[retried, lay.ABANDON_S] <= retry:
                 outcomes[retried, lay.GAVE_UP] = 1.0
                 outcomes[retried, lay.SERVER] = -1.0
+                ask_again(requests, fleet.turns[copy], pending, retried, retry)
                 continue
             clock[lay.CURRENT] = retried
+        elif closed:
+            clock[lay.CURRENT] = take_client(pending, place)
         else:
             clock[lay.CURRENT] = clock[lay.NEXT]
             clock[lay.NEXT] += 1.0

@@ -229,7 +229,7 @@ def _skip_ahead(replica, now, until):
         + params[lay.KV_TOKEN_S] * row[lay.KV_SUM]
     )
     base *= factor
-    if most < 1.0 or now + base > until:
+    if most < 1.0 or now + base > until or replica.factors.shape[0] > 0:
         return now
     growth = factor * params[lay.KV_TOKEN_S] * decoding
     steps = _whole_iterations(base, growth, until - now, most)
@@ -313,6 +313,8 @@ def begin(replica, now, until):
     )
     if now < row[lay.WARM_UNTIL_S]:
         duration *= params[lay.WARM_UP_FACTOR]
+    if replica.factors.shape[0] > 0:
+        duration *= replica.factors[int(row[lay.ITERATIONS]) % replica.factors.shape[0]]
     _account_work(replica, 1.0, prefill, decoding, kv, duration)
     row[lay.UNTIL_S] = now + duration
 

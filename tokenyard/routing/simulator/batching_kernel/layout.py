@@ -1,7 +1,7 @@
 """The arrays of a fleet, and what stands where in their rows.
 
 Shapes: C copies, S replicas, R requests per stream, E events, K routers, I prefix-block ids,
-B blocks in all chains of a stream.
+B blocks in all chains of a stream, N clients of a closed process, F factors.
 
     replica_params (C, S, NUM_PARAMS) what a replica is; never changes within a stream
     rules     (NUM_RULES,)        what holds for all replicas, and what is paid
@@ -14,6 +14,9 @@ B blocks in all chains of a stream.
     routers   (C, K, S, NUM_OWN)  what each router knows of what it sent
     clock     (C, NUM_CLOCK)      where a copy stands
     retries   (C, R)              ring of requests to be placed again
+    turns     (C, R, NUM_TURN)    how requests follow each other; R is 0 without sessions
+    pending   (C, PENDING_AT + N) requests of closed clients that think; no column: open arrivals
+    factors   (C, S, F)           factors on the times of iterations, used in turn; F is 0 without
     outcomes  (C, R, NUM_OUTCOME) what became of each request
     tables    (C, S, NUM_COLUMNS) what the router of the current request may know (`observation`)
 
@@ -60,6 +63,15 @@ DOWN, DRAINING, UP = range(3)
     CHAIN_AT, CHAIN_LENGTH, SLO_RESPONSE_S, SLO_TTFT_S, SLO_TPOT_S, CLASS, TENANT, FEATURES,
 ) = range(16)  # fmt: skip
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
+
+# turns of sessions: the request after this one (-1: the session ends), whether it is the first that
+# is played, when that would arrive, seconds
+(
+    NEXT_TURN, THINK_S, PATIENCE_S, BEGINS, START_S, SESSION, TURN, NUM_TURN,
+) = range(8)  # fmt: skip
+
+# pending: how many, where to look for the next session, clients of the copy, and the requests
+PENDING_COUNT, PENDING_NEXT, PENDING_CLIENTS, PENDING_AT = range(4)
 
 # scalars of a row of state; EARNED and what follows outlive a failure
 (
@@ -124,6 +136,9 @@ class FleetArrays(NamedTuple):
     routers: FloatArray
     clock: FloatArray
     retries: IntArray
+    turns: FloatArray
+    pending: IntArray
+    factors: FloatArray
     outcomes: FloatArray
     latencies: FloatArray
     """Inter-token latencies by bin, shape (C, LATENCY_BINS)."""
@@ -147,6 +162,9 @@ class Replica(NamedTuple):
     own: FloatArray
     outcomes: FloatArray
     latencies: FloatArray
+    turns: FloatArray
+    pending: IntArray
+    factors: FloatArray
     real: bool
     """False in a look ahead: nothing outside the row may change."""
 
@@ -158,7 +176,8 @@ def replica_of(fleet, copy, server):
         fleet.state[copy, server], fleet.replica_params[copy, server], fleet.rules,
         fleet.requests[copy], fleet.chains[copy], fleet.links[copy, server],
         fleet.block_s[copy, server], fleet.routers[copy, :, server], fleet.outcomes[copy],
-        fleet.latencies[copy], True,
+        fleet.latencies[copy], fleet.turns[copy], fleet.pending[copy], fleet.factors[copy, server],
+        True,
     )  # fmt: skip
 
 

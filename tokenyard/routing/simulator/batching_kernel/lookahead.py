@@ -48,7 +48,8 @@ def copied(replica, scratch):
     copy_row(replica.row, replica.rules, scratch)
     return Replica(
         scratch, replica.params, replica.rules, replica.requests, replica.chains, replica.links,
-        replica.block_s, replica.own, replica.outcomes, replica.latencies, False,
+        replica.block_s, replica.own, replica.outcomes, replica.latencies, replica.turns,
+        replica.pending, replica.factors, False,
     )  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def play_out(ahead, index):
     row = ahead.row
     row[lay.FINISH_SUM_S] = 0.0
     row[lay.LOOKED_FOR] = index
-    while row[lay.BUSY] and not _only_decodes(row, ahead.rules):
+    while row[lay.BUSY] and not _only_decodes(row, ahead.rules, ahead.factors.shape[0] > 0):
         end_iteration(ahead)
         begin(ahead, row[lay.UNTIL_S], math.inf)
     _finish_decoding(ahead)
@@ -66,11 +67,11 @@ def play_out(ahead, index):
 
 
 @compiled
-def _only_decodes(row, rules):
+def _only_decodes(row, rules, has_factors):
     """Whether all that is left is decoding which nothing can interrupt."""
     if row[lay.PREFILLING] > 0.0 or row[lay.WAITING] > 0.0 or row[lay.NEXT_ABANDON_S] < math.inf:
         return False
-    if row[lay.UNTIL_S] < row[lay.WARM_UNTIL_S]:
+    if has_factors or row[lay.UNTIL_S] < row[lay.WARM_UNTIL_S]:
         return False
     at = int(rules[lay.DECODE_AT])
     tokens = 0.0

@@ -7,6 +7,7 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.clients import ask_again
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, phase_at
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import register_blocks, release_pages
 from tokenyard.routing.simulator.batching_kernel.queue import remove_waiting, waiting_at
@@ -133,6 +134,7 @@ def _complete(replica, which, now):
     replica.outcomes[index, lay.FINISH_S] = now
     replica.outcomes[index, lay.GENERATED] += requests[index, lay.OUTPUT]
     router_acknowledge(replica, index, requests[index, lay.OUTPUT])
+    ask_again(requests, replica.turns, replica.pending, index, now)
     own = replica.own[int(requests[index, lay.ROUTER])]
     response = now - requests[index, lay.ARRIVAL_S]
     recent = own[lay.OWN_RESPONSE_S]
@@ -215,6 +217,7 @@ def _abandon(replica, index, generated, now):
         replica.outcomes[index, lay.GAVE_UP] = 1.0
         replica.outcomes[index, lay.GENERATED] += generated
         router_acknowledge(replica, index, generated)
+        ask_again(replica.requests, replica.turns, replica.pending, index, now)
 
 
 @compiled

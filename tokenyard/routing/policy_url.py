@@ -1,0 +1,118 @@
+"""A policy behind a URL that answers `POST /v1/route` (docs/serving.md), as an entry of the arena.
+
+What the simulator's router may know is sent as JSON; only the `index` of the answer is read. One
+server answers for all streams: their clocks all begin near 0.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import urlsplit
+
+from tokenyard.routing.types import ReplicaSnapshot, Request
+
+MOST_DECISION_S = 1.0
+"""Time that a decision may take, seconds."""
+MOST_IN_A_ROW = 5
+"""Decisions that may fail one after the other before the entry is given up."""
+
+
+class PolicyUrlError(ValueError):
+    """A URL that is not one, or behind which nobody decides; the text says how."""
+
+
+def is_url(text: str) -> bool:
+    """Whether a policy is named by its URL."""
+    return text.startswith(("http://", "https://"))
+
+
+class PolicyOfUrl:
+    """Asks for every decision; where there is no answer in time the request goes round robin."""
+
+    def __init__(self, url: str) -> None:
+        """Ask `url`, or `/v1/route` of it where it has no path.
+
+        Raises:
+            PolicyUrlError: It is no URL of HTTP.
+        """
+        parts = urlsplit(url)
+        if not (is_url(url) and parts.hostname):
+            raise PolicyUrlError(f"{url!r} is no URL; give http://HOST:PORT/v1/route")
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._connection = kind(parts.hostname, parts.port, timeout=MOST_DECISION_S)
+        self._url, self._path = url, parts.path.rstrip("/") or "/v1/route"
+        self._asked, self._in_a_row = 0, 0
+        self.num_failed = 0
+        """Decisions that failed."""
+        self.first_failure = ""
+        """What the first of them failed of."""
+
+    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        """Return what the server chooses.
+
+        Raises:
+            PolicyUrlError: `MOST_IN_A_ROW` decisions failed one after the other.
+        """
+        self._asked += 1
+        try:
+            chosen = self._ask(request, snapshots)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self._fail(f"{type(error).__name__}: {error}")
+            return self._asked % len(snapshots)
+        self._in_a_row = 0
+        return chosen
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def _ask(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
+        body = json.dumps(_message(request, snapshots))
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", self._path, body, headers)
+        response = self._connection.getresponse()
+        text = response.read()
+        if response.status != http.client.OK:
+            raise ValueError(f"{response.status} {text[:200].decode(errors='replace')}")
+        told = json.loads(text)
+        index = told.get("index") if isinstance(told, dict) else None
+        if type(index) is not int or not 0 <= index < len(snapshots):
+            raise ValueError(f"index {index!r:.50} for {len(snapshots)} replicas")
+        return index
+
+    def _fail(self, reason: str) -> None:
+        self.num_failed += 1
+        self._in_a_row += 1
+        self.first_failure = self.first_failure or " ".join(reason.split())[:200]
+        # The next request begins with a new connection.
+        self._connection.close()
+        if self._in_a_row == MOST_IN_A_ROW:
+            raise PolicyUrlError(
+                f"{self._url}: {MOST_IN_A_ROW} decisions failed in a row: {reason}"
+            )
+
+
+def _message(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> dict[str, Any]:
+    """Body of `POST /v1/route`."""
+    asked = {
+        "context_tokens": request.context_tokens,
+        "predicted_total_tokens": request.predicted_total_tokens,
+        "arrival_s": request.arrival_s,
+    }
+    return {"request": asked, "snapshots": [_told(one) for one in snapshots]}
+
+
+def _told(snapshot: ReplicaSnapshot) -> dict[str, Any]:
+    """A snapshot as JSON has it: null where there is no number, and without queues."""
+    told = asdict(snapshot)
+    del told["queue"]
+    for name in ("predicted_wait_s", "mean_response_s"):
+        told[name] = None if math.isnan(told[name]) else told[name]
+    told["observed_at_s"] = max(told["observed_at_s"], 0.0)
+    return told
