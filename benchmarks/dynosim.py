@@ -90,48 +90,53 @@ class Served:
         return float((self.first_token_s if measure == "ttft" else self.response_s).mean())
 
 
-def by_dynosim(
-    scenario: Scenario, traces: Sequence[Trace], folder: Path
-) -> tuple[dict[str, Served], dict[str, float]]:
-    """Replay traces in DynoSim under both routers.
-
-    Returns:
-        What became of the requests, and the CPU seconds of the first trace, by router.
+def replayed(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Let DynoSim do a job (`dynosim_replay.py`).
 
     Raises:
         RuntimeError: It failed; with what it said last.
     """
-    runs = []
-    for which, trace in enumerate(traces):
-        path = folder / f"{which}.jsonl"
-        path.write_text("\n".join(mooncake_lines(trace)) + "\n")
-        for router in ROUTERS:
-            runs.append(
-                {
-                    "trace": str(path), "workers": scenario.num_servers, "router": router,
-                    "timed": which == 0,
-                }
-            )  # fmt: skip
-    job = {"engine": engine_of(scenario, folder), "runs": runs}
     python = environments() / "dynosim" / "bin" / "python"
-    done = subprocess.run(
-        [python, REPLAY], input=json.dumps(job), capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([python, REPLAY], input=json.dumps(job), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"DynoSim failed: {(done.stderr.strip().splitlines() or [''])[-1]}")
-    outcomes = json.loads(done.stdout)
-    prompts = sum(int(trace.context_tokens.sum()) for trace in traces)
+    outcomes: list[dict[str, Any]] = json.loads(done.stdout)
+    return outcomes
+
+
+def by_dynosim(
+    scenario: Scenario, traces: Sequence[Trace], folder: Path
+) -> tuple[dict[str, Served], dict[str, float]]:
+    """Replay traces in DynoSim under both routers; files are left in `folder`.
+
+    Returns:
+        What became of the requests, and the CPU seconds of the first trace, by router.
+    """
+    paths = [folder / f"{which}.jsonl" for which in range(len(traces))]
+    for path, trace in zip(paths, traces, strict=True):
+        path.write_text("\n".join(mooncake_lines(trace)) + "\n")
+    num, engine = scenario.num_servers, engine_of(scenario, folder)
     served, cpu_s = {}, {}
     for router in ROUTERS:
-        mine = [out for out, run in zip(outcomes, runs, strict=True) if run["router"] == router]
-        served[router] = Served(
-            np.array([out["first_token_s"] for out in mine]),
-            np.array([out["response_s"] for out in mine]),
-            sum(sum(out["hit_tokens"]) for out in mine) / prompts,
-            tuple(tuple(out["worker"]) for out in mine),
-        )
-        cpu_s[router] = mine[0]["cpu_s"]
+        runs = [
+            {"trace": str(path), "workers": num, "router": router, "timed": path == paths[0]}
+            for path in paths
+        ]
+        outcomes = replayed({"engine": engine, "runs": runs})
+        served[router] = served_by_dynosim(outcomes, traces)
+        cpu_s[router] = outcomes[0]["cpu_s"]
     return served, cpu_s
+
+
+def served_by_dynosim(outcomes: Sequence[dict[str, Any]], traces: Sequence[Trace]) -> Served:
+    """What DynoSim made of the streams of a cell."""
+    prompts = sum(int(trace.context_tokens.sum()) for trace in traces)
+    return Served(
+        np.array([one["first_token_s"] for one in outcomes]),
+        np.array([one["response_s"] for one in outcomes]),
+        sum(sum(one["hit_tokens"]) for one in outcomes) / prompts,
+        tuple(tuple(one["worker"]) for one in outcomes),
+    )
 
 
 def served_of(runs: Sequence[Run]) -> Served:
