@@ -28,7 +28,10 @@ class DynamoCost(LeastCost):
     credit / (1 + decay x (prefill above the least loaded, in prompts)). decode blocks = those in KV
     memory with the prompt's. Defaults: scale 1, credit 1, decay 0, weight 0, temperature 0 (ties
     are drawn; above 0, a softmax of minus the cost over its range). Blocks are counted from our
-    snapshot's tokens, where Dynamo follows KV events, and there are no host or disk tiers.
+    snapshot's tokens, where Dynamo follows KV events, and there are no host or disk tiers. Its
+    decode blocks are the different blocks of the prompts in flight with this one, from the decision
+    to the end; no snapshot tells them, and ours have outputs in them and lack what waits. What that
+    costs is in docs/results/dynosim.md.
 
     Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (01690d4), and
     `KvRouterConfig` of ai-dynamo-runtime 1.6.1.
@@ -59,12 +62,16 @@ class DynamoCost(LeastCost):
         return np.array(
             [
                 self.combined(
-                    self._prefill_blocks(request, s, least), _decode_blocks(request, s), s
+                    self._prefill_blocks(request, s, least), self.decode_blocks(request, s), s
                 )
                 * unit_of_load(s, self._by_speed)
                 for s in snapshots
             ]
         )
+
+    def decode_blocks(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return the blocks in KV memory with the request's prompt there."""
+        return math.ceil((kv_tokens(snapshot) + request.context_tokens) / BLOCK_TOKENS)
 
     def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
         """Return the cost of so many blocks to prefill and in KV memory."""
@@ -104,7 +111,3 @@ class DynamoLMetric(DynamoCost):
     def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
         """Return the product for so many blocks to prefill and in KV memory."""
         return prefill * (decode + 1.0)
-
-
-def _decode_blocks(request: Request, snapshot: ReplicaSnapshot) -> float:
-    return math.ceil((kv_tokens(snapshot) + request.context_tokens) / BLOCK_TOKENS)
