@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from serve_app.gateway.callers import Caller
 from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
+from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.auth import caller_of
 from serve_app.http.generation_reader import Generation, GenerationReader, check_model
@@ -85,14 +86,17 @@ class DataPath:
         generation = await self._generation(scope["path"], known)
         call, caller = Call(_path(scope), _headers(scope), body, known.stream), caller_of(scope)
         tenant = self._tenant(scope, caller)
+        trace = _headers(scope, TRACE) if self._gateway.is_traced else b""
         if generation is None:
             ids = known.token_ids or self._count(known.text) or [0]
             name = f"req-{new_id()}"
-            return InferenceRequest(name, ids, known.max_tokens, call, tenant=tenant, caller=caller)
+            return InferenceRequest(
+                name, ids, known.max_tokens, call, tenant=tenant, caller=caller, trace=trace
+            )
         name = f"{'chatcmpl' if generation.is_chat else 'cmpl'}-{new_id()}"
         ids, longest = generation.token_ids, generation.sampling.max_tokens
         return InferenceRequest(
-            name, ids, longest, call, for_engines=True, tenant=tenant, caller=caller
+            name, ids, longest, call, for_engines=True, tenant=tenant, caller=caller, trace=trace
         )
 
     def _tenant(self, scope: Scope, caller: Caller) -> str:
@@ -150,8 +154,6 @@ def _path(scope: Scope) -> bytes:
     return path + b"?" + query if query else path
 
 
-def _headers(scope: Scope) -> bytes:
-    lines = [
-        b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name in _HANDED_ON
-    ]
+def _headers(scope: Scope, names: Container[bytes] = _HANDED_ON) -> bytes:
+    lines = [b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name in names]
     return b"".join(lines)
