@@ -30,6 +30,7 @@ from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.rate_limits import RateLimits
+from serve_app.gateway.tracing import tracing_of
 from serve_app.gateway.upstream import Origin, UpstreamClient, UpstreamError, url_of
 from serve_app.http import allocation
 from serve_app.http.api import create_gateway_api
@@ -141,7 +142,13 @@ class GatewayReplica:
             manager.on_event = self._audit_log.write
         limits = RateLimits(self._access.limits_of)
         self._gateway = Gateway(
-            cluster, manager, self._asked(backends), metrics, log=log, limits=limits
+            cluster,
+            manager,
+            self._asked(backends),
+            metrics,
+            log=log,
+            limits=limits,
+            tracing=tracing_of(os.environ),
         )
         self._tokenizers = load_tokenizers(cluster)
         self._registry = registry
@@ -262,6 +269,8 @@ class GatewayReplica:
             self._gateway.log.close()
         if self._audit_log is not None:
             self._audit_log.close()
+        if self._gateway.tracing is not None:
+            await asyncio.to_thread(self._gateway.tracing.close)
 
 
 class DeciderReplica(GatewayReplica):

@@ -34,6 +34,7 @@ from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
 from serve_app.gateway.generation import ReplicaFailed, ReplicaRefused, RequestRejected
 from serve_app.gateway.replicas import EngineStatus
+from serve_app.gateway.tracing import with_line
 
 logger = logging.getLogger(__name__)
 
@@ -231,6 +232,11 @@ class Carrier:
         """The cluster that is served."""
         return self.alone.cluster
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether traces of requests are wanted."""
+        return self.alone.is_traced
+
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
         return self.alone.service_class(name)
@@ -296,8 +302,9 @@ class Carrier:
                 kind, payload = said
                 if kind == Kind.REFUSED:
                     _refuse(payload)
-                pool, replica_id, order_key_s, headers = read_place(payload)
-                attempt = _Attempt(link, number, request, downstream, order_key_s)
+                pool, replica_id, order_key_s, headers, trace = read_place(payload)
+                traced = with_line(request, trace) if trace else request
+                attempt = _Attempt(link, number, traced, downstream, order_key_s)
                 if headers:
                     downstream.add_headers(headers)
                 if await self._attempt(call, pool, replica_id, attempt):

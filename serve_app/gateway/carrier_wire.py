@@ -179,7 +179,7 @@ def write_request(
         [
             request.request_id, class_name, len(request.token_ids), request.max_tokens,
             request.for_engines, [len(one) for one in blocks], request.model, request.tenant,
-            *_told(request.caller),
+            *_told(request),
         ]
     ).encode()  # fmt: skip
     return b"".join(
@@ -193,7 +193,8 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     (
         request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *told,
     ) = json.loads(payload[2:start])  # fmt: skip
-    caller = Caller(*told) if told else ANYBODY
+    *known, trace = told or ("",)
+    caller = Caller(*known) if any(known) else ANYBODY
     names = array("q", payload[start:]).tolist()
     blocks: dict[int, tuple[int, ...]] = {}
     for size, count in zip(block_sizes, counts, strict=True):
@@ -211,30 +212,48 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
             model,
             tenant,
             caller,
+            trace.encode("latin-1"),
         ),
         class_name,
     )
 
 
-def _told(caller: Caller) -> tuple[str, ...]:
+def _told(request: InferenceRequest) -> tuple[str, ...]:
     """What a decider has to know of a caller: what it may ask was looked up before."""
-    return () if caller is ANYBODY else (caller.tenant, caller.key, caller.address)
+    caller = request.caller
+    if caller is ANYBODY and not request.trace:
+        return ()
+    return caller.tenant, caller.key, caller.address, request.trace.decode("latin-1")
 
 
 def write_place(
-    pool: str, replica_id: str, order_key_s: float | None = None, headers: Headers = ()
-) -> bytes:
-    """Lay out where a request goes, by what key it waits there, and what its answer's head gets."""
+    pool: str, replica_id: str, order_key_s: float | None = None, headers: Headers = (),
+    trace: bytes = b"",
+) -> bytes:  # fmt: skip
+    """Lay out where a request goes.
+
+    Args:
+        pool: Name of the pool.
+        replica_id: Of its replica.
+        order_key_s: By what key it waits there; None: by none.
+        headers: What the head of its answer gets.
+        trace: Line of a header that its own head gets, or nothing.
+    """
     key = "" if order_key_s is None else repr(order_key_s)
     place = f"{pool}\n{replica_id}\n{key}".encode()
-    return b"\n".join((place, *(part for one in headers for part in one))) if headers else place
+    if not headers and not trace:
+        return place
+    parts = (trace.strip(), *(part for one in headers for part in one))
+    return b"\n".join((place, *parts))
 
 
-def read_place(payload: bytes) -> tuple[str, str, float | None, Headers]:
-    """Read what `write_place` wrote; return the pool, the replica, the order key and headers."""
-    pool, replica_id, key, *parts = payload.split(b"\n")
+def read_place(payload: bytes) -> tuple[str, str, float | None, Headers, bytes]:
+    """Read what `write_place` wrote; return its arguments."""
+    pool, replica_id, key, *more = payload.split(b"\n")
+    trace, *parts = more or (b"",)
     headers = list(zip(parts[::2], parts[1::2], strict=True))
-    return pool.decode(), replica_id.decode(), float(key) if key else None, headers
+    line = trace + b"\r\n" if trace else b""
+    return pool.decode(), replica_id.decode(), float(key) if key else None, headers, line
 
 
 def write_refusal(kind: str, reason: str, retry_after_s: int, over: OverLimit | None) -> bytes:

@@ -97,7 +97,9 @@ class _Carried:
         """Send the request to a replica; returns once it has answered."""
         self._attempt = attempt
         self._end = asyncio.get_running_loop().create_future()
-        place = write_place(pool, replica_id, attempt.order_key_s, self._headers)
+        # Nothing of the call is here but what the gateway has added to it.
+        trace = attempt.request.call.headers
+        place = write_place(pool, replica_id, attempt.order_key_s, self._headers, trace)
         self._link.send(Kind.SEND, self._number, place)
         try:
             await self._end

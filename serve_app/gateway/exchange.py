@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.replicas import EngineStatus, Prompt
+
+if TYPE_CHECKING:
+    from serve_app.gateway.tracing import RequestSpan
 
 Headers = Sequence[tuple[bytes, bytes]]
 _GENERATING = (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses")
@@ -53,6 +56,10 @@ class InferenceRequest:
     """Who is to be served; empty: nobody whom the cluster file names."""
     caller: Caller = ANYBODY
     """Who asks."""
+    trace: bytes = b""
+    """Header lines by which the caller names its trace; empty: it does not, or nobody traces."""
+    span: RequestSpan | None = None
+    """What is told of it to whoever traces; None: nobody does."""
 
     @property
     def prompt(self) -> Prompt:
@@ -100,6 +107,11 @@ class RequestServer(Protocol):
     @property
     def cluster(self) -> Cluster:
         """The cluster that is served."""
+        ...
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether traces of requests are wanted."""
         ...
 
     def service_class(self, name: str | None) -> SloClass | None:

@@ -36,6 +36,7 @@ from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
 from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
@@ -190,6 +191,8 @@ class Gateway:
     clock_s: Callable[[], float] = steady_unix_s
     limits: RateLimits = field(default_factory=RateLimits)
     """Of callers."""
+    tracing: Tracing | None = None
+    """Makes spans of requests; None: nobody wants them."""
     in_flight: int = 0
     num_offered: int = 0
     """Requests that have asked to be let in, those that were refused included."""
@@ -214,6 +217,11 @@ class Gateway:
         self._ends_s = math.inf
         self._catalog = ModelCatalog(self.cluster)
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether traces of requests are wanted."""
+        return self.tracing is not None
+
     def service_class(self, name: str | None) -> SloClass | None:
         """Return the class of that name, the first for None; None: there is none."""
         if name is None or name in ("auto", "default"):
@@ -232,6 +240,15 @@ class Gateway:
             Unserved: No replica could answer it in time, or the one that had begun died.
             RequestRejected: An endpoint has something against the request.
         """
+        if self.tracing is None:
+            return await self._serve(request, service_class, downstream)
+        name = self.cluster.served_model
+        with self.tracing.request(request, name, service_class.name) as traced:
+            await self._serve(traced, service_class, downstream)
+
+    async def _serve(
+        self, request: InferenceRequest, service_class: SloClass, downstream: Downstream
+    ) -> None:
         self.num_offered += 1
         try:
             self._admit(service_class)
@@ -377,6 +394,8 @@ class Gateway:
         """Note what has become of a request, once for all its attempts."""
         if answer.wanted.caller is not ANYBODY:
             self._charge(answer)
+        if answer.wanted.span is not None:
+            answer.wanted.span.finish(answer.num_tokens, answer.finish_reason)
         now_s = self.clock_s()
         attained = answer.attained_slo(now_s)
         self.manager.settle(
@@ -464,6 +483,8 @@ class Gateway:
     async def _attempt(self, answer: _Answer, pick: Pick, number: int) -> None:
         """Have the replica that was picked answer, and note what comes."""
         replica, attempt = pick.replica, _Attempt(self, answer, pick.replica)
+        if answer.wanted.span is not None:
+            answer.wanted.span.place(pick)
         outcome = "failed"
         try:
             await self.backends[replica.pool].answer(replica.replica_id, attempt)
@@ -493,6 +514,8 @@ class Gateway:
 
     def _close(self, answer: _Answer, pick: Pick, attempt: int, outcome: str) -> None:
         """Note the end of an attempt."""
+        if answer.wanted.span is not None:
+            answer.wanted.span.end_attempt(outcome)
         now_s = self.clock_s()
         done = outcome in ("stop", "length")
         answer.response_s = now_s - answer.arrival_s if done else math.nan
@@ -556,6 +579,8 @@ class _Attempt:
             gateway.outliers.begin(replica.replica_id, self.sent_s)
             if not is_whole:
                 answer.first_token_s = gateway.clock_s()
+                if answer.wanted.span is not None:
+                    answer.wanted.span.first_token()
         if num_tokens > answer.num_tokens:
             answer.num_tokens = num_tokens
             replica.in_flight.receive(answer.wanted.request_id, num_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -15,6 +15,7 @@ from serve_app.gateway.callers import Caller
 from serve_app.gateway.exchange import Call, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Refused, Unserved
 from serve_app.gateway.generation import RequestRejected, new_id
+from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.auth import caller_of
 from serve_app.http.generation_reader import Generation, GenerationReader
@@ -117,6 +118,7 @@ class DataPath:
         return InferenceRequest(
             name, ids, longest, call, generation is not None, model=model.name,
             tenant=self._tenant(scope, caller), caller=caller,
+            trace=_headers(scope, TRACE) if self._gateway.is_traced else b"",
         )  # fmt: skip
 
     def _tenant(self, scope: Scope, caller: Caller) -> str:
@@ -176,8 +178,6 @@ def _path(scope: Scope) -> bytes:
     return path + b"?" + query if query else path
 
 
-def _headers(scope: Scope) -> bytes:
-    lines = [
-        b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name in _HANDED_ON
-    ]
+def _headers(scope: Scope, names: Container[bytes] = _HANDED_ON) -> bytes:
+    lines = [b"%b: %b\r\n" % (name, value) for name, value in scope["headers"] if name in names]
     return b"".join(lines)

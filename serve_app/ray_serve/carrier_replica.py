@@ -22,6 +22,7 @@ from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.rate_limits import RateLimits
+from serve_app.gateway.tracing import tracing_of
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
@@ -91,7 +92,8 @@ class CarrierReplica:
         access.open()
         # Each carrier counts for itself while nobody counts for all.
         limits = RateLimits(access.limits_of)
-        self._alone = Gateway(cluster, manager, backends, metrics, limits=limits)
+        tracing = tracing_of(os.environ)
+        self._alone = Gateway(cluster, manager, backends, metrics, limits=limits, tracing=tracing)
         self._access, self._decider = access, decider
         self._tokenizers = load_tokenizers(cluster)
         self._listener: Listener | None = None
@@ -148,6 +150,8 @@ class CarrierReplica:
         for own in self._own:
             await own.stop()
         self._alone.manager.stop()
+        if self._alone.tracing is not None:
+            await asyncio.to_thread(self._alone.tracing.close)
 
     async def _find(self) -> str:
         """Ask where the decider is.

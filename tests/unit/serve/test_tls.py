@@ -88,6 +88,7 @@ async def serial_of(port, server_name="127.0.0.1"):
     )
     found = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
+    await writer.wait_closed()
     return x509.load_der_x509_certificate(found).serial_number
 
 

@@ -1,0 +1,187 @@
+"""OpenTelemetry spans of requests, from arrival to last token, where the environment asks for them.
+
+What is set is what OpenTelemetry's own documentation says: `OTEL_TRACES_EXPORTER`,
+`OTEL_EXPORTER_OTLP_ENDPOINT`, `OTEL_TRACES_SAMPLER` and the others. Without them nothing is
+imported here. Names of attributes are those of OpenTelemetry's conventions for generative AI where
+it has one, else they begin with `tokenyard.`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from serve_app.gateway.exchange import InferenceRequest
+from serve_app.gateway.placement import Pick
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_PARENT = b"traceparent"
+HEADERS = (_PARENT, b"tracestate")
+"""Those of W3C Trace Context."""
+
+
+class RequestSpan:
+    """The span of one request."""
+
+    def __init__(self, span: Span) -> None:
+        """Take a span that has begun."""
+        self._span = span
+        self._num_attempts = 0
+
+    def place(self, pick: Pick) -> None:
+        """Note where an attempt goes, and who decided that."""
+        choice, replica = pick.choice, pick.replica
+        attributes: dict[str, str | int | float] = {
+            "tokenyard.pool": replica.pool, "tokenyard.replica": replica.replica_id,
+            "tokenyard.policy": pick.policy, "tokenyard.arm": pick.arm,
+            "tokenyard.decision_us": choice.decision_us, "tokenyard.explored": choice.explored,
+            "tokenyard.retries": self._num_attempts,
+        }  # fmt: skip
+        if choice.fallback_reason is not None:
+            attributes["tokenyard.fallback_reason"] = choice.fallback_reason
+        if choice.order_key_s is not None:
+            attributes["tokenyard.order_key_s"] = choice.order_key_s
+        self._num_attempts += 1
+        self._span.set_attributes(attributes)
+        self._span.add_event("tokenyard.placed", attributes)
+
+    def end_attempt(self, outcome: str) -> None:
+        """Note what became of it."""
+        self._span.add_event("tokenyard.attempt_ended", {"tokenyard.outcome": outcome})
+
+    def first_token(self) -> None:
+        """Note that the answer begins."""
+        self._span.add_event("gen_ai.first_token")
+
+    def finish(self, num_tokens: int, finish_reason: str | None) -> None:
+        """Note the answer, as far as it came."""
+        self._span.set_attribute("gen_ai.usage.output_tokens", num_tokens)
+        if finish_reason is not None:
+            self._span.set_attribute("gen_ai.response.finish_reasons", [finish_reason])
+
+    def fail(self, error: BaseException) -> None:
+        """Note why there is no answer, or not all of it."""
+        from opentelemetry.trace import Status, StatusCode
+
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(Status(StatusCode.ERROR, str(error)[:200] or None))
+
+    def end(self) -> None:
+        """End now."""
+        self._span.end()
+
+
+class Tracing:
+    """Makes spans of requests."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        """Hand spans to an exporter, in batches and in a thread of its own."""
+        from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        name = os.environ.get("OTEL_SERVICE_NAME", "tokenyard-gateway")
+        self._provider: TracerProvider = TracerProvider(
+            resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("tokenyard")
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextlib.contextmanager
+    def request(
+        self, request: InferenceRequest, model: str, class_name: str
+    ) -> Iterator[InferenceRequest]:
+        """Trace a request while it is served; yields it as its endpoints get it.
+
+        Args:
+            request: Its span is below its caller's, where that named one.
+            model: What answers.
+            class_name: Its class.
+        """
+        span = RequestSpan(begun := self._begin(request, model, class_name))
+        try:
+            yield replace(with_line(request, self._line_of(begun)), span=span)
+        except BaseException as error:
+            span.fail(error)
+            raise
+        finally:
+            span.end()
+
+    def _begin(self, request: InferenceRequest, model: str, class_name: str) -> Span:
+        from opentelemetry.trace import SpanKind
+
+        return self._tracer.start_span(
+            "request", self._propagator.extract(_fields_of(request.trace)), SpanKind.SERVER,
+            {
+                "gen_ai.request.model": model, "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.usage.input_tokens": len(request.token_ids),
+                "tokenyard.request_id": request.request_id, "tokenyard.class": class_name,
+                "tokenyard.tenant": request.tenant or request.caller.tenant,
+            },
+        )  # fmt: skip
+
+    def _line_of(self, span: Span) -> bytes:
+        """The header's line that names a span."""
+        from opentelemetry.trace import set_span_in_context
+
+        named: dict[str, str] = {}
+        self._propagator.inject(named, set_span_in_context(span))
+        return b"traceparent: %b\r\n" % named["traceparent"].encode()
+
+    def close(self) -> None:
+        """Hand on what there still is; may take seconds."""
+        self._provider.shutdown()
+
+
+def tracing_of(environment: Mapping[str, str]) -> Tracing | None:
+    """Make what the environment asks for; None: it asks for nothing.
+
+    Raises:
+        ValueError: It names an exporter that is not installed.
+    """
+    is_off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    has_endpoint = any(environment.get(name) for name in _ENDPOINTS)
+    name = environment.get("OTEL_TRACES_EXPORTER") or ("otlp" if has_endpoint else "none")
+    if is_off or name == "none":
+        return None
+    return Tracing(_exporter(name, environment))
+
+
+def with_line(request: InferenceRequest, line: bytes) -> InferenceRequest:
+    """Let an endpoint know a span: a header's line takes the place of the caller's."""
+    kept = request.call.headers.splitlines(keepends=True)
+    others = b"".join(one for one in kept if one.partition(b":")[0] != _PARENT)
+    return replace(request, call=replace(request.call, headers=others + line))
+
+
+def _exporter(name: str, environment: Mapping[str, str]) -> SpanExporter:
+    if name == "otlp":
+        told = (environment.get(one) for one in _PROTOCOLS)
+        protocol = next((one for one in told if one), "http/protobuf")
+        name = "otlp_proto_grpc" if protocol == "grpc" else "otlp_proto_http"
+    for found in entry_points(group="opentelemetry_traces_exporter", name=name):
+        made: Any = found.load()
+        exporter: SpanExporter = made()
+        return exporter
+    raise ValueError(
+        f"the exporter of traces {name!r} is not installed; `pip install tokenyard[tracing]` has "
+        "otlp, or set OTEL_SDK_DISABLED=true"
+    )
+
+
+def _fields_of(lines: bytes) -> dict[str, str]:
+    """Split header lines."""
+    pairs = (line.decode("latin-1").partition(":") for line in lines.splitlines())
+    return {name: value.strip() for name, _, value in pairs}

@@ -1,0 +1,101 @@
+"""Keys, limits, TLS and the audit log as Serve runs them: two carriers and their decider."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+import yaml
+from integration.serve.test_carriers import until
+from integration.serve.test_gateway import HERE, a_free_port, a_pool, save_tiny_tokenizer
+from ray import serve
+from unit.serve.test_keys import ENTRIES, bearer, write
+from unit.serve.test_tls import make, serial_of, trusting
+
+from serve_app.app import GatewayOptions, build_gateway
+
+NAME = "access"
+BODY = {"model": "tiny", "prompt": "one two three four", "max_tokens": 4, "ignore_eos": True}
+LIMITED = [ENTRIES[0] | {"limits": {"requests_per_day": 9, "tokens_per_day": 10000}}, ENTRIES[2]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("access")
+
+
+@pytest.fixture(scope="module")
+def url(folder, ray_cluster):
+    write(folder / "keys.yaml", LIMITED)
+    gateway = {
+        "carriers": 2, "keys": str(folder / "keys.yaml"), "audit_log": str(folder / "audit.jsonl"),
+        "tls": make(folder, 1).model_dump(mode="json"),
+    }  # fmt: skip
+    cluster = {
+        "name": NAME, "description": "A test.", "served_model": "tiny", "explore_fraction": 0,
+        "gateway": gateway, "pools": [a_pool("tiny", save_tiny_tokenizer(folder / "model"))],
+    }  # fmt: skip
+    file, port = folder / "cluster.yaml", a_free_port()
+    file.write_text(yaml.safe_dump(cluster))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(HERE))
+        try:
+            serve.start(proxy_location="Disabled")
+            options = GatewayOptions(cluster=str(file), port=port, state=folder / "state.json")
+            serve.run(build_gateway(options), name=NAME, route_prefix=None)
+            yield f"https://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+
+
+def ask(url, folder, key, path="/v1/completions", body=BODY):
+    """Ask over a connection of its own, which the kernel gives to either carrier."""
+    context = trusting_now(folder)
+    return httpx.post(f"{url}{path}", json=body, headers=bearer(key), verify=context, timeout=60)
+
+
+def trusting_now(folder):
+    class Files:
+        certificate = folder / "tls.crt"
+
+    return trusting(Files)
+
+
+def changes(folder):
+    file = folder / "audit.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def test_a_quota_is_exact_for_both_carriers_and_survives_in_the_state(url, folder):
+    until(lambda: ask(url, folder, "sk-ops", "/v1/tokenize").status_code in (403, 404, 405))
+    answers = [ask(url, folder, "sk-ann") for _ in range(12)]
+    assert [one.status_code for one in answers] == [200] * 9 + [429] * 3
+    assert answers[0].headers["x-ratelimit-remaining-requests"] == "8"
+    assert answers[-1].json()["error"]["code"] == "insufficient_quota"
+    assert ask(url, folder, "sk-ops").status_code == 403
+    assert ask(url, folder, None).status_code == 401
+    used = lambda: json.loads((folder / "state.json").read_text())["parts"]["limits"]  # noqa: E731
+    until(lambda: used()["keys"].get("ann", {}).get("requests", [0] * 3)[2] == 9)
+    page = httpx.get(f"{url}/metrics", verify=trusting_now(folder)).text
+    assert 'tokenyard_tenant_requests_total{tenant="red"} 9.0' in page
+    assert 'tokenyard_tenant_refused_total{tenant="red"} 3.0' in page
+
+
+def test_keys_and_certificates_change_while_it_serves_and_changes_are_written_down(url, folder):
+    bob = {"name": "bob", "tenant": "blue", "sha256": ENTRIES[1]["sha256"]}
+    write(folder / "keys.yaml", [*LIMITED, bob])
+    make(folder, 2)
+    until(lambda: any(one["why"] == "added bob" for one in changes(folder)))
+    port = int(url.rpartition(":")[2])
+
+    async def serials():
+        return {await serial_of(port) for _ in range(8)}
+
+    until(lambda: asyncio.run(serials()) == {2})
+    until(lambda: all(ask(url, folder, "sk-bob").status_code == 200 for _ in range(6)))
+    changed = ask(url, folder, "sk-ops", "/v1/policy", {"policy": "round_robin"})
+    assert changed.status_code == 200, changed.text
+    until(lambda: changes(folder)[-1]["by"] == "ops at 127.0.0.1")
+    last = changes(folder)[-1]
+    assert (last["what"], last["policy"].partition("@")[0]) == ("switched to", "round_robin")
