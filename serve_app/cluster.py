@@ -356,10 +356,13 @@ def load_cluster(name: str) -> Cluster:
     except OSError as error:
         raise ValueError(f"cluster file {name}: {error.strerror}") from None
     try:
-        return Cluster.model_validate(yaml.safe_load(text))
+        fields = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors.
+        raise ValueError(f"cluster file {name} is no YAML: {error}") from None
+    try:
+        return Cluster.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"cluster file {name}: {field or 'it'}: {first['msg']}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"cluster file {name} is no YAML: {error}") from None
