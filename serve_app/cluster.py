@@ -323,9 +323,15 @@ class Placement(FrozenModel):
     """With what callers are spoken to; None: plain HTTP, for a proxy in front."""
 
 
+FORMAT_VERSION: Literal[1] = 1
+"""Of cluster files: grows where a key changes its meaning, or one without a default comes."""
+
+
 class Cluster(FrozenModel):
     """Everything that the gateway serves, and how."""
 
+    format_version: Literal[1] = FORMAT_VERSION
+    """Of the file. Keys that have a default come and go without a new one."""
     name: str
     description: str
     served_model: _ModelName
@@ -460,10 +466,19 @@ def load_cluster(name: str) -> Cluster:
     except OSError as error:
         raise ValueError(f"cluster file {name}: {error.strerror}") from None
     try:
-        return Cluster.model_validate(yaml.safe_load(text))
+        fields = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors.
+        raise ValueError(f"cluster file {name} is no YAML: {error}") from None
+    version = fields.get("format_version", FORMAT_VERSION) if isinstance(fields, dict) else None
+    if version not in (None, FORMAT_VERSION):
+        raise ValueError(
+            f"cluster file {name} has format version {version!r}; this release reads "
+            f"{FORMAT_VERSION}"
+        )
+    try:
+        return Cluster.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"cluster file {name}: {field or 'it'}: {first['msg']}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"cluster file {name} is no YAML: {error}") from None

@@ -538,8 +538,8 @@ def _samples(page: bytes, name: str) -> list[float]:
     values = [
         float(text) for text in re.findall(rb"\n%b(?:\{.*\})?[ \t]+(\S+)" % name.encode(), page)
     ]
-    if not all(map(math.isfinite, values)):
-        raise ValueError(f"metric {name} is not finite")
+    if not all(abs(value) < 1e9 for value in values):
+        raise ValueError(f"metric {name} is not finite, or no count")
     return values
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from serve_app.engines.base import FinishReason
 
 _MAX_LINE_BYTES = 16 << 20
+_MOST_TOKENS = 10**9
 _USED = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d{1,9})\b')
 _CUT = re.compile(rb'"finish_reason"\s*:\s*"length"|"status"\s*:\s*"incomplete"')
 PEEK_BYTES = 64 << 10
@@ -141,7 +142,9 @@ class EventPeek:
         usage = answer.get("usage")
         if usage:
             used = usage.get("completion_tokens")
-            self.num_tokens = int(usage["output_tokens"] if used is None else used)
+            used = usage["output_tokens"] if used is None else used
+            # Metrics and decisions are told of it: no number is too large or negative there.
+            self.num_tokens = int(min(max(used, 0), _MOST_TOKENS))
         else:
             self.num_tokens += grows or kind.endswith(".delta")
 

@@ -21,6 +21,8 @@ _ENGINE = EngineSnapshot.__dataclass_fields__.keys()
 _SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine", "queue"}
 """Fields that are logged; what waits at a replica one by one is not."""
 _DONE = ("stop", "length")
+FORMAT_VERSIONS = (3, 4)
+"""Of logs that can be read: what this release writes, and what the one before it wrote."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
         Decisions in order of arrival, without those that repeat a request, and a hash of the files.
 
     Raises:
-        ValueError: There is none, or a file is not one of a decision log.
+        ValueError: There is none, a file is not one of a decision log, or of another release.
     """
     # Training and serving do without it.
     import pyarrow as pa
@@ -64,11 +66,18 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
         digest.update(file.read_bytes())
         try:
             rows = pq.read_table(file).to_pylist()
+            _check_versions({row["format_version"] for row in rows}, file)
             found += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no decision log: {error!r}") from None
     found.sort(key=lambda one: one.request.arrival_s)
     return found, digest.hexdigest()[:12]
+
+
+def _check_versions(versions: set[int], file: Path) -> None:
+    for other in versions.difference(FORMAT_VERSIONS):
+        known = " and ".join(map(str, FORMAT_VERSIONS))
+        raise ValueError(f"{file} has format version {other}; this release reads {known}")
 
 
 def fleet_of(decisions: Sequence[LoggedDecision], base: Scenario, name: str) -> Scenario:

@@ -11,10 +11,11 @@ from unit.serve_builders import linear_artifact, marginal_artifact
 
 from pipelines import finetune
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.decision_rows import FORMAT_VERSION
 from serve_app.policy.loading import resolve_policy
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
-from tokenyard.routing.decision_log import fleet_of, read_log, windows_of
+from tokenyard.routing.decision_log import FORMAT_VERSIONS, fleet_of, read_log, windows_of
 from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.run import run_each
@@ -98,6 +99,28 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     # Windows begin with empty replicas, which the world did not.
     assert twin.speed_factors[order] == pytest.approx(FACTORS, rel=0.08)
     assert twin.error_fraction < 0.1
+
+
+def rewrite(log, folder, version):
+    """The newest file of a log, as another release would have marked it."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = sorted(log.glob("decisions-*.parquet"))[-1]
+    table = pq.read_table(file)
+    at = table.schema.get_field_index("format_version")
+    marks = pa.array([version] * len(table), pa.int64())
+    pq.write_table(table.set_column(at, "format_version", marks), folder / file.name)
+
+
+def test_the_log_of_the_last_release_is_read_and_that_of_another_refused(log, tmp_path):
+    assert FORMAT_VERSIONS == (FORMAT_VERSION - 1, FORMAT_VERSION)
+    for version in FORMAT_VERSIONS:
+        rewrite(log, tmp_path, version)
+        assert read_log(tmp_path)[0]
+    rewrite(log, tmp_path, FORMAT_VERSION + 1)
+    with pytest.raises(ValueError, match="has format version 5; this release reads 3 and 4"):
+        read_log(tmp_path)
 
 
 @pytest.mark.slow

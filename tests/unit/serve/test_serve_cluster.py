@@ -57,6 +57,19 @@ def test_a_cluster_has_pools_or_only_decides(changes, reason, tmp_path):
         load_cluster(a_file(tmp_path / "c.yaml", changes))
 
 
+@pytest.mark.parametrize("version", [0, 2, "one", [1]])
+def test_a_cluster_file_of_another_release_says_which_one_is_read(version, tmp_path):
+    with pytest.raises(ValueError, match=r"has format version .*; this release reads 1"):
+        load_cluster(a_file(tmp_path / "c.yaml", {"format_version": version}))
+
+
+def test_a_cluster_file_without_a_version_is_of_the_first(tmp_path):
+    file = a_file(tmp_path / "c.yaml", {})
+    assert "format_version: 1" in Path(file).read_text()
+    Path(file).write_text(Path(file).read_text().replace("format_version: 1", ""))
+    assert load_cluster(file).format_version == 1
+
+
 def test_the_registry_is_that_of_the_environment_and_its_path_this_machines(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert registry_of(GatewayOptions()) is None
