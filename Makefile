@@ -77,7 +77,7 @@ test-all: kernels ## Before a change lands: all but the cluster, at full size; l
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
 
-rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers and simulator, and step times. In .rivals.
+rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers, proxy and simulator, and step times. In .rivals.
 
 $(RIVALS)/%/.installed: rivals/%.txt
 	test -d $(@D)/bin || $(PYTHON) -m venv $(@D)

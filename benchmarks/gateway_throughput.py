@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -44,6 +45,7 @@ OWN_REPLICAS = 2
 TOKENS_PER_S = 50
 TOKENS = 64
 _NICE = 10
+_START_S = 120.0
 PROFILE = {
     "iteration_s": 0.02, "prefill_token_s": 6e-5, "sequence_s": 5e-5, "max_batch": 64,
     "token_budget": 512, "kv_capacity_tokens": 150_000,
@@ -101,6 +103,9 @@ class Args:
     """Streams of 50 tokens a second at a time; 0: none."""
     carriers: tuple[int, ...] = ()
     """Numbers of carrier processes: for each a gateway before the stub, with a Ray of its own."""
+    litellm: Path | None = None
+    """Environment of LiteLLM's proxy (`make rivals`: .rivals/litellm), which takes turns before the
+    stub's ports."""
     before: Path | None = None
     """Another checkout, whose gateway before a pool of its own takes turns with the others."""
     json: Path | None = None
@@ -219,7 +224,7 @@ class StubProtocol(asyncio.Protocol):
         """Answer."""
         if self._url == b"/metrics":
             self._send_whole(self._page, b"text/plain")
-        elif b'"stream": true' in self._body:
+        elif b'"stream": true' in self._body or b'"stream":true' in self._body:
             head = b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             self._transport.write(b"HTTP/1.1 200 OK\r\n" + head)
             self._send_token(TOKENS, asyncio.get_running_loop().time())
@@ -403,6 +408,50 @@ def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iter
             process.wait()
 
 
+@contextlib.contextmanager
+def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
+    """Yield LiteLLM's proxy before the stub's ports, in one process, as its makers ship it."""
+    port, bases = a_free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
+    models = [
+        {"model_name": "m",
+         "litellm_params": {"model": "hosted_vllm/m", "api_base": base, "api_key": "none"}}
+        for base in bases
+    ]  # fmt: skip
+    known = {
+        "model_list": models, "router_settings": {"routing_strategy": "least-busy"},
+        "litellm_settings": {"telemetry": False},
+    }  # fmt: skip
+    env = os.environ | {
+        # Without a key it asks for permission, and without its own price list for a network.
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true", "LITELLM_LOG": "ERROR",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.yaml").write_text(yaml.safe_dump(known))
+        command = [
+            str(environment / "bin" / "litellm"), "--config", "config.yaml", "--host", "127.0.0.1",
+            "--port", str(port), "--num_workers", "1", "--telemetry", "False",
+        ]  # fmt: skip
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen(command, env=env, cwd=folder, **quiet) as process:
+            try:
+                wait_for(f"http://127.0.0.1:{port}/health/liveliness", process)
+                yield Server("LiteLLM", port, psutil.Process(process.pid))
+            finally:
+                process.terminate()
+
+
+def wait_for(url: str, process: subprocess.Popen[Any]) -> None:
+    """Return once something answers there."""
+    until_s = time.monotonic() + _START_S
+    while True:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+            return
+        assert process.poll() is None, f"what should answer {url} has ended"
+        assert time.monotonic() < until_s, f"{url} did not answer in {_START_S:.0f} s"
+        time.sleep(0.2)
+
+
 def external_pool(ports: list[int]) -> dict[str, Any]:
     """The stub's ports."""
     return {
@@ -494,6 +543,8 @@ def main(args: Args) -> None:
             stack.enter_context(gateway("tokenyard", external_pool(ports))),
             stack.enter_context(gateway("tokenyard, own pool", own_pool())),
         ]
+        if args.litellm is not None:
+            servers.append(stack.enter_context(litellm(args.litellm, ports)))
         for number in args.carriers:
             pool, name = external_pool(ports), f"tokenyard, {number} carriers"
             servers.append(stack.enter_context(gateway(name, pool, carriers=number)))
