@@ -211,10 +211,7 @@ def synthetic_streams(
         source.sample(num_requests, stream_rng(seed, purpose, index), load_factor)
         for index in range(count)
     ]
-    arrivals: str = source.scenario.arrivals.process
-    if source.scenario.sessions is not None:
-        arrivals = "closed" if arrivals == "closed" else "session"
-    origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
+    origin = f"synthetic ({_traffic(source, load_factor)})"
     load = load_factor * source.offered_load
     if source.scenario.sessions is None:
         return StreamSet(requests, origin, is_synthetic=True, offered_load=load)
@@ -223,6 +220,20 @@ def synthetic_streams(
         requests, origin, is_synthetic=True, offered_load=load, has_prefixes=True,
         warm_load=warm_load,
     )  # fmt: skip
+
+
+def _traffic(source: StreamSource, load_factor: float) -> str:
+    """Lengths and arrivals, in words."""
+    scenario = source.scenario
+    arrivals: str = scenario.arrivals.process
+    lengths = f"{source.model.name} lengths"
+    if scenario.sessions is not None:
+        if scenario.sessions.answer_tokens is not None:
+            lengths = "the scenario's lengths"
+        arrivals = "session"
+    if scenario.arrivals.process == "closed":
+        return f"{lengths}, {scenario.num_clients(load_factor * source.rate_per_s)} closed clients"
+    return f"{lengths}, {arrivals} arrivals"
 
 
 def held_out_streams(source: StreamSource, load: float | None = None) -> StreamSet | None:
