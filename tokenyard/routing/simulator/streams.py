@@ -179,7 +179,8 @@ class StreamSource:
     def _draw_closed(self, num_requests: int, rng: np.random.Generator, rate_per_s: float) -> Trace:
         scenario = self.scenario
         assert scenario.sessions is not None
-        clients = scenario.num_clients(rate_per_s)
+        # Who never asks is no client.
+        clients = min(scenario.num_clients(rate_per_s), num_requests)
         block_tokens = scenario.required_fleet.prefix_block_tokens
         return draw_closed(scenario.sessions, num_requests, clients, rng, self.model, block_tokens)
 
