@@ -25,9 +25,10 @@ import tyro
 from rich.table import Table
 
 from serve_app.cluster import Cluster, EngineProfile
+from serve_app.gateway.answer import Answer
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
-from serve_app.gateway.gateway import Gateway, _Answer, _Attempt
+from serve_app.gateway.gateway import Gateway, _Attempt
 from serve_app.gateway.placement import Pick
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
@@ -132,7 +133,7 @@ class Load:
         fleet = Fleet(args, scenario, num_replicas)
         self.gateway = Gateway(cluster, manager, {fleet.name: fleet}, log=self.log)
         self._prompts = _prompts(args)
-        self._open: deque[tuple[_Answer, Pick]] = deque()
+        self._open: deque[tuple[Answer, Pick]] = deque()
         self._num = 0
         for _ in range(IN_FLIGHT_PER_REPLICA * num_replicas):
             self._place()
@@ -167,7 +168,7 @@ class Load:
         self._num += 1
         model = gateway._catalog.find(None)
         assert model is not None
-        answer = _Answer(
+        answer = Answer(
             request, gateway.cluster.classes[0], _Nobody(), Prompt(request.token_ids), "champion",
             time.time(), asyncio.Timeout(None), model, None, 1.0,
         )  # fmt: skip

@@ -20,11 +20,14 @@ from rich import box
 from rich.table import Table
 
 from tokenyard.problem import A, Candidate, D, Measure, Problem, R, Row, Runner, S
-from tokenyard.statistics.intervals import Interval, Samples
+from tokenyard.statistics.intervals import Interval, Samples, holm
 
 SCORE = "score"
 """Key of the score in rows of a sweep and in what validation finds; higher is better."""
 DIFFERENCES = "paired differences [95 % interval]"
+SIGNIFICANT = 0.05
+"""p-value, corrected for a whole table of differences, below which one is marked."""
+MARK = "*"
 
 
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
@@ -90,7 +93,25 @@ def compare(
     if baseline not in runs:
         raise ValueError(f"baseline {baseline!r} was not run; choose one of {sorted(runs)}")
     samples = problem.samples(scenario, streams, runs, baseline)
-    return [_row(problem, scenario, name, runs[name], samples, baseline) for name in runs]
+    rows = [_row(problem, scenario, name, runs[name], samples, baseline) for name in runs]
+    return _corrected(problem.measures(scenario), rows, samples, baseline)
+
+
+def _corrected(
+    measures: Sequence[Measure], rows: Sequence[Row], samples: Mapping[str, Samples], baseline: str
+) -> list[Row]:
+    """Add p-values: all differences to the baseline are one family (Holm)."""
+    compared = [one for one in measures if one.delta]
+    others = [row for row in rows if row["policy"] != baseline]
+    theirs = samples[baseline]
+    tests = [(row, one) for row in others for one in compared]
+    found = [samples[str(row["policy"])].p_value(theirs, one.key) for row, one in tests]
+    for (row, one), p_value in zip(tests, holm(found), strict=True):
+        row[one.p_key] = p_value
+    for row in rows:
+        if row["policy"] == baseline:
+            row |= {one.p_key: 1.0 for one in compared}
+    return list(rows)
 
 
 def _row(
@@ -187,7 +208,8 @@ def difference_table(
     shown = [row for row in rows if row["policy"] != row["baseline"]]
     to = {str(row["baseline" if first == "policy" else "policy"]) for row in shown}
     title = f"{'difference to' if first == 'policy' else 'differences of'} {', '.join(sorted(to))}"
-    return _table(f"{title}: {DIFFERENCES}", first, compared, shown, difference)
+    told = f"{title}: {DIFFERENCES}; {MARK} p < {SIGNIFICANT:g} over this table (Holm)"
+    return _table(told, first, compared, shown, difference)
 
 
 def _table(
@@ -226,4 +248,5 @@ def difference(row: Row, measure: Measure) -> str:
     estimate, low, high = (factor * float(row[key]) for key in measure.delta_keys)
     unit = "%" if measure.relative else ""
     interval = "" if math.isnan(low) else f" \\[{low:+.1f}, {high:+.1f}]"
-    return f"{estimate:+.1f}{unit}{interval}"
+    mark = MARK if float(row.get(measure.p_key, math.nan)) < SIGNIFICANT else ""
+    return f"{estimate:+.1f}{unit}{interval}{mark}"

@@ -143,6 +143,11 @@ class Measure:
         stem = self.delta.rpartition("_")[0]
         return self.delta, f"{stem}_ci_low", f"{stem}_ci_high"
 
+    @property
+    def p_key(self) -> str:
+        """Key of the difference's p-value, corrected for its table."""
+        return f"{self.delta.rpartition('_')[0]}_p_holm"
+
 
 @dataclass(frozen=True)
 class Score:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
+from serve_app.gateway.answer import Answer, record_of
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.callers import ANYBODY
 from serve_app.gateway.clocks import steady_unix_s
-from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Downstream, InferenceRequest
 from serve_app.gateway.generation import (
     ReplicaFailed,
@@ -27,7 +28,6 @@ from serve_app.gateway.generation import (
     ReplicaRefused,
     ReplicaTimeout,
     RequestRejected,
-    new_id,
 )
 from serve_app.gateway.history import History
 from serve_app.gateway.holding import Holding, QueueFull, WaitedTooLong
@@ -35,10 +35,9 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.placement import Pick, Placement
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
-from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, ReplicaState, ReplicaTable
 from serve_app.gateway.tracing import Tracing
 from serve_app.models import ModelCatalog, ServedModel
-from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.scenario import load_scenario
 
@@ -78,104 +77,6 @@ class _OutOfTime(Unserved):
 
 class _CutOff(Unserved):
     """A request that had not been answered when the gateway ended."""
-
-
-@dataclass(slots=True)
-class _Answer:
-    """A request that was let in, and what has come of its answer so far."""
-
-    wanted: InferenceRequest
-    service_class: SloClass
-    downstream: Downstream
-    prompt: Prompt
-    arm: Arm
-    arrival_s: float
-    wait: asyncio.Timeout
-    """When it is given up."""
-    model: ServedModel
-    """What is asked for."""
-    grant: Grant | None
-    """What is reserved of its caller's limits; None: it has none."""
-    tenant_share: float
-    """Share of the service that the tenant is entitled to."""
-    tried: set[str] = field(default_factory=set)
-    """Replicas that were sent the request since one was last waited for."""
-    is_ordered: bool = False
-    """Whether it has been placed, and so has the key that it waits by."""
-    order_key_s: float | None = None
-    """That key, Unix time, seconds; None: it waits behind all others."""
-    num_tokens: int = 0
-    first_token_s: float = math.nan
-    finish_reason: str | None = None
-    response_s: float = math.nan
-    """Arrival to the end; NaN: it was not completed."""
-
-    @property
-    def request_id(self) -> str:
-        """Its name, the same for every attempt."""
-        return self.wanted.request_id
-
-    @property
-    def due_s(self) -> float:
-        """SLO of the first token, or of the response where that has none, seconds."""
-        return self.service_class.ttft_s or self.service_class.response_s
-
-    @property
-    def tenant(self) -> str:
-        """Who is served; empty: nobody who is known."""
-        return self.wanted.tenant
-
-    @property
-    def needed_tokens(self) -> int:
-        """Prompt and longest answer, as far as any pool of the model takes it.
-
-        Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
-        """
-        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.model.max_model_tokens)
-
-    def fits(self, backend: Backend) -> bool:
-        """Whether the replicas of a pool can answer it."""
-        return (
-            self.wanted.is_for(backend)
-            and self.model.is_served_by(backend.name)
-            and backend.max_model_tokens >= self.needed_tokens
-        )
-
-    @property
-    def used_tokens(self) -> int:
-        """Tokens that count against its caller: those of an answer, and of a prompt that was read.
-
-        Whoever leaves before the first token has had the prompt read.
-        """
-        was_read = self.completed or self.num_tokens or (self.finish_reason == "abort")
-        return len(self.wanted.token_ids) + self.num_tokens if was_read and self.tried else 0
-
-    @property
-    def completed(self) -> bool:
-        """Whether it came to its end."""
-        return self.finish_reason in ("stop", "length")
-
-    @property
-    def ttft_s(self) -> float:
-        """Arrival to first token; NaN: there was none."""
-        return self.first_token_s - self.arrival_s
-
-    def tpot_s(self, now_s: float) -> float:
-        """Mean time per token after the first, where the answer ended at `now_s`."""
-        return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
-
-    def attained_slo(self, now_s: float) -> bool | None:
-        """Whether an answer that ended at `now_s` attained its SLO; None: its client left before.
-
-        Without a first token a target for it is missed once its time has passed.
-        """
-        slo, waited_s = self.service_class, now_s - self.arrival_s
-        ttft_s = waited_s if math.isnan(self.first_token_s) else self.ttft_s
-        attained = waited_s <= slo.response_s and not self.tpot_s(now_s) > (slo.tpot_s or math.inf)
-        if self.completed:
-            return attained and not self.ttft_s > (slo.ttft_s or math.inf)
-        attained = attained and ttft_s <= (slo.ttft_s or math.inf)
-        return None if self.finish_reason == "abort" and attained else False
 
 
 @dataclass
@@ -279,13 +180,13 @@ class Gateway:
     def _open(
         self, request: InferenceRequest, service_class: SloClass, downstream: Downstream,
         grant: Grant | None,
-    ) -> _Answer:  # fmt: skip
+    ) -> Answer:  # fmt: skip
         """Begin the answer to a request that is let in."""
         arm, prompt = self.manager.arm_of(request.request_id), request.prompt
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
         model = self._model_of(request)
-        answer = _Answer(
+        answer = Answer(
             request, service_class, downstream, prompt, arm, self.clock_s(), wait,
             model, grant, self.cluster.tenant_share(request.tenant),
         )  # fmt: skip
@@ -390,7 +291,7 @@ class Gateway:
         wait_s = float(_MIN_RETRY_AFTER_S) if least_s is None else least_s
         return int(min(max(math.ceil(wait_s), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S))
 
-    def _settle(self, answer: _Answer) -> None:
+    def _settle(self, answer: Answer) -> None:
         """Note what has become of a request, once for all its attempts."""
         if answer.wanted.caller is not ANYBODY:
             self._charge(answer)
@@ -404,7 +305,7 @@ class Gateway:
         if attained is not None:
             self.history.finish(now_s, answer.ttft_s, answer.response_s, attained)
 
-    def _charge(self, answer: _Answer) -> None:
+    def _charge(self, answer: Answer) -> None:
         """Count what a caller has used."""
         used = answer.used_tokens
         if answer.grant is not None:
@@ -414,7 +315,7 @@ class Gateway:
         series.prompt_tokens.inc(max(used - answer.num_tokens, 0))
         series.output_tokens.inc(answer.num_tokens)
 
-    async def _attempts(self, answer: _Answer) -> None:
+    async def _attempts(self, answer: Answer) -> None:
         """Try replicas until one has begun to answer."""
         failure: ReplicaFailed | None = None
         if not self.table.replicas:
@@ -449,7 +350,7 @@ class Gateway:
         raise Unserved("no replica is there" if failure is None else str(failure))
 
     @contextlib.contextmanager
-    def _in_time(self, answer: _Answer) -> Iterator[None]:
+    def _in_time(self, answer: Answer) -> Iterator[None]:
         """Say why an answer's time is over.
 
         Raises:
@@ -467,7 +368,7 @@ class Gateway:
         finally:
             self._waits.discard(answer.wait)
 
-    async def _some_replica(self, answer: _Answer, since_s: float) -> None:
+    async def _some_replica(self, answer: Answer, since_s: float) -> None:
         """Wait a while where there is none: a pool that starts, or whose last replica has died."""
         while not self._has_replica(answer):
             if self.refresh() - since_s > _PATIENCE_S:
@@ -475,12 +376,12 @@ class Gateway:
             if not self._has_replica(answer):
                 await asyncio.sleep(0.05)
 
-    def _has_replica(self, answer: _Answer) -> bool:
+    def _has_replica(self, answer: Answer) -> bool:
         """Whether there is one that the request could go to, whatever became of it there."""
         pools = {one.pool for one in self.table.replicas.values()}
         return any(answer.fits(self.backends[name]) for name in pools)
 
-    async def _attempt(self, answer: _Answer, pick: Pick, number: int) -> None:
+    async def _attempt(self, answer: Answer, pick: Pick, number: int) -> None:
         """Have the replica that was picked answer, and note what comes."""
         replica, attempt = pick.replica, _Attempt(self, answer, pick.replica)
         if answer.wanted.span is not None:
@@ -506,13 +407,13 @@ class Gateway:
         finally:
             self._close(answer, pick, number, outcome)
 
-    def _why_cancelled(self, answer: _Answer) -> str:
+    def _why_cancelled(self, answer: Answer) -> str:
         """Whether an answer's time is over, the gateway's, or its caller left."""
         if not answer.wait.expired():
             return "abort"
         return "cut_off" if math.isfinite(self._ends_s) else "timeout"
 
-    def _close(self, answer: _Answer, pick: Pick, attempt: int, outcome: str) -> None:
+    def _close(self, answer: Answer, pick: Pick, attempt: int, outcome: str) -> None:
         """Note the end of an attempt."""
         if answer.wanted.span is not None:
             answer.wanted.span.end_attempt(outcome)
@@ -535,9 +436,9 @@ class Gateway:
                 series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
             time_s = now_s if attempt else answer.arrival_s
-            self.log.write(_record(answer, pick, attempt, outcome, time_s))
+            self.log.write(record_of(answer, pick, attempt, outcome, time_s))
 
-    async def _pick_or_wait(self, answer: _Answer) -> Pick | None:
+    async def _pick_or_wait(self, answer: Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""
         pick = await self._pick_or_hold(answer)
         if pick is None and not self._has_replica(answer):
@@ -546,7 +447,7 @@ class Gateway:
             pick = await self._pick_or_hold(answer)
         return pick
 
-    async def _pick_or_hold(self, answer: _Answer) -> Pick | None:
+    async def _pick_or_hold(self, answer: Answer) -> Pick | None:
         """Choose a replica; where all are full, hold the request if that is wanted."""
         if self.holding is None:
             return await self._placement.pick(answer)
@@ -564,7 +465,7 @@ class _Attempt:
         "_answer", "_gateway", "_replica", "downstream", "order_key_s", "request", "sent_s",
     )  # fmt: skip
 
-    def __init__(self, gateway: Gateway, answer: _Answer, replica: ReplicaState) -> None:
+    def __init__(self, gateway: Gateway, answer: Answer, replica: ReplicaState) -> None:
         self._gateway, self._answer, self._replica = gateway, answer, replica
         self.request, self.downstream = answer.wanted, answer.downstream
         self.order_key_s = answer.order_key_s
@@ -589,19 +490,3 @@ class _Attempt:
     def publish(self, status: EngineStatus) -> None:
         """Note the state of the replica."""
         self._replica.publish(status)
-
-
-def _record(
-    answer: _Answer, pick: Pick, attempt: int, outcome: str, time_s: float
-) -> DecisionRecord:
-    choice = pick.choice
-    return DecisionRecord(
-        decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
-        time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
-        request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
-        scores=choice.scores, index=choice.index, propensity=choice.propensity,
-        explored=choice.explored, fallback_reason=choice.fallback_reason,
-        decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
-        ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
-        mlflow_run=pick.mlflow_run, order_key_s=pick.order_key_s,
-    )  # fmt: skip

@@ -55,21 +55,24 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
 def paired_p_value(differences: FloatArray) -> float:
     """Two-sided p-value that independent differences have a mean of zero, by Student's test.
 
-    1 where they are all zero.
+    1 where they are all zero, 0 where they are all the same otherwise.
     """
-    if not differences.any():
-        return 1.0
+    if not np.ptp(differences):
+        return 0.0 if differences.any() else 1.0
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Correct the p-values of a family of tests, in their order (Holm 1979).
 
-    A corrected value below 0.05 is significant however many of the family's nulls are true.
+    A corrected value below 0.05 is significant however many of the family's nulls are true. NaN is
+    no test, and stays.
     """
-    corrected, greatest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(np.argsort(p_values, kind="stable").tolist()):
-        greatest = max(greatest, (len(p_values) - rank) * p_values[index])
+    corrected, greatest = list(p_values), 0.0
+    num_tests = len(p_values) - int(np.isnan(p_values).sum())
+    # NaN is sorted to the end.
+    for rank, index in enumerate(np.argsort(p_values, kind="stable").tolist()[:num_tests]):
+        greatest = max(greatest, (num_tests - rank) * p_values[index])
         corrected[index] = min(1.0, greatest)
     return corrected
 
@@ -152,6 +155,19 @@ class Samples:
             return Interval(change, math.nan, math.nan)
         ours, theirs = self.values[key], other.values[key]
         return percentile_interval(change, (ours - theirs) / (theirs if relative else 1.0))
+
+    def p_value(self, other: Samples, key: str) -> float:
+        """Two-sided p-value that a measure is another policy's; NaN where there is no interval.
+
+        Student's of independent values; of resamples twice the share on the other side of zero.
+        """
+        if not self.values or not other.values:
+            return math.nan
+        differences = self.values[key] - other.values[key]
+        if self.estimates is not None:
+            beyond = min((differences <= 0).mean(), (differences >= 0).mean())
+            return float(min(1.0, max(2.0 * beyond, 1.0 / len(differences))))
+        return paired_p_value(differences) if len(differences) >= MIN_STREAMS else math.nan
 
 
 def block_length(values: FloatArray) -> int:

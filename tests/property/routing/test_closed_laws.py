@@ -6,10 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.fleet_instances import SECOND, Ask, a_fleet, a_sim, a_stream, play
 
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.streams import StreamSource
+from tokenyard.routing.simulator.rollouts import RolloutSim
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 
 
 def played(scenario: Scenario, num: int, seed: int, sends: int) -> BatchingSim:
@@ -108,3 +110,21 @@ def test_factors_of_one_change_nothing():
         play(sim, [[0]] * len(asks))
         found.append(sim.outcomes().response_s)
     np.testing.assert_allclose(*found)
+
+
+@pytest.mark.parametrize("bound", ["ahead_own", "ahead_marginal"])
+def test_bounds_that_look_at_replicas_play_closed_streams_however_short(bound):
+    scenario = load_scenario("code_generation@equal").model_copy(update={"requests_per_stream": 20})
+    streams = synthetic_streams(StreamSource(scenario), 1, 3)
+    assert streams.requests[0].num_clients == 20
+    (run,) = PROBLEM.candidate(scenario, bound).run(scenario, streams, 1)
+    assert not np.isnan(run.outcomes.response_s).any()
+    assert (np.diff(run.outcomes.arrival_s) >= 0).all()
+
+
+def test_futures_of_closed_clients_are_not_played():
+    """They would ask at other times than in the stream that is compared with."""
+    scenario = load_scenario("code_generation@equal")
+    stream = StreamSource(scenario).sample(50, np.random.default_rng(1))
+    with pytest.raises(ValueError, match="wait for answers"):
+        RolloutSim(scenario, 50, 1000.0).sample(None, stream, 1, 1, 1.0)

@@ -67,6 +67,26 @@ def test_the_load_is_told_as_if_nothing_and_as_if_all_repeated_were_cached():
     assert streams.offered_load > streams.warm_load
 
 
+@pytest.mark.parametrize("load", [0.05, 1.2])
+@pytest.mark.parametrize("name", ["interactive_chat@equal", "deep_research@mixed"])
+def test_any_load_can_be_asked_for(name, load):
+    workload, _, fleet = name.partition(ON)
+    scenario = on(workload, fleet, requests_per_stream=400)
+    source = StreamSource(scenario)
+    factor = load / source.offered_load
+    streams = synthetic_streams(source, 1, 4, load_factor=factor)
+    assert streams.offered_load == pytest.approx(load)
+    rate_per_s = factor * source.rate_per_s
+    if scenario.arrivals.process == "closed":
+        clients = scenario.num_clients(rate_per_s)
+        assert streams.requests[0].num_clients == clients
+        assert f"{clients} closed clients" in streams.origin
+        return
+    assert "the scenario's lengths, session arrivals" in streams.origin
+    arrival_s = streams.requests[0].requests[:, 0]
+    assert len(arrival_s) / (arrival_s[-1] - arrival_s[0]) == pytest.approx(rate_per_s, rel=0.3)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

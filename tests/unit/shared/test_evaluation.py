@@ -15,6 +15,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.run import Run, repeating, run_each, run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.statistics.intervals import holm
 from tokenyard.types import FloatArray
 
 SCENARIO = load_scenario("nominal")
@@ -201,3 +202,31 @@ def test_a_measure_is_printed_with_its_interval_and_its_difference_in_its_unit()
     assert difference(row, mean) == "-10.0% \\[-20.0, +5.0]"
     assert level(row, violation) == "12.5"
     assert difference(row, violation) == "+1.0"
+
+
+def test_all_differences_of_a_table_are_one_family():
+    rng = np.random.default_rng(11)
+    base = [made_up(rng.normal(2.0, 0.3, 4).tolist()) for _ in range(6)]
+    runs = {"sed": base}
+    for i in range(4):
+        runs[f"chance{i}"] = [made_up(rng.normal(2.0, 0.3, 4).tolist()) for _ in range(6)]
+    runs["better"] = [
+        made_up((one.outcomes.response_s - rng.uniform(0.9, 1.1)).tolist()) for one in base
+    ]
+    rows = compare(PROBLEM, SCENARIO, NO_STREAMS, runs, "sed")
+    samples = PROBLEM.samples(SCENARIO, NO_STREAMS, runs, "sed")
+    compared = [one for one in PROBLEM.measures(SCENARIO) if one.delta]
+    tests = [(row, one) for row in rows[1:] for one in compared]
+    plain = [samples[row["policy"]].p_value(samples["sed"], one.key) for row, one in tests]
+    assert len(plain) == 15
+    assert [row[one.p_key] for row, one in tests] == holm(plain)
+    assert min(row[one.p_key] for row, one in tests) == pytest.approx(15 * min(plain))
+    assert rows[0]["delta_mean_p_holm"] == 1.0
+    mean = next(one for one in compared if one.delta == "delta_mean_fraction")
+    assert difference(rows[-1], mean).endswith("*")
+    assert not difference(rows[1], mean).endswith("*")
+
+
+def test_too_few_streams_have_no_p_value():
+    runs = {name: [made_up([1.0]), made_up([x])] for name, x in (("sed", 1.0), ("ours", 2.0))}
+    assert math.isnan(compare(PROBLEM, SCENARIO, NO_STREAMS, runs, "sed")[1]["delta_mean_p_holm"])

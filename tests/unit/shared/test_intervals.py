@@ -102,6 +102,9 @@ def test_holm_corrects_by_rank_keeps_the_order_and_never_exceeds_one():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+    # What is no test is not in the family.
+    assert holm([math.nan, 0.01, 0.04])[1:] == pytest.approx([0.02, 0.04])
+    assert math.isnan(holm([math.nan, 0.01])[0])
 
 
 def test_equal_values_differ_in_nothing_and_large_differences_are_unlikely():

@@ -179,7 +179,8 @@ class StreamSource:
     def _draw_closed(self, num_requests: int, rng: np.random.Generator, rate_per_s: float) -> Trace:
         scenario = self.scenario
         assert scenario.sessions is not None
-        clients = scenario.num_clients(rate_per_s)
+        # Who never asks is no client.
+        clients = min(scenario.num_clients(rate_per_s), num_requests)
         block_tokens = scenario.required_fleet.prefix_block_tokens
         return draw_closed(scenario.sessions, num_requests, clients, rng, self.model, block_tokens)
 
@@ -211,10 +212,7 @@ def synthetic_streams(
         source.sample(num_requests, stream_rng(seed, purpose, index), load_factor)
         for index in range(count)
     ]
-    arrivals: str = source.scenario.arrivals.process
-    if source.scenario.sessions is not None:
-        arrivals = "closed" if arrivals == "closed" else "session"
-    origin = f"synthetic ({source.model.name} lengths, {arrivals} arrivals)"
+    origin = f"synthetic ({_traffic(source, load_factor)})"
     load = load_factor * source.offered_load
     if source.scenario.sessions is None:
         return StreamSet(requests, origin, is_synthetic=True, offered_load=load)
@@ -223,6 +221,20 @@ def synthetic_streams(
         requests, origin, is_synthetic=True, offered_load=load, has_prefixes=True,
         warm_load=warm_load,
     )  # fmt: skip
+
+
+def _traffic(source: StreamSource, load_factor: float) -> str:
+    """Lengths and arrivals, in words."""
+    scenario = source.scenario
+    arrivals: str = scenario.arrivals.process
+    lengths = f"{source.model.name} lengths"
+    if scenario.sessions is not None:
+        if scenario.sessions.answer_tokens is not None:
+            lengths = "the scenario's lengths"
+        arrivals = "session"
+    if scenario.arrivals.process == "closed":
+        return f"{lengths}, {scenario.num_clients(load_factor * source.rate_per_s)} closed clients"
+    return f"{lengths}, {arrivals} arrivals"
 
 
 def held_out_streams(source: StreamSource, load: float | None = None) -> StreamSet | None:

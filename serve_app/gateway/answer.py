@@ -1,0 +1,133 @@
+"""A request that was let in: what has come of it so far, and what the log is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+
+from serve_app.cluster import SloClass
+from serve_app.gateway.backends import Backend
+from serve_app.gateway.decision_log import DecisionRecord
+from serve_app.gateway.exchange import Downstream, InferenceRequest
+from serve_app.gateway.generation import new_id
+from serve_app.gateway.placement import Pick
+from serve_app.gateway.rate_limits import Grant
+from serve_app.gateway.replicas import Prompt
+from serve_app.models import ServedModel
+from serve_app.policy.experiment import Arm
+
+
+@dataclass(slots=True)
+class Answer:
+    """A request that was let in, and what has come of its answer so far."""
+
+    wanted: InferenceRequest
+    service_class: SloClass
+    downstream: Downstream
+    prompt: Prompt
+    arm: Arm
+    arrival_s: float
+    wait: asyncio.Timeout
+    """When it is given up."""
+    model: ServedModel
+    """What is asked for."""
+    grant: Grant | None
+    """What is reserved of its caller's limits; None: it has none."""
+    tenant_share: float
+    """Share of the service that the tenant is entitled to."""
+    tried: set[str] = field(default_factory=set)
+    """Replicas that were sent the request since one was last waited for."""
+    is_ordered: bool = False
+    """Whether it has been placed, and so has the key that it waits by."""
+    order_key_s: float | None = None
+    """That key, Unix time, seconds; None: it waits behind all others."""
+    num_tokens: int = 0
+    first_token_s: float = math.nan
+    finish_reason: str | None = None
+    response_s: float = math.nan
+    """Arrival to the end; NaN: it was not completed."""
+
+    @property
+    def request_id(self) -> str:
+        """Its name, the same for every attempt."""
+        return self.wanted.request_id
+
+    @property
+    def due_s(self) -> float:
+        """SLO of the first token, or of the response where that has none, seconds."""
+        return self.service_class.ttft_s or self.service_class.response_s
+
+    @property
+    def tenant(self) -> str:
+        """Who is served; empty: nobody who is known."""
+        return self.wanted.tenant
+
+    @property
+    def needed_tokens(self) -> int:
+        """Prompt and longest answer, as far as any pool of the model takes it.
+
+        Endpoints that tokenise themselves say what is too long: here their prompts are estimates.
+        """
+        return min(len(self.wanted.token_ids) + self.wanted.max_tokens, self.model.max_model_tokens)
+
+    def fits(self, backend: Backend) -> bool:
+        """Whether the replicas of a pool can answer it."""
+        return (
+            self.wanted.is_for(backend)
+            and self.model.is_served_by(backend.name)
+            and backend.max_model_tokens >= self.needed_tokens
+        )
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that count against its caller: those of an answer, and of a prompt that was read.
+
+        Whoever leaves before the first token has had the prompt read.
+        """
+        was_read = self.completed or self.num_tokens or (self.finish_reason == "abort")
+        return len(self.wanted.token_ids) + self.num_tokens if was_read and self.tried else 0
+
+    @property
+    def completed(self) -> bool:
+        """Whether it came to its end."""
+        return self.finish_reason in ("stop", "length")
+
+    @property
+    def ttft_s(self) -> float:
+        """Arrival to first token; NaN: there was none."""
+        return self.first_token_s - self.arrival_s
+
+    def tpot_s(self, now_s: float) -> float:
+        """Mean time per token after the first, where the answer ended at `now_s`."""
+        return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
+
+    def attained_slo(self, now_s: float) -> bool | None:
+        """Whether an answer that ended at `now_s` attained its SLO; None: its client left before.
+
+        Without a first token a target for it is missed once its time has passed.
+        """
+        slo, waited_s = self.service_class, now_s - self.arrival_s
+        ttft_s = waited_s if math.isnan(self.first_token_s) else self.ttft_s
+        attained = waited_s <= slo.response_s and not self.tpot_s(now_s) > (slo.tpot_s or math.inf)
+        if self.completed:
+            return attained and not self.ttft_s > (slo.ttft_s or math.inf)
+        attained = attained and ttft_s <= (slo.ttft_s or math.inf)
+        return None if self.finish_reason == "abort" and attained else False
+
+
+def record_of(
+    answer: Answer, pick: Pick, attempt: int, outcome: str, time_s: float
+) -> DecisionRecord:
+    """Lay out the log's row of an attempt that ended at `time_s`, Unix time, seconds."""
+    choice = pick.choice
+    return DecisionRecord(
+        decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
+        time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
+        request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
+        scores=choice.scores, index=choice.index, propensity=choice.propensity,
+        explored=choice.explored, fallback_reason=choice.fallback_reason,
+        decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
+        ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
+        mlflow_run=pick.mlflow_run, order_key_s=pick.order_key_s,
+    )  # fmt: skip
