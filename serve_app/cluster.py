@@ -362,8 +362,8 @@ class Cluster(FrozenModel):
     """Requests wait at the gateway where all replicas have `max_ongoing` in flight; None: they get
     429 at once."""
     tenants: Mapping[str, Tenant] = {}
-    """Whose requests orders such as `fair` tell apart. Those that name no other are one more, of
-    weight 1 unless `default` is among these."""
+    """Whose requests orders such as `fair` tell apart. Those that name none of them are those of
+    `default`, of weight 1 where that is not among them."""
     decide_only: bool = False
     """Serve no model: answer which replica a caller should choose, and nothing is sent."""
 
@@ -426,8 +426,8 @@ class Cluster(FrozenModel):
         """Return the share of the service that a tenant is entitled to, in (0, 1]."""
         if not self.tenants:
             return 1.0
-        weights = {DEFAULT_TENANT: 1.0} | {one: has.weight for one, has in self.tenants.items()}
-        return weights.get(name, weights[DEFAULT_TENANT]) / sum(weights.values())
+        weights = {one: has.weight for one, has in self.tenants.items()}
+        return min(weights.get(name, Tenant().weight) / sum(weights.values()), 1.0)
 
     @property
     def own_pools(self) -> tuple[Pool, ...]:

@@ -11,7 +11,7 @@ from oracle.instances import a_scenario, random_stream
 from sizes import scaled
 
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy, rows_for
-from tokenyard.routing.policies.order import ORDERS, MarginalInOrder, Ordered
+from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, MarginalInOrder, Ordered
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -134,6 +134,20 @@ def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_n
     assert [fair.delay_s(greedy, SERVER) for _ in range(3)] == pytest.approx([0.0, 1.0, 2.0])
     assert fair.delay_s(modest, SERVER) == 0.0
     assert fair.delay_s(replace(greedy, arrival_s=100.0), SERVER) == 0.0
+
+
+def test_what_all_tenants_are_ahead_by_is_forgotten_and_not_what_one_is():
+    fair = ORDERS["fair"].make(1, {})
+    both = [a_request(tenant=name, tenant_share=0.5) for name in "ab"]
+    for now_s in range(5, 499):
+        leads = [fair.delay_s(replace(one, arrival_s=float(now_s)), SERVER) for one in both]
+    assert leads == pytest.approx([FORGIVEN_LEAD_S] * 2, abs=4)
+    assert fair.delay_s(replace(both[0], tenant="c", arrival_s=499.0), SERVER) == 0.0
+    late = [replace(one, arrival_s=500.0) for one in both]
+    for _ in range(40):
+        fair.delay_s(late[0], SERVER)
+    ahead, other = (fair.delay_s(one, SERVER) for one in late)
+    assert ahead - other == pytest.approx(80.0, abs=4)
 
 
 def test_the_placement_that_knows_the_order_counts_who_is_before_and_who_is_behind():

@@ -1,13 +1,18 @@
 """Who waits for room, in engines and at the gateway: order, bound, and those who give up."""
 
 import asyncio
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_app.cluster import QueueSettings
 from serve_app.engines.admission import BatchLimit
 from serve_app.engines.sharded.messages import RequestNames, order_key_in
 from serve_app.engines.waiting import Arrivals, WaitingLine
+from serve_app.gateway.generation import ReplicaFull
+from serve_app.gateway.holding import Holding
+from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.order import bounded_key_s
 
 gaps = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 100)), min_size=1, max_size=30)
@@ -86,6 +91,87 @@ def test_a_batch_limit_never_idles_while_somebody_waits_and_lets_the_lowest_key_
             assert not waiting or inside >= limit.limit
         for _, task in waiting.values():
             task.cancel()
+
+    asyncio.run(play())
+
+
+class Windows:
+    """In place of the gateway's placement: pools of one replica that hold so many."""
+
+    def __init__(self, most):
+        self.most, self.inside, self.served = most, {name: [] for name in most}, []
+
+    def give_key(self, asked):
+        pass
+
+    def fitting(self, asked):
+        return asked.pools
+
+    def has_room(self):
+        return any(len(one) < self.most[name] for name, one in self.inside.items())
+
+    def pick_now(self, asked):
+        for name in asked.pools:
+            if len(self.inside[name]) < self.most[name]:
+                self.inside[name].append(asked)
+                self.served.append(asked)
+                return asked
+        raise ReplicaFull("all are full")
+
+    def finish(self, pick, request_id, now_s, response_s):
+        for one in self.inside.values():
+            if pick in one:
+                one.remove(pick)
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "come", "end", "cancel"]),
+        st.integers(0, 30),
+        st.sampled_from([("a",), ("b",), ("a", "b")]),
+    ),
+    max_size=40,
+)
+
+
+@given(events=events, most=st.fixed_dictionaries({"a": st.integers(0, 2), "b": st.integers(0, 2)}))
+def test_the_gateway_holds_nobody_for_whom_there_is_room_and_exceeds_no_window(events, most):
+    async def play():
+        windows, metrics, tasks = Windows(most), Metrics(), []
+        settings = QueueSettings(max_requests=1000, max_wait_s=1000.0)
+        holding = Holding(settings, windows, metrics, lambda: 0.0)
+        for number, (what, value, pools) in enumerate(events):
+            before = len(windows.served)
+            if what == "come":
+                asked = SimpleNamespace(
+                    arrival_s=float(number), order_key_s=float(value), request_id=str(number),
+                    pools=pools, tried=set(),
+                )  # fmt: skip
+                tasks.append((asked, asyncio.create_task(holding.place(asked))))
+                await asyncio.sleep(0)
+            elif what == "end" and windows.served:
+                windows.finish(windows.served[value % len(windows.served)], "", 0.0, None)
+            elif what == "cancel" and tasks:
+                tasks[value % len(tasks)][1].cancel()
+            holding.release()
+            new = windows.served[before:]
+            for _ in range(3):
+                await asyncio.sleep(0)
+            waiting = [asked for asked, task in tasks if not task.done()]
+            for name, inside in windows.inside.items():
+                assert len(inside) <= most[name]
+                could = [one for one in waiting if name in one.pools]
+                assert not could or len(inside) == most[name]
+            for one in new:
+                rivals = [other for other in waiting if other.pools == one.pools]
+                assert all(one.order_key_s <= other.order_key_s for other in rivals)
+            assert metrics.registry.get_sample_value("tokenyard_held") == len(waiting)
+        for _, task in tasks:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        assert not len(holding._line)
+        if holding._looking is not None:
+            holding._looking.cancel()
 
     asyncio.run(play())
 

@@ -187,6 +187,30 @@ def test_carriers_place_on_the_same_counts():
     run(test, num_endpoints=4)
 
 
+def test_requests_wait_in_the_decider_for_those_of_other_carriers():
+    async def test(site):
+        (endpoint,) = site.endpoints
+        endpoint.pieces, endpoint.hangs = [a_delta(content="a")], True
+        endpoint.headers, endpoint.framing = EVENTS, "chunked"
+        async with RawCaller.to(site.ports[1]) as waits:
+            async with callers(site.ports[0]):
+                async with RawCaller.to(site.ports[1]) as leaves:
+                    left = asyncio.create_task(leaves.ask(CHAT, BODY))
+                    await until(lambda: site.value("held") == 1)
+                    left.cancel()
+                await until(lambda: site.value("held") == 0)
+                endpoint.pieces, endpoint.hangs = [WHOLE], False
+                endpoint.headers, endpoint.framing = b"", "length"
+                asked = asyncio.create_task(waits.ask(CHAT, BODY))
+                await until(lambda: site.value("held") == 1)
+                assert len(endpoint.asked) == 1
+            assert (await asked)[::2] == (200, WHOLE)
+        await until(lambda: not site.gateway.in_flight)
+        assert set(site.in_flight().values()) == {0}
+
+    run(test, max_ongoing=1, queue={"max_wait_s": 50.0})
+
+
 def test_a_carrier_that_dies_takes_its_requests_and_no_others():
     async def test(site):
         (endpoint,) = site.endpoints

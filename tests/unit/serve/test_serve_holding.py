@@ -1,6 +1,8 @@
 """Requests that wait at the gateway until a replica has room: order, limits, and who gives up."""
 
 import asyncio
+import itertools
+import time
 from contextlib import asynccontextmanager
 
 import httpx
@@ -8,6 +10,7 @@ import numpy as np
 import pytest
 from unit.serve.test_serve_gateway import LOCAL, OWN, FakePool, Letters, a_body, cluster_of
 
+from serve_app.engines.texts import TextChunk
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.http.api import create_gateway_api
@@ -18,7 +21,10 @@ QUEUE = {"max_requests": 20, "max_wait_s": 20.0}
 
 
 @asynccontextmanager
-async def a_site(policy="sed", pools=("a",), queue=QUEUE, max_ongoing=1, **fields):
+async def a_site(
+    policy="sed", pools=("a",), queue=QUEUE, max_ongoing=1, clock_s=time.time, make=FakePool,
+    **fields,
+):  # fmt: skip
     """Yield a client, the gateway and pools of one replica that holds few requests."""
     own = {"kind": "own", "config": OWN, "max_ongoing": max_ongoing}
     limits = {"max_in_flight": 50, "max_prompt_tokens": 100, "max_output_tokens": 50}
@@ -28,8 +34,8 @@ async def a_site(policy="sed", pools=("a",), queue=QUEUE, max_ongoing=1, **field
         cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
     )
     manager.switch(policy)
-    backends = {name: FakePool(name) for name in pools}
-    gateway = Gateway(cluster, manager, backends)
+    backends = {name: make(name) for name in pools}
+    gateway = Gateway(cluster, manager, backends, clock_s=clock_s)
     api = create_gateway_api(gateway, Letters(), Access(None, local_admin=True))
     transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
     async with httpx.AsyncClient(transport=transport, base_url=LOCAL, timeout=30) as client:
@@ -252,3 +258,78 @@ def test_rays_router_gives_way_to_the_baseline_for_those_who_waited():
         assert [(await one).status_code for one in first + held] == [200, 200]
 
     run(test, policy="ray_default")
+
+
+class Stepwise(FakePool):
+    """Answers each request when it is told to."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.inside = []
+
+    async def stream(self, generation):
+        done = asyncio.get_running_loop().create_future()
+        self.inside.append((len(generation.token_ids), done))
+        await done
+        yield TextChunk("o", 1)
+        yield TextChunk("k", 2, "stop")
+
+
+@pytest.mark.parametrize("order", ["fair@2", "fair@4"])
+@pytest.mark.parametrize("weights", [(2.0, 1.0), (1.0, 1.0)])
+def test_tenants_get_requests_and_tokens_by_their_weights_where_all_have_more_to_ask(
+    order, weights
+):
+    now_s = [1.7e9]
+    served = {"heavy": [0, 0], "light": [0, 0]}
+
+    async def test(client, gateway, pools):
+        (pool,), asking = pools.values(), {}
+        lengths = {tenant: itertools.cycle([5, 20, 35, 50]) for tenant in served}
+
+        def more(tenant):
+            asking[ask(client, "x" * next(lengths[tenant]), tenant)] = tenant
+
+        for tenant in [*served] * 12:
+            more(tenant)
+        for number in range(360):
+            await until(lambda: len(pool.inside) == 4)
+            await until(lambda: gateway.in_flight == 24)
+            num_tokens, done = pool.inside.pop(0)
+            # As long as the profile says that it takes, with a batch of four.
+            now_s[0] += (0.01 + 8 * (0.01 + 4e-3) + num_tokens * 1e-4) / 4
+            done.set_result(None)
+            ended, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            for one in ended:
+                tenant = asking.pop(one)
+                more(tenant)
+                if number >= 60:  # The first have come at once.
+                    served[tenant][0] += 1
+                    served[tenant][1] += num_tokens + 8
+        for one in asking:
+            one.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+    tenants = {name: {"weight": one} for name, one in zip(served, weights, strict=True)}
+    run(
+        test, policy=f"round_robin+{order}", tenants=tenants, max_ongoing=4, make=Stepwise,
+        clock_s=lambda: now_s[0], queue={"max_requests": 50, "max_wait_s": 50.0},
+        circuit_breaker={"budget_s": 1.0},
+    )  # fmt: skip
+    expected = weights[0] / weights[1]
+    for count in (0, 1):
+        assert served["heavy"][count] / served["light"][count] == pytest.approx(expected, rel=0.05)
+
+
+def test_who_names_no_tenant_of_the_file_is_the_default_one():
+    async def test(client, gateway, pools):
+        first, held = await hold(client, gateway, pools, ["one"])
+        for number, tenant in enumerate(["known", "unknown"]):
+            held.append(ask(client, tenant=tenant))
+            await until(lambda number=number: num_held(gateway) == number + 2)
+        shown = (await client.get("/v1/queue")).json()["requests"]
+        assert [one["tenant"] for one in shown] == ["default", "known", "default"]
+        pools["a"].may_go_on.set()
+        assert {(await one).status_code for one in first + held} == {200}
+
+    run(test, tenants={"known": {"weight": 3}})
