@@ -39,7 +39,8 @@ def write(path, entries, **fields):
 @asynccontextmanager
 async def a_site(path, token=None, admin_token=None):
     """Yield a client, the file of keys, the gateway and its pools."""
-    file, cluster = KeyFile(path), a_cluster()
+    tenants = {"red": {"weight": 2}, "blue": {"weight": 1}}
+    file, cluster = KeyFile(path), a_cluster(tenants=tenants, gateway={"keys": str(path)})
     access = Access(token, admin_token, keys=file)
     access.open()
     manager = PolicyManager(
@@ -123,10 +124,12 @@ def test_a_request_knows_its_tenant_where_it_is_placed(tmp_path):
 
             gateway._placement.pick = noted
             for key in ("sk-ann", "user", "sk-all"):
-                await client.post("/v1/completions", json=a_body(), headers=bearer(key))
+                # Where there are keys nobody is believed who names a tenant.
+                headers = bearer(key) | {"x-tenant": "blue"}
+                await client.post("/v1/completions", json=a_body(), headers=headers)
 
     asyncio.run(run())
-    assert seen == [("red", "ann"), ("", "token"), ("", "all")]
+    assert seen == [("red", "ann"), ("default", "token"), ("default", "all")]
 
 
 def test_a_changed_file_counts_at_once_and_a_broken_one_keeps_the_keys_and_says_so(tmp_path):
