@@ -422,5 +422,5 @@ def test_estimated_tokens_are_the_same_in_every_process():
 @pytest.mark.parametrize("headers", [[], [(b"x-ratelimit-limit-requests", b"7"), (b"a", b"")]])
 @pytest.mark.parametrize("key", [None, 1.7e9 + 1 / 3, 0.0])
 def test_a_place_is_read_as_it_was_written(key, headers):
-    place = ("pool", "http://a:1/b", key, headers)
+    place = ("pool", "http://a:1/b", key, headers, b"")
     assert read_place(write_place(*place)) == place
