@@ -216,6 +216,7 @@ class GatewayReplica:
         if self._listener is not None:
             # A gateway that takes this one's place goes on from there.
             await self._lifecycle.stop()
+            await self._listener.hand_over()
             self._listener.refuse()
             await self._gateway.drain()
             await self._listener.stop()

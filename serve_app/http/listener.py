@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import socket
+import struct
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
@@ -23,6 +26,15 @@ from serve_app.http.tls import Certificate
 
 _BACKLOG = 2048
 _DIRECT = "direct_writer"
+_HANDSHAKE_S = 0.1
+"""For connections that are half made."""
+_SO_ATTACH_FILTER = 26
+# Of a segment whose SYN flag is set nothing is kept, of all others everything.
+_NO_SYN = struct.pack(
+    "HBBI" * 4, 0x30, 0, 0, 13, 0x45, 0, 1, 2, 0x06, 0, 0, 0, 0x06, 0, 0, 2**32 - 1
+)
+_HAND_OVER_S = 0.5
+"""For callers who have connected to ask."""
 _END_S = 2.0
 """For connections to close once their answers are out."""
 
@@ -39,6 +51,16 @@ class _Config(uvicorn.Config):
         self.limits, self.certificate = limits, certificate
         self.num_by_address: Counter[str] = Counter()
         self.open: set[GuardedProtocol] = set()
+        self.hands_over = False
+        """Whether each connection ends with its next answer."""
+
+    @property
+    def secured(self) -> dict[str, Any]:
+        """What asyncio is told for TLS; nothing: there is no certificate."""
+        if self.certificate is None:
+            return {}
+        limit_s = self.limits.head_timeout_s
+        return {"ssl": self.certificate.context, "ssl_handshake_timeout": limit_s}
 
 
 class DirectWriter:
@@ -135,6 +157,8 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.scope["state"][_DIRECT] = DirectWriter(self.cycle)
+            if self._guard.hands_over:
+                self.cycle.keep_alive = False
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._guard.limits.head_timeout_s, self._head_late)
@@ -171,20 +195,15 @@ class _Server(uvicorn.Server):
         """Listen as uvicorn does, with our TLS: a handshake must come in time, as a head must."""
         config, loop = self.config, asyncio.get_running_loop()
         assert isinstance(config, _Config)
-        guard, certificate = config, config.certificate
-
-        def connect() -> asyncio.Protocol:
-            return GuardedProtocol(config=guard, server_state=self.server_state, app_state={})
-
-        secure: dict[str, Any] = {}
-        if certificate is not None:
-            limit_s = guard.limits.head_timeout_s
-            secure = {"ssl": certificate.context, "ssl_handshake_timeout": limit_s}
         self.servers = [
-            await loop.create_server(connect, sock=one, backlog=_BACKLOG, **secure)
+            await loop.create_server(self.connect, sock=one, backlog=_BACKLOG, **config.secured)
             for one in sockets or ()
         ]
         self.started = True
+
+    def connect(self) -> GuardedProtocol:
+        """Make what answers on one connection."""
+        return GuardedProtocol(self.config, self.server_state, {})
 
 
 class Listener:
@@ -206,6 +225,7 @@ class Listener:
         self._watching: asyncio.Task[None] | None = None
         self._server = _Server(self._config)
         self._serving: asyncio.Task[None] | None = None
+        self._listening: socket.socket | None = None
 
     async def start(self, host: str, port: int, held: socket.socket | None = None) -> int:
         """Listen; another process of this user that listens there too gets a share of connections.
@@ -221,7 +241,7 @@ class Listener:
         Raises:
             OSError: The address cannot be listened on.
         """
-        listening = held or _listening_socket(host, port)
+        listening = self._listening = held or _listening_socket(host, port)
         if self._certificate is not None:
             self._watching = asyncio.create_task(self._certificate.watch())
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
@@ -236,6 +256,25 @@ class Listener:
         """Whether it takes connections."""
         is_serving = self._serving is not None and not self._serving.done()
         return is_serving and not self._server.should_exit
+
+    async def hand_over(self) -> None:
+        """Leave the port to another process that listens there; answer those who are here already.
+
+        The kernel resets connections that nobody has accepted when their listener closes, and
+        callers who have connected may be about to ask. So all are accepted, and have a moment.
+        """
+        if self._listening is None:
+            return
+        self._config.hands_over = True
+        _drop_syns(self._listening)
+        await asyncio.sleep(_HANDSHAKE_S)
+        left, loop = _accept_all(self._listening), asyncio.get_running_loop()
+        for server in self._server.servers:
+            server.close()
+        connect, secured = self._server.connect, self._config.secured
+        connected = (loop.connect_accepted_socket(connect, one, **secured) for one in left)
+        await asyncio.gather(*connected, return_exceptions=True)
+        await asyncio.sleep(_HAND_OVER_S)
 
     def refuse(self) -> None:
         """Take no more connections, and close those that are idle."""
@@ -254,6 +293,27 @@ class Listener:
             for one in list(self._config.open):
                 one.transport.abort()
             await self._serving
+
+
+def _drop_syns(listening: socket.socket) -> None:
+    """Let nobody connect any more: who tries does so again after 1 s, and finds another listener.
+
+    Between the last accept and the close there is always a moment in which the kernel lets one in
+    and then resets it. Linux alone can close it; elsewhere a caller may be lost there.
+    """
+    if sys.platform == "linux":
+        program = ctypes.create_string_buffer(_NO_SYN, len(_NO_SYN))
+        pointer = struct.pack("HP", len(_NO_SYN) // 8, ctypes.addressof(program))
+        listening.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, pointer)
+
+
+def _accept_all(listening: socket.socket) -> list[socket.socket]:
+    """Accept every connection that waits."""
+    found = []
+    with contextlib.suppress(OSError):
+        while True:
+            found.append(listening.accept()[0])
+    return found
 
 
 def hold_port(host: str, port: int) -> socket.socket | None:

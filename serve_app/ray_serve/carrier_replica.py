@@ -138,6 +138,7 @@ class CarrierReplica:
         """Answer what was let in, while other carriers take what comes."""
         if self._listener is None:
             return
+        await self._listener.hand_over()
         self._listener.refuse()
         # The decider gives up what takes longer, unless it is away.
         until_s = asyncio.get_running_loop().time() + self._alone.cluster.limits.drain_s + _ASK_S

@@ -216,3 +216,26 @@ def test_a_port_that_serves_own_proxy_has_is_refused_and_one_of_another_gateway_
         await other.stop()
 
     run(test)
+
+
+def test_who_has_connected_when_the_port_is_handed_over_is_answered_and_goes():
+    async def test():
+        async with a_listener() as (port, listener, asked):
+            _, reader, writer = await ask(port)
+            # The kernel lets them in; nobody has accepted them when the port is given up.
+            waiting = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
+            leaving = asyncio.create_task(listener.hand_over())
+            streams = [await asyncio.open_connection(sock=one) for one in waiting]
+            for theirs, ours in [*streams, (reader, writer)]:
+                ours.write(ASK)
+                answer = await theirs.read()
+                assert answer.startswith(b"HTTP/1.1 200")
+                assert b"connection: close" in answer.lower()
+                OPEN.append(ours)
+            assert len(asked) == 5
+            await leaving
+            assert listener.is_up
+            with pytest.raises(ConnectionRefusedError):
+                await connect(port)
+
+    run(test)
