@@ -33,7 +33,6 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.snapshot_table import (
     MATCH_TOKENS,
     OBSERVED_AT_S,
-    POOL,
     SnapshotTable,
     keep_with_room,
 )
@@ -332,8 +331,10 @@ class Placement:
             rows = rows[~np.isin(rows, tried)]
         fitting = self.fitting(asked)
         if len(fitting) < len(self._backends):
-            fits = np.array([name in fitting for name in table.pools])
-            rows = rows[fits[table.state[rows, POOL].astype(np.int64)]]
+            # None may be in flight at the others.
+            rows = self._below(
+                np.array([np.inf if name in fitting else 0.0 for name in table.pools]), rows
+            )
         return rows
 
     def _with_room(self, rows: IntArray) -> IntArray:
@@ -343,8 +344,12 @@ class Placement:
         pools = self._table.pools
         if len(self._most) != len(pools):  # They never go.
             self._most = np.array([self._most_in_flight.get(name, np.inf) for name in pools])
+        return self._below(self._most, rows)
+
+    def _below(self, most: FloatArray, rows: IntArray) -> IntArray:
+        """Rows with fewer requests in flight than their pools' replicas may have."""
         out = np.empty_like(rows)
-        num = keep_with_room(self._table.state, rows, self._most, out)
+        num = keep_with_room(self._table.state, rows, most, out)
         return rows if num == len(rows) else out[:num]
 
     def _offered(self, now_s: float) -> IntArray:
