@@ -1,4 +1,4 @@
-"""Decisions with what Dynamo's KV router counts, which no snapshot of ours tells."""
+"""Decisions with the counts that Dynamo's KV router keeps, which no snapshot of ours tells."""
 
 from __future__ import annotations
 

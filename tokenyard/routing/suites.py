@@ -11,6 +11,7 @@ SUITES: dict[str, tuple[str, ...]] = {
         "azure_code_slo",
         "conversation_measured_gpus",
         "conversation_mixed_gpus",
+        "multi_turn_measured_gpus",
         "multi_turn_prefix",
         "two_classes_slo",
         "churn",
