@@ -21,7 +21,7 @@ _ENGINE = EngineSnapshot.__dataclass_fields__.keys()
 _SNAPSHOT = ReplicaSnapshot.__dataclass_fields__.keys() - {"engine", "queue"}
 """Fields that are logged; what waits at a replica one by one is not."""
 _DONE = ("stop", "length")
-FORMAT_VERSIONS = (3, 4)
+FORMAT_VERSIONS = (4, 5)
 """Of logs that can be read: what this release writes, and what the one before it wrote."""
 
 

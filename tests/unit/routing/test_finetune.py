@@ -119,7 +119,7 @@ def test_the_log_of_the_last_release_is_read_and_that_of_another_refused(log, tm
         rewrite(log, tmp_path, version)
         assert read_log(tmp_path)[0]
     rewrite(log, tmp_path, FORMAT_VERSION + 1)
-    with pytest.raises(ValueError, match="has format version 5; this release reads 3 and 4"):
+    with pytest.raises(ValueError, match="has format version 6; this release reads 4 and 5"):
         read_log(tmp_path)
 
 
