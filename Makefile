@@ -19,7 +19,7 @@ RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 # Clients of others, for tests/integration/serve/test_clients.py: an environment each, as they pin other versions.
 CLIENTS := $(or $(TOKENYARD_CLIENTS),.clients)
 
-.PHONY: sweep kernels test test-all test-cluster drills check serve demo mlflow bench install install-locked sbom audit rivals clients
+.PHONY: sweep kernels test test-all test-cluster claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -93,6 +93,10 @@ $(CLIENTS)/%/.installed: clients/%.txt
 
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster
+
+claims: .venv/.dev .venv/.engines ## Repeat long studies whose results stand in docs: an hour of faults, then the arena with 30 streams.
+	$(BIN)/python benchmarks/soak.py --cluster emulated --minutes 60
+	$(BIN)/python pipelines/arena.py --full --json $(STORAGE)/arena.json
 
 drills: .venv/.dev ## Break the policy in twelve ways and the system in five, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills
