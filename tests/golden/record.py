@@ -310,7 +310,8 @@ def schema_of(cluster: str) -> dict[str, Any]:
     interval = sys.getswitchinterval()
     try:
         allocated = serving.find_cluster(options).model_copy(update={"pools": ()})
-        gateway = serving.GatewayReplica(allocated, options, {})
+        # It answers the same routes as a lone gateway, and takes no port.
+        gateway = serving.DeciderReplica(allocated, options, {})
     finally:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)
