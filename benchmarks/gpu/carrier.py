@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from serve_app.cluster import EngineProfile
+from serve_app.engines.sharded.messages import request_id_in
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaState, ReplicaTable
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import Request, RoutingPolicy
@@ -76,13 +77,13 @@ class Carrier:
     def _note(self, name: str, progress: Any) -> str:
         if progress.error is not None:
             raise RuntimeError(f"engine {name} failed {progress.request_id}: {progress.error}")
-        request_id, now_s = progress.request_id, time.time()
+        request_id, now_s = request_id_in(progress.request_id), time.time()
         sent = self._open[request_id]
         sent.first_s, sent.last_s = sent.first_s or now_s, now_s
         sent.num_generated += 1
         if sent.num_generated == sent.num_new:
             del self._open[request_id]
-        return str(request_id)
+        return request_id
 
     def drive(self, waves: Mapping[str, Sequence[Sequence[tuple[int, int]]]]) -> None:
         """Give every engine its waves of (context, output) tokens, all engines at once.

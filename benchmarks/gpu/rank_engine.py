@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.gpu.shapes import SHAPES, Shape
 from serve_app.engines.base import EngineConfig, EngineError, Sampling
 from serve_app.engines.sharded import rank
+from serve_app.engines.sharded.messages import RequestNames, request_id_in
 
 
 def save_models(folder: Path, names: Iterable[str], dtype: torch.dtype, device: str) -> None:
@@ -80,11 +81,13 @@ class RankEngine:
         self.outbox = rank.Outbox(asyncio.get_running_loop())
         self.manager = NotingManager(model, config, self.outbox)
         self.manager.iterations = []
+        self._names = RequestNames()
         self.manager.start()
 
     def submit(self, request_id: str, token_ids: list[int], num_new: int) -> None:
         """Queue a request, whose tokens are the likeliest ones."""
-        self.manager.submit(request_id, token_ids, Sampling(num_new, ignore_eos=True))
+        name = self._names.new(request_id, None)
+        self.manager.submit(name, token_ids, Sampling(num_new, ignore_eos=True))
 
     def stop(self) -> None:
         """End the generation, and free the cache."""
@@ -132,7 +135,7 @@ def _take(report: Any, found: Answers) -> None:
     for progress in report.progress:
         if progress.token_id is None:
             raise EngineError(f"request {progress.request_id} failed: {progress.error}")
-        found.tokens[int(progress.request_id)].append(progress.token_id)
+        found.tokens[int(request_id_in(progress.request_id))].append(progress.token_id)
     if report.stats is not None:
         found.most_running = max(found.most_running, report.stats.num_running)
         found.num_preemptions = report.stats.num_preemptions

@@ -18,6 +18,7 @@ MIN_STREAMS = 5
 """Independent values below which there is no interval: Student's rests on their spread."""
 MIN_BLOCKS = 30
 """Blocks below which one stream has no interval: a percentile of resamples is too narrow then."""
+_ROUNDING = 1e-13
 
 Statistic = Callable[[FloatArray], FloatArray]
 """Takes values, shape (num_resamples, num_requests); gives one number per row."""
@@ -55,9 +56,9 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
 def paired_p_value(differences: FloatArray) -> float:
     """Two-sided p-value that independent differences have a mean of zero, by Student's test.
 
-    1 where they are all zero, 0 where they are all the same otherwise.
+    1 where they are all zero, 0 where they are all the same otherwise, but for rounding.
     """
-    if not np.ptp(differences):
+    if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
         return 0.0 if differences.any() else 1.0
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
 

@@ -33,6 +33,11 @@ class RequestNames:
         return f"{request_id}#{next(self._numbers)}@{self._arrivals.key_s(order_key_s)!r}"
 
 
+def request_id_in(name: str) -> str:
+    """Return whose name it is."""
+    return name.rpartition("#")[0]
+
+
 def order_key_in(name: str) -> float:
     """Return the order key in a name: Unix time, seconds."""
     return float(name.rpartition("@")[2])

@@ -109,5 +109,6 @@ def test_holm_corrects_by_rank_keeps_the_order_and_never_exceeds_one():
 
 def test_equal_values_differ_in_nothing_and_large_differences_are_unlikely():
     assert paired_p_value(np.zeros(5)) == 1.0
+    assert paired_p_value(np.array([0.1, np.nextafter(0.1, 1.0), 0.1])) == 0.0
     assert paired_p_value(np.array([1.0, 1.1, 0.9, 1.0])) < 1e-3
     assert paired_p_value(np.array([1.0, -1.0, 2.0, -2.0])) == pytest.approx(1.0)
