@@ -28,7 +28,7 @@ import tokenyard.workload
 from tokenyard.allocation.demand import fit_shipped_generator
 from tokenyard.provenance import command_line, write_result
 from tokenyard.workload.comparison import describe
-from tokenyard.workload.fit import fit_mmpp, fit_workload
+from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
 from tokenyard.workload.readers import find_trace, read_trace
 from tokenyard.workload.trace import Trace
@@ -63,8 +63,6 @@ SHIPPED = (
     replace(CODE, length_scale=0.2, suffix="_fifth"),
     replace(CONV, length_scale=0.1, suffix="_tenth"),
 )
-MAX_STATES = 6
-"""Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +130,8 @@ def write_own(args: Args, trace: Path, out: Path) -> Row:
     if args.length_scale != 1.0:
         whole = whole.with_lengths_scaled(args.length_scale)
     train = whole.head(int(args.train_fraction * whole.num_requests))
-    steps = int(train.duration_s / args.dt_s) + 1
-    fits = [fit_mmpp(train.arrival_s, args.dt_s, k) for k in range(1, min(MAX_STATES, steps) + 1)]
-    num_states = 1 + int(np.argmin([fit.bic for fit in fits]))
     provenance = f"first {train.num_requests} of {whole.num_requests} requests of {trace.name}"
-    return _write(fit_workload(train, out.stem, provenance, args.dt_s, num_states), out)
+    return _write(fit_own(train, out.stem, provenance, args.dt_s), out)
 
 
 def _write(model: WorkloadModel, path: Path) -> Row:

@@ -19,6 +19,8 @@ _TAIL = (0.92, 0.94, 0.96, 0.97, 0.98, 0.985, 0.99, 0.995, 0.999, 1.0)
 CONTEXT_PROBABILITIES = (*np.linspace(0, 0.9, 38).round(6).tolist(), *_TAIL)
 GENERATED_PROBABILITIES = (*np.linspace(0, 0.9, 16).round(6).tolist(), *_TAIL)
 NUM_CONTEXT_BINS = 16
+MAX_STATES = 6
+"""Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 
 # Moves that are assumed but not seen: a state that nothing visits keeps defined probabilities.
 _PSEUDO_COUNT = 1e-6
@@ -61,6 +63,20 @@ def fit_workload(
         arrivals=fit_mmpp(trace.arrival_s, dt_s, num_states).mmpp,
         lengths=fit_lengths(trace),
     )
+
+
+def fit_own(trace: Trace, name: str, provenance: str, dt_s: float) -> WorkloadModel:
+    """Fit a trace of one's own, with as many arrival states as the data speak for (BIC).
+
+    Args: as of `fit_workload`.
+
+    Raises:
+        ValueError: The trace says too little.
+    """
+    steps = int(trace.duration_s / dt_s) + 1
+    fits = [fit_mmpp(trace.arrival_s, dt_s, k) for k in range(1, min(MAX_STATES, steps) + 1)]
+    num_states = 1 + int(np.argmin([fit.bic for fit in fits]))
+    return fit_workload(trace, name, provenance, dt_s, num_states)
 
 
 def fit_lengths(trace: Trace, num_bins: int = NUM_CONTEXT_BINS) -> LengthTables:

@@ -1,0 +1,123 @@
+"""Train a champion for a fleet and a trace of your own; it is kept only if it wins.
+
+    python pipelines/train.py --fleet measured.yaml --trace my.csv --out mine.npz
+    python pipelines/train.py --fleet mixed --trace azure_code --load 0.8 --minutes 5
+
+The first seven tenths of the trace are learned from, the rest judges, against the policy that
+ships for any cluster. Method: `tokenyard.routing.own_traffic`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.problem import Row
+from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.own_traffic import FOUNDATION, Found, OwnTraffic
+from tokenyard.workload.paths import TRACE_FILES, find_trace
+from tokenyard.workload.readers import read_trace
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a champion for a fleet and a trace of your own; it is kept only if it wins."""
+
+    fleet: str
+    """A YAML file with replicas and SLOs (what `calibrate.py --url` writes, or a scenario), or the
+    name of a fleet that ships."""
+    trace: str
+    """Trace file (Azure's, Mooncake's or plain CSV), or the name of a published one."""
+    minutes: float = 10.0
+    """For tuning and searches; the whole command takes a few minutes more."""
+    load: float | None = None
+    """Offered load that the trace is scaled to; None: its own rate."""
+    out: Path | None = None
+    """File (.npz) for the policy; written only if it is accepted."""
+    seed: int = 0
+    """Of streams and searches."""
+    json: Path | None = None
+    """Write the result rows to this file."""
+
+
+def train(args: Args, console: Console) -> list[Row]:
+    """Train, judge, and write what is accepted.
+
+    Raises:
+        ValueError: The trace or the fleet cannot be used.
+    """
+    if args.minutes <= 0:
+        raise ValueError(f"--minutes {args.minutes:g} must be above 0")
+    if args.out is not None and args.out.suffix != ".npz":
+        raise ValueError(f"--out {args.out} must end in .npz")
+    path = find_trace(args.trace) if args.trace in TRACE_FILES else Path(args.trace)
+    if path is None or not path.is_file():
+        raise ValueError(f"trace {args.trace} is not there")
+    name = args.out.stem if args.out else f"{Path(args.trace).stem}_on_{Path(args.fleet).stem}"
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / f"{name}.json"
+        trace = read_trace(path)[0]
+        own = OwnTraffic(args.fleet, trace, model, args.minutes, args.load, args.seed)
+        found = own.train()
+    show(found, console)
+    policy = found.choice.named(str(args.out or f"{name}.npz"))
+    if not found.accepted:
+        console.print(f"not accepted: keep {FOUNDATION}, which ships")
+    elif args.out is not None:
+        found.choice.artifact.save(args.out)
+        console.print(f"accepted: wrote {args.out}; serve it with --policy {policy}")
+    else:
+        console.print(f"accepted: {policy}; --out writes it")
+    told: Row = {
+        "policy": policy,
+        "sha256": found.choice.artifact.sha256,
+        "accepted": int(found.accepted),
+    }
+    return [row if row["policy"] == FOUNDATION else {**row, **told} for row in found.rows]
+
+
+def show(found: Found, console: Console) -> None:
+    """Print what was found on the way, and the candidate beside the foundation."""
+    for remark in found.remarks:
+        console.print(remark)
+    table = Table(
+        "requests judged by", "policy", "mean, s", "p99, s", "violations, %", "mean", "p99",
+        title=f"Last part of the trace, beside {FOUNDATION}: differences with 95 % intervals",
+    )  # fmt: skip
+    for row in found.rows:
+        deltas = ["", ""]
+        if row["policy"] != FOUNDATION:
+            deltas = [
+                f"{100 * float(row[f'delta_{k}_fraction']):+.1f} % "
+                f"\\[{100 * float(row[f'delta_{k}_ci_low']):+.1f}, "
+                f"{100 * float(row[f'delta_{k}_ci_high']):+.1f}]"
+                for k in ("mean", "p99")
+            ]
+        table.add_row(
+            str(row["part"]), str(row["policy"]), f"{float(row['mean_response_s']):.3g}",
+            f"{float(row['p99_response_s']):.3g}",
+            f"{100 * float(row['slo_violation_fraction']):.1f}", *deltas,
+        )  # fmt: skip
+    console.print(table)
+
+
+def main(args: Args) -> None:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 150
+    try:
+        rows = train(args, console)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train: {error}")
+    if args.json is not None:
+        write_result(args.json, command_line(), args.seed, rows)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))

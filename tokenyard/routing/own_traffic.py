@@ -1,0 +1,356 @@
+"""A champion for one's own fleet and trace: it starts from what works anywhere.
+
+The first part of the trace is learned from, in three steps. A traffic model is fitted to it
+(`tokenyard.workload.fit`). The weights of the rule for these servers and the knob of an order
+are tuned on streams of that model. Searches go on from there (`tokenyard.routing.search`), until
+the time is up. All candidates are then set beside the foundation, the shipped policy for any
+cluster, on streams that no search has seen: below, at and above the load, and on the recorded
+first part. What loses to it anywhere (`tokenyard.routing.gate.loses`) is out.
+
+The last part of the trace judges the one that is left, once. It is accepted if its mean
+response time is below the foundation's with an interval below zero, and neither its 99th percentile
+nor its SLO violations are higher with an interval above `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from tokenyard import metrics
+from tokenyard.config import read_named
+from tokenyard.evaluation import compare
+from tokenyard.problem import Row
+from tokenyard.provenance import lineage
+from tokenyard.routing.artifact import (
+    PolicyArtifact,
+    learned_policy,
+    lineage_of,
+    resolve_champion,
+)
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.gate import loses
+from tokenyard.routing.policies import PolicyContext
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS, Ordered, order_of
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search_study import OBJECTIVES
+from tokenyard.routing.simulator.run import Run, run_policy
+from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    synthetic_streams,
+    trace_streams,
+)
+from tokenyard.routing.tuning import Values, coordinate_descent
+from tokenyard.routing.types import RoutingPolicy
+from tokenyard.routing.validation import artifact_runs
+from tokenyard.workload.fit import fit_own
+from tokenyard.workload.trace import Trace
+
+TOLERANCE = 0.02
+"""By how much the 99th percentile may exceed the foundation's, as a fraction, and the share of SLO
+violations."""
+FOUNDATION, CANDIDATE = "generic", "candidate"
+LEARNED_SHARE = 0.7
+"""Of the trace's requests: the first ones are learned from."""
+FEWEST_JUDGING = 500
+"""Requests of the last part below which nothing is told apart."""
+LOAD_FACTORS = (0.5, 1.0, 1.15)
+"""Of the trace's load, at which candidates are tuned and chosen."""
+MOST_LOAD = 1.1
+"""Offered load above which nobody trains: the queue only grows."""
+_SEARCHED = (0, 2, 5)
+"""Objectives of `search_study.OBJECTIVES`: the mean, the tail, and SLOs at any price."""
+_GENERATIONS = 40
+_REQUESTS = 3000
+"""Of one stream."""
+_TUNING_STREAMS, _CHOICE_STREAMS, _MOST_WINDOWS = 2, 6, 30
+_TAIL_GUARD = 2.0
+_TUNING_SHARE = 0.4
+"""Of the time: searches may begin after it, tuning ends then."""
+_MODEL_STEP_S = 1.0
+
+
+def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -> Scenario:
+    """Put a trace's traffic on a fleet.
+
+    Args:
+        fleet: Name of a fleet that ships, or a YAML file: a fleet as in `scenarios/fleets`, or a
+            scenario, whose servers and SLOs are taken (what `calibrate.py --url` writes).
+        workload: The traffic model fitted to the trace.
+        trace: Whose rate is offered.
+        load: Offered load in place of the trace's own.
+
+    Raises:
+        ValueError: The file is none of both, or the trace asks for more than the fleet can do.
+    """
+    given = yaml.safe_load(read_named(fleet, "fleet", "tokenyard", "scenarios/fleets"))
+    if not isinstance(given, dict) or not ({"fleet", "servers"} & given.keys()):
+        raise ValueError(f"fleet {fleet}: the file has neither `fleet` nor `servers`")
+    kept = {k: v for k, v in given.items() if k not in ("sessions", "held_out_trace", "arrivals")}
+    kept |= {"name": workload.stem, "description": f"{workload.stem} on {Path(fleet).stem}."}
+    kept |= {"workload": str(workload), "requests_per_stream": _REQUESTS}
+    if "fleet" in given:
+        kept.setdefault("slo_response_s", 15.0)
+        kept.setdefault("reward", dict.fromkeys(("processing", "queue", "overload", "balance"), 0))
+    rate = {"rate_per_s": trace.mean_rate_per_s} if load is None else {"load": load}
+    scenario = Scenario.model_validate(kept | {"arrivals": {"process": "mmpp", **rate}})
+    offered = StreamSource(scenario).offered_load
+    if offered > MOST_LOAD:
+        raise ValueError(
+            f"the trace asks for {offered:.2g} times what the fleet can do; --load 0.8 slows it"
+        )
+    return scenario
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate: weights, and the order in which its requests wait."""
+
+    artifact: PolicyArtifact
+    order: str = ""
+    """`ORDER@KNOB`; empty: first come, first served."""
+
+    def named(self, path: str) -> str:
+        """What evaluate and serve call it, once the artifact is in that file."""
+        return path + (BETWEEN + self.order if self.order else "")
+
+    def run(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
+        """Run it over streams of equal length; rewards are 0."""
+        if not self.order:
+            return artifact_runs(scenario, streams, self.artifact)
+
+        def factory(rng: np.random.Generator) -> RoutingPolicy:
+            context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
+            placement = learned_policy(self.artifact, slo=scenario.slo)
+            return Ordered(placement, order_of(BETWEEN + self.order, context))
+
+        return run_policy(scenario, streams, factory, 0)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What training on a trace came to."""
+
+    choice: Choice
+    accepted: bool
+    rows: list[Row]
+    """Of the last part, at the trace's load and at half of it: the foundation, then the choice."""
+    remarks: list[str]
+    """What was found on the way, in sentences."""
+
+
+class OwnTraffic:
+    """Trains on the first part of a trace, and judges on the last."""
+
+    def __init__(
+        self, fleet: str, trace: Trace, workload: Path, minutes: float, load: float | None = None,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Fit the traffic model and write it.
+
+        Args:
+            fleet: As of `own_scenario`.
+            trace: Requests in their own time.
+            workload: File (.json) for the traffic model.
+            minutes: For tuning and searches together; a step that has begun is ended.
+            load: Offered load in place of the trace's own.
+            seed: Of streams and searches.
+
+        Raises:
+            ValueError: The trace is too short, or does not suit the fleet.
+        """
+        self._begun_s, self._minutes, self._seed = time.monotonic(), minutes, seed
+        self._learned, self._judging = trace.split(int(LEARNED_SHARE * trace.num_requests))
+        if self._judging.num_requests < FEWEST_JUDGING:
+            raise ValueError(
+                f"a trace of {trace.num_requests} requests leaves {self._judging.num_requests} to "
+                f"judge by; at least {FEWEST_JUDGING} are needed"
+            )
+        provenance = f"first {self._learned.num_requests} of {trace.num_requests} requests"
+        model = fit_own(self._learned, workload.stem, provenance, _MODEL_STEP_S)
+        workload.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        self.scenario = own_scenario(fleet, workload.absolute(), trace, load)
+        self._source = StreamSource(self.scenario)
+        self._load = load
+        self.foundation = Choice(resolve_champion("routing", FOUNDATION)[0])
+        self.remarks = [
+            f"offered load {self._source.offered_load:.2f}, "
+            f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second"
+        ]
+
+    def train(self) -> Found:
+        """Tune, search, choose and judge."""
+        rule = self._tuned_rule()
+        choices = [*self._in_orders(self.foundation), *self._in_orders(rule)]
+        for searched in self._searches(rule):
+            choices += self._in_orders(searched)
+        best = self._best_of(choices)
+        rows, accepted = self._judge(best)
+        return Found(best, accepted, rows, self.remarks)
+
+    @cached_property
+    def _factors(self) -> tuple[float, ...]:
+        """Factors on the load at which nothing is overloaded."""
+        offered = self._source.offered_load
+        return tuple(f for f in LOAD_FACTORS if f <= 1.0 or f * offered <= MOST_LOAD)
+
+    def _streams(self, purpose: Any, count: int) -> list[StreamSet]:
+        return [
+            synthetic_streams(self._source, count, self._seed, purpose, factor)
+            for factor in self._factors
+        ]
+
+    def _left(self, share: float = 1.0) -> bool:
+        """Whether less than that share of the time has gone by."""
+        return time.monotonic() - self._begun_s < 60.0 * share * self._minutes
+
+    def _runs(self, choice: Choice, streams: Sequence[StreamSet]) -> list[list[Run]]:
+        return [choice.run(self.scenario, some) for some in streams]
+
+    @cached_property
+    def _tuning_streams(self) -> list[StreamSet]:
+        return self._streams("training", _TUNING_STREAMS)
+
+    @cached_property
+    def _foundation_runs(self) -> list[list[Run]]:
+        return self._runs(self.foundation, self._tuning_streams)
+
+    def _cost(self, choice: Choice) -> float:
+        """Mean over tuning streams of the cost over the foundation's, with a guard on the tail."""
+        ours, theirs = self._runs(choice, self._tuning_streams), self._foundation_runs
+        pairs = [pair for two in zip(ours, theirs, strict=True) for pair in zip(*two, strict=True)]
+        slo_s = self.scenario.slo_response_s
+        costs, tails = [], []
+        for one, other in pairs:
+            mine, its = (
+                (metrics.score(o.offered_response_s, o.violations(slo_s)),
+                 metrics.percentile(o.offered_response_s, 99.0))
+                for o in (one.outcomes, other.outcomes)
+            )  # fmt: skip
+            costs.append(mine[0] / its[0])
+            tails.append(mine[1] / its[1])
+        return float(np.mean(costs) + _TAIL_GUARD * max(0.0, np.mean(tails) - 1.0))
+
+    def _of_weights(self, weights: Sequence[float], trainer: str = "tuning") -> PolicyArtifact:
+        search = PolicySearch(self.scenario, SearchConfig(start=tuple(weights)))
+        found = search.artifact({}, {**lineage(), **lineage_of(self.scenario)}, any_cluster=True)
+        return replace(found, metadata=found.metadata.model_copy(update={"trainer": trainer}))
+
+    def _tuned_rule(self) -> Choice:
+        """The rule of these servers: marginal delay with tuned weights, or shortest delay."""
+        servers = server_model(self.scenario)
+        if servers.linear_kind == "linear":
+            return Choice(self._of_weights(servers.hand_weights()))
+        grid = FLEET_GRIDS["tuned_marginal_delay"]
+
+        def weights(values: Values) -> tuple[float, ...]:
+            return FleetRules(**dict(zip(grid, values, strict=True))).marginal_weights
+
+        best = self._tune(
+            (1.0,) * len(grid), list(grid.values()), lambda v: Choice(self._of_weights(weights(v)))
+        )
+        self.remarks.append(
+            "tuned rule: " + ", ".join(f"{k} {v:g}" for k, v in zip(grid, best, strict=True))
+        )
+        return Choice(self._of_weights(weights(best)))
+
+    def _tune(
+        self, start: Values, grids: Sequence[Values], made: Callable[[Values], Choice]
+    ) -> Values:
+        """Least cost by coordinate descent, within the time for tuning."""
+
+        def score_of(values: Values) -> float:
+            return -self._cost(made(values)) if self._left(_TUNING_SHARE) else -math.inf
+
+        return coordinate_descent(start, grids, score_of)[1]
+
+    def _in_orders(self, choice: Choice) -> Iterator[Choice]:
+        """The candidate first come, first served, and in the order that suits it best."""
+        yield choice
+        orders = [one for one in server_model(self.scenario).orders if one in ("sjf", "wspt")]
+        tried = [
+            replace(choice, order=f"{order}{KNOB}{knob:g}")
+            for order in orders
+            for knob in ORDERS[order].grid[3::2]
+        ]
+        yield min(tried, key=self._cost)
+
+    def _searches(self, rule: Choice) -> Iterator[Choice]:
+        """Searches that go on from the tuned rule, one objective after another."""
+        servers = server_model(self.scenario)
+        start = (*rule.artifact.arrays["weights"].tolist(), *(0.0,) * servers.num_slo_weights)
+        spread = (min(self._factors), max(self._factors))
+        for number, objective in enumerate(_SEARCHED):
+            if not self._left():
+                return
+            config = SearchConfig(
+                start=start, objective=OBJECTIVES[objective], requests_per_stream=_REQUESTS,
+                num_generations=_GENERATIONS, randomisation=Randomisation(load_factor=spread),
+            )  # fmt: skip
+            search = PolicySearch(self.scenario, config, self._seed + number)
+            while search.generation < _GENERATIONS and self._left():
+                search.step()
+            self.remarks.append(
+                f"search {number + 1}: {search.generation} generations, "
+                f"{search.env_steps:,} requests"
+            )
+            yield Choice(self._of_weights(search.mean.tolist(), "policy_search"))
+
+    def _best_of(self, choices: Sequence[Choice]) -> Choice:
+        """The candidate of least cost that loses to the foundation nowhere; itself if all do."""
+        parts = [*self._streams("validation", _CHOICE_STREAMS), self._windows(self._learned)]
+        theirs = self._runs(self.foundation, parts)
+        costs = [0.0]
+        refused = 0
+        for choice in choices[1:]:
+            ours = self._runs(choice, parts)
+            rows = [
+                compare(PROBLEM, self.scenario, some, {FOUNDATION: b, "candidate": a}, FOUNDATION)[
+                    1
+                ]
+                for some, a, b in zip(parts, ours, theirs, strict=True)
+            ]
+            lost = any(loses(row) or tail_is_longer(row) for row in rows)
+            refused += lost
+            gain = np.mean([float(row["delta_mean_fraction"]) for row in rows])
+            costs.append(math.inf if lost else float(gain))
+        self.remarks.append(
+            f"{len(choices)} candidates, {refused} lose to the foundation somewhere"
+        )
+        return choices[int(np.argmin(costs))]
+
+    def _windows(self, part: Trace, factor: float = 1.0) -> StreamSet:
+        """Recorded windows at a factor on the load, at least five."""
+        count = int(np.clip(part.num_requests // 200, 5, _MOST_WINDOWS))
+        load = self._source.offered_load if self._load is None else self._load
+        return trace_streams(self._source, part, count, load=factor * load)
+
+    def _judge(self, choice: Choice) -> tuple[list[Row], bool]:
+        rows: list[Row] = []
+        for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
+            streams = self._windows(self._judging, factor)
+            both = {FOUNDATION: self.foundation, CANDIDATE: choice}
+            runs = {name: self._runs(one, [streams])[0] for name, one in both.items()}
+            found = self._beside(streams, runs)
+            rows += [{"part": part, "offered_load": streams.offered_load, **row} for row in found]
+        ours, at_half = rows[1], rows[3]
+        better = float(ours["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(ours)
+        return rows, better and not loses(at_half) and not tail_is_longer(at_half)
+
+
+def tail_is_longer(row: Mapping[str, Any]) -> bool:
+    """Whether p99 or SLO violations exceed the baseline's by more than `TOLERANCE`, for certain."""
+    return any(float(row[key]) > TOLERANCE for key in ("delta_p99_ci_low", "delta_slo_ci_low"))
