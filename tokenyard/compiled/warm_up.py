@@ -22,6 +22,7 @@ from tokenyard.routing.bounds import clairvoyant, mc_rollout
 from tokenyard.routing.policies.delay import finish_times_s, mark_safe
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import fleet_stream, token_rows
@@ -94,6 +95,7 @@ def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
     sim.step_and_observe(first)
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
+    sim.run_in_order(np.ones(NUM_ORDER_WEIGHTS))
     sim.run_any_cluster(np.zeros(num_generic_weights), 1.0)
 
 

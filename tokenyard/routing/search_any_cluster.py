@@ -15,15 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.fleet import Churn, Fleet, ReplicaConfig, TrafficClass
+from tokenyard.routing.drawn_clusters import (
+    MEAN_TOTAL_TOKENS,
+    NOTHING_PAID,
+    SLO_S,
+    Kind,
+    draw_cluster,
+)
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.any_cluster import (
     HOPELESS_FEATURES,
     NUM_ENGINE_WEIGHTS,
@@ -38,125 +44,8 @@ from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.validation import outcome_row
 from tokenyard.types import FloatArray, IntArray
 
-Kind = Literal["servers", "slots", "engines"]
-"""Servers of one slot, of several, or replicas that batch continuously."""
-
-MEAN_TOTAL_TOKENS = 2000.0
-"""What sizes are relative to, whatever the traffic."""
-SLO_S = 2.0
-"""SLO of most training clusters, and of the artifact where it is told no other."""
-
-_NOTHING_PAID = RewardWeights(
-    processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
-)
 _INERTIA = 0.2
 """Clusters differ from generation to generation, so that the centre goes most of the way only."""
-_GPUS = ("l4", "a10g", "a100_80g_sxm", "h100_sxm")
-
-
-def draw_cluster(rng: np.random.Generator, kind: Kind = "servers") -> Scenario:
-    """Draw a cluster and its traffic."""
-    return _draw_fleet(rng) if kind == "engines" else _draw_servers(rng, kind == "slots")
-
-
-def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
-    """2 to 32 servers, fewer more often, of one, two, three or as many speeds as servers."""
-    num = round(np.exp(rng.uniform(np.log(2), np.log(32))) ** 0.9 * 2**0.1)
-    kinds = min(int(rng.choice([1, 2, 3, num], p=[0.15, 0.25, 0.3, 0.3])), num)
-    slowest = rng.uniform(np.log(2000), np.log(5000))
-    spread = rng.uniform(np.log(1.3), np.log(5.0))
-    speeds = np.exp(slowest + rng.uniform(0, spread, kinds))
-    # Each kind at least once.
-    which = np.concatenate([np.arange(kinds), rng.integers(0, kinds, num)])[:num]
-    discipline: Discipline = "serial"
-    if slotted:
-        discipline = "parallel_split" if rng.random() < 0.6 else "parallel_full"
-    workload, arrivals = _draw_traffic(rng)
-    return Scenario(
-        name="drawn",
-        description="A cluster drawn at random.",
-        servers=tuple(
-            Server(
-                name=f"server-{i}",
-                tokens_per_s=round(float(speeds[one])),
-                concurrency=max(round(float(speeds[one]) / 1000), 1),
-            )
-            for i, one in enumerate(which)
-        ),
-        discipline=discipline,
-        workload=workload,
-        arrivals=arrivals,
-        output_length="by_context" if rng.random() < 0.8 else "none",
-        # A slot has a share of the speed, so that no single SLO would fit.
-        slo_response_s=3 * SLO_S if discipline == "parallel_split" else SLO_S,
-        reward=_NOTHING_PAID,
-    )
-
-
-def _draw_fleet(rng: np.random.Generator) -> Scenario:
-    """2 to 8 GPUs of up to four kinds; scrapes 0 to 2 s old, up to two routers, some with churn.
-
-    Half of the conversations are of two classes, of which one goes first and has a tighter SLO.
-    """
-    num = int(rng.integers(2, 9))
-    kinds = rng.choice(_GPUS, int(rng.integers(1, 5)), replace=False)
-    which = rng.choice(kinds, num)
-    workload, arrivals = _draw_traffic(rng)
-    conversation = workload == "azure_conv"
-    slo_s = float(np.exp(rng.uniform(np.log(10), np.log(20)))) if conversation else 3.0
-    classes = [TrafficClass(name="all", ttft_s=2.0 if conversation else 1.0, tpot_s=0.1)]
-    if conversation and rng.random() < 0.5:
-        classes = [
-            TrafficClass(
-                name="first",
-                share=float(rng.uniform(0.4, 0.9)),
-                ttft_s=float(rng.uniform(0.5, 2.0)),
-                tpot_s=float(rng.uniform(0.05, 0.1)),
-            ),
-            TrafficClass(
-                name="last",
-                share=float(rng.uniform(0.1, 0.6)),
-                priority=1,
-                response_s=float(rng.uniform(3.0, 6.0)) * slo_s,
-                ttft_s=float(rng.uniform(1.0, 3.0)) * slo_s,
-            ),
-        ]
-    churn = Churn(
-        mean_up_s=float(rng.uniform(150, 400)),
-        mean_down_s=float(rng.uniform(30, 90)),
-        drained_share=float(rng.random()),
-    )
-    return Scenario(
-        name="drawn",
-        description="A fleet drawn at random.",
-        fleet=Fleet(
-            replicas=tuple(
-                ReplicaConfig(name=f"gpu-{i}", gpu=str(gpu), model="llama3_8b")
-                for i, gpu in enumerate(which)
-            ),
-            scrape_interval_s=float(rng.choice([0.05, rng.uniform(0.0, 2.0)])),
-            num_routers=int(rng.integers(1, 3)),
-            classes=tuple(classes),
-            churn=churn if rng.random() < 0.3 else None,
-        ),
-        workload=workload,
-        arrivals=arrivals,
-        output_length="by_context" if rng.random() < 0.8 else "none",
-        slo_response_s=slo_s,
-        reward=_NOTHING_PAID,
-    )
-
-
-def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
-    """High loads more often than low ones: where servers are idle, all sensible rules do the same.
-
-    The bursts of code overload any cluster for minutes at a fraction of the load of others.
-    """
-    bursty = rng.random() < 0.4
-    workload = "azure_code" if rng.random() < 0.6 else "azure_conv"
-    low, high = (0.12, 0.45) if bursty and workload == "azure_code" else (0.4, 0.98)
-    load = float(low + (high - low) * np.cbrt(rng.random()))
-    return workload, Arrivals(process="mmpp" if bursty else "poisson", load=load)
 
 
 @dataclass(frozen=True)
@@ -192,7 +81,7 @@ class TrainingCluster:
         self.scenario = scenario
         self._num_streams = num_streams
         source = StreamSource(scenario)
-        self._sim = make_simulator(scenario, num_streams, num_requests, _NOTHING_PAID)
+        self._sim = make_simulator(scenario, num_streams, num_requests, NOTHING_PAID)
         self._streams = [source.sample(num_requests, rng) for _ in range(num_streams)]
         for copy, stream in enumerate(self._streams):
             self._sim.load(copy, stream)
@@ -205,7 +94,7 @@ class TrainingCluster:
     def best_rule(self) -> Found:
         """Run the hand rules with several parameters each; return what the best of them did."""
         found = []
-        for decide in server_model(self.scenario).rule_variants(self._sim):
+        for decide in server_model(self.scenario).rule_variants(self._sim).values():
             decide(self._sim)
             found.append(self._found())
         return max(found, key=lambda one: float(one.score.mean()))

@@ -18,14 +18,13 @@ import numpy as np
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.drawn_clusters import Kind, draw_cluster
 from tokenyard.routing.search_any_cluster import (
     AnyClusterConfig,
     AnyClusterSearch,
     Found,
-    Kind,
     TrainingCluster,
     any_cluster_artifact,
-    draw_cluster,
     search_cost,
 )
 from tokenyard.routing.simulator.server_models import server_model

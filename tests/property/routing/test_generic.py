@@ -11,6 +11,7 @@ from sizes import scaled
 
 from tokenyard.routing import observation
 from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.policies.delay import (
     MarginalDelay,
     SedDump,
@@ -18,7 +19,7 @@ from tokenyard.routing.policies.delay import (
     ShortestExpectedDelay,
 )
 from tokenyard.routing.scores import any_cluster as generic
-from tokenyard.routing.search_any_cluster import any_cluster_artifact, draw_cluster
+from tokenyard.routing.search_any_cluster import any_cluster_artifact
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
+from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.search_any_cluster import (
     AnyClusterConfig,
     AnyClusterSearch,
     Found,
     TrainingCluster,
-    draw_cluster,
     search_cost,
 )
 from tokenyard.routing.simulator.streams import stream_rng

@@ -11,7 +11,9 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Fleet, Randomisation
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
@@ -393,13 +395,35 @@ class BatchingSim:
         kernel.drain(self.arrays, self.rewards)
         return self.rewards
 
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the linear policy (`observation.marginal_scores`)."""
-        self._run(kernel.run_marginal, weights, mean_total_tokens)
+    def run_linear(
+        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
+    ) -> None:
+        """Run all streams to the end under the linear policy (`observation.marginal_scores`).
 
-    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+        Args:
+            weights: Of the policy.
+            mean_total_tokens: Typical size of a request, tokens.
+            order: Weights of an order (`tokenyard.routing.scores.order`).
+        """
+        self._run(kernel.run_marginal, weights, mean_total_tokens, order)
+
+    def run_any_cluster(
+        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
+    ) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
-        self._run(kernel.run_any_cluster, weights, mean_total_tokens)
+        self._run(kernel.run_any_cluster, weights, mean_total_tokens, order)
+
+    def run_in_order(self, order: FloatArray, fleet: FleetRules | None = None) -> None:
+        """Run all streams to the end under least marginal delay that knows the order.
+
+        Args:
+            order: Weights of an order.
+            fleet: Weights of the waits and of others' delays.
+        """
+        fleet = fleet or FleetRules()
+        kernel.run_in_order(
+            self.arrays, order, fleet.wait_weight, fleet.others_weight, self.rewards
+        )
 
     def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
         """Run all streams to the end under a corrected policy (`residual_scores`)."""
@@ -407,10 +431,13 @@ class BatchingSim:
         player = kernel.make_player(correction, num, mean_total_tokens, slo_s)
         kernel.run_residual(self.arrays, player, self.rewards)
 
-    def _run(self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float) -> None:
+    def _run(
+        self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float,
+        order: FloatArray,
+    ) -> None:  # fmt: skip
         scores = np.empty(self.scenario.num_servers)
         slo_s = self.scenario.slo_response_s
-        run(self.arrays, weights, mean_total_tokens, slo_s, scores, self.rewards)
+        run(self.arrays, weights, mean_total_tokens, slo_s, order, scores, self.rewards)
 
     def best_ahead(self, copy: int, others_weight: float) -> int:
         """Replica where the waiting request does best, seen from what no router knows.

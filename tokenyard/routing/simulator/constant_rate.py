@@ -11,7 +11,9 @@ import numpy.typing as npt
 from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
@@ -254,19 +256,29 @@ class ClusterSim:
         )
         return self.rewards
 
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the linear policy (`observation.linear_scores`)."""
+    def run_linear(
+        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
+    ) -> None:
+        """Run all streams to the end under the linear policy (`observation.linear_scores`).
+
+        Args:
+            weights: Of the policy.
+            mean_total_tokens: Typical size of a request, tokens.
+            order: Weights of an order (`tokenyard.routing.scores.order`).
+        """
         kernel.run_linear(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
+            self.outcome_table, self.tables, weights, mean_total_tokens, order,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
-    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+    def run_any_cluster(
+        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
+    ) -> None:
         """Run all streams to the end under the policy for any cluster (`generic`)."""
         kernel.run_any_cluster(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens,
+            self.outcome_table, self.tables, weights, mean_total_tokens, order,
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
@@ -278,16 +290,31 @@ class ClusterSim:
         """
         raise ValueError("a corrected policy decides between replicas that batch, not servers")
 
-    def run_delay_rule(self, reserve_above_tokens: float, dump_server: int) -> None:
+    def run_delay_rule(
+        self, reserve_above_tokens: float, dump_server: int, order: FloatArray = FIRST_COME
+    ) -> None:
         """Run all streams to the end under shortest expected delay or one of its variants.
 
         Args:
             reserve_above_tokens: Larger requests are barred from the slowest server.
             dump_server: Takes all that no server could do within the SLO; -1: none does.
+            order: Weights of an order.
         """
         kernel.run_delay_rule(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, reserve_above_tokens, dump_server,
+            self.outcome_table, self.tables, reserve_above_tokens, dump_server, order,
+        )  # fmt: skip
+
+    def run_in_order(self, order: FloatArray, fleet: FleetRules | None = None) -> None:
+        """Run all streams to the end under least marginal delay that knows the order.
+
+        Args:
+            order: Weights of an order.
+            fleet: Nothing is weighed where servers do not batch.
+        """
+        kernel.run_in_order(
+            self.params, self.rules, self.state, self.clock, self.requests,
+            self.outcome_table, self.tables, order,
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

@@ -31,6 +31,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, linear_scores
 from tokenyard.routing.scores.any_cluster import server_scores
+from tokenyard.routing.scores.order import is_first_come, order_delay_s
 from tokenyard.routing.simulator.order import order_key_s
 from tokenyard.routing.simulator.rewards import (
     ACCEPT,
@@ -436,9 +437,30 @@ def drain(params, rules, state, requests, outcomes, rewards):
 
 
 @compiled
+def _asked_s(order, requests, index, row):
+    """Key that an order asks for: the arrival, and what the request takes at a server."""
+    request = requests[index]
+    output = request[PREDICTED_TOTAL] - request[CONTEXT]
+    return request[ARRIVAL_S] + order_delay_s(order, request[CONTEXT], output, row)
+
+
+@compiled
+def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
+    """Place a request where it waits by an order, in a run that earns nothing."""
+    key = now
+    if not is_first_come(order):
+        key = order_key_s(
+            _asked_s(order, requests, index, table[server]), requests[index, ARRIVAL_S], now,
+            rules[MAX_OVERTAKING_S],
+        )  # fmt: skip
+    _decide(state, rules, params, requests, outcomes, index, server, now, key, False)
+
+
+@compiled
 def run_linear(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, order,
+    scores,
+):  # fmt: skip
     """Run every copy's whole stream under `linear_scores`, from empty to drained."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
@@ -450,17 +472,18 @@ def run_linear(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
-            _decide(
+            _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                now, False,
+                order, tables[copy],
             )  # fmt: skip
         _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
 def run_any_cluster(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, scores
-):
+    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, order,
+    scores,
+):  # fmt: skip
     """Run every copy's whole stream under `server_scores`, from empty to drained."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
@@ -472,9 +495,9 @@ def run_any_cluster(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
-            _decide(
+            _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                now, False,
+                order, tables[copy],
             )  # fmt: skip
         _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
@@ -498,8 +521,9 @@ def _delay_rule(reserve_above_tokens, dump_server, slo_s, size_tokens, table):
 
 @compiled
 def run_delay_rule(
-    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server
-):
+    params, rules, state, clock, requests, outcomes, tables, reserve_above_tokens, dump_server,
+    order,
+):  # fmt: skip
     """Run every copy's whole stream under shortest expected delay or one of its variants."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
@@ -511,8 +535,52 @@ def run_delay_rule(
                 reserve_above_tokens, dump_server, rules[SLO_S],
                 requests[copy, index, PREDICTED_TOTAL], tables[copy],
             )  # fmt: skip
-            _decide(
+            _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                now, False,
+                order, tables[copy],
+            )  # fmt: skip
+        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+
+
+@compiled
+def _cost_in_order(row, rules, requests, outcomes, index, asked_s, table_row):
+    """Wait for those that would be before, own service, and what those behind are delayed by."""
+    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+    tokens = 0.0
+    behind = 0
+    for place in range(int(row[WAITING]) - 1, -1, -1):
+        other = int(ring[(int(row[HEAD]) + place) % ring.shape[0]])
+        if outcomes[other, ORDER_KEY_S] <= asked_s:
+            break
+        tokens += requests[other, PREDICTED_TOTAL]
+        behind += 1
+    slots = table_row[ob.NUM_SLOTS]
+    speed = table_row[ob.TOKENS_PER_S]
+    wait_s = max(table_row[ob.WAIT_S] - tokens / (speed * slots), 0.0)
+    service_s = requests[index, PREDICTED_TOTAL] / speed
+    return wait_s + service_s + service_s * behind / slots
+
+
+@compiled
+def run_in_order(params, rules, state, clock, requests, outcomes, tables, order):
+    """Run every copy's whole stream under `policies.order.MarginalInOrder`."""
+    for copy in range(state.shape[0]):
+        clear(rules, state, clock, requests, outcomes, copy)
+        for index in range(requests.shape[1]):
+            now = requests[copy, index, DISPATCH_S]
+            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            table = tables[copy]
+            fill_table(state[copy], rules, params, requests[copy], now, table)
+            best, least = 0, math.inf
+            for server in range(params.shape[0]):
+                cost = _cost_in_order(
+                    state[copy, server], rules, requests[copy], outcomes[copy], index,
+                    _asked_s(order, requests[copy], index, table[server]), table[server],
+                )  # fmt: skip
+                if cost < least:
+                    best, least = server, cost
+            _place_by(
+                state[copy], rules, params, requests[copy], outcomes[copy], index, best, now,
+                order, table,
             )  # fmt: skip
         _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)

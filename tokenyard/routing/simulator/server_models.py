@@ -8,17 +8,21 @@ and its simulator, and name them in `ServerModel`, `Simulator` and `server_model
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal, cast
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
+from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
 from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scores.order import FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import Stream, dispatch_s, encode_for_fleet
@@ -28,6 +32,10 @@ from tokenyard.workload.trace import Trace
 
 _MOST_SHARES = 8
 """Servers up to which the share of each is printed."""
+ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT}
+"""Orders that compiled code knows, and the place of each one's knob among their weights."""
+VARIANT_KNOBS = (1.0, 5.0, 20.0, 60.0, 200.0)
+"""Knobs of an order that a search compares itself with."""
 
 
 class _Servers:
@@ -69,6 +77,31 @@ class _Servers:
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
         return {}
+
+    @abstractmethod
+    def placements(self, sim: Simulator) -> Mapping[str, Place]:
+        """The compiled placements with several parameters each, by name; the hand rule first."""
+
+    def rule_variants(self, sim: Simulator) -> dict[str, Decide]:
+        """All of `placements`, first come first served and beside every order with every knob.
+
+        The placement that knows the order is among them.
+        """
+        placements = self.placements(sim)
+        found = {name: partial(place, order=FIRST_COME) for name, place in placements.items()}
+        for order, weight in ORDER_WEIGHTS.items():
+            if order not in self.orders:
+                continue
+            for knob in VARIANT_KNOBS:
+                weights = FIRST_COME.copy()
+                weights[weight] = knob
+                for name, place in (placements | self.in_order()).items():
+                    found[f"{name}+{order}@{knob:g}"] = partial(place, order=weights)
+        return found
+
+    def in_order(self) -> Mapping[str, Place]:
+        """The placement that knows the order, with several parameters."""
+        return {IN_ORDER: lambda sim, order: sim.run_in_order(order)}
 
 
 class ConstantRate(_Servers):
@@ -143,18 +176,21 @@ class ConstantRate(_Servers):
             above_tokens = load_tuned(self.scenario.name).reserve_above_tokens
         if name == "sed_dump":
             dump_server = load_tuned(self.scenario.name).dump_replica
-        return _delay_rule(above_tokens, dump_server)
+        return partial(_placed_by_delay(above_tokens, dump_server), order=FIRST_COME)
 
-    def rule_variants(self, sim: Simulator) -> list[Decide]:
+    def placements(self, sim: Simulator) -> Mapping[str, Place]:
         """Shortest expected delay, then its variants, each of four parameters."""
         by_speed = np.argsort([server.tokens_per_s for server in self.scenario.servers])
-        places = {0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1}
+        places = sorted({0, len(by_speed) // 4, len(by_speed) // 2, len(by_speed) - 1})
         sizes = np.quantile(sim.sizes_seen(), (0.6, 0.75, 0.85, 0.95))
-        return [
-            _delay_rule(np.inf, -1),
-            *(_delay_rule(np.inf, int(by_speed[place])) for place in sorted(places)),
-            *(_delay_rule(float(size), -1) for size in sizes),
-        ]
+        found = {"sed": _placed_by_delay(np.inf, -1)}
+        if len(by_speed) == 1:
+            return found
+        for place in places:
+            found[f"sed_dump({place})"] = _placed_by_delay(np.inf, int(by_speed[place]))
+        for size in sizes.tolist():
+            found[f"sed_reserve({size:.0f})"] = _placed_by_delay(size, -1)
+        return found
 
     def group(self) -> tuple[str, ...]:
         """What kind of cluster it is: a search over clusters is guarded by kind."""
@@ -241,17 +277,27 @@ class Batching(_Servers):
         if name not in self.compiled_rules:
             return None
         tuned = name == "tuned_marginal_delay"
-        return self._marginal(load_tuned(self.scenario.name).fleet if tuned else FleetRules())
+        rules = load_tuned(self.scenario.name).fleet if tuned else FleetRules()
+        return partial(self._marginal(rules.wait_weight, rules.others_weight), order=FIRST_COME)
 
-    def rule_variants(self, sim: Simulator) -> list[Decide]:
+    def placements(self, sim: Simulator) -> Mapping[str, Place]:
         """Least marginal delay, with weights of the wait and of others' delays."""
         weights = ((1.0, 1.0), (0.25, 1.0), (3.0, 1.0), (0.0, 3.0), (0.5, 2.0), (0.5, 3.0),
                    (2.0, 2.0))  # fmt: skip
-        return [self._marginal(FleetRules(wait_weight=w, others_weight=o)) for w, o in weights]
+        return {f"marginal_delay({w:g}, {o:g})": self._marginal(w, o) for w, o in weights}
 
-    def _marginal(self, rules: FleetRules) -> Decide:
+    def in_order(self) -> Mapping[str, Place]:
+        """With three weights of others' delays."""
+        found: dict[str, Place] = {}
+        for others in (0.5, 1.0, 2.0):
+            rules = FleetRules(others_weight=others)
+            found[f"{IN_ORDER}(1, {others:g})"] = partial(_run_in_order, fleet=rules)
+        return found
+
+    def _marginal(self, wait_weight: float, others_weight: float) -> Place:
+        rules = FleetRules(wait_weight=wait_weight, others_weight=others_weight)
         weights, size = np.array(rules.marginal_weights), sum(self.scenario.mean_lengths_tokens)
-        return lambda sim: sim.run_linear(weights, size)
+        return lambda sim, order: sim.run_linear(weights, size, order)
 
     def group(self) -> tuple[str, ...]:
         """Traffic, what happens to replicas and requests, and how fresh signals are."""
@@ -288,13 +334,26 @@ Decide = Callable[[Simulator], None]
 """Runs all copies of a simulator to the end."""
 
 
+class Place(Protocol):
+    """Runs all copies of a simulator to the end under one placement and the weights of an order."""
+
+    def __call__(self, sim: Simulator, order: FloatArray) -> None:
+        """Run them."""
+
+
 def server_model(scenario: Scenario) -> ServerModel:
     """The model of a scenario's servers."""
     return ConstantRate(scenario) if scenario.fleet is None else Batching(scenario)
 
 
-def _delay_rule(reserve_above_tokens: float, dump_server: int) -> Decide:
-    return lambda sim: cast(ClusterSim, sim).run_delay_rule(reserve_above_tokens, dump_server)
+def _placed_by_delay(reserve_above_tokens: float, dump_server: int) -> Place:
+    return lambda sim, order: cast(ClusterSim, sim).run_delay_rule(
+        reserve_above_tokens, dump_server, order
+    )
+
+
+def _run_in_order(sim: Simulator, order: FloatArray, fleet: FleetRules) -> None:
+    sim.run_in_order(order, fleet)
 
 
 def _compared(digits: int, tail_digits: int, violation: str) -> list[Measure]:

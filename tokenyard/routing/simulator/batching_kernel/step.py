@@ -11,6 +11,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, encode_rule, marginal_scores
 from tokenyard.routing.scores.any_cluster import engine_scores
+from tokenyard.routing.scores.order import is_first_come, order_delay_s
 from tokenyard.routing.scores.residual import (
     ResidualNetwork,
     Scratch,
@@ -31,6 +32,7 @@ from tokenyard.routing.simulator.batching_kernel.fleet import (
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
 from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_ahead, play_out
+from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.order import LAST_S, order_key_s
@@ -205,7 +207,16 @@ def drain(fleet, rewards):
 
 
 @compiled
-def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
+def asked_s(order, request, row):
+    """Key that an order asks for: the arrival and what the request takes; NaN: first come."""
+    if is_first_come(order):
+        return LAST_S
+    delay_s = order_delay_s(order, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], row)
+    return request[lay.ARRIVAL_S] + delay_s
+
+
+@compiled
+def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
     """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
@@ -216,13 +227,13 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
-            place(fleet, copy, server, LAST_S)
+            place(fleet, copy, server, asked_s(order, request, fleet.tables[copy, server]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
 
 @compiled
-def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
+def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
     """Run every copy's whole stream under `engine_scores`, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
@@ -238,7 +249,62 @@ def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, scores, rewards):
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, table, scores,
             )  # fmt: skip
-            place(fleet, copy, replica, LAST_S)
+            place(fleet, copy, replica, asked_s(order, request, table[replica]))
+            find_decision(fleet, copy)
+    drain(fleet, rewards)
+
+
+@compiled
+def _cost_in_order(fleet, copy, server, order, wait_weight, others_weight):
+    """Cost of `policies.order.MarginalInOrder` at one replica."""
+    row = fleet.state[copy, server]
+    table_row = fleet.tables[copy, server]
+    requests = fleet.requests[copy]
+    request = requests[int(fleet.clock[copy, lay.CURRENT])]
+    delay_s = order_delay_s(order, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], table_row)
+    key_s = request[lay.ARRIVAL_S] + delay_s
+    tokens = 0.0
+    behind = 0
+    own = 0
+    for number in range(int(row[int(fleet.rules[lay.RING_AT]) + 1])):
+        at = waiting_at(row, fleet.rules, number)
+        other = requests[int(row[at + lay.W_INDEX])]
+        if other[lay.ROUTER] != request[lay.ROUTER]:
+            continue
+        own += 1
+        later = other[lay.PRIORITY] - request[lay.PRIORITY]
+        if later > 0.0 or (later == 0.0 and row[at + lay.W_KEY_S] > key_s):
+            behind += 1
+            tokens += other[lay.CONTEXT]
+    first_s, decode_s, others_s = ob.batching_delays(
+        table_row, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
+    )
+    wait_s = table_row[ob.WAIT_S]
+    service_s = first_s + decode_s - wait_s
+    wait_s *= 1.0 - min(tokens / max(table_row[ob.PREFILL_IN_FLIGHT], 1.0), 1.0)
+    outstanding = table_row[ob.NUM_WAITING] + table_row[ob.NUM_RUNNING]
+    others_s *= 1.0 - (own - behind) / max(outstanding, own, 1.0)
+    return wait_weight * wait_s + service_s + others_weight * others_s
+
+
+@compiled
+def run_in_order(fleet, order, wait_weight, others_weight, rewards):
+    """Run every copy's whole stream under `policies.order.MarginalInOrder`."""
+    for copy in range(fleet.state.shape[0]):
+        clear(fleet, copy)
+        while fleet.clock[copy, lay.CURRENT] >= 0.0:
+            fill_table(fleet, copy)
+            table = fleet.tables[copy]
+            any_up = table[:, ob.ROUTABLE].any()
+            best, least = 0, math.inf
+            for server in range(table.shape[0]):
+                if any_up and table[server, ob.ROUTABLE] == 0.0:
+                    continue
+                cost = _cost_in_order(fleet, copy, server, order, wait_weight, others_weight)
+                if cost < least:
+                    best, least = server, cost
+            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+            place(fleet, copy, best, asked_s(order, request, table[best]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 

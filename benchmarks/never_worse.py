@@ -1,0 +1,120 @@
+"""The law: whether a policy is ever worse than the best tuned rule, on clusters drawn at random.
+
+python benchmarks/never_worse.py --draws 200 --json never_worse.json
+
+Each draw is a cluster and its traffic (`tokenyard.routing.drawn_clusters.draw_wide`). Its rival is
+the best of all placements, orders and knobs on one half of the draw's streams; policies are judged
+beside it on the other half (`tokenyard.routing.never_worse`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tokenyard.problem import Row
+from tokenyard.provenance import report
+from tokenyard.routing.never_worse import FAR_WORSE, MOST_WORSE, STREAMS, WORSE, play, verdict
+
+WIDTH = 180
+"""Columns of the tables."""
+NUM_WORST = 5
+"""Draws that are named of every policy that breaks the law."""
+
+
+@dataclass(frozen=True)
+class Args:
+    """Judge policies by the law."""
+
+    draws: int = 200
+    """Clusters."""
+    policies: tuple[str, ...] = (
+        "generic", "generic+wspt@20", "marginal_delay", "marginal_delay+wspt@20",
+        "marginal_in_order+wspt@20",
+    )  # fmt: skip
+    """`generic`, `marginal_delay`, `marginal_in_order` or policy files, with an order where one is
+    wanted."""
+    streams: int = STREAMS
+    """Of each half of a draw."""
+    workers: int = 2
+    """Processes."""
+    seed: int = 0
+    """Of the draws."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+def table(rows: Sequence[Row], policies: Sequence[str]) -> Table:
+    """One line per policy."""
+    found = Table(
+        "policy", "draws", f"worse by {WORSE:.0%}", "in mean", "in p99", "in violations",
+        f"worse by {FAR_WORSE:.0%}", "better", "median mean %", "mean of means %",
+        f"at most {MOST_WORSE:.0%} worse, none by {FAR_WORSE:.0%}",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for policy in policies:
+        one = verdict(of(rows, policy))
+        found.add_row(
+            policy, str(one.draws), str(one.worse),
+            *(str(one.by_measure[key]) for key in ("mean", "p99", "slo")),
+            str(one.far_worse), str(one.better), f"{100 * one.median['mean']:+.1f}",
+            f"{100 * one.mean_of['mean']:+.1f}", "holds" if one.holds else "does not hold",
+        )  # fmt: skip
+    return found
+
+
+def worst(rows: Sequence[Row], policies: Sequence[str]) -> Table:
+    """Draws that break the law furthest, by name."""
+    found = Table("policy", "draw", "cluster", "rival", "mean %", "p99 %", "violations, points",
+                  title="furthest beyond the rival", box=box.SIMPLE_HEAD)  # fmt: skip
+    for policy in policies:
+        some = sorted(of(rows, policy), key=lambda row: -float(row["worst_delta_ci_low"]))
+        for row in [one for one in some if one["worse"]][:NUM_WORST]:
+            found.add_row(
+                policy, str(row["draw"]), str(row["cell"]), str(row["rival"]),
+                *(_interval(row, *keys) for keys in _DELTAS),
+            )  # fmt: skip
+    return found
+
+
+_DELTAS = (
+    ("delta_mean_fraction", "delta_mean"),
+    ("delta_p99_fraction", "delta_p99"),
+    ("delta_slo_violation", "delta_slo"),
+)
+
+
+def _interval(row: Row, key: str, prefix: str) -> str:
+    keys = (key, f"{prefix}_ci_low", f"{prefix}_ci_high")
+    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*(100 * float(row[one]) for one in keys))
+
+
+def of(rows: Sequence[Row], policy: str) -> list[Row]:
+    """Rows of one policy."""
+    return [row for row in rows if row["policy"] == policy]
+
+
+def main(args: Args) -> None:
+    one = partial(play, policies=args.policies, seed=args.seed, streams=args.streams)
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.workers) as pool:
+        for number, found in enumerate(pool.map(one, range(args.draws)), 1):
+            rows += found
+            if number % 20 == 0:
+                print(f"{number} draws", file=sys.stderr, flush=True)
+    verdicts = [verdict(of(rows, policy)).row for policy in args.policies]
+    Console(width=WIDTH, highlight=False).print(worst(rows, args.policies))
+    report(table(rows, args.policies), rows + verdicts, args.json, args.seed, WIDTH)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
