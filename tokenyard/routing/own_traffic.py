@@ -2,10 +2,10 @@
 
 The first part of the trace is learned from, in three steps. A traffic model is fitted to it
 (`tokenyard.workload.fit`). The weights of the rule for these servers and the knob of an order
-are tuned on streams of that model. Searches go on from there (`tokenyard.routing.search`), until
-the time is up. All candidates are then set beside the foundation, the shipped policy for any
-cluster, on streams that no search has seen: below, at and above the load, and on the recorded
-first part. What loses to it anywhere (`tokenyard.routing.gate.loses`) is out.
+are tuned on streams of that model. Searches go on from there (`tokenyard.routing.search`), in that
+order, until the time is up. All candidates are then set beside the foundation, the shipped policy
+for any cluster, on streams that no search has seen: below, at and above the load, and on the
+recorded first part. What loses to it anywhere (`tokenyard.routing.gate.loses`) is out.
 
 The last part of the trace judges the one that is left, once. It is accepted if its mean
 response time is below the foundation's with an interval below zero, and neither its 99th percentile
@@ -32,21 +32,21 @@ from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import (
     PolicyArtifact,
-    learned_policy,
     lineage_of,
     resolve_champion,
 )
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import loses
-from tokenyard.routing.policies import PolicyContext
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS, Ordered, order_of
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.search_study import OBJECTIVES
-from tokenyard.routing.simulator.run import Run, run_policy
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator import Simulator
+from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -54,8 +54,8 @@ from tokenyard.routing.simulator.streams import (
     trace_streams,
 )
 from tokenyard.routing.tuning import Values, coordinate_descent
-from tokenyard.routing.types import RoutingPolicy
-from tokenyard.routing.validation import artifact_runs
+from tokenyard.routing.validation import outcome_runs
+from tokenyard.types import FloatArray
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
 
@@ -76,10 +76,8 @@ _SEARCHED = (0, 2, 5)
 _GENERATIONS = 40
 _REQUESTS = 3000
 """Of one stream."""
-_TUNING_STREAMS, _CHOICE_STREAMS, _MOST_WINDOWS = 2, 6, 30
+_TUNING_STREAMS, _CHOICE_STREAMS, _MOST_WINDOWS = 3, 10, 30
 _TAIL_GUARD = 2.0
-_TUNING_SHARE = 0.4
-"""Of the time: searches may begin after it, tuning ends then."""
 _MODEL_STEP_S = 1.0
 
 
@@ -127,17 +125,27 @@ class Choice:
         """What evaluate and serve call it, once the artifact is in that file."""
         return path + (BETWEEN + self.order if self.order else "")
 
+    @property
+    def order_weights(self) -> FloatArray:
+        """The order as weights (`tokenyard.routing.scores.order`)."""
+        order, _, knob = self.order.partition(KNOB)
+        weights = FIRST_COME.copy()
+        if order:
+            weights[ORDER_WEIGHTS[order]] = float(knob)
+        return weights
+
     def run(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
-        """Run it over streams of equal length; rewards are 0."""
-        if not self.order:
-            return artifact_runs(scenario, streams, self.artifact)
+        """Run it over streams of equal length, in compiled code; rewards are 0."""
+        arrays, tokens = self.artifact.arrays, self.artifact.metadata.mean_total_tokens
 
-        def factory(rng: np.random.Generator) -> RoutingPolicy:
-            context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
-            placement = learned_policy(self.artifact, slo=scenario.slo)
-            return Ordered(placement, order_of(BETWEEN + self.order, context))
+        def decide(sim: Simulator) -> None:
+            if self.artifact.metadata.kind == FOUNDATION:
+                weights = arrays[sim.any_cluster_weights]
+                sim.run_any_cluster(weights, tokens, self.order_weights)
+            else:
+                sim.run_linear(arrays["weights"], tokens, self.order_weights)
 
-        return run_policy(scenario, streams, factory, 0)
+        return outcome_runs(scenario, streams, decide)
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ class OwnTraffic:
             fleet: As of `own_scenario`.
             trace: Requests in their own time.
             workload: File (.json) for the traffic model.
-            minutes: For tuning and searches together; a step that has begun is ended.
+            minutes: After which no search begins or goes on.
             load: Offered load in place of the trace's own.
             seed: Of streams and searches.
 
@@ -193,10 +201,9 @@ class OwnTraffic:
 
     def train(self) -> Found:
         """Tune, search, choose and judge."""
-        rule = self._tuned_rule()
-        choices = [*self._in_orders(self.foundation), *self._in_orders(rule)]
-        for searched in self._searches(rule):
-            choices += self._in_orders(searched)
+        choices = [self.foundation, *self._tuned(self._foundation_in), *self._tuned(self._rule_in)]
+        rules = [one for one in choices if one.artifact.metadata.kind != FOUNDATION]
+        choices += self._searches(min(rules, key=self._cost))
         best = self._best_of(choices)
         rows, accepted = self._judge(best)
         return Found(best, accepted, rows, self.remarks)
@@ -213,9 +220,9 @@ class OwnTraffic:
             for factor in self._factors
         ]
 
-    def _left(self, share: float = 1.0) -> bool:
-        """Whether less than that share of the time has gone by."""
-        return time.monotonic() - self._begun_s < 60.0 * share * self._minutes
+    def _left(self) -> bool:
+        """Whether there is time left for searches."""
+        return time.monotonic() - self._begun_s < 60.0 * self._minutes
 
     def _runs(self, choice: Choice, streams: Sequence[StreamSet]) -> list[list[Run]]:
         return [choice.run(self.scenario, some) for some in streams]
@@ -244,70 +251,67 @@ class OwnTraffic:
             tails.append(mine[1] / its[1])
         return float(np.mean(costs) + _TAIL_GUARD * max(0.0, np.mean(tails) - 1.0))
 
-    def _of_weights(self, weights: Sequence[float], trainer: str = "tuning") -> PolicyArtifact:
+    def _of_weights(self, weights: Sequence[float], trainer: str) -> PolicyArtifact:
         search = PolicySearch(self.scenario, SearchConfig(start=tuple(weights)))
         found = search.artifact({}, {**lineage(), **lineage_of(self.scenario)}, any_cluster=True)
         return replace(found, metadata=found.metadata.model_copy(update={"trainer": trainer}))
 
-    def _tuned_rule(self) -> Choice:
-        """The rule of these servers: marginal delay with tuned weights, or shortest delay."""
-        servers = server_model(self.scenario)
-        if servers.linear_kind == "linear":
-            return Choice(self._of_weights(servers.hand_weights()))
-        grid = FLEET_GRIDS["tuned_marginal_delay"]
+    @cached_property
+    def _grid(self) -> Mapping[str, Values]:
+        """Values of each weight of the rule for these servers; {}: it has none."""
+        batches = server_model(self.scenario).linear_kind == "marginal"
+        return FLEET_GRIDS["tuned_marginal_delay"] if batches else {}
 
-        def weights(values: Values) -> tuple[float, ...]:
-            return FleetRules(**dict(zip(grid, values, strict=True))).marginal_weights
+    def _rule_in(self, order: str, values: Values) -> Choice:
+        """The rule for these servers with weights and, where there is an order, its knob last."""
+        if not self._grid:
+            weights = server_model(self.scenario).hand_weights()
+        else:
+            weights = FleetRules(**dict(zip(self._grid, values, strict=False))).marginal_weights
+        return Choice(self._of_weights(weights, "tuning"), _with_knob(order, values))
 
-        best = self._tune(
-            (1.0,) * len(grid), list(grid.values()), lambda v: Choice(self._of_weights(weights(v)))
-        )
-        self.remarks.append(
-            "tuned rule: " + ", ".join(f"{k} {v:g}" for k, v in zip(grid, best, strict=True))
-        )
-        return Choice(self._of_weights(weights(best)))
+    def _foundation_in(self, order: str, values: Values) -> Choice:
+        """The foundation, whose weights stay, in an order."""
+        return replace(self.foundation, order=_with_knob(order, values))
 
-    def _tune(
-        self, start: Values, grids: Sequence[Values], made: Callable[[Values], Choice]
-    ) -> Values:
-        """Least cost by coordinate descent, within the time for tuning."""
-
-        def score_of(values: Values) -> float:
-            return -self._cost(made(values)) if self._left(_TUNING_SHARE) else -math.inf
-
-        return coordinate_descent(start, grids, score_of)[1]
-
-    def _in_orders(self, choice: Choice) -> Iterator[Choice]:
-        """The candidate first come, first served, and in the order that suits it best."""
-        yield choice
-        orders = [one for one in server_model(self.scenario).orders if one in ("sjf", "wspt")]
-        tried = [
-            replace(choice, order=f"{order}{KNOB}{knob:g}")
-            for order in orders
-            for knob in ORDERS[order].grid[3::2]
-        ]
-        yield min(tried, key=self._cost)
+    def _tuned(self, made: Callable[[str, Values], Choice]) -> list[Choice]:
+        """The best first come, first served, and the best in every order."""
+        found = []
+        for order in (
+            "",
+            *(one for one in server_model(self.scenario).orders if one in ORDER_WEIGHTS),
+        ):
+            grids = [*self._grid.values()] if made == self._rule_in else []
+            start = (1.0,) * len(grids)
+            if order:
+                grids, start = [*grids, ORDERS[order].grid], (*start, ORDERS[order].default)
+            best = coordinate_descent(start, grids, lambda v, o=order: -self._cost(made(o, v)))[1]
+            found.append(made(order, best))
+        return found
 
     def _searches(self, rule: Choice) -> Iterator[Choice]:
-        """Searches that go on from the tuned rule, one objective after another."""
-        servers = server_model(self.scenario)
-        start = (*rule.artifact.arrays["weights"].tolist(), *(0.0,) * servers.num_slo_weights)
-        spread = (min(self._factors), max(self._factors))
+        """Searches that go on from a tuned rule in its order, one objective after another."""
+        slo_weights = (0.0,) * server_model(self.scenario).num_slo_weights
+        config = SearchConfig(
+            start=(*rule.artifact.arrays["weights"].tolist(), *slo_weights),
+            order=tuple(rule.order_weights.tolist()),
+            requests_per_stream=_REQUESTS,
+            num_generations=_GENERATIONS,
+            randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
+        )
         for number, objective in enumerate(_SEARCHED):
             if not self._left():
                 return
-            config = SearchConfig(
-                start=start, objective=OBJECTIVES[objective], requests_per_stream=_REQUESTS,
-                num_generations=_GENERATIONS, randomisation=Randomisation(load_factor=spread),
-            )  # fmt: skip
-            search = PolicySearch(self.scenario, config, self._seed + number)
+            search = PolicySearch(
+                self.scenario, replace(config, objective=OBJECTIVES[objective]), self._seed + number
+            )
             while search.generation < _GENERATIONS and self._left():
                 search.step()
             self.remarks.append(
                 f"search {number + 1}: {search.generation} generations, "
                 f"{search.env_steps:,} requests"
             )
-            yield Choice(self._of_weights(search.mean.tolist(), "policy_search"))
+            yield replace(rule, artifact=self._of_weights(search.mean.tolist(), "policy_search"))
 
     def _best_of(self, choices: Sequence[Choice]) -> Choice:
         """The candidate of least cost that loses to the foundation nowhere; itself if all do."""
@@ -332,6 +336,9 @@ class OwnTraffic:
         )
         return choices[int(np.argmin(costs))]
 
+    def _beside(self, streams: StreamSet, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
+        return compare(PROBLEM, self.scenario, streams, runs, FOUNDATION)
+
     def _windows(self, part: Trace, factor: float = 1.0) -> StreamSet:
         """Recorded windows at a factor on the load, at least five."""
         count = int(np.clip(part.num_requests // 200, 5, _MOST_WINDOWS))
@@ -349,6 +356,11 @@ class OwnTraffic:
         ours, at_half = rows[1], rows[3]
         better = float(ours["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(ours)
         return rows, better and not loses(at_half) and not tail_is_longer(at_half)
+
+
+def _with_knob(order: str, values: Values) -> str:
+    """The order with the last value as its knob; 0 orders nothing."""
+    return f"{order}{KNOB}{values[-1]:g}" if order and values[-1] else ""
 
 
 def tail_is_longer(row: Mapping[str, Any]) -> bool:

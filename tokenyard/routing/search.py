@@ -19,6 +19,7 @@ from tokenyard.routing.artifact import PolicyArtifact, length_predictor
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
@@ -81,6 +82,8 @@ class SearchConfig:
     start: tuple[float, ...] | None = None
     """Weights to start from and to compare costs with, such as a tuned rule's; None: all zero,
     which is shortest expected delay, or least marginal delay on a fleet."""
+    order: tuple[float, ...] = (0.0,) * NUM_ORDER_WEIGHTS
+    """Weights of the order that requests wait in meanwhile (`tokenyard.routing.scores.order`)."""
     initial_std: float = 0.3
     """Spread of the first generation, in units of the SLO per feature."""
     noise: float = 0.05
@@ -152,7 +155,8 @@ class PolicySearch(CrossEntropy):
                 self._sim.vary(copy, config.randomisation, rng)
 
     def _costs(self, weights: FloatArray) -> StreamCosts:
-        self._sim.run_linear(weights, self._source.mean_total_tokens)
+        order = np.array(self.config.order)
+        self._sim.run_linear(weights, self._source.mean_total_tokens, order)
         outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
         slo_s = self.scenario.slo_response_s
         objective = self.config.objective
