@@ -1,8 +1,8 @@
 """How much later than its arrival a request takes its place in a queue: orders by size, compiled.
 
 `tokenyard.routing.policies.order` has two of these orders as rules: `sjf` has a service weight,
-`wspt` a prefill weight. Here both are numbers, so that a kernel may run them, and both may grow with
-what waits at the replica. The longer the queue, the less a fixed weight orders: a second of
+`wspt` a prefill weight. Here both are numbers, so that a kernel may run them, and both may grow
+with what waits at the replica. The longer the queue, the less a fixed weight orders: a second of
 service has to make up for longer waits.
 """
 
