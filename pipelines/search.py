@@ -13,6 +13,10 @@ python pipelines/search.py any-cluster --kind servers --state servers.json
 python pipelines/search.py any-cluster --kind slots --start servers.json --state slots.json
 python pipelines/search.py any-cluster --kind engines --state engines.json \
     --servers slots.json --out tokenyard/artifacts/routing
+
+Whether it keeps its placement, and in which order requests wait, is searched after that:
+
+python pipelines/search.py order --out tokenyard/artifacts/routing
 """
 
 from __future__ import annotations
@@ -20,7 +24,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,7 +43,8 @@ from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import search_any_cluster_study as any_cluster
-from tokenyard.routing import search_study
+from tokenyard.routing import search_order, search_study
+from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
@@ -73,6 +80,22 @@ class AnyCluster(any_cluster.AnyClusterStudy):
     validation_clusters: tyro.conf.Suppress[int] = 96
     out: Path | None = None
     """Folder for generic.npz; nothing is written without it."""
+    json: Path | None = None
+    """Where to write the rows."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """Search the order of the policy for any cluster, on drawn clusters beside ordering rules."""
+
+    start: Path | None = None
+    """Policy file (.npz) to begin with; None: the one that ships."""
+    clusters: int = 40
+    out: Path | None = None
+    """Folder for generic.npz; nothing is written without it."""
+    jobs: int = 2
+    """Processes."""
+    seed: int = 0
     json: Path | None = None
     """Where to write the rows."""
 
@@ -147,6 +170,7 @@ class RegionRules:
 Args = (
     Annotated[Policy, tyro.conf.subcommand("policy")]
     | Annotated[AnyCluster, tyro.conf.subcommand("any-cluster")]
+    | Annotated[Order, tyro.conf.subcommand("order")]
     | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
@@ -184,6 +208,23 @@ def search_any_cluster(args: AnyCluster) -> list[Row]:
         servers = state if args.servers is None else json.loads(args.servers.read_text())
         save(any_cluster.export(servers, state), args.out, "generic")
     return list(rows)
+
+
+def search_for_order(args: Order) -> list[Row]:
+    start = resolve_champion("routing", "generic", args.start)[0]
+    play = partial(search_order.losses, start=start, seed=args.seed)
+    rows: list[Row] = []
+    with ProcessPoolExecutor(args.jobs) as pool:
+        for number, found in enumerate(pool.map(play, range(args.clusters)), 1):
+            rows += found
+            print(f"cluster {number}", file=sys.stderr, flush=True)
+    candidates = search_order.candidates(rows)
+    table = Table(*candidates[0], title="On training clusters, beside the best ordering rule")
+    for row in candidates:
+        table.add_row(*(f"{it:+.3f}" if isinstance(it, float) else str(it) for it in row.values()))
+    Console().print(table)
+    save(search_order.with_best(start, candidates), args.out, "generic")
+    return candidates
 
 
 def improve_by_rollouts(args: Rollouts) -> list[Row]:
@@ -293,6 +334,8 @@ def run(args: Args) -> list[Row]:
         return search_policy(args)
     if isinstance(args, AnyCluster):
         return search_any_cluster(args)
+    if isinstance(args, Order):
+        return search_for_order(args)
     if isinstance(args, Rollouts):
         return improve_by_rollouts(args)
     if isinstance(args, Planner):

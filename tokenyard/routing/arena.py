@@ -24,13 +24,13 @@ import numpy as np
 
 from tokenyard.evaluation import Map
 from tokenyard.problem import Row
+from tokenyard.routing.drawn_clusters import Kind as DrawnKind
+from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.policy_file import SUFFIX
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import PROBLEM, TRAINED
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.search_any_cluster import Kind as DrawnKind
-from tokenyard.routing.search_any_cluster import draw_cluster
 from tokenyard.routing.simulator.run import Run, run_policy
 from tokenyard.routing.simulator.streams import (
     StreamSet,

@@ -33,11 +33,13 @@ from tokenyard.routing.policies.learned import (
     MarginalPolicy,
     NetworkPolicy,
     ResidualPolicy,
+    order_weights,
 )
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
 from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
+from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.types import PolicyRunner, ScoringPolicy
 from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import RobustScaler
@@ -51,8 +53,10 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
     same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of a `generic` one:
     `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
-    (NUM_ENGINE_WEIGHTS,). Arrays of an `mlp`: those of a `tokenyard.network.Network`, from an
-    observation to one preference per replica, higher is better.
+    (NUM_ENGINE_WEIGHTS,); with an order also `server_order` and `engine_order`, shape
+    (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`). Arrays of an `mlp`: those of a
+    `tokenyard.network.Network`, from an observation to one preference per replica, higher is
+    better.
     A `corrected` policy has the `weights` of a `marginal` one, and a network that scores every
     replica alike: `request_mean`, `request_std`, `replica_mean` and `replica_std`, and three layers
     from `Layout.num_inputs` numbers to what is taken off the cost of one replica.
@@ -66,6 +70,11 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     def check(self) -> None:
         """Check what the kind needs."""
         KINDS[self.metadata.kind].check(self)
+
+    @property
+    def orders(self) -> bool:
+        """Whether it also says in which order requests wait."""
+        return "server_order" in self.arrays or "engine_order" in self.arrays
 
     @property
     def needs_engine(self) -> bool | None:
@@ -100,6 +109,11 @@ def _check_marginal(artifact: PolicyArtifact) -> None:
 def _check_generic(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
     check_shape(artifact.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
+    for name in ("server_order", "engine_order"):
+        if name in artifact.arrays:
+            check_shape(artifact.arrays, name, (NUM_ORDER_WEIGHTS,))
+            if (artifact.arrays[name] < 0.0).any():
+                raise ValueError(f"{name} has a weight below 0")
 
 
 def _check_mlp(artifact: PolicyArtifact) -> None:
@@ -137,7 +151,8 @@ def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
 
 def _run_any_cluster(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
     weights = artifact.arrays[sim.any_cluster_weights]
-    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens)
+    order = order_weights(artifact.arrays, sim.any_cluster_weights)
+    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens, order)
 
 
 def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:

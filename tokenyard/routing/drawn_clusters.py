@@ -8,6 +8,7 @@ ships is among either.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -149,7 +150,10 @@ def _draw_traffic(rng: np.random.Generator) -> tuple[str, Arrivals]:
 
 _WIDE_GPUS = (*_GPUS, "h200_sxm", "a100_80g_sxm_vllm", "h100_sxm_vllm", "h200_sxm_vllm",
               "b200_sxm_vllm", "l40s_vllm", "rtx_pro_6000_vllm")  # fmt: skip
-_WIDE_MODELS = ("llama2_7b", "llama2_13b", "llama3_8b", "internlm_20b", "llama3_70b")
+_WIDE_MODELS = {
+    "llama2_7b": 0.15, "llama2_13b": 0.15, "llama3_8b": 0.4, "internlm_20b": 0.15,
+    "llama3_70b": 0.15,
+}  # fmt: skip
 _WORKLOADS = {
     "code": "azure_code",
     "chat": "azure_conv",
@@ -158,13 +162,50 @@ _WORKLOADS = {
 }
 _IN_FLIGHT_TIMES = 4.0
 """Requests of a stream over those that are in flight at once, where nobody waits."""
+_MOST_WITH_CACHES, _BLOCK_TOKENS = 16, 512
+"""Replicas that have prefix caches, at most, as every run clears every block of each; and tokens of
+a block."""
 _FEWEST, _MOST = 800, 1600
 """Requests of a stream."""
 
 
+@dataclass(frozen=True)
+class Ranges:
+    """How far apart clusters may be."""
+
+    replicas: tuple[float, float]
+    batch: tuple[float, float]
+    load: tuple[float, float]
+    scrape_s: float
+    """Longest time between two publications of a replica's state, seconds."""
+    routers: int
+    gpus: tuple[str, ...]
+    models: Mapping[str, float]
+    """Model to its share of the kinds of replicas."""
+    slo: tuple[float, float]
+    """SLO of a replica that batches over the response time of a mean request alone."""
+    spread: float
+    """Speed of the fastest server over that of the slowest, at most."""
+    wrong_speeds: float
+    """Deviation of the logarithm of times over those declared, in some of the clusters."""
+    prompt_tokens: float
+    """Longest prompt."""
+
+
+TRAINING = Ranges(
+    replicas=(2, 24), batch=(8, 256), load=(0.2, 1.1), scrape_s=1.0, routers=2, gpus=_GPUS,
+    models={"llama2_13b": 0.3, "llama3_8b": 0.7}, slo=(2.5, 8.0), spread=5.0, wrong_speeds=0.1,
+    prompt_tokens=32_768,
+)  # fmt: skip
+LAW = Ranges(
+    replicas=(1, 64), batch=(4, 512), load=(0.05, 1.2), scrape_s=2.0, routers=4, gpus=_WIDE_GPUS,
+    models=_WIDE_MODELS, slo=(2.0, 12.0), spread=10.0, wrong_speeds=0.2, prompt_tokens=131_072,
+)  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class WideCluster:
-    """A cluster of the law, and what its streams are like."""
+    """A cluster, and what its streams are like."""
 
     scenario: Scenario
     num_requests: int
@@ -184,38 +225,37 @@ class WideCluster:
         return replace(stream, factors=drawn * self.time_factors[:, None])
 
 
-def draw_wide(rng: np.random.Generator) -> WideCluster:
-    """Draw a cluster and its traffic from a distribution wider than that of training.
+def draw_wide(rng: np.random.Generator, ranges: Ranges = LAW) -> WideCluster:
+    """Draw a cluster and its traffic.
 
-    1 to 64 replicas; of all GPU kinds and models, or with speeds drawn for themselves; batch limits
-    4 to 512; loads 0.05 to 1.2; Poisson arrivals, the bursts fitted to recorded traffic, or
-    conversations and documents with prefix caches, also of closed clients. A third of the clusters
-    are of servers at a constant rate.
+    Replicas are of GPU kinds and models, or have speeds drawn for themselves. Arrivals are Poisson,
+    the bursts fitted to recorded traffic, or conversations and documents with prefix caches, also
+    of closed clients. A third of the clusters are of servers at a constant rate.
     """
-    return _wide_servers(rng) if rng.random() < 1 / 3 else _wide_fleet(rng)
+    return _wide_servers(rng, ranges) if rng.random() < 1 / 3 else _wide_fleet(rng, ranges)
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
     return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
 
-def _pick(rng: np.random.Generator, shares: dict[str, float]) -> str:
+def _pick(rng: np.random.Generator, shares: Mapping[str, float]) -> str:
     return str(rng.choice(list(shares), p=list(shares.values())))
 
 
-def _wide_servers(rng: np.random.Generator) -> WideCluster:
-    """Up to ten times as fast as each other, of one slot or several."""
-    num = round(_log_uniform(rng, 1, 64))
+def _wide_servers(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
+    """Of up to four speeds, of one slot or several."""
+    num = round(_log_uniform(rng, *ranges.replicas))
     discipline: Discipline = rng.choice(
         ["serial", "parallel_split", "parallel_full", "processor_sharing"], p=[0.5, 0.2, 0.2, 0.1]
     ).item()
-    slowest, spread = _log_uniform(rng, 300, 10_000), _log_uniform(rng, 1.0, 10.0)
+    slowest, spread = _log_uniform(rng, 300, 10_000), _log_uniform(rng, 1.0, ranges.spread)
     kinds = slowest * spread ** rng.random(int(rng.integers(1, min(num, 4) + 1)))
     speeds = rng.choice(kinds, num)
     slots = int(rng.integers(2, 17))
     traffic = _pick(rng, {"code": 0.4, "chat": 0.35, "short_code": 0.125, "short_chat": 0.125})
     process = _pick(rng, {"poisson": 0.5, "mmpp": 0.5})
-    load = float(rng.uniform(0.05, 1.2))
+    load = float(rng.uniform(*ranges.load))
     scenario = Scenario(
         name=f"{num} servers ({discipline}), {traffic}, {process}, load {load:.2f}",
         description="Servers drawn for the law.",
@@ -239,9 +279,9 @@ def _wide_servers(rng: np.random.Generator) -> WideCluster:
     return WideCluster(scenario, _requests(in_flight), np.empty(0))
 
 
-def _wide_fleet(rng: np.random.Generator) -> WideCluster:
-    num = round(_log_uniform(rng, 1, 64))
-    kinds = [_wide_replica(rng) for _ in range(int(rng.integers(1, min(num, 4) + 1)))]
+def _wide_fleet(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
+    num = round(_log_uniform(rng, *ranges.replicas))
+    kinds = [_wide_replica(rng, ranges) for _ in range(int(rng.integers(1, min(num, 4) + 1)))]
     replicas = [
         kinds[which].model_copy(update={"name": f"replica-{i}"})
         for i, which in enumerate(rng.integers(0, len(kinds), num))
@@ -250,27 +290,30 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
         rng, {"code": 0.25, "chat": 0.25, "short_code": 0.05, "short_chat": 0.05,
               "turns": 0.25, "documents": 0.15}
     )  # fmt: skip
-    load = float(rng.uniform(0.05, 1.2))
+    load = float(rng.uniform(*ranges.load))
     most_tokens = min(one.kv_capacity_tokens for one in kinds) / 2
     sessions = None
     if traffic in ("turns", "documents"):
-        sessions = _wide_sessions(rng, traffic == "documents", min(most_tokens, 131_072.0))
+        replicas = replicas[:_MOST_WITH_CACHES]
+        sessions = _wide_sessions(
+            rng, traffic == "documents", min(most_tokens, ranges.prompt_tokens)
+        )
         process = _pick(rng, {"poisson": 0.75, "closed": 0.25})
         arrivals = Arrivals(process=process, warm_load=load)
     else:
         process = _pick(rng, {"poisson": 0.5, "mmpp": 0.5})
         arrivals = Arrivals(process=process, load=load)
     limits = "/".join(str(one.max_batch) for one in kinds)
-    scrape_s = float(rng.choice([0.0, 0.05, rng.uniform(0.0, 2.0)]))
+    scrape_s = float(rng.choice([0.0, 0.05, rng.uniform(0.0, ranges.scrape_s)]))
     fleet = Fleet(
         replicas=tuple(replicas),
-        prefix_block_tokens=256 if sessions else 0,
+        prefix_block_tokens=_BLOCK_TOKENS if sessions else 0,
         scrape_interval_s=scrape_s,
-        num_routers=int(rng.integers(1, 5)) if num > 1 else 1,
+        num_routers=int(rng.integers(1, ranges.routers + 1)) if num > 1 else 1,
         iteration_jitter=float(rng.uniform(0.05, 0.5)) if rng.random() < 0.3 else 0.0,
     )
     scenario = Scenario(
-        name=f"{num} replicas (batch {limits}), {traffic}, {process}, load {load:.2f}",
+        name=f"{len(replicas)} replicas (batch {limits}), {traffic}, {process}, load {load:.2f}",
         description="A fleet drawn for the law.",
         fleet=fleet,
         sessions=sessions,
@@ -281,12 +324,12 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
         reward=NOTHING_PAID,
     )
     alone_s = float(np.median([_alone_s(one, *scenario.mean_lengths_tokens) for one in replicas]))
-    slo_s = alone_s * _log_uniform(rng, 2.0, 12.0)
+    slo_s = alone_s * _log_uniform(rng, *ranges.slo)
     churn = _wide_churn(rng, alone_s) if rng.random() < 0.15 else None
     fleet = fleet.model_copy(update={"classes": _wide_classes(rng, slo_s), "churn": churn})
     scenario = scenario.model_copy(update={"fleet": fleet, "slo_response_s": slo_s})
     wrong = rng.random() < 0.4
-    factors = np.exp(rng.normal(0.0, 0.2, num)) if wrong else np.empty(0)
+    factors = np.exp(rng.normal(0.0, ranges.wrong_speeds, len(replicas))) if wrong else np.empty(0)
     in_flight = alone_s * scenario.rate_per_s(sum(scenario.mean_lengths_tokens))
     return WideCluster(scenario, _requests(in_flight), factors)
 
@@ -295,9 +338,9 @@ def _requests(in_flight: float) -> int:
     return int(np.clip(_IN_FLIGHT_TIMES * in_flight, _FEWEST, _MOST))
 
 
-def _wide_replica(rng: np.random.Generator) -> AnyReplica:
+def _wide_replica(rng: np.random.Generator, ranges: Ranges) -> AnyReplica:
     """One kind: a GPU and a model that fit, or an engine of any speed."""
-    batch = round(_log_uniform(rng, 4, 512))
+    batch = round(_log_uniform(rng, *ranges.batch))
     budget = max(batch + 1, int(rng.choice([256, 512, 2048, 8192])))
     if rng.random() < 0.25:
         iteration_s = _log_uniform(rng, 0.005, 0.5)
@@ -308,11 +351,11 @@ def _wide_replica(rng: np.random.Generator) -> AnyReplica:
             kv_token_s=iteration_s * _log_uniform(rng, 1e-6, 2e-5),
             kv_capacity_tokens=_log_uniform(rng, 3e4, 1e6),
         )  # fmt: skip
-    model = str(rng.choice(_WIDE_MODELS, p=[0.15, 0.15, 0.4, 0.15, 0.15]))
+    model = _pick(rng, ranges.models)
     while True:
         try:
             replica = ReplicaConfig(
-                name="kind", gpu=str(rng.choice(_WIDE_GPUS)), model=model, max_batch=batch,
+                name="kind", gpu=str(rng.choice(ranges.gpus)), model=model, max_batch=batch,
                 token_budget=budget, tensor_parallel=int(rng.choice([1, 2, 4, 8])),
                 precision="fp8" if rng.random() < 0.2 else "fp16",
             )  # fmt: skip

@@ -20,9 +20,10 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
 from tokenyard.routing.drawn_clusters import NOTHING_PAID, WideCluster, draw_wide
+from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.order import FIRST_COME
+from tokenyard.routing.scores.order import FIRST_COME, is_first_come
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.server_models import (
     ORDER_WEIGHTS,
@@ -56,10 +57,11 @@ def law_rng(seed: int, draw: int) -> np.random.Generator:
     return np.random.default_rng([_LAW, seed, draw])
 
 
-class _Half:
+class Half:
     """Streams of one draw, on which anything may be run."""
 
     def __init__(self, cluster: WideCluster, count: int, rng: np.random.Generator) -> None:
+        """Draw so many streams from `rng`."""
         self._scenario = cluster.scenario
         self._streams = cluster.streams(count, rng)
         self._sims = {count: self.simulator(count)}
@@ -81,7 +83,7 @@ class _Half:
         return np.array([outcome_row(sim.outcomes(copy), slo_s) for copy in range(count)])
 
 
-def best_rule(half: _Half, rules: Mapping[str, Decide], count: int) -> str:
+def best_rule(half: Half, rules: Mapping[str, Decide], count: int) -> str:
     """Name of the rule of the best mean score.
 
     Placements are tried first come first served and with the default knob of their orders; the best
@@ -119,7 +121,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     """
     rng = law_rng(seed, draw)
     cluster = draw_wide(rng)
-    choosing, judging = (_Half(cluster, streams, each) for each in rng.spawn(2))
+    choosing, judging = (Half(cluster, streams, each) for each in rng.spawn(2))
     rules = server_model(cluster.scenario).rule_variants(choosing.simulator(streams))
     rival = best_rule(choosing, rules, streams)
     theirs = judging.rows(rules[rival], streams)
@@ -246,11 +248,15 @@ def _placement(name: str, scenario: Scenario) -> Place:
         return partial(_hand_rule, server_model(scenario))
     if name == IN_ORDER:
         return lambda sim, order: sim.run_in_order(order)
-    artifact = _artifact(name)
-    tokens = artifact.metadata.mean_total_tokens
-    return lambda sim, order: sim.run_any_cluster(
-        artifact.arrays[sim.any_cluster_weights], tokens, order
-    )
+    return partial(_generic, _artifact(name))
+
+
+def _generic(artifact: PolicyArtifact, sim: Simulator, order: FloatArray) -> None:
+    """The policy for any cluster; an order that is asked for takes the place of its own."""
+    if is_first_come(order):
+        order = order_weights(artifact.arrays, sim.any_cluster_weights)
+    weights = artifact.arrays[sim.any_cluster_weights]
+    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens, order)
 
 
 def _hand_rule(servers: ServerModel, sim: Simulator, order: FloatArray) -> None:

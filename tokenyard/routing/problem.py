@@ -273,7 +273,8 @@ def _made(artifact: PolicyArtifact, scenario: Scenario) -> RoutingPolicy:
 def _run_trained(
     artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
-    if artifact.metadata.kind == "generic":
+    # Decisions that are repeated are not ordered.
+    if artifact.metadata.kind == "generic" and not artifact.orders:
         known = run_compiled(scenario, streams, partial(KINDS["generic"].run, artifact))
         if known is not None:
             return known

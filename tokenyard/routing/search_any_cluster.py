@@ -252,10 +252,18 @@ def any_cluster_artifact(
     engine_weights: FloatArray,
     metrics_found: Mapping[str, float] | None = None,
     lineage: Mapping[str, str] | None = None,
+    orders: Mapping[str, FloatArray] | None = None,
 ) -> PolicyArtifact:
     """Export weights as the policy for any cluster.
 
     It brings no length predictor: whoever runs it knows the traffic better.
+
+    Args:
+        server_weights: Of servers, shape (NUM_SERVER_WEIGHTS,).
+        engine_weights: Of replicas that batch, shape (NUM_ENGINE_WEIGHTS,).
+        metrics_found: What the search found of it.
+        lineage: What it was made from.
+        orders: `server_order` and `engine_order`, shape (NUM_ORDER_WEIGHTS,); None: first come.
     """
     metadata = ArtifactMetadata(
         kind="generic",
@@ -269,4 +277,4 @@ def any_cluster_artifact(
         lineage=lineage or {},
     )
     arrays = {"server_weights": server_weights.copy(), "engine_weights": engine_weights.copy()}
-    return PolicyArtifact(metadata, arrays)
+    return PolicyArtifact(metadata, arrays | dict(orders or {}))

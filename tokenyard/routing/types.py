@@ -212,7 +212,9 @@ class PolicyRunner(Protocol):
     def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
         """Run all streams to the end under the linear policy of these weights."""
 
-    def run_any_cluster(self, weights: FloatArray, mean_total_tokens: float) -> None:
+    def run_any_cluster(
+        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray
+    ) -> None:
         """Run all streams to the end under the policy for any cluster of these weights."""
 
     def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:

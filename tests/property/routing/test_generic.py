@@ -10,7 +10,7 @@ from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
 from sizes import scaled
 
 from tokenyard.routing import observation
-from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.artifact import KINDS, learned_policy
 from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.policies.delay import (
     MarginalDelay,
@@ -23,9 +23,10 @@ from tokenyard.routing.search_any_cluster import any_cluster_artifact
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
+from tokenyard.routing.types import EngineSnapshot, OrderingPolicy, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
+ORDER = np.array([8.0, 5.0, 0.1])
 SERVERS = [(3000.0, 3), (5000.0, 5), (5000.0, 5), (7000.0, 7)]
 seeds = st.integers(0, 2**32 - 1)
 some_cases = settings(max_examples=scaled(60))
@@ -160,8 +161,10 @@ def test_the_simulator_of_fleets_runs_it_as_the_server_would(seed):
     weights = rng.normal(0.0, 0.3, generic.NUM_ENGINE_WEIGHTS)
     sim = make_simulator(scenario, 1, 80)
     sim.load(0, stream)
-    sim.run_any_cluster(weights, 2000.0)
-    artifact = any_cluster_artifact(np.zeros(generic.NUM_SERVER_WEIGHTS), weights)
+    sim.run_any_cluster(weights, 2000.0, ORDER)
+    artifact = any_cluster_artifact(
+        np.zeros(generic.NUM_SERVER_WEIGHTS), weights, orders={"engine_order": ORDER}
+    )
     (run,) = run_policy(
         scenario,
         StreamSet([stream], "test"),
@@ -169,6 +172,51 @@ def test_the_simulator_of_fleets_runs_it_as_the_server_would(seed):
         seed=0,
     )
     np.testing.assert_array_equal(sim.outcomes(0).server, run.outcomes.server)
+    np.testing.assert_allclose(sim.outcomes(0).response_s, run.outcomes.response_s)
+
+
+@settings(max_examples=scaled(10))
+@given(seed=seeds)
+def test_the_simulator_of_servers_orders_as_the_server_would(seed):
+    rng = np.random.default_rng(seed)
+    scenario = a_scenario(SERVERS)
+    stream = random_stream(scenario, rng, 80, load=1.2)
+    weights = rng.normal(0.0, 0.3, generic.NUM_SERVER_WEIGHTS)
+    artifact = any_cluster_artifact(
+        weights, np.zeros(generic.NUM_ENGINE_WEIGHTS), orders={"server_order": ORDER}
+    )
+    sim = loaded(scenario, stream)
+    KINDS["generic"].run(artifact, sim)
+    policy = learned_policy(artifact, slo=scenario.slo)
+    assert isinstance(policy, OrderingPolicy)
+    (run,) = run_policy(scenario, StreamSet([stream], "test"), lambda rng: policy, seed=0)
+    np.testing.assert_array_equal(sim.outcomes(0).server, run.outcomes.server)
+    np.testing.assert_array_equal(sim.outcomes(0).response_s, run.outcomes.response_s)
+
+
+@some_cases
+@given(seed=seeds, batches=st.booleans())
+def test_the_order_key_grows_with_the_request_and_with_what_waits(seed, batches):
+    rng = np.random.default_rng(seed)
+    zeros = [np.zeros(num) for num in (generic.NUM_SERVER_WEIGHTS, generic.NUM_ENGINE_WEIGHTS)]
+    orders = {"server_order": ORDER, "engine_order": ORDER}
+    policy = learned_policy(any_cluster_artifact(*zeros, orders=orders))
+    replica = a_replica(rng, 0, batches)
+    short, long = Request(3.0, 100, 150.0), Request(3.0, 2000, 2500.0)
+    keys = [policy.place(one, [replica]).order_key_s for one in (short, long)]
+    assert 3.0 < keys[0] < keys[1]
+    longer = replace(replica, num_waiting=replica.num_waiting + 5, predicted_wait_s=0.0)
+    there = replace(replica, predicted_wait_s=0.0)
+    keys = [policy.place(long, [one]).order_key_s for one in (there, longer)]
+    assert keys[0] < keys[1]
+
+
+def test_without_an_order_there_is_no_key_and_a_weight_below_zero_is_refused():
+    rng = np.random.default_rng(0)
+    assert a_policy(rng).place(a_request(rng), [a_replica(rng, 0, True)]).order_key_s is None
+    zeros = [np.zeros(num) for num in (generic.NUM_SERVER_WEIGHTS, generic.NUM_ENGINE_WEIGHTS)]
+    with pytest.raises(ValueError, match="below 0"):
+        any_cluster_artifact(*zeros, orders={"engine_order": -ORDER})
 
 
 @settings(max_examples=scaled(20))

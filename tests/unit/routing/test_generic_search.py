@@ -13,8 +13,10 @@ from tokenyard.routing.search_any_cluster import (
     AnyClusterSearch,
     Found,
     TrainingCluster,
+    any_cluster_artifact,
     search_cost,
 )
+from tokenyard.routing.search_order import LOSSES, candidates, cost, with_best
 from tokenyard.routing.simulator.streams import stream_rng
 
 TINY = AnyClusterConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
@@ -114,3 +116,30 @@ def test_a_gain_on_one_kind_of_cluster_does_not_excuse_a_loss_on_another(worse):
 
 def test_a_gain_everywhere_costs_less_than_nothing():
     assert search_cost(AnyClusterConfig(), found([0.9, 0.95]), RULES, np.array([0, 0])) < 0.0
+
+
+def test_the_order_that_costs_least_is_exported_with_its_placement():
+    rows = [
+        {"cluster": cluster, "array": array, "placement": placement, "order": order, **loss}
+        for cluster in range(3)
+        for array in ("server_weights", "engine_weights")
+        for placement, order, loss in (
+            ("learned", "0,0,0", dict.fromkeys(LOSSES, 0.2)),
+            ("learned", "20,0,0.1", dict.fromkeys(LOSSES, 0.0 if array[0] == "s" else 0.3)),
+            ("rule", "0,20,0", dict.fromkeys(LOSSES, 0.1)),
+        )
+    ]
+    start = any_cluster_artifact(np.ones(NUM_SERVER_WEIGHTS), np.ones(NUM_ENGINE_WEIGHTS))
+    best = with_best(start, candidates(rows))
+    assert best.arrays["server_weights"].all()
+    assert not best.arrays["engine_weights"].any()
+    assert best.arrays["server_order"].tolist() == [20.0, 0.0, 0.1]
+    assert best.arrays["engine_order"].tolist() == [0.0, 20.0, 0.0]
+    assert best.orders
+    assert not start.orders
+
+
+def test_a_cost_is_the_mean_and_the_worst_tenth_of_the_worst_measure():
+    level = dict.fromkeys(LOSSES, 0.0)
+    assert cost([level] * 20) == 0.0
+    assert cost([level] * 18 + [level | {"loss_p99": 0.5}] * 2) == pytest.approx(0.5)

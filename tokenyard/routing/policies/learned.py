@@ -27,6 +27,7 @@ from tokenyard.routing.observation import (
     unranked_columns,
 )
 from tokenyard.routing.scores.any_cluster import engine_scores, server_scores
+from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_delay_s
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
 from tokenyard.routing.types import (
     Decision,
@@ -87,19 +88,43 @@ class MarginalPolicy(LinearPolicy):
 
 
 class AnyClusterPolicy(ScoringPolicy):
-    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
+    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch.
+
+    Where its artifact has an order, it also says where a request takes its place in the queue.
+    """
+
+    sees_queues = False
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
     ) -> None:
-        """Take units and weights; the SLO of training, where `slo` is None."""
+        """Take units, weights and orders; the SLO of training, where `slo` is None."""
         self._mean_total_tokens = metadata.mean_total_tokens
         self._slo_s = (slo or metadata.slo).response_s
         self._server_weights = np.ascontiguousarray(arrays["server_weights"])
         self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
+        self._server_order = order_weights(arrays, "server_weights")
+        self._engine_order = order_weights(arrays, "engine_weights")
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the cluster."""
+        best, costs, _, _ = self._decide(request, snapshots)
+        return Decision(best, costs)
+
+    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica, the cost of each, and the order key where there is one."""
+        best, costs, columns, order = self._decide(request, snapshots)
+        if is_first_come(order):
+            return Decision(best, costs)
+        context = float(request.context_tokens)
+        output = float(request.predicted_total_tokens) - context
+        delay_s = order_delay_s(order, context, output, columns[best])
+        return Decision(best, costs, request.arrival_s + delay_s)
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+        """The choice, all costs, the table, and the weights of the order."""
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
@@ -111,11 +136,22 @@ class AnyClusterPolicy(ScoringPolicy):
             best = engine_scores(
                 self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
             )
-        else:
-            best = server_scores(
-                self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
-            )
-        return Decision(best, costs)
+            return best, costs, columns, self._engine_order
+        best = server_scores(
+            self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
+        )
+        return best, costs, columns, self._server_order
+
+
+def order_weights(arrays: Arrays, of: str) -> FloatArray:
+    """Weights of an artifact's order beside one of its arrays; without them first come."""
+    found: FloatArray = np.ascontiguousarray(arrays.get(order_array(of), FIRST_COME))
+    return found
+
+
+def order_array(of: str) -> str:
+    """Name of the array with the order that stands beside the array of a placement."""
+    return of.replace("weights", "order")
 
 
 class NetworkPolicy(ScoringPolicy):
