@@ -66,17 +66,17 @@ def train(args: Args, console: Console) -> list[Row]:
         own = OwnTraffic(args.fleet, trace, model, args.minutes, args.load, args.seed)
         found = own.train()
     show(found, console)
-    policy = found.choice.named(str(args.out or f"{name}.npz"))
+    policy = str(args.out or f"{name}.npz")
     if not found.accepted:
         console.print(f"not accepted: keep {FOUNDATION}, which ships")
     elif args.out is not None:
-        found.choice.artifact.save(args.out)
+        found.choice.save(args.out)
         console.print(f"accepted: wrote {args.out}; serve it with --policy {policy}")
     else:
         console.print(f"accepted: {policy}; --out writes it")
     told: Row = {
         "policy": policy,
-        "sha256": found.choice.artifact.sha256,
+        "sha256": found.choice.sha256,
         "accepted": int(found.accepted),
     }
     return [row if row["policy"] == FOUNDATION else {**row, **told} for row in found.rows]

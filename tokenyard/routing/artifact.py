@@ -45,13 +45,17 @@ from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
 
+_ORDERS = frozenset({"order", "server_order", "engine_order"})
+"""Names of arrays with the weights of an order."""
+
 
 @dataclass(frozen=True, eq=False)
 class PolicyArtifact(Artifact[ArtifactMetadata]):
     """A trained routing policy.
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of a `generic` one:
+    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Either may have an `order`,
+    shape (NUM_ORDER_WEIGHTS,). Arrays of a `generic` one:
     `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
     (NUM_ENGINE_WEIGHTS,); with an order also `server_order` and `engine_order`, shape
     (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`). Arrays of an `mlp`: those of a
@@ -74,7 +78,7 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     @property
     def orders(self) -> bool:
         """Whether it also says in which order requests wait."""
-        return "server_order" in self.arrays or "engine_order" in self.arrays
+        return not _ORDERS.isdisjoint(self.arrays)
 
     @property
     def needs_engine(self) -> bool | None:
@@ -98,22 +102,27 @@ class RoutingKind(Kind[PolicyArtifact]):
 
 def _check_linear(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "weights", (NUM_SCORE_WEIGHTS,))
+    _check_orders(artifact)
+
+
+def _check_orders(artifact: PolicyArtifact) -> None:
+    for name in _ORDERS & artifact.arrays.keys():
+        check_shape(artifact.arrays, name, (NUM_ORDER_WEIGHTS,))
+        if (artifact.arrays[name] < 0.0).any():
+            raise ValueError(f"{name} has a weight below 0")
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
     has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
     size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
+    _check_orders(artifact)
 
 
 def _check_generic(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
     check_shape(artifact.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
-    for name in ("server_order", "engine_order"):
-        if name in artifact.arrays:
-            check_shape(artifact.arrays, name, (NUM_ORDER_WEIGHTS,))
-            if (artifact.arrays[name] < 0.0).any():
-                raise ValueError(f"{name} has a weight below 0")
+    _check_orders(artifact)
 
 
 def _check_mlp(artifact: PolicyArtifact) -> None:
@@ -146,7 +155,8 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
 
 
 def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
-    sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens)
+    order = order_weights(artifact.arrays, "weights")
+    sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens, order)
 
 
 def _run_any_cluster(artifact: PolicyArtifact, sim: PolicyRunner) -> None:

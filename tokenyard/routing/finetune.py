@@ -22,6 +22,7 @@ from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
 from tokenyard.routing.observation import marginal_scores, snapshot_columns
 from tokenyard.routing.policies.delay import finish_s
+from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.streams import StreamSet
@@ -45,9 +46,12 @@ spares them is not in that estimate; so only a disaster counts against it."""
 class TwinRunner:
     """The logged requests in the twin, to run weights over."""
 
-    def __init__(self, twin: replay.Twin, windows: Sequence[replay.Window], tokens: float) -> None:
-        """Lay the requests out."""
-        self._scenario, self._tokens = twin.scenario, tokens
+    def __init__(
+        self, twin: replay.Twin, windows: Sequence[replay.Window], champion: PolicyArtifact
+    ) -> None:
+        """Lay the requests out; they wait in the champion's order."""
+        self._scenario, self._tokens = twin.scenario, champion.metadata.mean_total_tokens
+        self._order = order_weights(champion.arrays, "weights")
         self._streams: StreamSet = replay.streams_of(twin.scenario, windows)
         length = len(self._streams.requests[0])
         self._sim: Simulator = make_simulator(twin.scenario, len(windows), length)
@@ -56,7 +60,7 @@ class TwinRunner:
         """Mean, p99 and share of violations in every window, shape (num_windows, 3)."""
         for copy, stream in enumerate(self._streams.requests):
             self._sim.load(copy, stream)
-        self._sim.run_linear(weights, self._tokens)
+        self._sim.run_linear(weights, self._tokens, self._order)
         slo_s = self._scenario.slo_response_s
         copies = range(len(self._streams.requests))
         rows = [outcome_row(self._sim.outcomes(copy), slo_s) for copy in copies]
@@ -245,14 +249,13 @@ def finetune(
     first_held_out = len(learned) * len(learned[0].server)
     twin = replay.fit_speeds(declared, learned)
     start = np.ascontiguousarray(champion.arrays["weights"], dtype=np.float64)
-    tokens = champion.metadata.mean_total_tokens
     before, after = decisions[:first_held_out], decisions[first_held_out:]
     some = before[:: max(1, len(before) // _MAX_COMPARED)]
     weights, curve = search(
-        start, TwinRunner(twin, learned, tokens), Behaviour(some, champion), config
+        start, TwinRunner(twin, learned, champion), Behaviour(some, champion), config
     )
     judgement = judge(
-        twin, TwinRunner(twin, held_out, tokens), Behaviour(after, champion), start, weights
+        twin, TwinRunner(twin, held_out, champion), Behaviour(after, champion), start, weights
     )
     candidate = continued(champion, weights, judgement, twin, lineage)
     return Finetuned(candidate, judgement, twin, curve)
@@ -284,4 +287,4 @@ def continued(
         "changed_fraction": judgement.changed,
     }
     metadata = champion.metadata.model_copy(update={"lineage": made_of, "metrics": found})
-    return replace(champion, metadata=metadata, arrays={"weights": weights})
+    return replace(champion, metadata=metadata, arrays={**champion.arrays, "weights": weights})

@@ -37,14 +37,14 @@ from tokenyard.routing.artifact import (
 )
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import loses
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
+from tokenyard.routing.policies.learned import order_weights
+from tokenyard.routing.policies.order import ORDERS
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.search_study import OBJECTIVES
-from tokenyard.routing.simulator import Simulator
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, server_model
 from tokenyard.routing.simulator.streams import (
@@ -54,7 +54,7 @@ from tokenyard.routing.simulator.streams import (
     trace_streams,
 )
 from tokenyard.routing.tuning import Values, coordinate_descent
-from tokenyard.routing.validation import outcome_runs
+from tokenyard.routing.validation import artifact_runs
 from tokenyard.types import FloatArray
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
@@ -114,45 +114,10 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A candidate: weights, and the order in which its requests wait."""
-
-    artifact: PolicyArtifact
-    order: str = ""
-    """`ORDER@KNOB`; empty: first come, first served."""
-
-    def named(self, path: str) -> str:
-        """What evaluate and serve call it, once the artifact is in that file."""
-        return path + (BETWEEN + self.order if self.order else "")
-
-    @property
-    def order_weights(self) -> FloatArray:
-        """The order as weights (`tokenyard.routing.scores.order`)."""
-        order, _, knob = self.order.partition(KNOB)
-        weights = FIRST_COME.copy()
-        if order:
-            weights[ORDER_WEIGHTS[order]] = float(knob)
-        return weights
-
-    def run(self, scenario: Scenario, streams: StreamSet) -> list[Run]:
-        """Run it over streams of equal length, in compiled code; rewards are 0."""
-        arrays, tokens = self.artifact.arrays, self.artifact.metadata.mean_total_tokens
-
-        def decide(sim: Simulator) -> None:
-            if self.artifact.metadata.kind == FOUNDATION:
-                weights = arrays[sim.any_cluster_weights]
-                sim.run_any_cluster(weights, tokens, self.order_weights)
-            else:
-                sim.run_linear(arrays["weights"], tokens, self.order_weights)
-
-        return outcome_runs(scenario, streams, decide)
-
-
-@dataclass(frozen=True)
 class Found:
     """What training on a trace came to."""
 
-    choice: Choice
+    choice: PolicyArtifact
     accepted: bool
     rows: list[Row]
     """Of the last part, at the trace's load and at half of it: the foundation, then the choice."""
@@ -193,7 +158,7 @@ class OwnTraffic:
         self.scenario = own_scenario(fleet, workload.absolute(), trace, load)
         self._source = StreamSource(self.scenario)
         self._load = load
-        self.foundation = Choice(resolve_champion("routing", FOUNDATION)[0])
+        self.foundation = resolve_champion("routing", FOUNDATION)[0]
         self.remarks = [
             f"offered load {self._source.offered_load:.2f}, "
             f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second"
@@ -202,7 +167,7 @@ class OwnTraffic:
     def train(self) -> Found:
         """Tune, search, choose and judge."""
         choices = [self.foundation, *self._tuned(self._foundation_in), *self._tuned(self._rule_in)]
-        rules = [one for one in choices if one.artifact.metadata.kind != FOUNDATION]
+        rules = [one for one in choices if one.metadata.kind != FOUNDATION]
         choices += self._searches(min(rules, key=self._cost))
         best = self._best_of(choices)
         rows, accepted = self._judge(best)
@@ -224,8 +189,8 @@ class OwnTraffic:
         """Whether there is time left for searches."""
         return time.monotonic() - self._begun_s < 60.0 * self._minutes
 
-    def _runs(self, choice: Choice, streams: Sequence[StreamSet]) -> list[list[Run]]:
-        return [choice.run(self.scenario, some) for some in streams]
+    def _runs(self, choice: PolicyArtifact, streams: Sequence[StreamSet]) -> list[list[Run]]:
+        return [artifact_runs(self.scenario, some, choice) for some in streams]
 
     @cached_property
     def _tuning_streams(self) -> list[StreamSet]:
@@ -235,7 +200,7 @@ class OwnTraffic:
     def _foundation_runs(self) -> list[list[Run]]:
         return self._runs(self.foundation, self._tuning_streams)
 
-    def _cost(self, choice: Choice) -> float:
+    def _cost(self, choice: PolicyArtifact) -> float:
         """Mean over tuning streams of the cost over the foundation's, with a guard on the tail."""
         ours, theirs = self._runs(choice, self._tuning_streams), self._foundation_runs
         pairs = [pair for two in zip(ours, theirs, strict=True) for pair in zip(*two, strict=True)]
@@ -251,10 +216,16 @@ class OwnTraffic:
             tails.append(mine[1] / its[1])
         return float(np.mean(costs) + _TAIL_GUARD * max(0.0, np.mean(tails) - 1.0))
 
-    def _of_weights(self, weights: Sequence[float], trainer: str) -> PolicyArtifact:
-        search = PolicySearch(self.scenario, SearchConfig(start=tuple(weights)))
-        found = search.artifact({}, {**lineage(), **lineage_of(self.scenario)}, any_cluster=True)
-        return replace(found, metadata=found.metadata.model_copy(update={"trainer": trainer}))
+    @cached_property
+    def _blank(self) -> PolicyArtifact:
+        made = {**lineage(), **lineage_of(self.scenario)}
+        return PolicySearch(self.scenario).artifact({}, made, any_cluster=True)
+
+    def _made(self, weights: Sequence[float], order: FloatArray, trainer: str) -> PolicyArtifact:
+        metadata = self._blank.metadata.model_copy(update={"trainer": trainer})
+        return replace(
+            self._blank, metadata=metadata, arrays={"weights": np.array(weights), "order": order}
+        )
 
     @cached_property
     def _grid(self) -> Mapping[str, Values]:
@@ -262,19 +233,24 @@ class OwnTraffic:
         batches = server_model(self.scenario).linear_kind == "marginal"
         return FLEET_GRIDS["tuned_marginal_delay"] if batches else {}
 
-    def _rule_in(self, order: str, values: Values) -> Choice:
+    def _rule_in(self, order: str, values: Values) -> PolicyArtifact:
         """The rule for these servers with weights and, where there is an order, its knob last."""
         if not self._grid:
             weights = server_model(self.scenario).hand_weights()
         else:
             weights = FleetRules(**dict(zip(self._grid, values, strict=False))).marginal_weights
-        return Choice(self._of_weights(weights, "tuning"), _with_knob(order, values))
+        return self._made(weights, _order_weights(order, values), "tuning")
 
-    def _foundation_in(self, order: str, values: Values) -> Choice:
+    def _foundation_in(self, order: str, values: Values) -> PolicyArtifact:
         """The foundation, whose weights stay, in an order."""
-        return replace(self.foundation, order=_with_knob(order, values))
+        if not order:
+            return self.foundation
+        in_order = {
+            name: _order_weights(order, values) for name in ("server_order", "engine_order")
+        }
+        return replace(self.foundation, arrays={**self.foundation.arrays, **in_order})
 
-    def _tuned(self, made: Callable[[str, Values], Choice]) -> list[Choice]:
+    def _tuned(self, made: Callable[[str, Values], PolicyArtifact]) -> list[PolicyArtifact]:
         """The best first come, first served, and the best in every order."""
         found = []
         for order in (
@@ -289,12 +265,13 @@ class OwnTraffic:
             found.append(made(order, best))
         return found
 
-    def _searches(self, rule: Choice) -> Iterator[Choice]:
+    def _searches(self, rule: PolicyArtifact) -> Iterator[PolicyArtifact]:
         """Searches that go on from a tuned rule in its order, one objective after another."""
         slo_weights = (0.0,) * server_model(self.scenario).num_slo_weights
+        order = order_weights(rule.arrays, "weights")
         config = SearchConfig(
-            start=(*rule.artifact.arrays["weights"].tolist(), *slo_weights),
-            order=tuple(rule.order_weights.tolist()),
+            start=(*rule.arrays["weights"].tolist(), *slo_weights),
+            order=tuple(order.tolist()),
             requests_per_stream=_REQUESTS,
             num_generations=_GENERATIONS,
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
@@ -311,9 +288,9 @@ class OwnTraffic:
                 f"search {number + 1}: {search.generation} generations, "
                 f"{search.env_steps:,} requests"
             )
-            yield replace(rule, artifact=self._of_weights(search.mean.tolist(), "policy_search"))
+            yield self._made(search.mean.tolist(), order, "policy_search")
 
-    def _best_of(self, choices: Sequence[Choice]) -> Choice:
+    def _best_of(self, choices: Sequence[PolicyArtifact]) -> PolicyArtifact:
         """The candidate of least cost that loses to the foundation nowhere; itself if all do."""
         parts = [*self._streams("validation", _CHOICE_STREAMS), self._windows(self._learned)]
         theirs = self._runs(self.foundation, parts)
@@ -345,7 +322,7 @@ class OwnTraffic:
         load = self._source.offered_load if self._load is None else self._load
         return trace_streams(self._source, part, count, load=factor * load)
 
-    def _judge(self, choice: Choice) -> tuple[list[Row], bool]:
+    def _judge(self, choice: PolicyArtifact) -> tuple[list[Row], bool]:
         rows: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
             streams = self._windows(self._judging, factor)
@@ -358,9 +335,12 @@ class OwnTraffic:
         return rows, better and not loses(at_half) and not tail_is_longer(at_half)
 
 
-def _with_knob(order: str, values: Values) -> str:
-    """The order with the last value as its knob; 0 orders nothing."""
-    return f"{order}{KNOB}{values[-1]:g}" if order and values[-1] else ""
+def _order_weights(order: str, values: Values) -> FloatArray:
+    """Weights of an order with the last value as its knob; of none, first come first served."""
+    weights = FIRST_COME.copy()
+    if order:
+        weights[ORDER_WEIGHTS[order]] = values[-1]
+    return weights
 
 
 def tail_is_longer(row: Mapping[str, Any]) -> bool:

@@ -198,4 +198,7 @@ class PolicySearch(CrossEntropy):
             metrics=metrics_found or {},
             lineage=lineage or {},
         )
-        return PolicyArtifact(metadata, {"weights": self.mean.copy()})
+        arrays = {"weights": self.mean.copy()}
+        if any(self.config.order):
+            arrays["order"] = np.array(self.config.order)
+        return PolicyArtifact(metadata, arrays)

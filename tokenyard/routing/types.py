@@ -209,8 +209,8 @@ class PolicyRunner(Protocol):
     any_cluster_weights: str
     """Array of the policy for any cluster that is for such servers."""
 
-    def run_linear(self, weights: FloatArray, mean_total_tokens: float) -> None:
-        """Run all streams to the end under the linear policy of these weights."""
+    def run_linear(self, weights: FloatArray, mean_total_tokens: float, order: FloatArray) -> None:
+        """Run all streams to the end under the linear policy of these weights, in an order."""
 
     def run_any_cluster(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray

@@ -6,6 +6,7 @@ training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.arti
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import datetime
 
@@ -40,74 +41,13 @@ from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import FeatureTracker
 
 
-class LinearPolicy(ScoringPolicy):
-    """Least expected response time plus a learned correction (`observation.linear_scores`)."""
-
-    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
-        """Take units and weights."""
-        self._metadata = metadata
-        self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
-
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the cheapest replica and the cost of each, in units of the SLO."""
-        _check_count(self._metadata.num_replicas, snapshots)
-        costs = np.empty(len(snapshots))
-        best = linear_scores(
-            self._weights,
-            request.predicted_total_tokens,
-            self._metadata.mean_total_tokens,
-            self._metadata.slo_response_s,
-            snapshot_columns(snapshots),
-            costs,
-        )
-        return Decision(best, costs)
-
-
-class MarginalPolicy(LinearPolicy):
-    """Least added delay plus a learned correction (`observation.marginal_scores`)."""
-
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the cheapest replica and the cost of each, in units of the SLO.
-
-        Raises:
-            ValueError: A snapshot is not of a replica that batches continuously.
-        """
-        _check_count(self._metadata.num_replicas, snapshots)
-        _check_engines(True, snapshots)
-        costs = np.empty(len(snapshots))
-        best = marginal_scores(
-            self._weights,
-            request.context_tokens,
-            request.predicted_total_tokens - request.context_tokens,
-            self._metadata.mean_total_tokens,
-            self._metadata.slo_response_s,
-            snapshot_columns(snapshots),
-            costs,
-        )
-        return Decision(best, costs)
-
-
-class AnyClusterPolicy(ScoringPolicy):
-    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch.
-
-    Where its artifact has an order, it also says where a request takes its place in the queue.
-    """
+class _OrderingPolicy(ScoringPolicy):
+    """Scores replicas and, where its artifact has an order, says where a request waits."""
 
     sees_queues = False
 
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
-    ) -> None:
-        """Take units, weights and orders; the SLO of training, where `slo` is None."""
-        self._mean_total_tokens = metadata.mean_total_tokens
-        self._slo_s = (slo or metadata.slo).response_s
-        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
-        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
-        self._server_order = order_weights(arrays, "server_weights")
-        self._engine_order = order_weights(arrays, "engine_weights")
-
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the cheapest replica and the cost of each, in units of the cluster."""
+        """Return the cheapest replica and the cost of each, in units of the SLO or the cluster."""
         best, costs, _, _ = self._decide(request, snapshots)
         return Decision(best, costs)
 
@@ -121,10 +61,79 @@ class AnyClusterPolicy(ScoringPolicy):
         delay_s = order_delay_s(order, context, output, columns[best])
         return Decision(best, costs, request.arrival_s + delay_s)
 
+    @abstractmethod
     def _decide(
         self, request: Request, snapshots: Sequence[ReplicaSnapshot]
     ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
         """The choice, all costs, the table, and the weights of the order."""
+
+
+class LinearPolicy(_OrderingPolicy):
+    """Least expected response time plus a learned correction (`observation.linear_scores`)."""
+
+    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
+        """Take units, weights and the order."""
+        self._metadata = metadata
+        self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
+        self._order = order_weights(arrays, "weights")
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+        _check_count(self._metadata.num_replicas, snapshots)
+        columns, costs = snapshot_columns(snapshots), np.empty(len(snapshots))
+        best = linear_scores(
+            self._weights,
+            request.predicted_total_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            columns,
+            costs,
+        )
+        return best, costs, columns, self._order
+
+
+class MarginalPolicy(LinearPolicy):
+    """Least added delay plus a learned correction (`observation.marginal_scores`).
+
+    A snapshot that is not of a replica that batches continuously is a ValueError.
+    """
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+        _check_count(self._metadata.num_replicas, snapshots)
+        _check_engines(True, snapshots)
+        columns, costs = snapshot_columns(snapshots), np.empty(len(snapshots))
+        best = marginal_scores(
+            self._weights,
+            request.context_tokens,
+            request.predicted_total_tokens - request.context_tokens,
+            self._metadata.mean_total_tokens,
+            self._metadata.slo_response_s,
+            columns,
+            costs,
+        )
+        return best, costs, columns, self._order
+
+
+class AnyClusterPolicy(_OrderingPolicy):
+    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
+    ) -> None:
+        """Take units, weights and orders; the SLO of training, where `slo` is None."""
+        self._mean_total_tokens = metadata.mean_total_tokens
+        self._slo_s = (slo or metadata.slo).response_s
+        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
+        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
+        self._server_order = order_weights(arrays, "server_weights")
+        self._engine_order = order_weights(arrays, "engine_weights")
+
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
         _check_count(None, snapshots)
         columns = unranked_columns(snapshots)
         costs = np.empty(len(columns))
