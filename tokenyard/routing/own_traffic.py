@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -203,18 +203,24 @@ class OwnTraffic:
     def _cost(self, choice: PolicyArtifact) -> float:
         """Mean over tuning streams of the cost over the foundation's, with a guard on the tail."""
         ours, theirs = self._runs(choice, self._tuning_streams), self._foundation_runs
-        pairs = [pair for two in zip(ours, theirs, strict=True) for pair in zip(*two, strict=True)]
+        costs: list[float] = []
+        tails: list[float] = []
+        for some, others in zip(ours, theirs, strict=True):
+            for mine, its in zip(self._measured(some), self._measured(others), strict=True):
+                costs.append(mine[0] / its[0])
+                tails.append(mine[1] / its[1])
+        return float(np.mean(costs)) + _TAIL_GUARD * max(0.0, float(np.mean(tails)) - 1.0)
+
+    def _measured(self, runs: Sequence[Run]) -> list[tuple[float, float]]:
+        """Score and p99 of each run."""
         slo_s = self.scenario.slo_response_s
-        costs, tails = [], []
-        for one, other in pairs:
-            mine, its = (
-                (metrics.score(o.offered_response_s, o.violations(slo_s)),
-                 metrics.percentile(o.offered_response_s, 99.0))
-                for o in (one.outcomes, other.outcomes)
-            )  # fmt: skip
-            costs.append(mine[0] / its[0])
-            tails.append(mine[1] / its[1])
-        return float(np.mean(costs) + _TAIL_GUARD * max(0.0, np.mean(tails) - 1.0))
+        return [
+            (
+                metrics.score(one.outcomes.offered_response_s, one.outcomes.violations(slo_s)),
+                metrics.percentile(one.outcomes.offered_response_s, 99.0),
+            )
+            for one in runs
+        ]
 
     @cached_property
     def _blank(self) -> PolicyArtifact:
@@ -261,8 +267,14 @@ class OwnTraffic:
             start = (1.0,) * len(grids)
             if order:
                 grids, start = [*grids, ORDERS[order].grid], (*start, ORDERS[order].default)
-            best = coordinate_descent(start, grids, lambda v, o=order: -self._cost(made(o, v)))[1]
-            found.append(made(order, best))
+            in_order = partial(made, order)
+
+            def score_of(
+                values: Values, candidate: Callable[[Values], PolicyArtifact] = in_order
+            ) -> float:
+                return -self._cost(candidate(values))
+
+            found.append(in_order(coordinate_descent(start, grids, score_of)[1]))
         return found
 
     def _searches(self, rule: PolicyArtifact) -> Iterator[PolicyArtifact]:
