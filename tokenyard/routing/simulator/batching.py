@@ -471,7 +471,7 @@ class BatchingSim:
     def offered(self, copy: int = 0) -> list[int]:
         """Replicas that the router believes to take requests; all, where it knows of none."""
         routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
-        return [i for i, is_routable in enumerate(routable) if is_routable] or [*range(len(routable))]
+        return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know now of the replicas that are `offered`."""
