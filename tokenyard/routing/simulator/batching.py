@@ -557,7 +557,7 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
 
 
 def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
-    # By position, in the order of the fields: this runs for every replica at every decision.
+    # By position, as in `snapshot_of`.
     engine = EngineSnapshot(
         row[observation.ITERATION_S],
         row[observation.PREFILL_TOKEN_S],
