@@ -45,7 +45,10 @@ BASELINES = (
     "least_loaded",
     "weighted_least_connections",
     "sed",
+    "sed_dump",
+    "champion",
 )
+"""Rules of the paper, rules of ours, and the policy that ships for its scenario."""
 NUM_EPISODES = 5
 RouterRunner = Runner[Scenario, StreamSet, Run]
 MEASURES = ("reward", "mean_response_s", "mean_queue_length", "slo_violation_fraction")

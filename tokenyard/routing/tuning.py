@@ -64,8 +64,7 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
             "sed_dump": dump_score,
             "sita": sita_score,
         },
-        tuned_on=f"{num_streams} training streams of {scenario.requests_per_stream} requests, "
-        f"seed {seed}",
+        tuned_on=_told(scenario, num_streams, seed),
     )
     return search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
 
@@ -75,10 +74,26 @@ def tune_public_rules(
 ) -> TunedRules:
     """Search the knobs of the public rules anew and keep what is known of the other rules.
 
-    Every rule may try `MOST_TRIALS` settings, on the same streams, from its makers' values.
+    Every rule may try `MOST_TRIALS` settings, on the same streams, from its makers' values. The
+    other rules keep their parameters and are scored on these streams too: scores are compared.
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
-    return _Search(scenario, streams).with_public_rules(rules)
+    search = _Search(scenario, streams)
+    others = [name for name in rules.scores if name.removeprefix(TUNED_PREFIX) not in PUBLIC_RULES]
+    first, told = rules.tuned_on.partition("; ")[0], _told(scenario, num_streams, seed)
+    kept = rules.model_copy(
+        update={
+            "scores": {name: search.score_of(name, rules) for name in others},
+            "tuned_on": told if told == first else f"{first}; public rules, and all scores: {told}",
+        }
+    )
+    return search.with_public_rules(kept)
+
+
+def _told(scenario: Scenario, num_streams: int, seed: int) -> str:
+    """The training streams, in words."""
+    requests = scenario.requests_per_stream
+    return f"{num_streams} training streams of {requests} requests, seed {seed}"
 
 
 def tune_orders(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:

@@ -10,7 +10,7 @@ from tokenyard.routing.policies.tuned import FLEET_GRIDS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.tuning import coordinate_descent, tune_rules
+from tokenyard.routing.tuning import coordinate_descent, tune_public_rules, tune_rules
 
 FLEET = {
     "name": "small",
@@ -76,21 +76,21 @@ def tuned():
     return scenario, tune_rules(scenario, num_streams=2, seed=0)
 
 
+def score_of(name, scenario, streams, rules):
+    def factory(rng):
+        context = PolicyContext("small", scenario.slo, rng, scenario.num_servers, rules)
+        return make_policy(name, context)
+
+    return mean_summary(scenario, run_policy(scenario, streams, factory, seed=0))["score"]
+
+
 def test_every_score_is_what_the_rule_earns_on_the_same_streams(tuned):
     scenario, rules = tuned
     streams = synthetic_streams(StreamSource(scenario), 2, 0, "training")
     assert set(rules.scores) > set(FLEET_GRIDS)
     assert "marginal_in_order+wspt" in rules.order_scores
     for name, score in (rules.scores | rules.order_scores).items():
-        runs = run_policy(
-            scenario,
-            streams,
-            lambda rng, name=name: make_policy(
-                name, PolicyContext("small", scenario.slo, rng, scenario.num_servers, rules)
-            ),
-            seed=0,
-        )
-        assert mean_summary(scenario, runs)["score"] == score, name
+        assert score_of(name, scenario, streams, rules) == score, name
 
 
 def test_parameters_come_from_the_grids_or_from_their_sources(tuned):
@@ -132,3 +132,16 @@ def test_rules_of_prefixes_are_not_tuned_where_there_is_no_cache():
         assert (name in rules.scores) == (rule.needs <= Needs.BATCHING)
         assert rules.knobs.get(name, {}).keys() <= grid_of(name, Needs.BATCHING).keys()
     assert "prefix_weight" not in grid_of("llmd_blend", Needs.BATCHING)
+
+
+def test_rules_that_are_kept_are_scored_on_the_streams_of_those_that_are_tuned_anew(tuned):
+    scenario, rules = tuned
+    anew = tune_public_rules(scenario, rules, num_streams=1, seed=7)
+    assert anew.scores.keys() == rules.scores.keys()
+    streams = synthetic_streams(StreamSource(scenario), 1, 7, "training")
+    for name in ("sed", "tuned_marginal_delay", "tuned_lmetric"):
+        assert anew.scores[name] == score_of(name, scenario, streams, anew)
+    assert (anew.fleet, anew.sita_cuts_tokens) == (rules.fleet, rules.sita_cuts_tokens)
+    assert anew.tuned_on == f"{rules.tuned_on}; public rules, and all scores: " + (
+        "1 training streams of 60 requests, seed 7"
+    )

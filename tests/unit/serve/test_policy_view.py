@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from tokenyard.routing.scenario import load_scenario, scenario_names
@@ -29,8 +30,9 @@ def reachable(thing: object) -> list[object]:
 class Spy:
     """Takes replicas in turn, and looks at everything it is handed."""
 
-    def __init__(self) -> None:
+    def __init__(self, scribbles: bool = False) -> None:
         self.num_seen = 0
+        self.scribbles = scribbles
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         assert type(request) is Request
@@ -40,8 +42,12 @@ class Spy:
             assert type(thing) in (*VALUES, *DATA), f"a policy reaches {type(thing)}"
             if type(thing) in DATA:
                 assert not hasattr(thing, "__dict__")
-                with pytest.raises(dataclasses.FrozenInstanceError):
-                    setattr(thing, dataclasses.fields(thing)[0].name, 0)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            request.arrival_s = 0.0
+        if self.scribbles:
+            for snapshot in snapshots:
+                for field in dataclasses.fields(snapshot):
+                    setattr(snapshot, field.name, 7)
         self.num_seen += 1
         return self.num_seen % len(snapshots)
 
@@ -51,9 +57,11 @@ def test_a_policy_gets_values_and_can_reach_and_change_nothing_else(name):
     scenario = load_scenario(name)
     source = StreamSource(scenario)
     streams = StreamSet([source.sample(40, stream_rng(0, "evaluation"))], "test")
-    spy = Spy()
-    run_each(scenario, streams, [choosing(spy)])
-    assert spy.num_seen >= 40
+    spies = [Spy(), Spy(scribbles=True)]
+    runs = [run_each(scenario, streams, [choosing(spy)])[0] for spy in spies]
+    assert all(spy.num_seen >= 40 for spy in spies)
+    # Whoever writes into its snapshots writes into its own copy.
+    np.testing.assert_array_equal(runs[0].outcomes.response_s, runs[1].outcomes.response_s)
 
 
 def test_what_a_policy_saw_does_not_change_when_the_simulator_goes_on():

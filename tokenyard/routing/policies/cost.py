@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -26,6 +28,13 @@ def cheapest_of(candidates: Iterable[int], costs: Sequence[float] | FloatArray) 
 def drawn_of(candidates: Sequence[int], rng: np.random.Generator) -> int:
     """One of the candidates, each with equal probability."""
     return candidates[int(rng.integers(len(candidates)))] if len(candidates) > 1 else candidates[0]
+
+
+def drawn_by(candidates: Sequence[int], weights: Iterable[float], rng: np.random.Generator) -> int:
+    """One of the candidates, in proportion to its weight, at least one of which is above 0."""
+    # The draw of `rng.choice(candidates, p=...)`; its checks take five times as long.
+    sums = list(accumulate(weights))
+    return candidates[bisect_right(sums, rng.random() * sums[-1], hi=len(sums) - 1)]
 
 
 class Turns:

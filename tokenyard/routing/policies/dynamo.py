@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_of
+from tokenyard.routing.policies.cost import LeastCost, cheapest_of, drawn_by, drawn_of
 from tokenyard.routing.policies.signals import (
     kv_tokens,
     match_tokens,
@@ -86,8 +86,7 @@ class DynamoCost(LeastCost):
         if self._temperature == 0.0 or least == most:
             return drawn_of(cheapest_of(range(len(costs)), costs), self._rng)
         scaled = (costs - least) / ((most - least) * self._temperature)
-        weights = np.exp(-scaled)
-        return int(self._rng.choice(len(costs), p=weights / weights.sum()))
+        return drawn_by(range(len(costs)), np.exp(-scaled), self._rng)
 
     def _prefill_blocks(self, request: Request, snapshot: ReplicaSnapshot, least: float) -> float:
         in_flight = prefill_in_flight_tokens(snapshot)

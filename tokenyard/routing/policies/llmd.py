@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from tokenyard.routing.policies.cost import Turns, cheapest_of
+from tokenyard.routing.policies.cost import Turns, cheapest_of, drawn_by
 from tokenyard.routing.policies.delay import (
     ADDED_DECODE_S,
     ADDED_FIRST_TOKEN_S,
@@ -20,7 +21,7 @@ from tokenyard.routing.policies.signals import (
     unit_of_load,
 )
 from tokenyard.routing.types import ReplicaSnapshot, Request
-from tokenyard.types import FloatArray, Slo
+from tokenyard.types import Slo
 
 PEAK_PREFILL_TOKENS_PER_S = 15_928.0
 """`peakPrefillThroughput`, the makers' default: a 32B model on two H100."""
@@ -200,23 +201,24 @@ class LlmdPredictedLatency:
         kept = self._tier(kept, headrooms)
         kept = prefix_cache_affinity(fractions, kept, 0.8, first_token_s, self._max_penalty_s)
         kept = _scored(kept, headrooms, snapshots)
-        scores = self.scores([headrooms[i] for i in kept])
-        return int(self._rng.choice(kept, p=scores / scores.sum()))
+        return drawn_by(kept, self.scores([headrooms[i] for i in kept]), self._rng)
 
-    def scores(self, headrooms: Sequence[tuple[float, float]]) -> FloatArray:
+    def scores(self, headrooms: Sequence[tuple[float, float]]) -> list[float]:
         """Return the score of every replica of one tier, 0.01 to 1.01."""
-        spans = np.abs(np.array(headrooms))
-        ranges = spans.max(axis=0) - spans.min(axis=0)
-        differ = ranges > NO_RANGE
-        weights = np.array([self._ttft_weight, 1.0 - self._ttft_weight])
-        if differ.any() and not differ.all():
-            weights = differ.astype(np.float64)
-        above = spans - spans.min(axis=0)
-        scaled = np.where(differ, above / np.maximum(ranges, NO_RANGE), 0.5)
-        combined = scaled @ weights
-        meets = min(min(pair) for pair in headrooms) >= 0
-        best = combined if self._most_headroom and meets else 1.0 - combined
-        scores: FloatArray = (np.floor(best * 100) + 1) / 100
+        # Plain numbers: of a handful of replicas, arrays take three times as long.
+        first, later = ([abs(one[at]) for one in headrooms] for at in (0, 1))
+        weight = self._ttft_weight
+        weights = [weight, 1.0 - weight]
+        differ = [max(spans) - min(spans) > NO_RANGE for spans in (first, later)]
+        if differ[0] != differ[1]:
+            weights = [float(one) for one in differ]
+        scaled = [_scaled(spans) for spans in (first, later)]
+        meets = min(map(min, headrooms)) >= 0
+        scores = []
+        for pair in zip(*scaled, strict=True):
+            combined = pair[0] * weights[0] + pair[1] * weights[1]
+            best = combined if self._most_headroom and meets else 1.0 - combined
+            scores.append((math.floor(best * 100) + 1) / 100)
         return scores
 
     def _tier(self, candidates: list[int], headrooms: Sequence[tuple[float, float]]) -> list[int]:
@@ -225,6 +227,12 @@ class LlmdPredictedLatency:
         if meet and violate and self._rng.random() < self._epsilon:
             return violate
         return meet or violate
+
+
+def _scaled(spans: Sequence[float]) -> list[float]:
+    """How far each is above the least, as a share of their range; half where there is none."""
+    least, range_ = min(spans), max(spans) - min(spans)
+    return [(one - least) / range_ if range_ > NO_RANGE else 0.5 for one in spans]
 
 
 def _scored(

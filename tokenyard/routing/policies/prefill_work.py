@@ -93,10 +93,10 @@ class SMetric:
     `queued work x requests in flight` (colocated prefill and decode). Candidates are tried in a
     circle whose start moves on by one for each request; the first of equals is taken.
 
-    Ours: the expected hit of a turn is the longest hit anywhere, as requests name no session; the
-    work queued is the prefill in flight; the rate is the replica's own, which the source learns as
-    p90 of its last 64 samples; the SLO of the first token is that of the response. The source
-    ships no defaults: these are those of its tests.
+    Ours: the expected hit of a turn is the longest hit anywhere, as not all requests name their
+    session; the work queued is the prefill in flight; the rate is the replica's own, which the
+    source learns as p90 of its last 64 samples; the SLO of the first token is that of the response.
+    The source ships no defaults: these are those of its tests.
 
     Source: vllm-project/router, src/policies/smetric.rs (8bef731).
     """

@@ -247,7 +247,10 @@ class BatchingSim:
         size = observation.observation_size(num, expected_finish, batches=True)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
         self._shown_for_tokens = 0.0
-        self._sum_of_weights = sum(tenant.weight for tenant in fleet.tenants)
+        # Asked at every decision, so taken from the scenario once.
+        self._names = scenario.server_names
+        total = sum(tenant.weight for tenant in fleet.tenants)
+        self._tenants = [(tenant.name, tenant.weight / total) for tenant in fleet.tenants]
         self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
@@ -473,14 +476,14 @@ class BatchingSim:
         """The request that waits to be placed, as a policy may see it."""
         row = self.arrays.requests[copy, self.current(copy)]
         context = float(row[lay.CONTEXT])
-        tenant = self.scenario.required_fleet.tenants[int(row[lay.TENANT])]
+        tenant, tenant_share = self._tenants[int(row[lay.TENANT])]
         return Request(
             arrival_s=float(row[lay.ARRIVAL_S]),
             context_tokens=int(context),
             predicted_total_tokens=context + float(row[lay.PREDICTED_OUTPUT]),
             due_s=min(float(row[lay.SLO_TTFT_S]), float(row[lay.SLO_RESPONSE_S])),
-            tenant=tenant.name,
-            tenant_share=tenant.weight / self._sum_of_weights,
+            tenant=tenant,
+            tenant_share=tenant_share,
             **self._of_session(copy),
         )
 
@@ -494,15 +497,13 @@ class BatchingSim:
 
     def offered(self, copy: int = 0) -> list[int]:
         """Replicas that the router believes to take requests; all, where it knows of none."""
-        routable = np.flatnonzero(self.arrays.tables[copy, :, observation.ROUTABLE])
-        num = self.scenario.num_servers
-        return routable.tolist() if len(routable) else list(range(num))
+        routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
+        return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know now of the replicas that are `offered`."""
         rows = self.arrays.tables[copy].tolist()
-        names = self.scenario.server_names
-        now = self.now_s(copy)
+        names, now = self._names, self.now_s(copy)
         return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
 
     def queue(self, copy: int, replica: int) -> WaitingQueue:
@@ -583,16 +584,17 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
 
 
 def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
+    # By position, as in `snapshot_of`.
     engine = EngineSnapshot(
-        iteration_s=row[observation.ITERATION_S],
-        prefill_token_s=row[observation.PREFILL_TOKEN_S],
-        sequence_s=row[observation.SEQUENCE_S],
-        kv_token_s=row[observation.KV_TOKEN_S],
-        token_budget=int(row[observation.TOKEN_BUDGET]),
-        kv_capacity_tokens=row[observation.KV_CAPACITY_TOKENS],
-        kv_used_fraction=row[observation.KV_USED_FRACTION],
-        prefill_in_flight_tokens=row[observation.PREFILL_IN_FLIGHT],
-        output_in_flight_tokens=row[observation.OUTPUT_IN_FLIGHT],
-        match_tokens=int(row[observation.MATCH_TOKENS]),
+        row[observation.ITERATION_S],
+        row[observation.PREFILL_TOKEN_S],
+        row[observation.SEQUENCE_S],
+        row[observation.KV_TOKEN_S],
+        int(row[observation.TOKEN_BUDGET]),
+        row[observation.KV_CAPACITY_TOKENS],
+        row[observation.KV_USED_FRACTION],
+        row[observation.PREFILL_IN_FLIGHT],
+        row[observation.OUTPUT_IN_FLIGHT],
+        int(row[observation.MATCH_TOKENS]),
     )
     return snapshot_of(name, row, now - row[observation.AGE_S], engine)

@@ -93,18 +93,19 @@ def snapshot_of(
     name: str, row: list[float], observed_at_s: float, engine: EngineSnapshot | None = None
 ) -> ReplicaSnapshot:
     """A row of a simulator's table as a policy sees it."""
+    # By position, in the order of the fields: this runs for every replica at every decision.
     return ReplicaSnapshot(
-        replica_id=name,
-        tokens_per_s=row[observation.TOKENS_PER_S],
-        num_slots=int(row[observation.NUM_SLOTS]),
-        max_concurrency=int(row[observation.MAX_CONCURRENCY]),
-        num_waiting=int(row[observation.NUM_WAITING]),
-        num_running=int(row[observation.NUM_RUNNING]),
-        tokens_in_flight=row[observation.TOKENS_IN_FLIGHT],
-        predicted_wait_s=row[observation.WAIT_S],
-        mean_response_s=row[observation.MEAN_RESPONSE_S],
-        observed_at_s=observed_at_s,
-        engine=engine,
+        name,
+        row[observation.TOKENS_PER_S],
+        int(row[observation.NUM_SLOTS]),
+        int(row[observation.MAX_CONCURRENCY]),
+        int(row[observation.NUM_WAITING]),
+        int(row[observation.NUM_RUNNING]),
+        row[observation.TOKENS_IN_FLIGHT],
+        row[observation.WAIT_S],
+        row[observation.MEAN_RESPONSE_S],
+        observed_at_s,
+        engine,
     )
 
 
