@@ -13,7 +13,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.carrier_wire import (
     FrameProtocol,
+    Hello,
     Kind,
     block_sizes,
     read_counts,
@@ -153,6 +154,7 @@ class _Link(FrameProtocol):
     def __init__(self, decider: Decider) -> None:
         super().__init__()
         self._decider = decider
+        self._is_joined = False
         self._carried: dict[int, _Carried] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -169,8 +171,11 @@ class _Link(FrameProtocol):
             self._loop.call_soon(together.__exit__, None, None, None)
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
-        """Handle a frame of the carrier's."""
-        if kind == Kind.ASK:
+        """Handle a frame of the carrier's; there is none before its hello."""
+        if not self._is_joined:
+            if kind == Kind.HELLO:
+                self._is_joined = self._decider.meet(self, Hello.read(payload))
+        elif kind == Kind.ASK:
             self._open(number, payload)
         elif kind == Kind.TOKENS:
             for each, count in read_counts(payload):
@@ -182,8 +187,6 @@ class _Link(FrameProtocol):
             task.add_done_callback(self._answering.discard)
         elif kind == Kind.PING:
             self.send(Kind.PING, number)
-        elif kind == Kind.HELLO:
-            self._decider.join(self, json.loads(payload))
         elif carried := self._carried.get(number):
             self._take_outcome(kind, carried, payload)
 
@@ -298,7 +301,12 @@ class Decider:
         """
         self.gateway, self.api = gateway, api
         self.block_sizes = block_sizes(gateway.cluster)
+        self.hello = Hello()
+        self.outdated: str | None = None
+        """Why it has to be replaced: a carrier that began later speaks another version."""
         self._links: set[_Link] = set()
+        self._refused: dict[int, None] = {}
+        """Process ids of carriers of another version, the first one first."""
         self._server: asyncio.Server | None = None
         self._folder: str | None = None
 
@@ -338,12 +346,33 @@ class Decider:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def join(self, link: _Link, told: Mapping[str, int]) -> None:
+    def meet(self, link: _Link, carrier: Hello) -> bool:
+        """Take a carrier that speaks this version, and let go of any other; both say why.
+
+        Of those that are older one is to be replaced at once, and the others when that has come
+        back: somebody has to listen meanwhile.
+        """
+        refusal = carrier.refusal(self.hello)
+        if refusal is None:
+            link.send(Kind.HELLO, 0, self.hello.write())
+            self._join(link, carrier)
+            return True
+        if carrier.pid not in self._refused:
+            self._refused[carrier.pid] = None
+            logger.warning("%s", refusal)
+        if not carrier.is_older_than(self.hello):
+            self.outdated = refusal
+        is_next = bool(self._links) or carrier.pid == next(iter(self._refused))
+        link.send(Kind.HELLO, 0, replace(self.hello, is_next=is_next).write())
+        link.part()
+        return False
+
+    def _join(self, link: _Link, carrier: Hello) -> None:
         """Note a carrier, and what it did while nobody decided for it."""
         self._links.add(link)
         self.gateway.metrics.carriers.set(len(self._links))
-        self.gateway.metrics.carried_alone.inc(told["carried_alone"])
-        logger.info("carrier %d is here, %d in all", told["pid"], len(self._links))
+        self.gateway.metrics.carried_alone.inc(carrier.carried_alone)
+        logger.info("carrier %d is here, %d in all", carrier.pid, len(self._links))
 
     def leave(self, link: _Link) -> None:
         """Note that a carrier is gone."""
