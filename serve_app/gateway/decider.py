@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.carrier_wire import (
@@ -182,7 +182,7 @@ class _Link(FrameProtocol):
                 if carried := self._carried.get(each):
                     carried.count(count)
         elif kind == Kind.HTTP:
-            task = self._loop.create_task(self._answer(number, payload))
+            task = self._loop.create_task(self._answer(number, *read_http(payload)))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         elif kind == Kind.PING:
@@ -246,22 +246,13 @@ class _Link(FrameProtocol):
     ) -> None:  # fmt: skip
         self.send(Kind.REFUSED, number, write_refusal(kind, text, retry_after_s, over))
 
-    async def _answer(self, number: int, payload: bytes) -> None:
-        head, body = read_http(payload)
+    async def _answer(self, number: int, head: dict[str, Any], body: bytes) -> None:
         told, content = await _ask(self._decider.api, head, body)
         self.send(Kind.HTTP_ANSWER, number, write_http(told, content))
 
 
 async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     """Have an ASGI application answer a request that came to a carrier; return head and body."""
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
-        "scheme": "http", "state": {}, **head,
-        "headers": [(name.encode("latin-1"), value.encode("latin-1"))
-                    for name, value in head["headers"]],
-        "query_string": head["query_string"].encode("latin-1"),
-        "raw_path": head["path"].encode(),
-    }  # fmt: skip
     told: dict[str, Any] = {}
     content, unread = bytearray(), [body]
 
@@ -282,11 +273,23 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
             content.extend(message.get("body", b""))
 
     try:
-        await api(scope, receive, send)
+        await api(_scope_of(head), receive, send)
     except Exception:
         # As a server does: what was sent until then is the answer.
-        logger.exception("%s %s", head["method"], head["path"])
+        logger.exception("a request that came to a carrier")
     return told or {"status": 500, "headers": []}, bytes(content)
+
+
+def _scope_of(head: dict[str, Any]) -> Scope:
+    """What ASGI calls a request, of what its carrier tells."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
+        "scheme": "http", "state": {}, **head,
+        "headers": [(name.encode("latin-1"), value.encode("latin-1"))
+                    for name, value in head["headers"]],
+        "query_string": head["query_string"].encode("latin-1"),
+        "raw_path": head["path"].encode(),
+    }  # fmt: skip
 
 
 class Decider:
