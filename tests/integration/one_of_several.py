@@ -1,7 +1,7 @@
 """A carrier or a decider of the tree on PYTHONPATH, until SIGTERM.
 
-ROLE PORT ENDPOINT_URL FOLDER [WIRE_VERSION]: a file in the folder names the decider's socket, as Ray
-Serve would. It writes a line when it listens, and one when a health check of Serve's would fail.
+ROLE PORT ENDPOINT_URL FOLDER [WIRE_VERSION]: a file in the folder names the decider's socket, as
+Ray Serve would. It writes a line when it listens, and one when a health check would fail.
 """
 
 import asyncio

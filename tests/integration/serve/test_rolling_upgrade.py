@@ -108,7 +108,7 @@ def hands_over(tree):
     return "def hand_over" in (tree / "serve_app/http/listener.py").read_text()
 
 
-def within(test, timeout_s=180):
+def within(test, timeout_s=600):
     async def inside():
         async with asyncio.timeout(timeout_s):
             await test()
