@@ -62,7 +62,7 @@ def served(site):
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(300)
     port, loop, ends = ports[0]
     try:
         yield f"http://127.0.0.1:{port}"
@@ -85,27 +85,32 @@ def operations():
         yield found
 
 
+def statuses_of(operation, url, headers):
+    """Ask for one operation in many ways; return how it was answered, which is never by a 5xx."""
+    found = set()
+
+    @settings(
+        max_examples=scaled(30), deadline=None, derandomize=True, database=None,
+        phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(case=operation.as_strategy())
+    def no_failure(case):
+        checks = [not_a_server_error]
+        answer = case.call_and_validate(base_url=url, headers=headers, checks=checks, timeout=30)
+        found.add(answer.status_code)
+
+    no_failure()
+    return found
+
+
 @pytest.mark.parametrize("who", KEYS)
 def test_no_route_fails_whoever_asks_and_whatever_for(operations, who):
-    assert len(operations) >= 20
+    assert len(operations) >= 17, sorted(operations)
     headers = {} if KEYS[who] is None else {"authorization": f"Bearer {KEYS[who]}"}
-    answered = set()
-
-    for (method, path), (operation, url) in operations.items():
-
-        @settings(
-            max_examples=scaled(30), deadline=None, derandomize=True, database=None,
-            phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        @given(case=operation.as_strategy())
-        def no_failure(case, method=method, path=path, url=url):
-            answer = case.call_and_validate(
-                base_url=url, headers=headers, checks=[not_a_server_error], timeout=30
-            )
-            if answer.status_code < 300:
-                answered.add((method, path))
-
-        no_failure()
+    answered = {
+        key for key, (operation, url) in operations.items()
+        if min(statuses_of(operation, url, headers)) < 300
+    }  # fmt: skip
     # No body or argument opens a route to who may not.
     paths = {path for _, path in answered}
     assert paths >= OPEN
