@@ -149,12 +149,14 @@ class Several:
 
     def __init__(self, url, folder):
         self._url, self._folder, self._port = url, folder, a_free_port()
-        self.decider, self.carriers = None, []
+        self.decider, self.carriers, self._begun = None, [], []
         self.load = Load(self._port)
 
     async def begin(self, role, tree, version=()):
         arguments = (role, self._port, self._url, self._folder, *version)
-        return await Running.begin(tree, "one_of_several.py", *arguments)
+        one = await Running.begin(tree, "one_of_several.py", *arguments)
+        self._begun.append(one)
+        return one
 
     async def start(self, tree, version=()):
         self.decider = await self.begin("decider", tree, version)
@@ -176,7 +178,7 @@ class Several:
         self.carriers[index] = newer
 
     async def kill(self):
-        for one in (self.decider, *self.carriers):
+        for one in self._begun:
             if one.process.returncode is None:
                 one.process.kill()
                 await one.process.wait()
@@ -205,8 +207,7 @@ async def several_under_load(folder, tree, version=()):
             site.load.is_over = True
             if asking is not None:
                 await asking
-            if site.decider is not None:
-                await site.kill()
+            await site.kill()
         assert site.load.heard.keys() == {200}, site.load.heard
 
 
