@@ -395,12 +395,13 @@ class Carrier:
                 left.set()
 
         _, link = await loop.create_unix_connection(lambda: _Link(on_leave), path)
+        num_alone = self._num_alone
         try:
-            await self._meet(link)
+            await self._meet(link, num_alone)
         except BaseException:
             link.close()
             raise
-        self._num_alone = 0
+        self._num_alone -= num_alone
         if not left.is_set():
             self._link = link
             self._found.set()
@@ -412,9 +413,9 @@ class Carrier:
                 link.close()
         logger.warning("the decider is away: requests are placed by the baseline meanwhile")
 
-    async def _meet(self, link: _Link) -> None:
-        """Say who is here, and hear who decides; raises as `_connect`."""
-        own = replace(self.hello, carried_alone=self._num_alone)
+    async def _meet(self, link: _Link, num_alone: int) -> None:
+        """Say who is here and what it did alone, and hear who decides; raises as `_connect`."""
+        own = replace(self.hello, carried_alone=num_alone)
         link.send(Kind.HELLO, 0, own.write())
         link.send(Kind.PING, 0)
         await asyncio.wait([link.decider], timeout=_SILENT_S)

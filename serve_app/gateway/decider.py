@@ -308,7 +308,7 @@ class Decider:
         self.outdated: str | None = None
         """Why it has to be replaced: a carrier that began later speaks another version."""
         self._links: set[_Link] = set()
-        self._refused: dict[int, None] = {}
+        self._refused: list[int] = []
         """Process ids of carriers of another version, the first one first."""
         self._server: asyncio.Server | None = None
         self._folder: str | None = None
@@ -361,11 +361,11 @@ class Decider:
             self._join(link, carrier)
             return True
         if carrier.pid not in self._refused:
-            self._refused[carrier.pid] = None
+            self._refused.append(carrier.pid)
             logger.warning("%s", refusal)
         if not carrier.is_older_than(self.hello):
             self.outdated = refusal
-        is_next = bool(self._links) or carrier.pid == next(iter(self._refused))
+        is_next = bool(self._links) or carrier.pid == self._refused[0]
         link.send(Kind.HELLO, 0, replace(self.hello, is_next=is_next).write())
         link.part()
         return False

@@ -194,15 +194,15 @@ class Several:
 @asynccontextmanager
 async def several_under_load(folder, tree, version=()):
     async with raw_endpoints() as (endpoint,):
-        endpoint.pieces, endpoint.gap_s = (WHOLE,), 0.02
+        endpoint.pieces, endpoint.gap_s = (WHOLE,), 0.2
         site = Several(endpoint.url, folder)
         asking = None
         try:
             await site.start(tree, version)
             asking = asyncio.create_task(site.load.run())
-            await site.load.more(100)
+            await site.load.more(40)
             yield site
-            await site.load.more(100)
+            await site.load.more(40)
         finally:
             site.load.is_over = True
             if asking is not None:
@@ -222,10 +222,10 @@ def test_no_request_is_lost_while_carriers_and_deciders_of_two_releases_change_p
             # Deployed anew, and then the release before again.
             for newer in (ROOT, older):
                 await site.replace_decider(newer)
-                await site.load.more(100)
+                await site.load.more(40)
                 for index in (0, 1):
                     await site.replace_carrier(index, newer)
-                    await site.load.more(100)
+                    await site.load.more(40)
 
     within(test)
 
@@ -237,13 +237,13 @@ def test_what_began_before_another_release_was_installed_is_replaced_one_after_a
             await site.replace_decider(ROOT, (99,))
             says = [asyncio.create_task(one.says("outdated")) for one in site.carriers]
             await asyncio.wait(says, return_when=asyncio.FIRST_COMPLETED)
-            await site.load.more(100)
+            await site.load.more(40)
             assert sum(one.done() for one in says) == 1
             first = next(index for index, one in enumerate(says) if one.done())
             await site.replace_carrier(first, ROOT, (99,))
             await says[1 - first]
             await site.replace_carrier(1 - first, ROOT, (99,))
-            await site.load.more(100)
+            await site.load.more(40)
             before = await site.alone()
             assert before > 0
             # Back to the release before, a carrier first.
