@@ -9,7 +9,6 @@ import tarfile
 from collections import Counter
 from contextlib import asynccontextmanager
 
-import httpx
 import pytest
 from scripts import ROOT
 from unit.raw_endpoint import RawCaller, raw_endpoints
@@ -20,7 +19,6 @@ pytestmark = pytest.mark.integration
 WHOLE = b'{"choices":[{"index":0,"text":"ok","finish_reason":"stop"}]}'
 BODY = b'{"model":"m","prompt":"a"}'
 CALLERS = 8
-ALONE = "tokenyard_carried_alone_total"
 
 
 def tree_of(commit, folder):
@@ -183,13 +181,6 @@ class Several:
                 one.process.kill()
                 await one.process.wait()
 
-    async def alone(self):
-        """How many requests were placed while no decider could be asked."""
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self._port}") as http:
-            page = (await http.get("/metrics")).text
-        (line,) = [one for one in page.splitlines() if one.startswith(ALONE)]
-        return float(line.split(" ")[1])
-
 
 @asynccontextmanager
 async def several_under_load(folder, tree, version=()):
@@ -244,8 +235,6 @@ def test_what_began_before_another_release_was_installed_is_replaced_one_after_a
             await says[1 - first]
             await site.replace_carrier(1 - first, ROOT, (99,))
             await site.load.more(40)
-            before = await site.alone()
-            assert before > 0
             # Back to the release before, a carrier first.
             newer = await site.begin("carrier", ROOT, (98,))
             await site.decider.says("outdated")
