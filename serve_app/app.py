@@ -309,10 +309,12 @@ class DeciderReplica(GatewayReplica):
         """Answer from the event loop of decisions.
 
         Raises:
-            RuntimeError: It listens for nobody.
+            RuntimeError: It listens for nobody, or has to be replaced by what is installed now.
         """
         if self._decider is None or not self._decider.is_up:
             raise RuntimeError("the decider does not listen any more")
+        if self._decider.outdated is not None:
+            raise RuntimeError(self._decider.outdated)
 
     async def end(self) -> None:
         """Answer what was let in; carriers end by themselves."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.carrier_wire import (
+    OF_VERSION_1,
     FrameProtocol,
+    Hello,
     Kind,
     block_sizes,
     read_http,
@@ -55,6 +57,10 @@ class Away(ConnectionError):
     """The decider is away."""
 
 
+class Incompatible(ConnectionError):
+    """The decider speaks another version."""
+
+
 class _Call:
     """A request that the decider has been told of, and what it says to it."""
 
@@ -89,6 +95,8 @@ class _Link(FrameProtocol):
     def __init__(self, on_leave: Callable[[], None]) -> None:
         super().__init__()
         self.is_up = True
+        self.decider: asyncio.Future[Hello] = self._loop.create_future()
+        """Who decides, once it has said so."""
         self._on_leave = on_leave
         self._calls: dict[int, _Call] = {}
         self._asked: dict[int, asyncio.Future[bytes]] = {}
@@ -138,6 +146,10 @@ class _Link(FrameProtocol):
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
         """Handle a frame of the decider's."""
+        if not self.decider.done():
+            # One of version 1 answers our ping, and not our hello.
+            self.decider.set_result(Hello.read(payload) if kind == Kind.HELLO else OF_VERSION_1)
+            return
         call = self._calls.get(number)
         if kind == Kind.STOP:
             if call is not None:
@@ -154,6 +166,7 @@ class _Link(FrameProtocol):
     def lost(self) -> None:
         """Let everybody know who waits."""
         self.is_up = False
+        self.decider.cancel()
         if self._counting is not None:
             self._counting.cancel()
         for call in self._calls.values():
@@ -221,6 +234,9 @@ class Carrier:
         """
         self.alone, self._find = alone, find
         self.in_flight = 0
+        self.hello = Hello()
+        self.outdated: str | None = None
+        """Why it has to be replaced: a decider that began later speaks another version."""
         self._block_sizes = block_sizes(alone.cluster)
         self._link: _Link | None = None
         self._num_alone = 0
@@ -353,16 +369,24 @@ class Carrier:
             now_s = self.alone.refresh()
 
     async def _keep_linked(self) -> None:
+        told = ""
         while True:
             try:
-                path = await self._find()
-                await self._connect(path)
+                await self._connect(await self._find())
+                told = ""
             except OSError as error:
-                logger.warning("no decider: %s", error)
+                if str(error) != told:
+                    told = str(error)
+                    logger.warning("no decider: %s", error)
             await asyncio.sleep(_AGAIN_S)
 
     async def _connect(self, path: str) -> None:
-        """Use a decider until it is away."""
+        """Use a decider until it is away.
+
+        Raises:
+            Incompatible: It speaks another version.
+            OSError: It does not answer.
+        """
         loop, left = asyncio.get_running_loop(), asyncio.Event()
 
         def on_leave() -> None:
@@ -371,9 +395,13 @@ class Carrier:
                 left.set()
 
         _, link = await loop.create_unix_connection(lambda: _Link(on_leave), path)
-        told = {"pid": os.getpid(), "carried_alone": self._num_alone}
-        link.send(Kind.HELLO, 0, to_json(told))
-        self._num_alone = 0
+        num_alone = self._num_alone
+        try:
+            await self._meet(link, num_alone)
+        except BaseException:
+            link.close()
+            raise
+        self._num_alone -= num_alone
         if not left.is_set():
             self._link = link
             self._found.set()
@@ -384,6 +412,21 @@ class Carrier:
                 logger.warning("the decider does not answer")
                 link.close()
         logger.warning("the decider is away: requests are placed by the baseline meanwhile")
+
+    async def _meet(self, link: _Link, num_alone: int) -> None:
+        """Say who is here and what it did alone, and hear who decides; raises as `_connect`."""
+        own = replace(self.hello, carried_alone=num_alone)
+        link.send(Kind.HELLO, 0, own.write())
+        link.send(Kind.PING, 0)
+        await asyncio.wait([link.decider], timeout=_SILENT_S)
+        if not link.decider.done() or link.decider.cancelled():
+            raise ConnectionError("it does not say who it is")
+        decider = link.decider.result()
+        refusal = own.refusal(decider)
+        if refusal is not None:
+            if decider.is_next and own.is_older_than(decider):
+                self.outdated = refusal
+            raise Incompatible(refusal)
 
 
 def _refuse(payload: bytes) -> None:

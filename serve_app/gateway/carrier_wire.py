@@ -2,17 +2,25 @@
 
 A frame is its payload's length, its kind and a number, which names the request. What is said in one
 step of an event loop goes out in one write, and what nobody waits for goes with what comes next.
+
+Both ends first say which version they speak (`Hello`), and ends of two versions part. All versions
+have the frame's head, `Kind.HELLO` and JSON in it; whatever else changes raises `WIRE_VERSION`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
 import struct
+import time
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
-from typing import Any, cast
+from importlib.metadata import version
+from typing import Any, Self, cast
 
 from serve_app.cluster import Cluster
 from serve_app.gateway.callers import ANYBODY, Caller
@@ -20,6 +28,12 @@ from serve_app.gateway.exchange import Call, Headers, InferenceRequest
 from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import Prompt
 
+logger = logging.getLogger(__name__)
+
+WIRE_VERSION = 2
+"""Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
+_BEGAN_S = time.monotonic()
+_RELEASE = version("tokenyard")
 _HEAD = struct.Struct("<IBI")
 _COUNT = struct.Struct("<II")
 _ENDED = struct.Struct("<I??")
@@ -35,7 +49,7 @@ class Kind(IntEnum):
     """What a frame says."""
 
     HELLO = 1
-    """Carrier: JSON, what it did alone."""
+    """Carrier, and back: who is there, as `Hello` lays it out."""
     ASK = 2
     """Carrier: a request, as `write_request` lays it out."""
     TOKENS = 3
@@ -64,6 +78,66 @@ class Kind(IntEnum):
     """Decider: status, headers and body."""
     LEAVE = 15
     """Decider: it is about to end, and wants to be asked nothing new."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What an end says first, and is told before anything else."""
+
+    wire_version: int = WIRE_VERSION
+    release: str = _RELEASE
+    began_s: float = _BEGAN_S
+    """When its process began, by the machine's monotonic clock."""
+    pid: int = field(default_factory=os.getpid)
+    carried_alone: int = 0
+    """Of a carrier: requests that it has placed itself since it last had a decider."""
+    is_next: bool = False
+    """Of a decider that refuses a carrier: whether this is the one to be replaced now."""
+
+    def write(self) -> bytes:
+        """Lay it out."""
+        return to_json(asdict(self))
+
+    @classmethod
+    def read(cls, payload: bytes) -> Self:
+        """Read what `write` wrote, in any version; fields that are not there are an old end's.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        found = json.loads(payload)
+        if not isinstance(found, dict):
+            raise ValueError("a hello is no JSON object")
+        said = asdict(OF_VERSION_1) | {
+            one.name: found[one.name] for one in fields(cls) if one.name in found
+        }
+        for name, kind in _TYPES.items():
+            if type(said[name]) not in kind:
+                raise ValueError(f"{name} of a hello is {said[name]!r:.100}")
+        return cls(**said)
+
+    def refusal(self, decider: Hello) -> str | None:
+        """Say why this carrier and a decider cannot work together; None: they can."""
+        if self.wire_version == decider.wire_version:
+            return None
+        older = "carrier" if self.is_older_than(decider) else "decider"
+        return (
+            f"carrier {self.pid} of release {self.release} speaks version {self.wire_version} of "
+            f"the carriers' wire, decider {decider.pid} of release {decider.release} speaks "
+            f"{decider.wire_version}: the {older} began first and has to be replaced"
+        )
+
+    def is_older_than(self, decider: Hello) -> bool:
+        """Whether this carrier began first: what runs longer is not what is installed now."""
+        return self.began_s <= decider.began_s
+
+
+OF_VERSION_1 = Hello(1, "unknown", 0.0, 0)
+"""What an end says that says nothing of it."""
+_TYPES = {
+    "wire_version": (int,), "release": (str,), "began_s": (float, int), "pid": (int,),
+    "carried_alone": (int,), "is_next": (bool,),
+}  # fmt: skip
 
 
 class FrameProtocol(asyncio.Protocol):
@@ -110,6 +184,12 @@ class FrameProtocol(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def part(self) -> None:
+        """Send what there is, and close."""
+        self._flush()
+        if self._transport is not None:
+            self._transport.close()
+
     def before_flush(self) -> None:
         """Add what is to be sent with the rest."""
 
@@ -140,12 +220,19 @@ class FrameProtocol(asyncio.Protocol):
             size, kind, number = _HEAD.unpack_from(data, at)
             start = at + _HEAD.size
             if size > _MOST_BYTES:
+                logger.error("a frame of %d bytes between carrier and decider", size)
                 self.close()
                 return
             if start + size > end:
                 break
             at = start + size
-            self.take(kind, number, data[start:at])
+            try:
+                self.take(kind, number, data[start:at])
+            except Exception:
+                # Of its own version nothing else is to be expected of this end any more.
+                logger.exception("a frame of kind %d between carrier and decider", kind)
+                self.close()
+                return
         self._rest = data[at:]
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -13,15 +13,16 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from serve_app.gateway.backends import Backend
 from serve_app.gateway.carrier_wire import (
     FrameProtocol,
+    Hello,
     Kind,
     block_sizes,
     read_counts,
@@ -153,6 +154,7 @@ class _Link(FrameProtocol):
     def __init__(self, decider: Decider) -> None:
         super().__init__()
         self._decider = decider
+        self._is_joined = False
         self._carried: dict[int, _Carried] = {}
         self._answering: set[asyncio.Task[None]] = set()
 
@@ -169,21 +171,22 @@ class _Link(FrameProtocol):
             self._loop.call_soon(together.__exit__, None, None, None)
 
     def take(self, kind: int, number: int, payload: bytes) -> None:
-        """Handle a frame of the carrier's."""
-        if kind == Kind.ASK:
+        """Handle a frame of the carrier's; there is none before its hello."""
+        if not self._is_joined:
+            if kind == Kind.HELLO:
+                self._is_joined = self._decider.meet(self, Hello.read(payload))
+        elif kind == Kind.ASK:
             self._open(number, payload)
         elif kind == Kind.TOKENS:
             for each, count in read_counts(payload):
                 if carried := self._carried.get(each):
                     carried.count(count)
         elif kind == Kind.HTTP:
-            task = self._loop.create_task(self._answer(number, payload))
+            task = self._loop.create_task(self._answer(number, *read_http(payload)))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)
         elif kind == Kind.PING:
             self.send(Kind.PING, number)
-        elif kind == Kind.HELLO:
-            self._decider.join(self, json.loads(payload))
         elif carried := self._carried.get(number):
             self._take_outcome(kind, carried, payload)
 
@@ -243,22 +246,13 @@ class _Link(FrameProtocol):
     ) -> None:  # fmt: skip
         self.send(Kind.REFUSED, number, write_refusal(kind, text, retry_after_s, over))
 
-    async def _answer(self, number: int, payload: bytes) -> None:
-        head, body = read_http(payload)
+    async def _answer(self, number: int, head: dict[str, Any], body: bytes) -> None:
         told, content = await _ask(self._decider.api, head, body)
         self.send(Kind.HTTP_ANSWER, number, write_http(told, content))
 
 
 async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     """Have an ASGI application answer a request that came to a carrier; return head and body."""
-    scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
-        "scheme": "http", "state": {}, **head,
-        "headers": [(name.encode("latin-1"), value.encode("latin-1"))
-                    for name, value in head["headers"]],
-        "query_string": head["query_string"].encode("latin-1"),
-        "raw_path": head["path"].encode(),
-    }  # fmt: skip
     told: dict[str, Any] = {}
     content, unread = bytearray(), [body]
 
@@ -279,11 +273,23 @@ async def _ask(api: ASGIApp, head: dict[str, Any], body: bytes) -> tuple[dict[st
             content.extend(message.get("body", b""))
 
     try:
-        await api(scope, receive, send)
+        await api(_scope_of(head), receive, send)
     except Exception:
         # As a server does: what was sent until then is the answer.
-        logger.exception("%s %s", head["method"], head["path"])
+        logger.exception("a request that came to a carrier")
     return told or {"status": 500, "headers": []}, bytes(content)
+
+
+def _scope_of(head: dict[str, Any]) -> Scope:
+    """What ASGI calls a request, of what its carrier tells."""
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "root_path": "",
+        "scheme": "http", "state": {}, **head,
+        "headers": [(name.encode("latin-1"), value.encode("latin-1"))
+                    for name, value in head["headers"]],
+        "query_string": head["query_string"].encode("latin-1"),
+        "raw_path": head["path"].encode(),
+    }  # fmt: skip
 
 
 class Decider:
@@ -298,7 +304,12 @@ class Decider:
         """
         self.gateway, self.api = gateway, api
         self.block_sizes = block_sizes(gateway.cluster)
+        self.hello = Hello()
+        self.outdated: str | None = None
+        """Why it has to be replaced: a carrier that began later speaks another version."""
         self._links: set[_Link] = set()
+        self._refused: list[int] = []
+        """Process ids of carriers of another version, the first one first."""
         self._server: asyncio.Server | None = None
         self._folder: str | None = None
 
@@ -338,12 +349,33 @@ class Decider:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def join(self, link: _Link, told: Mapping[str, int]) -> None:
+    def meet(self, link: _Link, carrier: Hello) -> bool:
+        """Take a carrier that speaks this version, and let go of any other; both say why.
+
+        Of those that are older one is to be replaced at once, and the others when that has come
+        back: somebody has to listen meanwhile.
+        """
+        refusal = carrier.refusal(self.hello)
+        if refusal is None:
+            link.send(Kind.HELLO, 0, self.hello.write())
+            self._join(link, carrier)
+            return True
+        if carrier.pid not in self._refused:
+            self._refused.append(carrier.pid)
+            logger.warning("%s", refusal)
+        if not carrier.is_older_than(self.hello):
+            self.outdated = refusal
+        is_next = bool(self._links) or carrier.pid == self._refused[0]
+        link.send(Kind.HELLO, 0, replace(self.hello, is_next=is_next).write())
+        link.part()
+        return False
+
+    def _join(self, link: _Link, carrier: Hello) -> None:
         """Note a carrier, and what it did while nobody decided for it."""
         self._links.add(link)
         self.gateway.metrics.carriers.set(len(self._links))
-        self.gateway.metrics.carried_alone.inc(told["carried_alone"])
-        logger.info("carrier %d is here, %d in all", told["pid"], len(self._links))
+        self.gateway.metrics.carried_alone.inc(carrier.carried_alone)
+        logger.info("carrier %d is here, %d in all", carrier.pid, len(self._links))
 
     def leave(self, link: _Link) -> None:
         """Note that a carrier is gone."""

@@ -88,10 +88,11 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
 
 def state_router(gateway: Gateway, access: Access) -> APIRouter:
     """Routes about what the gateway does and knows, for programs and for people."""
-    router, is_authorized = APIRouter(), [Depends(access.is_authorized)]
+    router, may_see_all = APIRouter(), [Depends(access.may_see_all)]
+    denied: dict[int | str, dict[str, Any]] = {401: {"model": Problem}, 403: {"model": Problem}}
     page = _PAGE.read_text(encoding="utf-8")
 
-    @router.get("/v1/history", dependencies=is_authorized, responses={401: {"model": Problem}})
+    @router.get("/v1/history", dependencies=may_see_all, responses=denied)
     async def history() -> dict[str, Any]:
         """Tell of the last quarter of an hour, and of the last decisions with their scores."""
         return {
@@ -101,7 +102,7 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             "decisions": gateway.history.decisions(),
         }
 
-    @router.get("/v1/pools", dependencies=is_authorized, responses={401: {"model": Problem}})
+    @router.get("/v1/pools", dependencies=may_see_all, responses=denied)
     async def pools() -> dict[str, Any]:
         """Tell what is known of every replica: speed, state and its age."""
         now_s = gateway.refresh()
@@ -114,7 +115,7 @@ def state_router(gateway: Gateway, access: Access) -> APIRouter:
             ]
         }
 
-    @router.get("/v1/queue", dependencies=is_authorized, responses={401: {"model": Problem}})
+    @router.get("/v1/queue", dependencies=may_see_all, responses=denied)
     async def queue() -> dict[str, Any]:
         """Tell which requests wait at the gateway, who is next first, and how full replicas are."""
         holding = gateway.holding

@@ -128,6 +128,16 @@ class Access:
                 return ANYBODY if is_free else Caller(address=_address_of(request))
         raise Denied("give the server's token as `Authorization: Bearer ...`", 401)
 
+    async def may_see_all(self, request: HTTPConnection) -> None:
+        """Let a caller look at what all tenants do: nobody with a tenant's key may.
+
+        Raises:
+            Denied: The key is missing or wrong, or a tenant's.
+        """
+        caller = self.check_use(request)
+        if self.keys is not None and caller.key != TOKEN and not self.is_admin(request):
+            raise Denied("this is of all tenants: give an admin's key, or the server's token", 403)
+
     async def may_change(self, request: HTTPConnection) -> None:
         """Let a caller change what is served, and note who it is for what happens next.
 

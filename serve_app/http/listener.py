@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from serve_app.cluster import Limits, TlsFiles
 from serve_app.http.intake import MAX_HEADER_BYTES
+from serve_app.http.log_limits import limit_log
 from serve_app.http.tls import Certificate
 
 _BACKLOG = 2048
@@ -220,6 +221,7 @@ class Listener:
         Raises:
             ValueError: They cannot be used.
         """
+        limit_log()
         self._certificate = None if tls is None else Certificate(tls)
         self._config = _Config(app, limits, self._certificate)
         self._watching: asyncio.Task[None] | None = None

@@ -129,8 +129,10 @@ class CarrierReplica:
         """Answer from the event loop that carries.
 
         Raises:
-            RuntimeError: It takes no connections.
+            RuntimeError: It takes no connections, or has to be replaced by what is installed now.
         """
+        if self._carrier.outdated is not None:
+            raise RuntimeError(self._carrier.outdated)
         if self._listener is None or not self._listener.is_up:
             raise RuntimeError("the carrier does not listen any more")
 

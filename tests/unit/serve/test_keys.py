@@ -61,7 +61,7 @@ def bearer(key):
 
 
 async def statuses(client, key):
-    """Statuses of generating, looking and changing with a key."""
+    """Statuses of generating, looking at all tenants, and changing with a key."""
     headers = bearer(key)
     asked = await client.post("/v1/completions", json=a_body(), headers=headers)
     looked = await client.get("/v1/pools", headers=headers)
@@ -72,11 +72,11 @@ async def statuses(client, key):
 @pytest.mark.parametrize(
     ("key", "expected"),
     [
-        ("sk-ann", (200, 200, 403)),
-        ("sk-bob", (403, 200, 403)),
+        ("sk-ann", (200, 403, 403)),
+        ("sk-bob", (403, 403, 403)),
         ("sk-ops", (403, 200, 200)),
         ("sk-all", (200, 200, 200)),
-        ("sk-ann ", (200, 200, 403)),
+        ("sk-ann ", (200, 403, 403)),
         ("sk-anm", (401, 401, 401)),
         (hash_of("sk-ann"), (401, 401, 401)),
         ("user", (200, 200, 403)),
@@ -100,7 +100,7 @@ def test_without_a_key_only_what_the_file_allows(tmp_path):
 
     async def run():
         async with a_site(path) as (client, file, *_):
-            assert await statuses(client, None) == (200, 200, 403)
+            assert await statuses(client, None) == (200, 403, 403)
             # Whoever gives a key that is wrong should hear of it.
             assert await statuses(client, "sk-old") == (401, 401, 401)
             write(path, ENTRIES)

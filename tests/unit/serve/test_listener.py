@@ -1,6 +1,7 @@
 """What the listener refuses before any application sees it."""
 
 import asyncio
+import logging
 import socket
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ from serve_app.app import check_no_proxy
 from serve_app.cluster import Limits
 from serve_app.http.intake import MAX_HEADER_BYTES
 from serve_app.http.listener import Listener, hold_port
+from serve_app.http.log_limits import PERIOD_S, OncePerPeriod
 
 ASK = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -239,3 +241,47 @@ def test_who_has_connected_when_the_port_is_handed_over_is_answered_and_goes():
                 await connect(port)
 
     run(test)
+
+
+def test_strangers_who_send_what_is_no_http_do_not_fill_the_log(caplog):
+    async def test():
+        async with a_listener() as (port, *_):
+            (limit,) = [
+                one for one in logging.getLogger("uvicorn.error").filters
+                if isinstance(one, OncePerPeriod)
+            ]  # fmt: skip
+            limit._seen.clear()
+            for _ in range(50):
+                reader, writer = await connect(port)
+                writer.write(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+                assert b"400 Bad Request" in await reader.read()
+
+    run(test)
+    said = [one.getMessage() for one in caplog.records if one.name == "uvicorn.error"]
+    assert said == ["Invalid HTTP request received."]
+
+
+def test_what_was_left_out_of_the_log_is_counted_there_a_minute_later():
+    now_s = [1000.0]
+    limit, said = OncePerPeriod(lambda: now_s[0]), []
+
+    def say(text, *values, error=None):
+        info = None if error is None else (type(error), error, None)
+        record = logging.LogRecord("n", logging.WARNING, "f", 1, text, values, info)
+        if limit.filter(record):
+            said.append(record.getMessage())
+
+    for number in range(1000):
+        say("request %d is odd", number)
+        say("it failed", error=KeyError(number))
+    say("it failed", error=ValueError())
+    assert said == ["request 0 is odd", "it failed", "it failed"]
+    said.clear()
+    now_s[0] += PERIOD_S
+    say("request %d is odd", 7)
+    say("request %d is odd", 8)
+    assert said == ["request 7 is odd (and 999 more since the last such line)"]
+    # Texts that somebody makes up do not take memory without limit either.
+    for number in range(1000):
+        say(f"text {number}")
+    assert len(limit._seen) <= 64
