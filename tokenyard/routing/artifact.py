@@ -28,11 +28,11 @@ from tokenyard.routing.observation import (
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
-    AnyClusterPolicy,
     LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
     ResidualPolicy,
+    any_cluster_policy,
     order_weights,
 )
 from tokenyard.routing.policies.tuned import load_tuned
@@ -198,7 +198,7 @@ KINDS: dict[str, RoutingKind] = {
         run=_run_linear,
     ),
     "generic": RoutingKind(
-        _check_generic, AnyClusterPolicy, knows_traffic=False, run=_run_any_cluster
+        _check_generic, any_cluster_policy, knows_traffic=False, run=_run_any_cluster
     ),
     "mlp": RoutingKind(
         _check_mlp, NetworkPolicy, needs_engine=lambda it: False,

@@ -7,6 +7,7 @@ training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.arti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 import numpy as np
@@ -88,59 +89,79 @@ class MarginalPolicy(LinearPolicy):
 
 
 class AnyClusterPolicy(ScoringPolicy):
-    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch.
+    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
 
-    Where its artifact has an order, it also says where a request takes its place in the queue.
-    """
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
+    ) -> None:
+        """Take units and weights; the SLO of training, where `slo` is None."""
+        self._mean_total_tokens = metadata.mean_total_tokens
+        self._slo_s = (slo or metadata.slo).response_s
+        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
+        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
+
+    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
+        """Return the cheapest replica and the cost of each, in units of the cluster."""
+        return self._decide(request, *self._columns(request, snapshots))
+
+    def _columns(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[FloatArray, bool]:
+        """The table, and whether it is of replicas that batch."""
+        _check_count(None, snapshots)
+        columns = unranked_columns(snapshots)
+        # Where only some tell of their engine, all are taken for servers, which all can be.
+        batch = bool(columns[:, ITERATION_S].all())
+        if batch:
+            fill_ages(columns, snapshots, request.arrival_s)
+        return columns, batch
+
+    def _decide(self, request: Request, columns: FloatArray, batch: bool) -> Decision:
+        costs = np.empty(len(columns))
+        total, mean = request.predicted_total_tokens, self._mean_total_tokens
+        if batch:
+            context = request.context_tokens
+            best = engine_scores(
+                self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
+            )
+        else:
+            best = server_scores(self._server_weights, total, mean, self._slo_s, columns, costs)
+        return Decision(best, costs)
+
+
+class OrderedAnyClusterPolicy(AnyClusterPolicy):
+    """The same with an order: it also says where a request takes its place in the queue."""
 
     sees_queues = False
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
     ) -> None:
-        """Take units, weights and orders; the SLO of training, where `slo` is None."""
-        self._mean_total_tokens = metadata.mean_total_tokens
-        self._slo_s = (slo or metadata.slo).response_s
-        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
-        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
+        """Take units, weights and orders."""
+        super().__init__(metadata, arrays, slo=slo)
         self._server_order = order_weights(arrays, "server_weights")
         self._engine_order = order_weights(arrays, "engine_weights")
 
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the cheapest replica and the cost of each, in units of the cluster."""
-        best, costs, _, _ = self._decide(request, snapshots)
-        return Decision(best, costs)
-
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
-        best, costs, columns, order = self._decide(request, snapshots)
+        columns, batch = self._columns(request, snapshots)
+        decision = self._decide(request, columns, batch)
+        order = self._engine_order if batch else self._server_order
         if is_first_come(order):
-            return Decision(best, costs)
+            return decision
         context = float(request.context_tokens)
         output = float(request.predicted_total_tokens) - context
-        delay_s = order_delay_s(order, context, output, columns[best])
-        return Decision(best, costs, request.arrival_s + delay_s)
+        delay_s = order_delay_s(order, context, output, columns[decision.replica])
+        return replace(decision, order_key_s=request.arrival_s + delay_s)
 
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
-        """The choice, all costs, the table, and the weights of the order."""
-        _check_count(None, snapshots)
-        columns = unranked_columns(snapshots)
-        costs = np.empty(len(columns))
-        total = request.predicted_total_tokens
-        # Where only some tell of their engine, all are taken for servers, which all can be.
-        if columns[:, ITERATION_S].all():
-            context, mean = request.context_tokens, self._mean_total_tokens
-            fill_ages(columns, snapshots, request.arrival_s)
-            best = engine_scores(
-                self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
-            )
-            return best, costs, columns, self._engine_order
-        best = server_scores(
-            self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
-        )
-        return best, costs, columns, self._server_order
+
+def any_cluster_policy(
+    metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
+) -> AnyClusterPolicy:
+    """Make the policy for any cluster, which orders where its artifact has an order."""
+    orders = any(order_array(of) in arrays for of in ("server_weights", "engine_weights"))
+    made = OrderedAnyClusterPolicy if orders else AnyClusterPolicy
+    return made(metadata, arrays, slo=slo)
 
 
 def order_weights(arrays: Arrays, of: str) -> FloatArray:
