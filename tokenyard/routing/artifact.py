@@ -32,6 +32,9 @@ from tokenyard.routing.policies.learned import (
     LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
+    OrderedAnyClusterPolicy,
+    OrderedLinearPolicy,
+    OrderedMarginalPolicy,
     ResidualPolicy,
     order_weights,
 )
@@ -86,11 +89,14 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
         return KINDS[self.metadata.kind].needs_engine(self)
 
 
+MakePolicy = Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
+
+
 @dataclass(frozen=True)
 class RoutingKind(Kind[PolicyArtifact]):
     """What there is to know of one kind of routing policies."""
 
-    policy: Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
+    policy: MakePolicy
     """Makes it for one stream of requests: calendar time of second 0, and the SLO to keep to."""
     run: Callable[[PolicyArtifact, PolicyRunner], None] = field(kw_only=True)
     """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
@@ -201,14 +207,28 @@ def network_preferences(
     return preferences
 
 
+def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> MakePolicy:
+    """Make the one whose artifact has an order where it has one: only that one orders."""
+
+    def made(
+        metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, slo: Slo | None
+    ) -> ScoringPolicy:
+        make: MakePolicy = plain if _ORDERS.isdisjoint(arrays) else ordered
+        return make(metadata, arrays, started_at, slo)
+
+    return made
+
+
 KINDS: dict[str, RoutingKind] = {
-    "linear": RoutingKind(_check_linear, LinearPolicy, run=_run_linear),
+    "linear": RoutingKind(
+        _check_linear, _policy_of(LinearPolicy, OrderedLinearPolicy), run=_run_linear
+    ),
     "marginal": RoutingKind(
-        _check_marginal, MarginalPolicy, is_finetuned=True, needs_engine=lambda it: True,
+        _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), is_finetuned=True, needs_engine=lambda it: True,
         run=_run_linear,
     ),
     "generic": RoutingKind(
-        _check_generic, AnyClusterPolicy, knows_traffic=False, run=_run_any_cluster
+        _check_generic, _policy_of(AnyClusterPolicy, OrderedAnyClusterPolicy), knows_traffic=False, run=_run_any_cluster
     ),
     "mlp": RoutingKind(
         _check_mlp, NetworkPolicy, needs_engine=lambda it: False,

@@ -1,7 +1,7 @@
 """Which placement and order the policy for any cluster has: found on drawn clusters, by cost.
 
 Candidates are few: the weights of a placement with no correction and with the learned one, and
-the three numbers of an order (`tokenyard.routing.scores.order`). Each plays all training clusters
+the numbers of an order (`tokenyard.routing.scores.order`). Each plays all training clusters
 beside the best ordering rule of each. The cost is what it loses on average, plus the mean of the
 tenth of the clusters on which it loses most (conditional value at risk).
 """
@@ -23,7 +23,6 @@ from tokenyard.routing.policies.learned import order_array
 from tokenyard.routing.scores.order import (
     FIRST_COME,
     NUM_ORDER_WEIGHTS,
-    PER_WAITING,
     PREFILL_WEIGHT,
     SERVICE_WEIGHT,
 )
@@ -33,7 +32,6 @@ from tokenyard.routing.simulator.streams import stream_rng
 from tokenyard.types import FloatArray
 
 KNOBS = (5.0, 20.0, 60.0)
-PER_WAITING_GRID = (0.0, 0.1, 0.5)
 WORST_SHARE = 0.1
 """Of the clusters, those whose mean loss is added to the mean over all."""
 PLACEMENTS = ("learned", "rule")
@@ -44,13 +42,11 @@ _FIRST_CLUSTER = 500_000
 
 
 def order_grid() -> list[FloatArray]:
-    """First come first served, then by size with every knob and growth."""
+    """First come first served, then by service and by prefill with every knob."""
     found = [FIRST_COME.copy()]
-    for at, knob, growth in itertools.product(
-        (SERVICE_WEIGHT, PREFILL_WEIGHT), KNOBS, PER_WAITING_GRID
-    ):
+    for at, knob in itertools.product((SERVICE_WEIGHT, PREFILL_WEIGHT), KNOBS):
         weights = np.zeros(NUM_ORDER_WEIGHTS)
-        weights[at], weights[PER_WAITING] = knob, growth
+        weights[at] = knob
         found.append(weights)
     return found
 

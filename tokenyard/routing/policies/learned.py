@@ -41,15 +41,25 @@ from tokenyard.types import FloatArray, Slo
 from tokenyard.workload.features import FeatureTracker
 
 
-class _OrderingPolicy(ScoringPolicy):
-    """Scores replicas and, where its artifact has an order, says where a request waits."""
-
-    sees_queues = False
+class _TablePolicy(ScoringPolicy):
+    """Scores replicas by the table of what is seen of them."""
 
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO or the cluster."""
         best, costs, _, _ = self._decide(request, snapshots)
         return Decision(best, costs)
+
+    @abstractmethod
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+        """The choice, all costs, the table, and the weights of the order."""
+
+
+class _InOrder(_TablePolicy):
+    """Mixed into one whose artifact has an order: it also says where a request waits."""
+
+    sees_queues = False
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
@@ -61,14 +71,8 @@ class _OrderingPolicy(ScoringPolicy):
         delay_s = order_delay_s(order, context, output, columns[best])
         return Decision(best, costs, request.arrival_s + delay_s)
 
-    @abstractmethod
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
-        """The choice, all costs, the table, and the weights of the order."""
 
-
-class LinearPolicy(_OrderingPolicy):
+class LinearPolicy(_TablePolicy):
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
     def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
@@ -117,7 +121,7 @@ class MarginalPolicy(LinearPolicy):
         return best, costs, columns, self._order
 
 
-class AnyClusterPolicy(_OrderingPolicy):
+class AnyClusterPolicy(_TablePolicy):
     """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
 
     def __init__(
@@ -150,6 +154,18 @@ class AnyClusterPolicy(_OrderingPolicy):
             self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
         )
         return best, costs, columns, self._server_order
+
+
+class OrderedLinearPolicy(_InOrder, LinearPolicy):
+    """A linear policy with an order."""
+
+
+class OrderedMarginalPolicy(_InOrder, MarginalPolicy):
+    """A marginal policy with an order."""
+
+
+class OrderedAnyClusterPolicy(_InOrder, AnyClusterPolicy):
+    """The policy for any cluster with an order."""
 
 
 def order_weights(arrays: Arrays, of: str) -> FloatArray:

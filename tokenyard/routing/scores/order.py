@@ -1,9 +1,8 @@
 """How much later than its arrival a request takes its place in a queue: orders by size, compiled.
 
 `tokenyard.routing.policies.order` has two of these orders as rules: `sjf` has a service weight,
-`wspt` a prefill weight. Here both are numbers, so that a kernel may run them, and both may grow
-with what waits at the replica. The longer the queue, the less a fixed weight orders: a second of
-service has to make up for longer waits.
+`wspt` a prefill weight. Here both are numbers, so that a kernel may run them. Weights that grow
+with what waits at the replica were tried, and did no better (docs/results/any-cluster.md).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.types import FloatArray
 
-SERVICE_WEIGHT, PREFILL_WEIGHT, PER_WAITING, NUM_ORDER_WEIGHTS = range(4)
+SERVICE_WEIGHT, PREFILL_WEIGHT, NUM_ORDER_WEIGHTS = range(3)
 FIRST_COME: FloatArray = np.zeros(NUM_ORDER_WEIGHTS)
 """Weights that order nothing."""
 
@@ -33,14 +32,12 @@ def order_delay_s(
     """Weighted time that the request takes at a replica, seconds.
 
     Args:
-        weights: Of the time from its start to its end, of that of its prompt, and the share by
-            which both are larger for each request that waits per slot; replicas that batch count
-            as one slot. Shape (NUM_ORDER_WEIGHTS,), all at least 0.
+        weights: Of the time from its start to its end, and of that of its prompt, shape
+            (NUM_ORDER_WEIGHTS,), all at least 0.
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
         row: One row of the table, shape (NUM_COLUMNS,).
     """
-    waiting = row[ob.NUM_WAITING]
     if row[ob.ITERATION_S] > 0.0:
         first_s, decode_s, _ = ob.batching_delays(row, context_tokens, output_tokens)
         service_s = first_s - row[ob.WAIT_S] + decode_s
@@ -48,6 +45,5 @@ def order_delay_s(
         prefill_s = missing * row[ob.PREFILL_TOKEN_S]
     else:
         service_s = prefill_s = (context_tokens + output_tokens) / row[ob.TOKENS_PER_S]
-        waiting /= row[ob.NUM_SLOTS]
-    weighted_s = weights[SERVICE_WEIGHT] * service_s + weights[PREFILL_WEIGHT] * prefill_s
-    return weighted_s * (1.0 + weights[PER_WAITING] * waiting)
+    delay_s: float = weights[SERVICE_WEIGHT] * service_s + weights[PREFILL_WEIGHT] * prefill_s
+    return delay_s

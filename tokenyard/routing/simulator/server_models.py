@@ -88,14 +88,16 @@ class _Servers:
         The placement that knows the order is among them.
         """
         placements = self.placements(sim)
-        found = {name: partial(place, order=FIRST_COME) for name, place in placements.items()}
+        found: dict[str, Decide] = {
+            name: partial(place, order=FIRST_COME) for name, place in placements.items()
+        }
         for order, weight in ORDER_WEIGHTS.items():
             if order not in self.orders:
                 continue
             for knob in VARIANT_KNOBS:
                 weights = FIRST_COME.copy()
                 weights[weight] = knob
-                for name, place in (placements | self.in_order()).items():
+                for name, place in [*placements.items(), *self.in_order().items()]:
                     found[f"{name}+{order}@{knob:g}"] = partial(place, order=weights)
         return found
 
