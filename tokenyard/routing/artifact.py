@@ -224,11 +224,12 @@ KINDS: dict[str, RoutingKind] = {
         _check_linear, _policy_of(LinearPolicy, OrderedLinearPolicy), run=_run_linear
     ),
     "marginal": RoutingKind(
-        _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), is_finetuned=True, needs_engine=lambda it: True,
-        run=_run_linear,
+        _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
+        is_finetuned=True, needs_engine=lambda it: True,
     ),
     "generic": RoutingKind(
-        _check_generic, _policy_of(AnyClusterPolicy, OrderedAnyClusterPolicy), knows_traffic=False, run=_run_any_cluster
+        _check_generic, _policy_of(AnyClusterPolicy, OrderedAnyClusterPolicy),
+        run=_run_any_cluster, knows_traffic=False,
     ),
     "mlp": RoutingKind(
         _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
