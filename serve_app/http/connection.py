@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
@@ -58,9 +58,9 @@ class CallerConnection:
         return True
 
 
-def note_connection(scope: Scope, connection: CallerConnection) -> None:
-    """Write down the connection that a request came by, for whoever handles it."""
-    scope["state"][_CONNECTION] = connection
+def note_connection(state: MutableMapping[str, Any], connection: CallerConnection) -> None:
+    """Write the connection that a request came by into its scope's `state`."""
+    state[_CONNECTION] = connection
 
 
 def connection_of(scope: Scope) -> CallerConnection | None:

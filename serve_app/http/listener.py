@@ -133,7 +133,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:
-            note_connection(self.scope, CallerConnection(self, self.cycle))
+            note_connection(self.scope["state"], CallerConnection(self, self.cycle))
             if self._guard.hands_over:
                 self.cycle.keep_alive = False
 
