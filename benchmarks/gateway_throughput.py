@@ -17,7 +17,6 @@ import contextlib
 import json
 import multiprocessing
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ import yaml
 from rich.table import Table
 
 from serve_app.engines.base import Chunk, EngineConfig, EngineStats, Sampling
+from serve_app.http.free_port import free_port
 from tokenyard.provenance import report
 
 ROOT = Path(__file__).parents[1]
@@ -411,7 +411,7 @@ def started(name: str, port: int, command: list[str], root: Path = ROOT) -> Iter
 @contextlib.contextmanager
 def litellm(environment: Path, ports: list[int]) -> Iterator[Server]:
     """Yield LiteLLM's proxy before the stub's ports, in one process, as its makers ship it."""
-    port, bases = a_free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
+    port, bases = free_port(), [f"http://127.0.0.1:{one}/v1" for one in ports]
     models = [
         {"model_name": "m",
          "litellm_params": {"model": "hosted_vllm/m", "api_base": base, "api_key": "none"}}
@@ -476,7 +476,7 @@ def gateway(
     name: str, pool: dict[str, Any], root: Path = ROOT, carriers: int = 1
 ) -> Iterator[Server]:
     """Yield a gateway before a pool, from the checkout at `root`."""
-    port = a_free_port()
+    port = free_port()
     cluster = {"name": "b", "description": "b", "served_model": "m", "pools": [pool]}
     if carriers > 1:
         cluster["gateway"] = {"carriers": carriers}
@@ -489,12 +489,6 @@ def gateway(
         ]  # fmt: skip
         with started(name, port, command, root) as server:
             yield server
-
-
-def a_free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def measure(servers: list[Server], args: Args) -> list[Row]:
@@ -533,7 +527,7 @@ def row(
 
 def main(args: Args) -> None:
     """Start the servers, measure, print, and write rows."""
-    thin_port = a_free_port()
+    thin_port = free_port()
     thin = [sys.executable, "-c", THIN, str(thin_port)]
     with contextlib.ExitStack() as stack:
         alone, ports = stack.enter_context(stub())

@@ -14,7 +14,6 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ import tyro
 from rich.table import Table
 from scipy import stats
 
+from serve_app.http.free_port import free_port
 from tokenyard.provenance import report
 
 Row = dict[str, str | int | float]
@@ -249,8 +249,7 @@ def served(args: Args) -> Iterator[Args]:
     if args.cluster is None:
         yield args
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     command = [sys.executable, str(_DEPLOY), "--cluster", args.cluster, "--port", str(port)]
     own = os.environ | {"TOKENYARD_LOCAL_ADMIN": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=own) as process:

@@ -13,7 +13,6 @@ import asyncio
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -32,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from serve_app.app import LOCAL_ADMIN_VARIABLE
+from serve_app.http.free_port import free_port
 from serve_app.load_generator import (
     Answer,
     Client,
@@ -82,8 +82,7 @@ def serving(cluster: str) -> Iterator[str]:
     Raises:
         ValueError: It did not start.
     """
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, str(Path(__file__).with_name("deploy.py")), "--cluster", cluster]
     server = subprocess.Popen(
         [*command, "--port", str(port)],

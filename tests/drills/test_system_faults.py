@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ from ray.cluster_utils import Cluster as FakeCluster
 from unit.serve_builders import marginal_artifact
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 pytestmark = [pytest.mark.drills, pytest.mark.integration]
 
@@ -38,11 +38,6 @@ BODY = {
 }  # fmt: skip
 EMULATES = {"gpu": "h100_sxm", "llm": "llama3_8b", "time_scale": 2}
 HEALS_S = 240.0
-
-
-def a_free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def a_pool(name, label, **fields):
@@ -71,7 +66,7 @@ def site(tmp_path_factory, own_ray):
         )
         fake.add_node(num_cpus=2, labels={"drill": "spare"})
         ray.init(address=fake.address, logging_level="WARNING")
-        port = a_free_port()
+        port = free_port()
         tiny = "tiny_engine:TinyEngine"
         cluster = {
             "name": "drills", "description": "Made to be broken.", "served_model": "tiny",
@@ -256,7 +251,7 @@ def test_a_killed_gateway_comes_back_and_says_so_meanwhile(site):
 
 
 def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
-    port = a_free_port()
+    port = free_port()
     store = subprocess.Popen(
         [
             sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",

@@ -7,12 +7,13 @@ import httpx
 import pytest
 import yaml
 from integration.serve.test_carriers import until
-from integration.serve.test_gateway import HERE, a_free_port, a_pool, save_tiny_tokenizer
+from integration.serve.test_gateway import HERE, a_pool, save_tiny_tokenizer
 from ray import serve
 from unit.serve.test_keys import ENTRIES, bearer, write
 from unit.serve.test_tls import make, serial_of, trusting
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 NAME = "access"
 BODY = {"model": "tiny", "prompt": "one two three four", "max_tokens": 4, "ignore_eos": True}
@@ -35,7 +36,7 @@ def url(folder, ray_cluster):
         "name": NAME, "description": "A test.", "served_model": "tiny", "explore_fraction": 0,
         "gateway": gateway, "pools": [a_pool("tiny", save_tiny_tokenizer(folder / "model"))],
     }  # fmt: skip
-    file, port = folder / "cluster.yaml", a_free_port()
+    file, port = folder / "cluster.yaml", free_port()
     file.write_text(yaml.safe_dump(cluster))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))

@@ -1,6 +1,5 @@
 """A pool that is reshaped under load: Ray Serve, real HTTP, and a tiny engine."""
 
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from ray import serve
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 HERE = Path(__file__).parents[1]
 PROFILE = {
@@ -48,8 +48,7 @@ def url(tmp_path_factory, ray_cluster):
     (folder / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            port = listener.getsockname()[1]
+        port = free_port()
         try:
             serve.start(proxy_location="Disabled")
             options = GatewayOptions(

@@ -1,6 +1,5 @@
 """The allocated pool of the default cluster, reshaped under load: real ranks, over HTTP."""
 
-import socket
 import threading
 import time
 
@@ -13,6 +12,7 @@ from unit.engine_builders import a_tiny_llama
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -64,8 +64,7 @@ def url(request, tmp_path_factory, ray_cluster):
     folder = tmp_path_factory.mktemp("sharded")
     model = a_model(folder / "model") if request.param == "tiny" else "default"
     (folder / "cluster.yaml").write_text(yaml.safe_dump(a_cluster(model)))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     try:
         serve.start(proxy_location="Disabled")
         options = GatewayOptions(cluster=str(folder / "cluster.yaml"), local_admin=True, port=port)

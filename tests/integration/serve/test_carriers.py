@@ -11,10 +11,11 @@ import httpx
 import psutil
 import pytest
 import yaml
-from integration.serve.test_gateway import HERE, a_free_port, a_pool, save_tiny_tokenizer
+from integration.serve.test_gateway import HERE, a_pool, save_tiny_tokenizer
 from ray import serve
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 NAME = "carried"
 BODY = {"model": "tiny", "prompt": "one two three four", "max_tokens": 16, "ignore_eos": True}
@@ -32,7 +33,7 @@ def url(tmp_path_factory, ray_cluster):
     }  # fmt: skip
     file = folder / "cluster.yaml"
     file.write_text(yaml.safe_dump(cluster))
-    port = a_free_port()
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(HERE))
         try:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from integration.serve.test_gateway import PROFILE, a_free_port, a_pool, health, wait_until
+from integration.serve.test_gateway import PROFILE, a_pool, health, wait_until
 from ray import serve
 from unit.openai_endpoint import an_openai_endpoint
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parents[1]
@@ -71,7 +72,7 @@ def url(tmp_path_factory, tokenizer, ray_cluster):
             "name": "external", "kind": "external", "served_model": "theirs", "profile": PROFILE,
             "model": "their-name", "endpoints": [{"url": one}, {"url": two}],
         }  # fmt: skip
-        file, port = folder / "cluster.yaml", a_free_port()
+        file, port = folder / "cluster.yaml", free_port()
         fields = {"name": "c", "description": "d", "served_model": "ours", "pools": [ours, theirs]}
         file.write_text(yaml.safe_dump(fields))
         try:

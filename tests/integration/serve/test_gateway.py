@@ -5,7 +5,6 @@ import http.server
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from pipelines import deploy, replay
 from serve_app.app import GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 
 HERE = Path(__file__).parents[1]
 PIPELINES = HERE.parents[1] / "pipelines"
@@ -39,11 +39,6 @@ PROFILE = {
     "token_budget": 256, "kv_capacity_tokens": 20_000,
 }  # fmt: skip
 PROMPT = "The quick brown fox jumps over the lazy dog, and so on and on."
-
-
-def a_free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def a_pool(name, model, **fields):
@@ -82,7 +77,7 @@ def run(cluster_fields, folder, name, **options):
     file = folder / f"{name}.yaml"
     known = {"name": name, "description": "A test.", "served_model": "tiny", "explore_fraction": 0}
     file.write_text(yaml.safe_dump(known | cluster_fields))
-    port = a_free_port()
+    port = free_port()
     options = GatewayOptions(cluster=str(file), host="0.0.0.0", port=port, **options)
     serve.run(build_gateway(options), name=name, route_prefix=None)
     return f"http://127.0.0.1:{port}"
@@ -485,6 +480,6 @@ def test_a_cluster_that_cannot_be_served_is_refused_in_one_sentence(tmp_path, ar
     fields = {"name": "bad", "description": "d", "served_model": "m", "pools": [pool]}
     file.write_text(yaml.safe_dump(fields))
     args = [str(file) if one == "BAD" else one for one in args]
-    sentence = refusal(deploy, "--port", a_free_port(), *args)
+    sentence = refusal(deploy, "--port", free_port(), *args)
     assert sentence.startswith("error: ")
     assert reason in sentence

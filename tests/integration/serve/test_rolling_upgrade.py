@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 import pytest
 from scripts import ROOT
 from unit.raw_endpoint import RawCaller, raw_endpoints
-from unit.serve.test_listener import a_free_port
+
+from serve_app.http.free_port import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -120,7 +121,7 @@ def test_no_request_is_lost_while_gateways_of_two_versions_change_places(before)
     async def test():
         async with raw_endpoints() as (endpoint,):
             endpoint.pieces, endpoint.gap_s = (WHOLE,), 0.02
-            port = a_free_port()
+            port = free_port()
             serving = await Running.of(trees[0], port, endpoint.url)
             load = Load(port)
             asking = asyncio.create_task(load.run())
@@ -146,7 +147,7 @@ class Several:
     """Two carriers and their decider, under load, and whoever takes a place of theirs."""
 
     def __init__(self, url, folder):
-        self._url, self._folder, self._port = url, folder, a_free_port()
+        self._url, self._folder, self._port = url, folder, free_port()
         self.decider, self.carriers, self._begun = None, [], []
         self.load = Load(self._port)
 

@@ -25,6 +25,7 @@ from unit.serve_builders import a_body, a_snapshot
 
 from pipelines import deploy
 from serve_app.app import APP_NAME, GatewayOptions, build_gateway
+from serve_app.http.free_port import free_port
 from tokenyard.routing.artifact import learned_policy, resolve_champion
 from tokenyard.routing.types import ReplicaSnapshot, Request
 
@@ -35,11 +36,6 @@ PROFILE = {
     "iteration_s": 0.005, "prefill_token_s": 1e-5, "sequence_s": 0.0005, "max_batch": 8,
     "token_budget": 256, "kv_capacity_tokens": 20_000,
 }  # fmt: skip
-
-
-def a_free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def rows_in(log, num_expected):
@@ -58,7 +54,7 @@ def read(file):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, ray_cluster):
     """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
-    port = a_free_port()
+    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     try:
         serve.start(proxy_location="Disabled")
@@ -144,7 +140,7 @@ def deployed(*args, cluster="none", ends=True):
 
 @pytest.mark.integration
 def test_deploy_falls_back_to_sed_when_told_to_and_leaves_nothing_behind(tmp_path):
-    port = a_free_port()
+    port = free_port()
     broken = tmp_path / "broken.npz"
     broken.write_bytes(b"nothing")
     log = tmp_path / "log"
@@ -179,7 +175,7 @@ def offspring(process, name):
 
 @pytest.mark.integration
 def test_a_gateway_that_is_killed_is_back_and_without_its_ray_deploy_ends_with_an_error():
-    port = a_free_port()
+    port = free_port()
     command = [sys.executable, DEPLOY, *DECIDE_ONLY, "--port", str(port)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -249,7 +245,7 @@ asyncio.run(main())
 
 @pytest.mark.integration
 def test_sigterm_cuts_no_stream_and_lets_nothing_in_meanwhile(tmp_path):
-    num, port, file = 40, a_free_port(), tmp_path / "front.yaml"
+    num, port, file = 40, free_port(), tmp_path / "front.yaml"
     with a_slow_endpoint(num, 0.25) as endpoint:
         pool = {
             "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
@@ -310,7 +306,7 @@ def wait_until(condition, timeout_s=60.0):
     ],
 )
 def test_deploy_refuses_to_start_with_one_sentence(args, reason):
-    sentence = refusal(deploy, *DECIDE_ONLY, "--port", a_free_port(), *args)
+    sentence = refusal(deploy, *DECIDE_ONLY, "--port", free_port(), *args)
     assert reason in sentence
     assert sentence.startswith("error: ")
 

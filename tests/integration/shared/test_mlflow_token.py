@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from scripts import ROOT
 
+from serve_app.http.free_port import free_port
 from tune_configs import mlflow_server
 
 pytestmark = pytest.mark.integration
@@ -29,9 +29,7 @@ def url(tmp_path):
     (plugin / "entry_points.txt").write_text(
         f"[mlflow.app]\ntokenyard = {mlflow_server.__name__}:create_app\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {
         mlflow_server.TOKEN_VARIABLE: TOKEN,
         "PYTHONPATH": os.pathsep.join([str(plugin.parent), str(ROOT)]),

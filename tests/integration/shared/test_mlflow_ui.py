@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.wait import WebDriverWait
 
+from serve_app.http.free_port import free_port
 from tokenyard.figures import draw_trade_off
 from tokenyard.routing.problem import PROBLEM
 from tune_configs import mlflow_log
@@ -80,9 +80,7 @@ def store(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(store):
     """Address of the UI on that store, started as `make mlflow` starts it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [
             sys.executable, "-m", "mlflow", "ui", "--port", str(port), "--workers", "1",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from unit.tiny_tokenizer import save_tiny_tokenizer
 
 from pipelines import sweep
 from serve_app.app import GatewayOptions, build_gateway, find_cluster, load_policy
+from serve_app.http.free_port import free_port
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -98,8 +98,7 @@ def cluster_file(folder):
 def url(folder, uri, swept, request):
     """A gateway that serves what was swept, whoever is champion."""
     request.getfixturevalue("ray_cluster")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     try:
         serve.start(proxy_location="Disabled")
         options = GatewayOptions(

@@ -9,7 +9,6 @@ import httpx
 import numpy as np
 import pytest
 from unit.raw_endpoint import RawCaller, raw_endpoints
-from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_external import a_cluster
 from unit.serve.test_serve_gateway import OWN, FakePool, Letters
 
@@ -21,6 +20,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.http.answering import AsgiDownstream
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
 from serve_app.policy.manager import PolicyManager
 
@@ -104,7 +104,7 @@ async def a_site(number=1, model="m", own=None, tokens=(None,), **fields):
         gateway = Gateway(cluster, manager, backends, metrics)
         tokenizer = EstimatingTokenizer() if own is None else Letters()
         api = create_gateway_api(gateway, tokenizer, Access(*tokens))
-        listener, port = Listener(api, cluster.limits), a_free_port()
+        listener, port = Listener(api, cluster.limits), free_port()
         await listener.start("127.0.0.1", port)
         try:
             yield port, gateway, endpoints

@@ -10,16 +10,12 @@ from unit.serve_builders import a_deciding_api
 
 from serve_app.app import check_no_proxy
 from serve_app.cluster import Limits
+from serve_app.http.free_port import free_port
 from serve_app.http.intake import MAX_HEADER_BYTES
 from serve_app.http.listener import Listener, hold_port
 from serve_app.http.log_limits import PERIOD_S, OncePerPeriod
 
 ASK = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-def a_free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @asynccontextmanager
@@ -35,7 +31,7 @@ async def a_listener(may_answer=None, **limits):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"ok"})
 
-    listener, port = Listener(app, Limits(**limits)), a_free_port()
+    listener, port = Listener(app, Limits(**limits)), free_port()
     await listener.start("127.0.0.1", port)
     try:
         yield port, listener, asked
@@ -181,7 +177,7 @@ def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive
 
 def test_who_comes_before_a_gateway_is_ready_waits_unless_another_takes_connections():
     async def test():
-        port = a_free_port()
+        port = free_port()
         held = hold_port("127.0.0.1", port)
         early = asyncio.create_task(ask(port))
         await asyncio.sleep(0.2)

@@ -11,7 +11,6 @@ from schemathesis.checks import not_a_server_error
 from sizes import scaled
 from unit.hostile_requests import ADMIN, USER
 from unit.serve.test_bytes_through import WHOLE, a_site
-from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_gateway import FakePool
 from unit.serve_builders import a_manager
 
@@ -20,6 +19,7 @@ from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.gateway import Gateway
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
 
 OPEN = {"/healthz", "/metrics"}
@@ -40,7 +40,7 @@ async def a_decider():
     """Yield the port of a gateway without pools, which has regions."""
     gateway = Gateway(load_cluster("none"), a_manager(), {})
     api = create_gateway_api(gateway, EstimatingTokenizer(), Access(USER, ADMIN))
-    listener, port = Listener(api, Limits()), a_free_port()
+    listener, port = Listener(api, Limits()), free_port()
     await listener.start("127.0.0.1", port)
     try:
         yield port

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 from unit.raw_endpoint import RawCaller, raw_endpoints
 from unit.serve.test_bytes_through import CHAT, END, STREAMS, WHOLE, a_delta
-from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_external import a_cluster
 
 from serve_app.app import GatewayOptions, find_cluster
@@ -28,6 +27,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import Prompt
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
 from serve_app.policy.manager import PolicyManager
@@ -77,7 +77,7 @@ class Site:
         return self.decider.path
 
     async def carry(self):
-        carrier, port = Carrier(a_gateway(self.cluster), self.find), a_free_port()
+        carrier, port = Carrier(a_gateway(self.cluster), self.find), free_port()
         await carrier.start()
         api = create_carrier_api(carrier, EstimatingTokenizer(), self.access)
         listener = Listener(api, self.cluster.limits, self.cluster.gateway.tls)

@@ -15,13 +15,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from unit.serve.test_bytes_through import END, a_delta
-from unit.serve.test_listener import a_free_port
 from unit.serve.test_serve_carriers import EVENTS, STREAM
 from unit.serve.test_serve_carriers import a_site as a_carried_site
 from unit.serve.test_serve_gateway import a_cluster
 
 from pipelines.deploy import _gateway_answers
 from serve_app.cluster import Limits, TlsFiles
+from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
 from serve_app.http.tls import Certificate
 
@@ -65,7 +65,7 @@ async def a_listener(files, **limits):
         text = json.dumps({"replicas": 0, "client": scope["client"][0]}).encode()
         await send({"type": "http.response.body", "body": text})
 
-    listener, port = Listener(app, Limits(**limits), files), a_free_port()
+    listener, port = Listener(app, Limits(**limits), files), free_port()
     await listener.start("127.0.0.1", port)
     try:
         yield port, listener
