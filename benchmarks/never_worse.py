@@ -39,7 +39,7 @@ class Args:
     """Clusters."""
     policies: tuple[str, ...] = (
         "generic", "generic+wspt@20", "marginal_delay", "marginal_delay+wspt@20",
-        "marginal_in_order+wspt@20",
+        "marginal_in_order+wspt@20", "marginal_delay+sjf@60", "marginal_delay+wspt@60",
     )  # fmt: skip
     """`generic`, `marginal_delay`, `marginal_in_order` or policy files, with an order where one is
     wanted."""

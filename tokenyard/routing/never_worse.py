@@ -118,7 +118,12 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     Returns:
         One row per policy: `draw`, `cell`, `policy`, `rival`, what both do, paired differences with
         95 % intervals, `worse` and `far_worse`.
+
+    Raises:
+        ValueError: So few streams have no interval, or a policy is not known.
     """
+    if streams < STREAMS:
+        raise ValueError(f"{streams} streams have no interval: give at least {STREAMS}")
     rng = law_rng(seed, draw)
     cluster = draw_wide(rng)
     choosing, judging = (Half(cluster, streams, each) for each in rng.spawn(2))

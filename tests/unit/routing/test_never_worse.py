@@ -101,10 +101,18 @@ def test_the_law_holds_up_to_one_draw_in_twenty_and_never_beyond_ten_per_cent():
     assert verdict([level] * 19 + [worse]).row["worse_mean"] == 1
 
 
-def test_equal_seeds_play_alike_and_the_hand_rule_is_level_with_itself():
-    rows = play(7, ["marginal_delay+sjf@5", "generic"], streams=3)
-    assert rows == play(7, ["marginal_delay+sjf@5", "generic"], streams=3)
-    assert [row["policy"] for row in rows] == ["marginal_delay+sjf@5", "generic"]
+def test_equal_seeds_play_alike_and_a_rule_is_level_with_itself():
+    rows = play(7, ["marginal_delay+sjf@60", "generic"])
+    assert rows == play(7, ["marginal_delay+sjf@60", "generic"])
+    assert [row["policy"] for row in rows] == ["marginal_delay+sjf@60", "generic"]
+    # One server: there is nothing to place, and the rival has this order.
+    assert rows[0]["rival"] == "sed+sjf@60"
+    assert (rows[0]["delta_mean_fraction"], rows[0]["worse"]) == (0.0, 0)
+
+
+def test_too_few_streams_for_an_interval_are_refused():
+    with pytest.raises(ValueError, match="at least 5"):
+        play(7, ["generic"], streams=4)
 
 
 @pytest.mark.parametrize("name", ["generik", "generic+edf", "marginal_delay+sjff@3"])
