@@ -46,8 +46,16 @@ def targets(state: RegionState, shares: FloatArray, rule: ActivationRule) -> Int
         shares: The plan, shape (R, R).
         rule: Parameters.
     """
-    inflow = state.forecast[: rule.lead_slots] @ shares
-    return targets_for(state, inflow.max(axis=0), rule)
+    return targets_for(state, inflows(state.forecast[: rule.lead_slots], shares).max(axis=0), rule)
+
+
+def inflows(demand: FloatArray, shares: FloatArray) -> FloatArray:
+    """Return what each region serves of demands of shape (H, R) under a plan, shape (H, R).
+
+    Sums go from the first region to the last: a product of matrices would round as the processor
+    has it, and a server more or less can hang on that.
+    """
+    return np.asarray((demand[:, :, None] * shares[None]).sum(axis=1))
 
 
 def targets_for(state: RegionState, inflow: FloatArray, rule: ActivationRule) -> IntArray:

@@ -116,7 +116,8 @@ def service_times(scenario: RegionScenario) -> tuple[FloatArray, FloatArray]:
             for low, high in demand.memory_gb
         ]
     )
-    mean = np.array(demand.type_shares) @ (factor * crowding) * np.mean(demand.work_s)
+    shares = np.array(demand.type_shares)[:, None]
+    mean = (shares * factor * crowding).sum(axis=0) * np.mean(demand.work_s)
     return factor, np.asarray(mean)
 
 

@@ -143,8 +143,9 @@ def sinkhorn(
     kernel = np.exp(-wide / (scale * regularisation))
     u, v = np.ones(len(supply)), np.ones(len(capacity))
     for _ in range(num_iterations):
-        v = capacity / np.maximum(kernel.T @ u, 1e-300)
-        into = kernel @ v
+        # Not a product of matrices, which rounds as the processor has it.
+        v = capacity / np.maximum((kernel * u[:, None]).sum(axis=0), 1e-300)
+        into = (kernel.T * v[:, None]).sum(axis=0)
         if np.abs(u * into - supply).max() <= 1e-6 * supply.sum():
             break
         u = supply / np.maximum(into, 1e-300)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tokenyard.regions import transport
-from tokenyard.regions.activation import ActivationRule, targets
+from tokenyard.regions.activation import ActivationRule, inflows, targets
 from tokenyard.regions.types import Dispatch, LiveCost, RegionDecision, RegionState
 from tokenyard.types import BoolArray, FloatArray
 
@@ -190,7 +190,7 @@ class RecedingHorizon:
         if not self._plans or changed:
             ahead = state.forecast[: self._num_slots]
             cost = np.repeat(paper_cost(state)[None], len(ahead), axis=0)
-            before = demand_now(state) @ state.previous
+            before = inflows(demand_now(state)[None], state.previous)[0]
             plans = transport.receding_horizon(
                 ahead, self._knobs.cap * capacity, cost, before, self._cost
             )
