@@ -115,7 +115,7 @@ def draw(answers: dict[str, list[Answer]], credit: str) -> Figure:
             share = np.arange(1, len(waited) + 1) / len(waited)
             axes.step(waited, 100 * share, where="post", color=colour, label=words(policy))
     panels[0].set_ylabel("requests, %", fontsize=9)
-    panels[0].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     return figure
 
 
