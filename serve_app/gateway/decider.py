@@ -215,6 +215,8 @@ class _Link(FrameProtocol):
             carried.task.cancel()
 
     def _open(self, number: int, payload: bytes) -> None:
+        if number in self._carried:
+            raise ValueError(f"request {number} of a carrier is here already")
         carried = self._carried[number] = _Carried(self, number)
         carried.task = self._loop.create_task(self._serve(number, carried, payload))
 

@@ -9,7 +9,7 @@ what each has left.
 import heapq
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenyard.routing.scenario import Scenario
 
@@ -118,7 +118,7 @@ class HeapqCluster:
                 weights.accept if job.accepted else weights.drop,
             ]
             if job.accepted and weights.credits_response and index < ordered_from:
-                terms.append(of_response(job.response_s))
+                terms.append(of_response(self._response_if_last_s(index, ordered_from)))
             if weights.subtract_baseline:
                 terms.append(-of_response(job.baseline_response_s))
             if index < len(self.jobs) - 1:
@@ -129,6 +129,15 @@ class HeapqCluster:
                 terms.append(weights.slo_at_completion * sum(r > slo_s for r in done))
             rewards.append(math.fsum(terms))
         return rewards
+
+    def _response_if_last_s(self, index: int, ordered_from: int) -> float:
+        """Response time as known at the decision: nobody has come later, and overtaken it."""
+        if ordered_from == len(self.jobs):
+            return self.jobs[index].response_s
+        known = [
+            replace(job, accepted=False, response_s=math.nan) for job in self.jobs[: index + 1]
+        ]
+        return HeapqCluster(self.scenario, known).run().jobs[index].response_s
 
     def _place(self, index: int, job: Job) -> None:
         server = self.servers[job.action]

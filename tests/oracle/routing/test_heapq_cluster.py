@@ -79,3 +79,12 @@ def test_the_kernel_tells_the_same_history_as_the_oracle_on_long_random_streams(
     assert_same_history(scenario, stream, actions)
     keys = stream[:, kernel.ARRIVAL_S] + rng.exponential(20.0, len(stream))
     assert_same_history(scenario, stream, actions, keys.tolist())
+
+
+def test_what_was_credited_at_a_decision_stays_when_it_is_overtaken_later():
+    scenario = a_scenario(
+        [(1000.0, 1)], reward=RewardWeights(tail=-1.0, tail_after_s=1.0), queue_limit=2
+    )
+    row = np.zeros(kernel.NUM_REQUEST)
+    row[:6] = [0.5, 0.125, 500.0, 250.0, 500.0, 0.25]
+    assert_same_history(scenario, np.stack([row] * 4), [0] * 4, [None, None, -0.875, None])

@@ -19,8 +19,8 @@ from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 
 ORDERS = [(ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT)]
-# No two alike: sums in another order would break ties between equal servers.
-SERVERS = [(3000.0, 3), (5000.0, 5), (7300.0, 4)]
+# Nor their ratios simple: sums in another order would break ties between equal costs.
+SERVERS = [(3011.0, 3), (5003.0, 5), (7307.0, 4)]
 # Of the law's draws some with one replica, many, several routers, prefix caches, failures.
 FLEETS = [seed for seed in range(40) if draw_wide(np.random.default_rng(seed)).scenario.fleet][:6]
 
