@@ -13,8 +13,7 @@ from serve_app.engines.tokenizer import Detokenizer, StopFinder, Tokenizer
 from serve_app.gateway.replicas import EngineStatus
 
 
-# Not frozen: that takes twice as long to make, and every token makes one.
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class TextChunk:
     """What an answer grew by."""
 

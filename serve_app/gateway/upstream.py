@@ -53,8 +53,6 @@ class Origin:
     tls: bool
     path: bytes
     """What stands before every path."""
-    authority: bytes
-    """Host and port as the URL has them."""
     idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
     """Its connections that wait for a request, the last used one last."""
 
@@ -64,9 +62,7 @@ class Origin:
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         host = parts.hostname or ""
-        port = parts.port or (443 if tls else 80)
-        authority = url.split("://", 1)[1].split("/", 1)[0].encode()
-        return cls(url, host, port, tls, parts.path.encode(), authority)
+        return cls(url, host, parts.port or (443 if tls else 80), tls, parts.path.encode())
 
     def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
         """Write a request's head.
@@ -77,8 +73,9 @@ class Origin:
             headers: Lines, each with its end.
             num_bytes: Of the body.
         """
+        authority = self.url.split("://", 1)[1].split("/", 1)[0].encode()
         length = b"content-length: %d\r\n" % num_bytes if num_bytes or method == b"POST" else b""
-        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, self.authority)
+        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, authority)
         return b"".join((line, headers, length, b"\r\n"))
 
 
