@@ -23,7 +23,8 @@ PROFILE = {
 }  # fmt: skip
 
 
-async def main(port: int, url: str) -> None:
+def make_gateway(url, wrap=lambda backend: backend):
+    """A gateway before one endpoint, and the backend of its pool."""
     pool = {
         "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
         "endpoints": [{"url": url}],
@@ -36,9 +37,13 @@ async def main(port: int, url: str) -> None:
     manager.switch("round_robin")
     metrics = Metrics()
     backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
-    gateway = Gateway(cluster, manager, {backend.name: backend}, metrics)
+    return Gateway(cluster, manager, {backend.name: wrap(backend)}, metrics), backend
+
+
+async def main(port: int, url: str) -> None:
+    gateway, backend = make_gateway(url)
     api = create_gateway_api(gateway, EstimatingTokenizer(), Access(None))
-    listener, ends = Listener(api, cluster.limits), asyncio.Event()
+    listener, ends = Listener(api, gateway.cluster.limits), asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ends.set)
     backend.start()
     await listener.start("127.0.0.1", port)
@@ -50,7 +55,7 @@ async def main(port: int, url: str) -> None:
     listener.refuse()
     await gateway.drain()
     await listener.stop()
-    manager.stop()
+    gateway.manager.stop()
     await backend.stop()
 
 

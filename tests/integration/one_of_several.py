@@ -11,39 +11,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-from one_gateway import PROFILE
+from one_gateway import make_gateway
 
-from serve_app.cluster import Cluster
 from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.carrier import Carrier
 from serve_app.gateway.decider import CarriedPool, Decider
-from serve_app.gateway.external import ExternalBackend
-from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.metrics import Metrics
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
-from serve_app.policy.manager import PolicyManager
 
 ACCESS = Access(None)
-
-
-def make_gateway(url, wrap):
-    pool = {
-        "name": "theirs", "kind": "external", "model": "m", "profile": PROFILE,
-        "endpoints": [{"url": url}],
-    }  # fmt: skip
-    known = {"name": "t", "description": "t", "served_model": "m", "pools": [pool]}
-    cluster = Cluster.model_validate(known)
-    manager = PolicyManager(
-        cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
-    )
-    manager.switch("round_robin")
-    metrics = Metrics()
-    backend = ExternalBackend(cluster.external_pools[0], "m", metrics)
-    return Gateway(cluster, manager, {backend.name: wrap(backend)}, metrics), backend
 
 
 async def decide(url, place, version, ends):
@@ -69,7 +47,7 @@ async def decide(url, place, version, ends):
 
 async def carry(port, url, place, version, ends):
     """As `serve_app.ray_serve.carrier_replica.CarrierReplica`."""
-    gateway, backend = make_gateway(url, lambda pool: pool)
+    gateway, backend = make_gateway(url)
 
     async def find():
         try:

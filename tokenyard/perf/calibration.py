@@ -236,7 +236,11 @@ def fit_link(folder: Path, measured: MeasuredLink) -> Link:
 
 
 def fit_engine(figures: Sequence[Published], calibration: Calibration) -> Engine:
-    """Fit what the engine adds, kernels and links being given, to figures of whole engines."""
+    """Fit what the engine adds, kernels and links being given, to figures of whole engines.
+
+    Figures of one model leave a direction open: `iteration_overhead_s` may grow where
+    `overhead_scale` falls, and its iterations take as long.
+    """
     measured = np.array([figure.published for figure in figures])
 
     def predict(parameters: FloatArray) -> FloatArray:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pipelines import calibrate
+from tokenyard.perf.calibration import predicted, with_engine
 from tokenyard.perf.hardware import shipped_calibration
 from tokenyard.perf.profiles import VIDUR_FOLDER, find_vidur_profiles
+from tokenyard.perf.published import read_published
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource
@@ -52,12 +54,22 @@ def test_the_shipped_parameters_are_those_that_the_command_fits(rows):
     shipped = shipped_calibration()
     (engine,) = (row for row in rows if row["table"] == "engine_parameters")
     kernels = {row["gpu"]: row for row in rows if row["table"] == "kernel_parameters"}
-    # The valley of the fit is flat, and where its search ends depends on how the processor rounds.
-    for key, value in shipped.engine.model_dump().items():
-        assert engine[key] == pytest.approx(value, rel=1e-2)
     for gpu, fitted in shipped.kernels.items():
         for key, value in fitted.model_dump().items():
-            assert kernels[gpu][key] == pytest.approx(value, rel=1e-2)
+            assert kernels[gpu][key] == pytest.approx(value, rel=1e-3)
+    for key in ("kv_efficiency", "attention_efficiency"):
+        assert engine[key] == pytest.approx(getattr(shipped.engine, key), rel=1e-3)
+    # One model alone does not tell the cost of an iteration from that of its layers: only what both
+    # come to is fitted. It must be the same for that model, and nearly so for all others.
+    fixed = ("iteration_overhead_s", "overhead_scale")
+    refitted = shipped.engine.model_copy(update={key: engine[key] for key in fixed})
+    for role, tolerance in (("fitted", 1e-4), ("held_out", 1e-3)):
+        figures = [figure for figure in read_published() if figure.role == role]
+        np.testing.assert_allclose(
+            predicted(figures, with_engine(shipped, refitted)),
+            predicted(figures, shipped),
+            rtol=tolerance,
+        )
 
 
 def test_ones_own_iterations_give_four_coefficients(tmp_path, capsys):

@@ -112,14 +112,23 @@ CHANGES = [any_bytes_changed, cut_or_doubled, an_array_changed, metadata_changed
 
 def read(data):
     """Read a policy and make it; return whether that is possible."""
+    refusal, taken_s = attempt(data)
+    if taken_s >= MOST_S:
+        # What collects garbage meanwhile is not slow again; a file that is slow to read is.
+        refusal, taken_s = attempt(data)
+    assert taken_s < MOST_S
+    assert refusal is None or ("x.npz" in refusal and len(refusal) < 1000)
+    return refusal is None
+
+
+def attempt(data):
+    """Why a file is refused, None if it is not, and the seconds of this thread's CPU."""
     started_s, refusal = time.thread_time(), None
     try:
         learned_policy(PolicyArtifact.decoded(data, "x.npz"))
     except ArtifactError as error:
         refusal = str(error)
-    assert time.thread_time() - started_s < MOST_S
-    assert refusal is None or ("x.npz" in refusal and len(refusal) < 1000)
-    return refusal is None
+    return refusal, time.thread_time() - started_s
 
 
 def test_corrupted_files_are_refused_by_name_in_time_and_in_little_memory():
