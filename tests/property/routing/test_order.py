@@ -128,7 +128,7 @@ def test_the_slo_orders_by_deadline_and_by_slack():
 
 
 def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_not():
-    fair = ORDERS["fair"].make(2, {})
+    fair = ORDERS["fair"].make(2, {"service_weight": 1.0})
     modest, greedy = (a_request(tenant=name, tenant_share=0.5) for name in ("modest", "greedy"))
     # Each request is a second of one of two servers: a second of the half of both.
     assert [fair.delay_s(greedy, SERVER) for _ in range(3)] == pytest.approx([0.0, 1.0, 2.0])
@@ -137,7 +137,7 @@ def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_n
 
 
 def test_what_all_tenants_are_ahead_by_is_forgotten_and_not_what_one_is():
-    fair = ORDERS["fair"].make(1, {})
+    fair = ORDERS["fair"].make(1, {"service_weight": 1.0})
     both = [a_request(tenant=name, tenant_share=0.5) for name in "ab"]
     for now_s in range(5, 499):
         leads = [fair.delay_s(replace(one, arrival_s=float(now_s)), SERVER) for one in both]

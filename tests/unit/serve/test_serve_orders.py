@@ -84,7 +84,7 @@ def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backl
 
 
 def test_the_order_is_asked_once_of_a_request_whatever_becomes_of_it():
-    manager = a_manager(resolve_policy("sed+fair", "poisson_085"))
+    manager = a_manager(resolve_policy("sed+fair@1", "poisson_085"))
     snapshots = [ReplicaSnapshot("a", 1000.0, 1, 9, 0, 1, 10.0)]
     first = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
     assert manager.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key_s is None

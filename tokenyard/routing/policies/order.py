@@ -159,8 +159,12 @@ class FairShare(Order):
     2024, arXiv:2401.00588).
     """
 
-    def __init__(self, num_replicas: int, service_weight: float = 1.0) -> None:
-        """Let clocks of tenants of `num_replicas` move on by the weighted service."""
+    def __init__(self, num_replicas: int, service_weight: float = 2.0) -> None:
+        """Let clocks of tenants of `num_replicas` move on by the weighted service.
+
+        With a weight of 1 they fall behind the time, and shares with them, where a replica is
+        slower than it is said to be.
+        """
         self._num_replicas = num_replicas
         self._service_weight = service_weight
         self._clocks_s: dict[str, float] = {}
