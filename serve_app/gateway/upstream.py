@@ -8,6 +8,7 @@ others cost).
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,13 @@ _MAX_HEAD_BYTES = 64 << 10
 _ONE_WRITE_BYTES = 64 << 10
 """Longest body that is copied behind its head, to go out in one write."""
 _BODILESS = (204, 304)
+_GONE_AFTER_S = 10
+"""Silence of the other host's kernel after which a connection is lost."""
+_GONE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
+"""Seconds of silence before the first probe, seconds between probes, and their number."""
+
+
+_CLOSED = "closed its connection"
 
 
 class UpstreamError(ConnectionError):
@@ -128,7 +136,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self._begin()
         if self._lost:
-            self._error = UpstreamError("closed its connection")
+            self._error = UpstreamError(_CLOSED)
         elif len(body) <= _ONE_WRITE_BYTES:
             self._transport.write(head + body)
         else:
@@ -198,6 +206,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take the transport."""
         self._transport = cast(asyncio.Transport, transport)
+        _notice_lost_host(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         """Parse what came, and wake whoever reads."""
@@ -241,7 +250,9 @@ class Connection(asyncio.Protocol):
         if self._until_close and exc is None:
             self._done = True
         elif not self._done and self._error is None:
-            self._error = UpstreamError("closed its connection")
+            is_gone = isinstance(exc, TimeoutError)
+            how = f"is on a host that was silent for {_GONE_AFTER_S} s" if is_gone else _CLOSED
+            self._error = UpstreamError(how)
         self._wake()
 
     # What the parser calls.
@@ -390,3 +401,16 @@ class UpstreamClient:
             raise UpstreamError(f"takes no connection: {error.strerror or error}") from None
         self._made.add(connection)
         return connection
+
+
+def _notice_lost_host(sock: socket.socket) -> None:
+    """Have the kernel end a connection to a host that is gone without a word.
+
+    A host that lost its power or its network closes nothing: without this the requests there wait
+    for their deadlines. What is sent and not acknowledged has a time limit of its own (RFC 5482).
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    limits = {**_GONE, "TCP_USER_TIMEOUT": 1000 * _GONE_AFTER_S}
+    for name, value in limits.items():
+        if hasattr(socket, name):  # Linux has them all.
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

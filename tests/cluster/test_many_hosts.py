@@ -417,7 +417,8 @@ def test_a_worker_that_dies_in_mid_replay_leaves_a_service_that_recovers(lab):
         assert time.monotonic() - killed_s < 240, "the service does not recover"
         good = good + 1 if ask(lab, timeout_s=5) else 0
     lab.timed("service_recovered_s", killed_s)
-    during = row_of(lab, process, "during.json", 400)
+    # Requests at the lost host end long before the deadlines of own pools, which are 600 s.
+    during = row_of(lab, process, "during.json", 120)
     print(f"\nreplay with a death: {during['completed']} of {during['requests']} completed")
     assert during["completed"] + during["failed"] == during["requests"]
     assert during["completed"] >= 0.8 * during["requests"]
