@@ -36,7 +36,8 @@ _CANDIDATES_PER_GROUP = 50_000
 _CLOSE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: that takes four times as long to make, and every request makes one.
+@dataclass(slots=True, eq=False)
 class DecisionRecord:
     """One decision and its request's end."""
 

@@ -7,8 +7,6 @@ knows no more of either than it needs.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from serve_app.cluster import Deadlines
@@ -98,26 +96,15 @@ class Forwarder:
         head = origin.head(b"POST", call.path, headers, len(body))
         patience = Patience(self._deadlines, attempt.request)
         connection = None
-        with self._as_failures():
-            try:
-                connection = await self.client.send(origin, head, body, patience.watch)
-                patience.has_head = True
-                await self._check_status(connection)
-                self._read_head(connection, attempt)
-                if _sends_events(connection, call):
-                    await _hand_on_events(connection, attempt, patience)
-                else:
-                    await self._hand_on_whole(connection, attempt, patience)
-            finally:
-                patience.stop()
-                if connection is not None:
-                    self.client.release(connection)
-
-    @contextlib.contextmanager
-    def _as_failures(self) -> Iterator[None]:
-        """Turn what goes wrong with an endpoint into ReplicaFailed."""
         try:
-            yield
+            connection = await self.client.send(origin, head, body, patience.watch)
+            patience.has_head = True
+            await self._check_status(connection)
+            self._read_head(connection, attempt)
+            if _sends_events(connection, call):
+                await _hand_on_events(connection, attempt, patience)
+            else:
+                await self._hand_on_whole(connection, attempt, patience)
         except (_TooLate, ConnectTimeout) as error:
             raise ReplicaTimeout(f"{self.which} {error}") from None
         except UpstreamError as error:
@@ -126,6 +113,10 @@ class Forwarder:
             raise self._told_failure(error) from None
         except BadEvent as error:
             raise ReplicaFailed(f"{self.which} failed: {error}") from None
+        finally:
+            patience.stop()
+            if connection is not None:
+                self.client.release(connection)
 
     def _told_failure(self, error: ErrorEvent) -> ReplicaFailed:
         """What it means that an answer which had begun ends with an error."""

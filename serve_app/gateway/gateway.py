@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -160,9 +160,7 @@ class Gateway:
         self.in_flight += 1
         answer = self._open(request, service_class, downstream, grant)
         try:
-            with self._in_time(answer):
-                async with answer.wait:
-                    await self._attempts(answer)
+            await self._attempts_in_time(answer)
         except asyncio.CancelledError:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
@@ -349,16 +347,16 @@ class Gateway:
             raise Refused(str(failure), self._retry_after_s())
         raise Unserved("no replica is there" if failure is None else str(failure))
 
-    @contextlib.contextmanager
-    def _in_time(self, answer: Answer) -> Iterator[None]:
-        """Say why an answer's time is over.
+    async def _attempts_in_time(self, answer: Answer) -> None:
+        """Try replicas until the answer's time is over.
 
         Raises:
             Unserved: It is, or the gateway's.
         """
         self._waits.add(answer.wait)
         try:
-            yield
+            async with answer.wait:
+                await self._attempts(answer)
         except TimeoutError:
             if not answer.wait.expired():
                 raise

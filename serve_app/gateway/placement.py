@@ -90,7 +90,8 @@ class Placeable(Protocol):
     """That key, Unix time, seconds; None: it waits behind all that are there."""
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: that takes four times as long to make, and every request makes one.
+@dataclass(slots=True)
 class Pick:
     """Where an attempt goes, and what was known when that was decided."""
 

@@ -61,6 +61,8 @@ class Origin:
     tls: bool
     path: bytes
     """What stands before every path."""
+    authority: bytes
+    """Host and port as the URL has them."""
     idle: list[Connection] = field(default_factory=list, repr=False, compare=False)
     """Its connections that wait for a request, the last used one last."""
 
@@ -70,7 +72,9 @@ class Origin:
         parts = urlsplit(url)
         tls = parts.scheme == "https"
         host = parts.hostname or ""
-        return cls(url, host, parts.port or (443 if tls else 80), tls, parts.path.encode())
+        port = parts.port or (443 if tls else 80)
+        authority = url.split("://", 1)[1].split("/", 1)[0].encode()
+        return cls(url, host, port, tls, parts.path.encode(), authority)
 
     def head(self, method: bytes, path: bytes, headers: bytes, num_bytes: int) -> bytes:
         """Write a request's head.
@@ -81,9 +85,8 @@ class Origin:
             headers: Lines, each with its end.
             num_bytes: Of the body.
         """
-        authority = self.url.split("://", 1)[1].split("/", 1)[0].encode()
         length = b"content-length: %d\r\n" % num_bytes if num_bytes or method == b"POST" else b""
-        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, authority)
+        line = b"%b %b%b HTTP/1.1\r\nhost: %b\r\n" % (method, self.path, path, self.authority)
         return b"".join((line, headers, length, b"\r\n"))
 
 

@@ -26,6 +26,8 @@ _EVENT_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _DONE = b"data: [DONE]\n\n"
+_GOES_ON = '"finish_reason":null,"logprobs":null}'
+"""End of the choice of each event but the last."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -111,7 +113,7 @@ class _CompletionWriter(AnswerWriter):
         return CompletionAnswer(**self._head, choices=[choice], usage=self._usage(last))
 
     def _choice(self, chunk: TextChunk, is_first: bool) -> str:
-        return f'{{"index":0,"text":{json.dumps(chunk.text)},{_end_of(chunk)}'
+        return f'{{"index":0,"text":{_encode(chunk.text)},{_end_of(chunk)}'
 
 
 class _ChatWriter(AnswerWriter):
@@ -123,13 +125,14 @@ class _ChatWriter(AnswerWriter):
         return ChatAnswer(**self._head, choices=[choice], usage=self._usage(last))
 
     def _choice(self, chunk: TextChunk, is_first: bool) -> str:
-        said = f'"content":{json.dumps(chunk.text)}' if chunk.text or is_first else ""
+        said = f'"content":{_encode(chunk.text)}' if chunk.text or is_first else ""
         who = '"role":"assistant",' if is_first else ""
         return f'{{"index":0,"delta":{{{who}{said}}},{_end_of(chunk)}'
 
 
 def _end_of(chunk: TextChunk) -> str:
-    return f'"finish_reason":{json.dumps(_reason(chunk))},"logprobs":null}}'
+    reason = _reason(chunk)
+    return _GOES_ON if reason is None else f'"finish_reason":"{reason}","logprobs":null}}'
 
 
 def _reason(chunk: TextChunk) -> Any:

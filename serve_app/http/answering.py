@@ -9,7 +9,7 @@ from starlette.types import Receive, Send
 from serve_app.cluster import SloClass
 from serve_app.gateway.exchange import Headers, InferenceRequest, RequestServer
 from serve_app.gateway.gateway import Unserved
-from serve_app.http.listener import DirectWriter
+from serve_app.http.connection import CallerConnection
 from serve_app.http.presence import Presence
 from serve_app.http.reasons import openai_error
 
@@ -20,12 +20,14 @@ LIMITS = b"x-ratelimit-"
 class AsgiDownstream:
     """A caller behind an ASGI server; where the endpoint names no request, the gateway does."""
 
-    def __init__(self, send: Send, request_id: str, direct: DirectWriter | None = None) -> None:
-        """Send nothing yet; `direct` writes pieces of a body without a wait."""
+    def __init__(
+        self, send: Send, request_id: str, connection: CallerConnection | None = None
+    ) -> None:
+        """Send nothing yet; `connection` writes pieces of a body without a wait."""
         self.begun = False
         self.has_events = False
         """Whether what has begun is a stream of events."""
-        self._send, self._request_id, self._direct = send, request_id.encode(), direct
+        self._send, self._request_id, self._connection = send, request_id.encode(), connection
         self._ends_line = True
         self._added: Headers = ()
 
@@ -53,7 +55,7 @@ class AsgiDownstream:
 
     def write_now(self, data: bytes) -> bool:
         """Send a piece of the body; False: it was not sent, since the caller reads too slowly."""
-        if self._direct is None or not self._direct.write(data):
+        if self._connection is None or not self._connection.write(data):
             return False
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         return True
@@ -76,7 +78,7 @@ async def answer(
     service_class: SloClass,
     receive: Receive,
     send: Send,
-    direct: DirectWriter | None = None,
+    connection: CallerConnection | None = None,
 ) -> None:
     """Have a request answered, unless its caller leaves.
 
@@ -86,13 +88,13 @@ async def answer(
         service_class: Its class.
         receive: Tells when its caller leaves.
         send: Takes the answer.
-        direct: Takes pieces of its body too; None: there is no short way to its caller.
+        connection: Its caller's, which needs no task; None: it is another server's.
 
     Raises:
         Exception: As `Gateway.serve`, where nothing has been sent.
     """
-    downstream = AsgiDownstream(send, request.request_id, direct)
-    with Presence(receive) as caller:
+    downstream = AsgiDownstream(send, request.request_id, connection)
+    with Presence(receive, connection) as caller:
         try:
             await gateway.serve(request, service_class, downstream)
         except Unserved as error:

@@ -178,7 +178,9 @@ class Access:
 
     def _key_of(self, request: HTTPConnection) -> ApiKey | None:
         """The key that a caller gives; None: it gives none, or one that is not known."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # As the server has it: `request.headers` would be made for each request.
+        sent = (value for name, value in request.scope["headers"] if name == b"authorization")
+        scheme, _, given = next(sent, b"").decode("latin-1").partition(" ")
         if scheme.lower() != "bearer":
             return None
         found = (ring.find(given.strip()) for ring in self._rings())

@@ -18,8 +18,8 @@ from serve_app.gateway.generation import RequestRejected, new_id
 from serve_app.gateway.tracing import HEADERS as TRACE
 from serve_app.http.answering import answer
 from serve_app.http.auth import caller_of
+from serve_app.http.connection import connection_of
 from serve_app.http.generation_reader import Generation, GenerationReader
-from serve_app.http.listener import direct_writer_of
 from serve_app.http.peek import Peek, peek
 from serve_app.http.reasons import BadRequest
 from serve_app.http.tenants import tenant_of
@@ -79,8 +79,8 @@ class DataPath:
             model = self._model(known, caller_of(scope))
             service_class = self._class(scope, known)
             request = await self._request(scope, body, known, model)
-            direct = direct_writer_of(scope)
-            await answer(self._gateway, request, service_class, receive, send, direct)
+            connection = connection_of(scope)
+            await answer(self._gateway, request, service_class, receive, send, connection)
         except (BadRequest, HTTPException, Refused, Unserved, RequestRejected) as error:
             response = await self._refuse(Request(scope), error)
             await response(scope, receive, send)

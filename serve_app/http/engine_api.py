@@ -30,6 +30,7 @@ from serve_app.gateway.engine_wire import (
 from serve_app.gateway.generation import new_id
 from serve_app.http.answer_writer import AnswerWriter, writer_of
 from serve_app.http.auth import Access, Denied
+from serve_app.http.connection import connection_of
 from serve_app.http.generation_reader import Generation, GenerationReader
 from serve_app.http.intake import Intake, PendingBodies, TooMuch
 from serve_app.http.peek import read_fields
@@ -71,7 +72,8 @@ class EngineApi:
             generation = await self._read(scope["path"], headers, content)
             name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
             order_key_s = _order_key(headers)
-            await self._answer(generation, name, order_key_s, receive, send)
+            presence = Presence(receive, connection_of(scope))
+            await self._answer(generation, name, order_key_s, presence, send)
         except (BadRequest, EngineError) as error:
             refusal = await _refuse(Request(scope), error)
             await refusal(scope, receive, send)
@@ -91,7 +93,7 @@ class EngineApi:
         generation: Generation,
         name: str,
         order_key_s: float | None,
-        receive: Receive,
+        presence: Presence,
         send: Send,
     ) -> None:
         writer = writer_of(generation, name)
@@ -99,7 +101,7 @@ class EngineApi:
         texts = self._engine.generate(
             name, generation.token_ids, generation.sampling, generation.body.stops, order_key_s
         )
-        with Presence(receive) as caller:
+        with presence as caller:
             try:
                 async with aclosing(texts):
                     async for chunk in texts:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.http.auth import Access, Denied, note_caller
+from serve_app.http.connection import connection_of
 from serve_app.http.decide_schema import MAX_BODY_BYTES
 
 MAX_HEADER_BYTES = 64 << 10
@@ -70,12 +71,21 @@ class PendingBodies:
         """Longest body on a route."""
         return self._max_openai_bytes if path in OPENAI_PATHS else MAX_BODY_BYTES
 
-    async def read(self, receive: Receive, max_bytes: int = MAX_BODY_BYTES) -> bytes | None:
+    async def read(
+        self, receive: Receive, max_bytes: int = MAX_BODY_BYTES, is_there: bool = False
+    ) -> bytes | None:
         """Read a body; None: the caller has left.
+
+        Args:
+            receive: Gives pieces of it.
+            max_bytes: Longest that is read.
+            is_there: Whether all of it has come, so that it needs no deadline.
 
         Raises:
             TooMuch: It is too large, late, or the oldest of too many.
         """
+        if is_there:
+            return await _read(receive, max_bytes)
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -132,7 +142,7 @@ class Intake:
         try:
             max_bytes = self._bodies.max_bytes(route_path(scope))
             self._check_head(scope, max_bytes)
-            body = await self._bodies.read(receive, max_bytes) if _has_body(scope) else b""
+            body = await self._read_body(scope, receive, max_bytes)
         except (Denied, TooMuch) as error:
             answer = await self._answer(Request(scope), error)
             # What is left of the body is not waited for.
@@ -141,6 +151,13 @@ class Intake:
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
+
+    async def _read_body(self, scope: Scope, receive: Receive, max_bytes: int) -> bytes | None:
+        if not _has_body(scope):
+            return b""
+        connection = connection_of(scope)
+        is_there = connection is not None and connection.has_body
+        return await self._bodies.read(receive, max_bytes, is_there)
 
     def _check_head(self, scope: Scope, max_bytes: int) -> None:
         if are_too_large(scope["headers"]):

@@ -13,20 +13,20 @@ import socket
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_app.cluster import Limits, TlsFiles
+from serve_app.http.connection import CallerConnection, note_connection
 from serve_app.http.intake import MAX_HEADER_BYTES
 from serve_app.http.log_limits import limit_log
 from serve_app.http.tls import Certificate
 
 _BACKLOG = 2048
-_DIRECT = "direct_writer"
 _HANDSHAKE_S = 0.1
 """For connections that are half made."""
 _SO_ATTACH_FILTER = 26
@@ -64,40 +64,14 @@ class _Config(uvicorn.Config):
         return {"ssl": self.certificate.context, "ssl_handshake_timeout": limit_s}
 
 
-class DirectWriter:
-    """Writes pieces of the body of one answer in the step of the loop in which they come.
-
-    ASGI's `send` may wait, so that only a task can call it, and to wake one for each token takes
-    longer than to write it.
-    """
-
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        """Write nothing yet."""
-        self._cycle = cycle
-
-    def write(self, data: bytes) -> bool:
-        """Write a piece, if the body has begun, is chunked and its reader keeps up."""
-        cycle = self._cycle
-        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
-            return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-
-def direct_writer_of(scope: Scope) -> DirectWriter | None:
-    """Return what writes to the caller of a request; None: it is another server's."""
-    found: DirectWriter | None = scope.get("state", {}).get(_DIRECT)
-    return found
-
-
 class GuardedProtocol(HttpToolsProtocol):
     """One connection: uvicorn's, with a limited head and a place that must be free."""
 
     _head_done = False
     _head_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
+    leave: Callable[[], None] | None = None
+    """Is called when the caller leaves."""
 
     @property
     def _guard(self) -> _Config:
@@ -132,6 +106,9 @@ class GuardedProtocol(HttpToolsProtocol):
             if not counts[self._address]:
                 del counts[self._address]
         super().connection_lost(exc)
+        leave, self.leave = self.leave, None
+        if leave is not None:
+            leave()
 
     def data_received(self, data: bytes) -> None:
         """Read on; a head that does not end is given up."""
@@ -157,7 +134,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         if self.cycle is not None:
-            self.scope["state"][_DIRECT] = DirectWriter(self.cycle)
+            note_connection(self.scope["state"], CallerConnection(self, self.cycle))
             if self._guard.hands_over:
                 self.cycle.keep_alive = False
 

@@ -7,6 +7,8 @@ from types import TracebackType
 
 from starlette.types import Receive
 
+from serve_app.http.connection import CallerConnection
+
 
 class Presence:
     """Cancels the task that answers as soon as its caller leaves, as a context.
@@ -14,9 +16,15 @@ class Presence:
     The context ends without an error then, and `is_gone` says that nobody reads any more.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        """Watch a request whose body has been read."""
-        self._receive = receive
+    def __init__(self, receive: Receive, connection: CallerConnection | None = None) -> None:
+        """Watch a request whose body has been read.
+
+        Args:
+            receive: Tells when the caller leaves; takes a task that waits for it.
+            connection: Tells that without a task; None: the server has nothing of that kind.
+        """
+        self._receive, self._connection = receive, connection
+        self._leaving: asyncio.Task[None] | None = None
         self.is_gone = False
 
     def __enter__(self) -> Presence:
@@ -24,26 +32,34 @@ class Presence:
         task = asyncio.current_task()
         assert task is not None
         self._answering = task
-        self._leaving = asyncio.create_task(self._wait_until_gone())
-        self._leaving.add_done_callback(self._leave)
+        if self._connection is None or not self._connection.on_leave(self._leave):
+            self._leaving = asyncio.create_task(self._wait_until_gone())
+            self._leaving.add_done_callback(self._left)
         return self
 
     def ignore(self) -> None:
         """Cancel nothing from now on."""
-        self._leaving.remove_done_callback(self._leave)
+        if self._leaving is not None:
+            self._leaving.remove_done_callback(self._left)
+        elif self._connection is not None:
+            self._connection.on_leave(None)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> bool:
         """End to watch."""
         self.ignore()
-        self._leaving.cancel()
+        if self._leaving is not None:
+            self._leaving.cancel()
         if self.is_gone and isinstance(error, asyncio.CancelledError):
             self._answering.uncancel()
             return True
         return False
 
-    def _leave(self, _: asyncio.Task[None]) -> None:
+    def _left(self, _: asyncio.Task[None]) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         self.is_gone = True
         self._answering.cancel()
 

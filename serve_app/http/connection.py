@@ -1,0 +1,69 @@
+"""The connection that a request came by, as far as those who answer it need more than ASGI."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol
+
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+_CONNECTION = "caller_connection"
+
+
+class Leavable(Protocol):
+    """A connection of a server."""
+
+    leave: Callable[[], None] | None
+    """Is called when the caller leaves."""
+
+
+class CallerConnection:
+    """What a request of this listener can do beside ASGI, whose calls may wait.
+
+    Only a task can wait, and to make or to wake one takes longer than to write a token.
+    """
+
+    __slots__ = ("_cycle", "_protocol")
+
+    def __init__(self, protocol: Leavable, cycle: RequestResponseCycle) -> None:
+        """Write nothing yet."""
+        self._protocol, self._cycle = protocol, cycle
+
+    @property
+    def has_body(self) -> bool:
+        """Whether all of the request's body is there, so that reading it need not wait."""
+        return not self._cycle.more_body
+
+    def on_leave(self, leave: Callable[[], None] | None) -> bool:
+        """Have a function called when the caller leaves; None: none any more.
+
+        Returns:
+            False: The caller has left already, and nothing is called.
+        """
+        if self._cycle.disconnected:
+            return False
+        if leave is not None:
+            # Who does not read hears of no end.
+            self._cycle.flow.resume_reading()
+        self._protocol.leave = leave
+        return True
+
+    def write(self, data: bytes) -> bool:
+        """Write a piece, if the body has begun, is chunked and its reader keeps up."""
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+
+def note_connection(state: MutableMapping[str, Any], connection: CallerConnection) -> None:
+    """Write the connection that a request came by into its scope's `state`."""
+    state[_CONNECTION] = connection
+
+
+def connection_of(scope: Scope) -> CallerConnection | None:
+    """Return the connection that a request came by; None: it is another server's."""
+    found: CallerConnection | None = scope.get("state", {}).get(_CONNECTION)
+    return found
