@@ -12,7 +12,7 @@ from tokenyard.routing.never_worse import play, verdict
 pytestmark = pytest.mark.slow
 
 DRAWS = 20
-WORSE = {"marginal_delay": (9, 2), DEFAULT_RULE: (2, 2)}
+WORSE = {"marginal_delay": (6, 3), DEFAULT_RULE: (2, 2)}
 """Of these draws: worse, and worse by more than 10 %."""
 
 
