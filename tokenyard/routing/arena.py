@@ -6,7 +6,7 @@ hindsight. That rule is chosen on half of the streams and compared on the other 
 that no rule is judged on the streams it was chosen on.
 
 The fleets and loads of sealed cells are drawn when the arena runs: only their distribution is known
-(`search_any_cluster.draw_cluster`).
+(`drawn_clusters.draw_cluster`).
 """
 
 from __future__ import annotations

@@ -215,7 +215,9 @@ class OwnTraffic:
     @cached_property
     def _blank(self) -> PolicyArtifact:
         made = {**lineage(), **lineage_of(self.scenario)}
-        return PolicySearch(self.scenario).artifact({}, made, any_cluster=True)
+        searched = PolicySearch(self.scenario).artifact({}, made)
+        metadata = searched.metadata.model_copy(update={"num_replicas": None})
+        return replace(searched, metadata=metadata)
 
     def _made(self, weights: Sequence[float], order: FloatArray, trainer: str) -> PolicyArtifact:
         metadata = self._blank.metadata.model_copy(update={"trainer": trainer})
