@@ -19,6 +19,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
+from tokenyard.evaluation import difference
 from tokenyard.problem import Row
 from tokenyard.provenance import report
 from tokenyard.routing.artifact import resolve_champion
@@ -29,7 +30,7 @@ from tokenyard.routing.gate import (
     strongest,
 )
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.server_models import COMPARED, server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.validation import artifact_runs
 
@@ -49,8 +50,8 @@ class Args:
 
     scenarios: tuple[str, ...] = ()
     """Names; none: every scenario that a champion of its own ships for."""
-    policies: tuple[str, ...] = ("champion", "generic")
-    """`champion`, `generic`, or paths of policy files."""
+    policies: tuple[str, ...] = ("champion",)
+    """`champion`, or paths of policy files."""
     streams: int = 30
     """Validation streams at every load."""
     most: int = 3
@@ -65,8 +66,7 @@ class Args:
 def shipped() -> list[str]:
     """Scenarios that a routing champion of their own ships for."""
     folder = resources.files("tokenyard") / "artifacts" / "routing"
-    names = sorted(Path(file.name).stem for file in folder.iterdir())
-    return [name for name in names if name != "generic"]
+    return sorted(Path(file.name).stem for file in folder.iterdir())
 
 
 def rows_of(args: Args, name: str) -> list[Row]:
@@ -95,8 +95,7 @@ def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:
     """Rows of one policy on all parts of a gate."""
     scenario = source.scenario
     path = policy if policy.endswith(".npz") else None
-    wanted = "generic" if policy == "generic" else scenario.name
-    artifact, _ = resolve_champion("routing", wanted, path=path)
+    artifact, _ = resolve_champion("routing", scenario.name, path=path)
     rows = gate(lambda streams: artifact_runs(scenario, streams, artifact))
     return [{**row, "policy": policy, "sha256": artifact.sha256} for row in rows]
 
@@ -104,26 +103,14 @@ def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:
 def table(rows: list[Row]) -> Table:
     """Lay out the differences; bold is a loss that keeps a policy from shipping."""
     found = Table(
-        "scenario", "part", "policy", "rule", "mean %", "p99 %", "violations, points",
+        "scenario", "part", "policy", "rule", "mean", "p99", "violations, points",
         box=box.SIMPLE_HEAD,
     )  # fmt: skip
     for row in rows:
         style = "bold" if row["loses"] and row["part"] != FULL_LOAD else ""
         cells = [str(row[key]) for key in ("scenario", "part", "policy", "baseline")]
-        found.add_row(*cells, *(_interval(row, *keys) for keys in _DELTAS), style=style)
+        found.add_row(*cells, *(difference(row, one) for one in COMPARED), style=style)
     return found
-
-
-_DELTAS = (
-    ("delta_mean_fraction", "delta_mean"),
-    ("delta_p99_fraction", "delta_p99"),
-    ("delta_slo_violation", "delta_slo"),
-)
-
-
-def _interval(row: Row, key: str, prefix: str) -> str:
-    keys = (key, f"{prefix}_ci_low", f"{prefix}_ci_high")
-    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*(100 * float(row[one]) for one in keys))
 
 
 def write_csv(path: Path, rows: list[Row]) -> None:

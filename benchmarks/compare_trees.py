@@ -59,7 +59,6 @@ for replicas in (3, 100):
     servers = latency.cases(replicas, 0)
     for policy, cases in {
         "sed": servers,
-        "generic": servers,
         "linear": servers,
         "network_128x128": servers,
         "marginal_delay": latency.cases(replicas, 0, batches=True),

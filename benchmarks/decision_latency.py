@@ -4,8 +4,8 @@ python benchmarks/decision_latency.py
 
 One call of `route` in the calling thread, as the server makes it: from snapshots to the index of a
 replica. The champion, policy files and tuned rules are for a fixed number of replicas and have rows
-for that number only; `generic` is the policy that ships for any cluster, once for servers and once
-for replicas that batch; `linear` and `network_128x128` have random weights in the shapes that
+for that number only; the rule that decides where nothing was trained is there once for servers and
+once for replicas that batch; `linear` and `network_128x128` have random weights in the shapes that
 training makes, for every number.
 """
 
@@ -23,7 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import (
+    DEFAULT_RULE,
+    PolicyArtifact,
+    learned_policy,
+    resolve_champion,
+)
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
@@ -68,7 +73,7 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
         made["champion"] = learned_policy(artifact)
     else:
         left_out.append(f"champion, {num_replicas} replicas: trained on {trained_on}")
-    made["generic"] = learned_policy(resolve_champion("routing", "generic")[0])
+    made[DEFAULT_RULE] = make_policy(DEFAULT_RULE, context)
     made["linear"] = learned_policy(random_linear(args.seed))
     made["network_128x128"] = learned_policy(random_network(num_replicas, args.seed))
     return made, left_out
@@ -184,7 +189,7 @@ def main(args: Args) -> None:
         some = cases(num_replicas, args.seed)
         tried = [(name, policy, some) for name, policy in made.items()]
         batching = cases(num_replicas, args.seed, batches=True)
-        tried.append(("generic, batching", made["generic"], batching))
+        tried.append((f"{DEFAULT_RULE}, batching", made[DEFAULT_RULE], batching))
         for name, policy, offered in tried:
             took = measure(policy, offered, args.decisions)
             rows.append({"policy": name, "num_replicas": num_replicas, **took})

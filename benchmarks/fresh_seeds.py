@@ -17,7 +17,7 @@ import tyro
 from rich import box
 from rich.table import Table
 
-from tokenyard.evaluation import compare
+from tokenyard.evaluation import compare, difference
 from tokenyard.problem import Row
 from tokenyard.provenance import report
 from tokenyard.routing.artifact import resolve_champion
@@ -27,6 +27,7 @@ from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.validation import artifact_runs, outcome_runs
 
@@ -41,7 +42,7 @@ class Args:
 
     scenario: str = "azure_code_slo"
     policy: str = "champion"
-    """`champion`, `generic`, or the path of a policy file."""
+    """`champion`, or the path of a policy file."""
     rule: str = "tuned_marginal_delay"
     service_weight: bool = False
     """Add shortest expected delay with a tuned weight on the service time, on servers."""
@@ -72,8 +73,7 @@ def rows_of(args: Args) -> list[Row]:
     scenario = load_scenario(args.scenario)
     source = StreamSource(scenario)
     path = args.policy if args.policy.endswith(".npz") else None
-    wanted = "generic" if args.policy == "generic" else scenario.name
-    artifact, _ = resolve_champion("routing", wanted, path=path)
+    artifact, _ = resolve_champion("routing", scenario.name, path=path)
     a = tuned_service_weight(source) if args.service_weight else None
     rows: list[Row] = []
     for seed in args.seeds:
@@ -98,29 +98,17 @@ def _against(
     return [{**row, **more, "baseline": rule} for row in compared if row["policy"] != rule]
 
 
-_DELTAS = (
-    ("delta_mean_fraction", "delta_mean"),
-    ("delta_p99_fraction", "delta_p99"),
-    ("delta_slo_violation", "delta_slo"),
-)
-
-
 def table(rows: list[Row]) -> Table:
     """Lay out every seed, and the mean over seeds of each pair."""
     found = Table(
-        "policy", "against", "seed", "mean %", "p99 %", "violations, points", box=box.SIMPLE_HEAD
+        "policy", "against", "seed", "mean, %", "p99, %", "violations, points", box=box.SIMPLE_HEAD
     )
     for row in rows:
-        cells = [
-            "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(
-                *(100 * float(row[k]) for k in (key, f"{prefix}_ci_low", f"{prefix}_ci_high"))
-            )
-            for key, prefix in _DELTAS
-        ]
+        cells = [difference(row, one) for one in COMPARED]
         found.add_row(str(row["policy"]), str(row["baseline"]), str(row["seed"]), *cells)
     for policy, rule in dict.fromkeys((row["policy"], row["baseline"]) for row in rows):
         pair = [row for row in rows if (row["policy"], row["baseline"]) == (policy, rule)]
-        means = [f"{100 * np.mean([float(r[key]) for r in pair]):+.1f}" for key, _ in _DELTAS]
+        means = [f"{100 * np.mean([float(r[one.delta]) for r in pair]):+.1f}" for one in COMPARED]
         found.add_row(str(policy), str(rule), f"mean of {len(pair)}", *means, style="bold")
     return found
 

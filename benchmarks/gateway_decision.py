@@ -34,6 +34,7 @@ from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
 from tokenyard.provenance import report
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
@@ -53,7 +54,7 @@ class Args:
 
     scenario: str = "conversation_mixed_gpus"
     """Fleet that is repeated; whose champion, SLO and tuned rules apply."""
-    policies: tuple[str, ...] = ("champion", "tuned_marginal_delay", "generic")
+    policies: tuple[str, ...] = ("champion", "tuned_marginal_delay", DEFAULT_RULE)
     """Who decides."""
     num_replicas: tuple[int, ...] = (4, 64, 1_000)
     """Replicas before the gateway."""

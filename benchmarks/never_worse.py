@@ -21,9 +21,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tokenyard.evaluation import difference
 from tokenyard.problem import Row
 from tokenyard.provenance import report
 from tokenyard.routing.never_worse import FAR_WORSE, MOST_WORSE, STREAMS, WORSE, play, verdict
+from tokenyard.routing.simulator.server_models import COMPARED
 
 WIDTH = 180
 """Columns of the tables."""
@@ -38,11 +40,11 @@ class Args:
     draws: int = 200
     """Clusters."""
     policies: tuple[str, ...] = (
-        "generic", "generic+wspt@20", "marginal_delay", "marginal_delay+wspt@20",
-        "marginal_in_order+wspt@20", "marginal_delay+sjf@60", "marginal_delay+wspt@60",
+        "marginal_delay", "marginal_delay+wspt@20", "marginal_in_order+wspt@20",
+        "marginal_delay+sjf@60", "marginal_delay+wspt@60",
     )  # fmt: skip
-    """`generic`, `marginal_delay`, `marginal_in_order` or policy files, with an order where one is
-    wanted."""
+    """`marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
+    (.npz)."""
     streams: int = STREAMS
     """Of each half of a draw."""
     workers: int = 2
@@ -74,28 +76,16 @@ def table(rows: Sequence[Row], policies: Sequence[str]) -> Table:
 
 def worst(rows: Sequence[Row], policies: Sequence[str]) -> Table:
     """Draws that break the law furthest, by name."""
-    found = Table("policy", "draw", "cluster", "rival", "mean %", "p99 %", "violations, points",
+    found = Table("policy", "draw", "cluster", "rival", "mean", "p99", "violations, points",
                   title="furthest beyond the rival", box=box.SIMPLE_HEAD)  # fmt: skip
     for policy in policies:
         some = sorted(of(rows, policy), key=lambda row: -float(row["worst_delta_ci_low"]))
         for row in [one for one in some if one["worse"]][:NUM_WORST]:
             found.add_row(
                 policy, str(row["draw"]), str(row["cell"]), str(row["rival"]),
-                *(_interval(row, *keys) for keys in _DELTAS),
+                *(difference(row, one) for one in COMPARED),
             )  # fmt: skip
     return found
-
-
-_DELTAS = (
-    ("delta_mean_fraction", "delta_mean"),
-    ("delta_p99_fraction", "delta_p99"),
-    ("delta_slo_violation", "delta_slo"),
-)
-
-
-def _interval(row: Row, key: str, prefix: str) -> str:
-    keys = (key, f"{prefix}_ci_low", f"{prefix}_ci_high")
-    return "{:+.1f} \\[{:+.1f}, {:+.1f}]".format(*(100 * float(row[one]) for one in keys))
 
 
 def of(rows: Sequence[Row], policy: str) -> list[Row]:
@@ -111,9 +101,11 @@ def main(args: Args) -> None:
             rows += found
             if number % 20 == 0:
                 print(f"{number} draws", file=sys.stderr, flush=True)
-    verdicts = [verdict(of(rows, policy)).row for policy in args.policies]
-    Console(width=WIDTH, highlight=False).print(worst(rows, args.policies))
-    report(table(rows, args.policies), rows + verdicts, args.json, args.seed, WIDTH)
+    # A file may be for servers that no draw has.
+    judged = [policy for policy in args.policies if of(rows, policy)]
+    verdicts = [verdict(of(rows, policy)).row for policy in judged]
+    Console(width=WIDTH, highlight=False).print(worst(rows, judged))
+    report(table(rows, judged), rows + verdicts, args.json, args.seed, WIDTH)
 
 
 if __name__ == "__main__":

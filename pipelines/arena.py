@@ -65,7 +65,7 @@ class Args:
     """Processes that matches are divided between."""
     lanes: tuple[str, str, str] | None = None
     """Cell (how its name begins) and two entries whose time lanes the page shows; by default the
-    cell where generic is furthest from the best rule, and these two."""
+    cell where the default rule is furthest from the best, and these two."""
     page: Path = Path("runs/arena.html")
     """Where to write the board as a page."""
     json: Path | None = None

@@ -61,8 +61,8 @@ class Args:
     cluster: str = "local_cpu"
     """Name or YAML path of the cluster whose pools are served; none: decide only, without pools."""
     policy: str | None = None
-    """champion, the registry's candidate, generic, a policy file (.npz), a baseline's name or, with
-    pools, ray_default; None: the cluster's, or champion. `candidate` holds for allocation too."""
+    """champion, the registry's candidate, a policy file (.npz), a baseline's name or, with pools,
+    ray_default; None: the cluster's, or champion. `candidate` holds for allocation too."""
     scenario: str | None = None
     """Whose champion, tuned rules and length predictor are used; None: the cluster's, which is
     poisson_085 without pools."""

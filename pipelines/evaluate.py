@@ -3,7 +3,7 @@
 python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
 python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
 python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
-python pipelines/evaluate.py --suite regimes --policies sed,sed_dump,generic --baseline best
+python pipelines/evaluate.py --suite regimes --policies sed,sed_dump,champion --baseline best
 python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
 python pipelines/evaluate.py --suite allocation
 python pipelines/evaluate.py --suite regions
@@ -55,7 +55,7 @@ class Args:
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
     policies: str | None = None
-    """Baselines, bounds, champion, generic or policy files (.npz), separated by commas; by default
+    """Baselines, bounds, champion or policy files (.npz), separated by commas; by default
     every baseline whose signals the servers have (docs/rules.md) and the champion, of allocation
     the bounds too."""
     baseline: str | None = None

@@ -6,27 +6,13 @@ python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifac
 python pipelines/search.py rollouts --scenario azure_code_mixed_gpus --out policies
 python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
 python pipelines/search.py region-rules --rules skylb,ot_slack
-
-The policy for any cluster takes three steps, which can be stopped and go on where they were:
-
-python pipelines/search.py any-cluster --kind servers --state servers.json
-python pipelines/search.py any-cluster --kind slots --start servers.json --state slots.json
-python pipelines/search.py any-cluster --kind engines --state engines.json \
-    --servers slots.json --out tokenyard/artifacts/routing
-
-Whether it keeps its placement, and in which order requests wait, is searched after that:
-
-python pipelines/search.py order --out tokenyard/artifacts/routing
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,9 +28,7 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
-from tokenyard.routing import search_any_cluster_study as any_cluster
-from tokenyard.routing import search_order, search_study
-from tokenyard.routing.artifact import resolve_champion
+from tokenyard.routing import search_study
 from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
@@ -62,40 +46,6 @@ class Policy(search_study.SearchStudy):
     scrape_range: tyro.conf.Suppress[tuple[float, float] | None] = None
     jobs: int = 2
     """Processes."""
-    json: Path | None = None
-    """Where to write the rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnyCluster(any_cluster.AnyClusterStudy):
-    """Search over randomised clusters of servers, or of replicas that batch."""
-
-    state: Path
-    """Where the search is kept; one that is there is gone on with."""
-    start: Path | None = None
-    """State of an earlier search, or a policy file (.npz), whose weights are begun with."""
-    servers: Path | None = None
-    """State of the finished search over servers, to be exported together with this one."""
-    clusters: tyro.conf.Suppress[int] = 36
-    validation_clusters: tyro.conf.Suppress[int] = 96
-    out: Path | None = None
-    """Folder for generic.npz; nothing is written without it."""
-    json: Path | None = None
-    """Where to write the rows."""
-
-
-@dataclass(frozen=True)
-class Order:
-    """Search the order of the policy for any cluster, on drawn clusters beside ordering rules."""
-
-    start: Path | None = None
-    """Policy file (.npz) to begin with; None: the one that ships."""
-    clusters: int = 40
-    out: Path | None = None
-    """Folder for generic.npz; nothing is written without it."""
-    jobs: int = 2
-    """Processes."""
-    seed: int = 0
     json: Path | None = None
     """Where to write the rows."""
 
@@ -169,8 +119,6 @@ class RegionRules:
 
 Args = (
     Annotated[Policy, tyro.conf.subcommand("policy")]
-    | Annotated[AnyCluster, tyro.conf.subcommand("any-cluster")]
-    | Annotated[Order, tyro.conf.subcommand("order")]
     | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
@@ -192,39 +140,6 @@ def search_policy(args: Policy) -> list[Row]:
     Console().print(table)
     save(search_study.export(scenario, best), args.out, scenario.name)
     return [one.row for one in found]
-
-
-def search_any_cluster(args: AnyCluster) -> list[Row]:
-    start = None if args.start is None else any_cluster.weights_of(args.start, args.kind)
-    state = any_cluster.run_any_cluster_study(args, args.state, start, tell)
-    best, rows = any_cluster.best_row(state), state["rows"]
-    table = Table(*rows[0], title="On validation clusters, beside the best rule of each")
-    for number, row in enumerate(rows):
-        cells = [f"{cell:+.4f}" if isinstance(cell, float) else str(cell) for cell in row.values()]
-        table.add_row(*cells, style="bold" if number == best else "")
-    Console().print(table)
-    print(f"{state['env_steps']:,} requests routed in {state['cpu_s']:.0f} CPU-seconds")
-    if args.out is not None:
-        servers = state if args.servers is None else json.loads(args.servers.read_text())
-        save(any_cluster.export(servers, state), args.out, "generic")
-    return list(rows)
-
-
-def search_for_order(args: Order) -> list[Row]:
-    start = resolve_champion("routing", "generic", args.start)[0]
-    play = partial(search_order.losses, start=start, seed=args.seed)
-    rows: list[Row] = []
-    with ProcessPoolExecutor(args.jobs) as pool:
-        for number, found in enumerate(pool.map(play, range(args.clusters)), 1):
-            rows += found
-            print(f"cluster {number}", file=sys.stderr, flush=True)
-    candidates = search_order.candidates(rows)
-    table = Table(*candidates[0], title="On training clusters, beside the best ordering rule")
-    for row in candidates:
-        table.add_row(*(f"{it:+.3f}" if isinstance(it, float) else str(it) for it in row.values()))
-    Console().print(table)
-    save(search_order.with_best(start, candidates), args.out, "generic")
-    return candidates
 
 
 def improve_by_rollouts(args: Rollouts) -> list[Row]:
@@ -313,11 +228,6 @@ def beside_the_rule(row: Mapping[str, Any]) -> Sequence[str]:
     )
 
 
-def tell(generation: int, found: Mapping[str, float]) -> None:
-    numbers = ", ".join(f"{key} {value:+.3f}" for key, value in found.items())
-    print(f"generation {generation}: {numbers}", file=sys.stderr, flush=True)
-
-
 def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) -> None:
     """Write a policy into a folder, where there is one to write to."""
     if folder is None:
@@ -332,10 +242,6 @@ def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) 
 def run(args: Args) -> list[Row]:
     if isinstance(args, Policy):
         return search_policy(args)
-    if isinstance(args, AnyCluster):
-        return search_any_cluster(args)
-    if isinstance(args, Order):
-        return search_for_order(args)
     if isinstance(args, Rollouts):
         return improve_by_rollouts(args)
     if isinstance(args, Planner):

@@ -3,8 +3,8 @@
     python pipelines/train.py --fleet measured.yaml --trace my.csv --out mine.npz
     python pipelines/train.py --fleet mixed --trace azure_code --load 0.8 --minutes 5
 
-The first seven tenths of the trace are learned from, the rest judges, against the policy that
-ships for any cluster. Method: `tokenyard.routing.own_traffic`.
+The first seven tenths of the trace are learned from, the rest judges, against the rule that decides
+where nothing was trained. Method: `tokenyard.routing.own_traffic`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from rich.table import Table
 
 from tokenyard.problem import Row
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.own_traffic import FOUNDATION, Found, OwnTraffic
+from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.own_traffic import Found, OwnTraffic
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
 
@@ -68,7 +69,7 @@ def train(args: Args, console: Console) -> list[Row]:
     show(found, console)
     policy = str(args.out or f"{name}.npz")
     if not found.accepted:
-        console.print(f"not accepted: keep {FOUNDATION}, which ships")
+        console.print(f"not accepted: keep {DEFAULT_RULE}")
     elif args.out is not None:
         found.choice.save(args.out)
         console.print(f"accepted: wrote {args.out}; serve it with --policy {policy}")
@@ -79,7 +80,7 @@ def train(args: Args, console: Console) -> list[Row]:
         "sha256": found.choice.sha256,
         "accepted": int(found.accepted),
     }
-    return [row if row["policy"] == FOUNDATION else {**row, **told} for row in found.rows]
+    return [row if row["policy"] == DEFAULT_RULE else {**row, **told} for row in found.rows]
 
 
 def show(found: Found, console: Console) -> None:
@@ -88,11 +89,11 @@ def show(found: Found, console: Console) -> None:
         console.print(remark)
     table = Table(
         "requests judged by", "policy", "mean, s", "p99, s", "violations, %", "mean", "p99",
-        title=f"Last part of the trace, beside {FOUNDATION}: differences with 95 % intervals",
+        title=f"Last part of the trace, beside {DEFAULT_RULE}: differences with 95 % intervals",
     )  # fmt: skip
     for row in found.rows:
         deltas = ["", ""]
-        if row["policy"] != FOUNDATION:
+        if row["policy"] != DEFAULT_RULE:
             deltas = [
                 f"{100 * float(row[f'delta_{k}_fraction']):+.1f} % "
                 f"\\[{100 * float(row[f'delta_{k}_ci_low']):+.1f}, "

@@ -340,7 +340,7 @@ class Cluster(FrozenModel):
     scenario: str = "conversation_mixed_gpus"
     """Whose champion, tuned rules, mean lengths and length predictor are used."""
     policy: str = "champion"
-    """`champion`, `generic`, a policy file (.npz), a baseline's name, or `ray_default`."""
+    """`champion`, a policy file (.npz), a baseline's name, or `ray_default`."""
     baseline: str = "marginal_delay"
     """Decides where the policy cannot."""
     explore_fraction: Annotated[float, Field(ge=0, le=0.05)] = 0.01

@@ -55,7 +55,7 @@ class NoChampionError(ArtifactError):
 
         Args:
             text: What is missing, and the command that makes it.
-            rule: The best tuned rule, which decides in its place; None: no rule was tuned.
+            rule: Decides in its place, the best that was tuned; None: there is no such rule.
         """
         super().__init__(text)
         self.rule = rule
@@ -291,8 +291,6 @@ class RegisteredPolicy:
 
 RegistryLookup = Callable[[str], RegisteredPolicy | None]
 """Finds a version of a registered model by the model's name; None: there is none."""
-ANY_CLUSTER = "generic"
-"""Name of the shipped artifact that works on any cluster."""
 
 
 def model_name(problem: str, scenario: str) -> str:
@@ -312,8 +310,8 @@ def find_champion(
     """Find the policy that `champion` means, and say where it was found.
 
     The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
-    artifact that ships for the scenario; the one that works on any cluster. After them comes the
-    best tuned rule, by name, which is no artifact and travels in the error.
+    artifact that ships for the scenario. After them comes a rule, by name, which is no artifact and
+    travels in the error.
 
     Args:
         problem: Folder of the shipped artifacts, and part of the registered model's name.
@@ -322,7 +320,7 @@ def find_champion(
         trainer: Command that makes one, for the error.
         path: Counts before anything else.
         registry: Looks registered champions up; it counts before what ships.
-        best_rule: Names a scenario's best tuned rule.
+        best_rule: Names the rule that decides where no policy was trained.
 
     Raises:
         NoChampionError: None of these is there.
@@ -335,11 +333,10 @@ def find_champion(
         registered = registry(name)
         if registered is not None:
             return load(registered.path), f"registry {name}@{registered.alias}"
-    for shipped in (scenario, ANY_CLUSTER):
-        file = resources.files("tokenyard") / "artifacts" / problem / f"{shipped}.npz"
-        with resources.as_file(file) as local:
-            if local.is_file():
-                return load(local), f"shipped {problem}/{shipped}"
+    file = resources.files("tokenyard") / "artifacts" / problem / f"{scenario}.npz"
+    with resources.as_file(file) as local:
+        if local.is_file():
+            return load(local), f"shipped {problem}/{scenario}"
     raise NoChampionError(
         f"no champion for {problem}/{scenario}: none is registered or shipped; "
         f"train one with {trainer} or name a policy file",

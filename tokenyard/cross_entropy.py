@@ -33,7 +33,6 @@ class CrossEntropy:
         noise: float = 0.0,
         noise_unit: FloatArray | float = 1.0,
         num_generations: int | None = None,
-        inertia: float = 0.0,
     ) -> None:
         """Begin before the first generation.
 
@@ -46,14 +45,13 @@ class CrossEntropy:
             noise: Spread added to that of the elites, in units of `noise_unit`.
             noise_unit: One for all parameters, or one for each.
             num_generations: Generations over which the noise fades to nothing; None: it stays.
-            inertia: Share of the old centre that is in the new one, in [0, 1).
         """
         self.seed, self.generation = seed, 0
         self.mean: FloatArray = mean.copy()
         self.std: FloatArray = std.copy()
         self._population, self._num_elites = population, num_elites
         self._noise, self._noise_unit = noise, noise_unit
-        self._num_generations, self._inertia = num_generations, inertia
+        self._num_generations = num_generations
 
     def rng(self) -> np.random.Generator:
         """Make the generator of this generation, whatever was drawn before it."""
@@ -83,8 +81,7 @@ class CrossEntropy:
         fade = 1.0
         if self._num_generations is not None:
             fade = max(0.0, 1.0 - self.generation / self._num_generations)
-        kept = self._inertia
-        self.mean = kept * self.mean + (1.0 - kept) * elites.mean(axis=0)
+        self.mean = elites.mean(axis=0)
         self.std = elites.std(axis=0) + self._noise * fade * self._noise_unit
 
     def state(self) -> dict[str, Any]:

@@ -24,8 +24,9 @@ RULES: Mapping[str, str] = {
     "sticky_until_saturated": "llmd_sticky",
     "kv_cost": "dynamo_cost",
     "weighted_scorers": "llmd_blend",
+    "generic": "marginal_delay+sjf@60",
 }
-"""Rules of routing."""
+"""Rules of routing; the last was a learned formula, and this rule ships in its place."""
 ENGINES: Mapping[str, str] = {"gang": "sharded"}
 """Values of `engine` in cluster files."""
 

@@ -24,7 +24,7 @@ from serve_app.cluster import EngineProfile
 from serve_app.engines.base import EngineConfig
 from tokenyard.perf.calibration import fit_iterations
 from tokenyard.perf.profiles import ITERATION_COLUMNS, IterationProfile
-from tokenyard.routing.artifact import learned_policy, length_predictor, resolve_champion
+from tokenyard.routing.artifact import DEFAULT_RULE, length_predictor
 from tokenyard.routing.fleet import requests_per_s
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -32,7 +32,7 @@ from tokenyard.routing.types import RoutingPolicy
 from tokenyard.workload.model import load_model, poisson_arrivals
 from tokenyard.workload.trace import Trace
 
-POLICIES = ("round_robin", "sed", "generic")
+POLICIES = ("round_robin", "sed", DEFAULT_RULE)
 PROFILE = (
     "engine", "model", "device", "mps_percent", "max_batch", "token_budget", "iteration_s",
     "prefill_token_s", "sequence_s", "kv_token_s", "kv_capacity_tokens",
@@ -194,9 +194,7 @@ def read_profiles(table: Table) -> dict[str, EngineProfile]:
 
 
 def live_policy(name: str, scenario: Scenario, num_replicas: int) -> RoutingPolicy:
-    """Make a rule, or the learned policy for any cluster."""
-    if name == "generic":
-        return learned_policy(resolve_champion("routing", "generic")[0], slo=scenario.slo)
+    """Make a rule."""
     context = PolicyContext(scenario.name, scenario.slo, np.random.default_rng(0), num_replicas)
     return make_policy(name, context)
 

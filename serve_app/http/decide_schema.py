@@ -186,8 +186,7 @@ class PolicyCard(BaseModel):
 
     name: str
     kind: str
-    """`linear`, `marginal`, `generic`, `mlp` or `corrected` for a trained policy, `baseline` for
-    a rule."""
+    """`linear`, `marginal`, `mlp` or `corrected` for a trained policy, `baseline` for a rule."""
     trainer: str | None
     """Algorithm that trained it; null for a rule."""
     scenario: str

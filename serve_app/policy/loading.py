@@ -15,9 +15,10 @@ import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.ties import least_recently_used
-from tokenyard.artifact import ArtifactError, RegisteredPolicy, RegistryError
+from tokenyard import former_names
+from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
-from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion, rule_for
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import BASELINES, PolicyContext, draws, make_policy
 from tokenyard.routing.policies.delay import mark_safe
@@ -38,14 +39,11 @@ from tokenyard.routing.types import (
     Request,
     RoutingPolicy,
 )
-from tokenyard.types import Slo
 from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
 
 logger = logging.getLogger(__name__)
 
-GENERIC = "generic"
-"""Name of the policy for any cluster."""
 RANDOMISED = frozenset(
     {"random", "weighted_random", "power_of_two"} | {name for name in BASELINES if draws(name)}
 )
@@ -94,10 +92,10 @@ def resolve_policy(
     """Find the policy that a name means.
 
     Args:
-        policy: `champion`, `generic`, the registry's `candidate`, the path of a policy file (.npz),
-            or a baseline's name; `+ORDER` or `+ORDER@KNOB` behind it says how requests wait.
-        scenario_name: Whose champion or tuned rules apply; for the policy for any cluster, whose
-            SLO and length predictor.
+        policy: `champion`, the registry's `candidate`, the path of a policy file (.npz), or a
+            baseline's name; `+ORDER` or `+ORDER@KNOB` behind it says how requests wait.
+        scenario_name: Whose champion or tuned rules apply; of a rule also whose SLO and length
+            predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
         stand_in: Rule that is served where a trained policy is missing or broken; its card says so.
             Where one is given, what ships is served if the registry has nothing or cannot be read.
@@ -113,7 +111,7 @@ def resolve_policy(
         loaded = resolve_policy(placement, scenario_name, registry_uri, stand_in)
         return in_order(loaded, order, scenario)
     try:
-        if policy in (CHAMPION, CANDIDATE, GENERIC):
+        if policy in (CHAMPION, CANDIDATE):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
         if policy.endswith(".npz"):
             artifact, source = resolve_champion("routing", scenario.name, path=policy)
@@ -123,10 +121,11 @@ def resolve_policy(
             raise
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
     if policy not in BASELINES and placement not in (*BASELINES, IN_ORDER):
+        hint = former_names.hint(policy, former_names.RULES)
         raise ValueError(
-            f"unknown policy {policy!r}; give champion, candidate, generic, a policy file (.npz) "
-            f"or one of {sorted(BASELINES)}, and {BETWEEN} and one of {sorted(ORDERS)} behind it "
-            "if its requests are to wait in an order"
+            f"unknown policy {policy!r}; give champion, candidate, a policy file (.npz) or one of "
+            f"{sorted(BASELINES)}, and {BETWEEN} and one of {sorted(ORDERS)} behind it if its "
+            f"requests are to wait in an order{hint}"
         )
     return from_baseline(policy, scenario)
 
@@ -134,10 +133,10 @@ def resolve_policy(
 def _registered_or_shipped(
     policy: str, scenario: Scenario, registry_uri: str | None, may_ship: bool
 ) -> LoadedPolicy:
-    """What the registry names, else what ships.
+    """What the registry names, else what ships, else the rule in its place.
 
     Args:
-        policy: `champion`, `candidate` or `generic`.
+        policy: `champion` or `candidate`.
         scenario: Whose.
         registry_uri: None: only what ships counts.
         may_ship: Whether what ships is served where the registry cannot be read or, of a
@@ -146,21 +145,28 @@ def _registered_or_shipped(
     Raises:
         ArtifactError: It cannot be used.
     """
-    wanted = GENERIC if policy == GENERIC else scenario.name
     registered: RegisteredPolicy | None = None
     error: str | None = None
     try:
-        registered = ask_registry("routing", wanted, policy == CANDIDATE, registry_uri)
+        registered = ask_registry("routing", scenario.name, policy == CANDIDATE, registry_uri)
     except RegistryError as refused:
         if not may_ship:
             raise
         error = str(refused)
         logger.warning("serving what ships: %s", error)
-    artifact, source = resolve_champion("routing", wanted, registry=lambda model: registered)
-    name = CHAMPION if registered is None and policy == CANDIDATE else policy
-    loaded = from_artifact(name, artifact, source, scenario)
-    run_id = None if registered is None else registered.run_id
-    told = {"mlflow_run": run_id, "registry_error": error}
+    told: dict[str, str | None] = {"registry_error": error}
+    try:
+        artifact, source = resolve_champion(
+            "routing", scenario.name, registry=lambda model: registered
+        )
+    except NoChampionError:
+        rule = rule_for(scenario.name)
+        loaded = from_baseline(rule, scenario)
+        told["source"] = f"the rule {rule}"
+    else:
+        name = CHAMPION if registered is None else policy
+        loaded = from_artifact(name, artifact, source, scenario)
+        told["mlflow_run"] = None if registered is None else registered.run_id
     return replace(loaded, card=loaded.card.model_copy(update=told))
 
 
@@ -215,10 +221,7 @@ def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:
 def from_artifact(
     name: str, artifact: PolicyArtifact, source: str, scenario: Scenario
 ) -> LoadedPolicy:
-    """Serve a trained policy.
-
-    The one for any cluster knows no traffic of its own: the SLO and the predictor are those of
-    `scenario`.
+    """Serve a trained policy, with the SLO and the predictor of its training.
 
     Raises:
         ArtifactError: It was trained with the true output length in view, which no server has,
@@ -230,10 +233,6 @@ def from_artifact(
             f"{source} was trained with output_length {metadata.output_length!r} but brings no "
             "predictor for requests that come without predicted_total_tokens"
         )
-    predictor, slo = metadata.predictor, metadata.slo
-    if not KINDS[metadata.kind].knows_traffic:
-        predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
-        slo = scenario.slo
     card = PolicyCard(
         name=name,
         kind=metadata.kind,
@@ -243,12 +242,12 @@ def from_artifact(
         source=source,
         num_replicas=metadata.num_replicas,
         needs_engine=artifact.needs_engine,
-        output_length="none" if predictor is None else "by_context",
-        slo_response_s=slo.response_s,
+        output_length="none" if metadata.predictor is None else "by_context",
+        slo_response_s=metadata.slo_response_s,
         metrics=dict(metadata.metrics),
         lineage=dict(metadata.lineage),
     )
-    return LoadedPolicy(card, partial(_make_learned, artifact, slo), predictor, artifact)
+    return LoadedPolicy(card, partial(_make_learned, artifact), metadata.predictor, artifact)
 
 
 def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
@@ -275,20 +274,24 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
 
 
 def in_order(loaded: LoadedPolicy, order: str, scenario: Scenario) -> LoadedPolicy:
-    """Serve a trained policy whose requests wait in an order.
+    """Serve what `champion` or a file means with its requests waiting in an order.
 
     Args:
-        loaded: Says where they go.
+        loaded: Says where they go; a rule's own order gives way.
         order: `ORDER` or `ORDER@KNOB`, without what stands before it.
         scenario: Whose tuned knobs count where none is given.
     """
     card = loaded.card
     if card.startup_fallback is not None:
         return loaded
+    if loaded.artifact is None:
+        rule = from_baseline(card.name.partition(BETWEEN)[0] + BETWEEN + order, scenario)
+        told = {"source": f"the rule {rule.card.name}", "registry_error": card.registry_error}
+        return replace(rule, card=rule.card.model_copy(update=told))
     name = card.name + BETWEEN + order
     digest = hashlib.sha256(f"{card.sha256}\n{order}".encode()).hexdigest()[:12]
-    told = card.model_copy(update={"name": name, "sha256": digest})
-    return replace(loaded, card=told, make=partial(_make_in_order, loaded.make, order, scenario))
+    ordered = card.model_copy(update={"name": name, "sha256": digest})
+    return replace(loaded, card=ordered, make=partial(_make_in_order, loaded.make, order, scenario))
 
 
 def order_in(name: str) -> str:
@@ -316,10 +319,10 @@ def _in_place_of(reason: str, loaded: LoadedPolicy) -> LoadedPolicy:
     return replace(loaded, card=loaded.card.model_copy(update={"startup_fallback": reason}))
 
 
-def _make_learned(artifact: PolicyArtifact, slo: Slo, rng: np.random.Generator) -> RoutingPolicy:
+def _make_learned(artifact: PolicyArtifact, rng: np.random.Generator) -> RoutingPolicy:
     # A policy that never saw a calendar in training must not see one here.
     calendar = _trained_with_calendar(artifact)
-    return learned_policy(artifact, _UNIX_EPOCH if calendar else None, slo)
+    return learned_policy(artifact, _UNIX_EPOCH if calendar else None)
 
 
 def _trained_with_calendar(artifact: PolicyArtifact) -> bool:

@@ -152,7 +152,7 @@ class PolicyManager:
         """Let another policy decide from now on; counters go on.
 
         Args:
-            policy: `champion`, `generic`, a policy file (.npz), a rule's name, or `ray_default`.
+            policy: `champion`, a policy file (.npz), a rule's name, or `ray_default`.
             explore_fraction: Share of its decisions drawn at random; none where it draws itself.
             may_be_missing: Let the baseline stand in for a trained policy that is not there.
             prepared: What `prepare` found for it; None: found now.

@@ -39,7 +39,7 @@ from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import allocation_names, load_allocation
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.regions.scenario import load_regions, region_names
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, learned_policy
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.workload.paths import data_folders
@@ -93,7 +93,7 @@ def entries() -> dict[str, Entry]:
 def routing_entries(name: str) -> dict[str, Entry]:
     """The scenario's synthetic and recorded traffic, and for some scenarios all rules."""
     scenario = document(load_scenario(name)) | {"requests_per_stream": 300}
-    rules = f"champion,generic,{FLEET if 'fleet' in scenario else SERVERS}"
+    rules = f"champion,{DEFAULT_RULE},{FLEET if 'fleet' in scenario else SERVERS}"
     synthetic = ("--source", "synthetic", "--streams", "2")
     found = {f"routing/{name}": Entry(scenario, rules, synthetic)}
     if name in ("poisson_085", "multi_turn_prefix", "churn"):
@@ -103,7 +103,9 @@ def routing_entries(name: str) -> dict[str, Entry]:
         part = scenario | {"held_out_trace": held_out | {"first": LAST_500[held_out["name"]]}}
         file = RECORDED[held_out["name"]]
         recorded = ("--source", "held-out")
-        found[f"routing/{name}/recorded"] = Entry(part, "champion,generic,sed", recorded, file)
+        found[f"routing/{name}/recorded"] = Entry(
+            part, f"champion,{DEFAULT_RULE},sed", recorded, file
+        )
     return found
 
 
@@ -207,8 +209,8 @@ def rows_part(names: Iterable[str] | None = None) -> dict[str, Any]:
     return found
 
 
-SERIAL = ("bursty_serial", "conversation", "high_load", "nominal", "poisson_085", "generic")
-"""Routing policies that are offered servers; the others and `generic` replicas that batch."""
+SERIAL = ("bursty_serial", "conversation", "high_load", "nominal", "poisson_085")
+"""Routing policies that are offered servers; the others replicas that batch."""
 NUM_CASES, NUM_SLOTS = 60, 120
 
 
@@ -216,10 +218,9 @@ def decisions_part() -> dict[str, Any]:
     """What every shipped policy decides."""
     found: dict[str, Any] = {}
     for path in shipped("routing"):
-        kinds = {path.stem in SERIAL} | ({False} if path.stem == "generic" else set())
-        for serial in sorted(kinds):
-            key = f"routing/{path.stem}" + ("" if serial else "/batching")
-            found[key] = routing_decisions(PolicyArtifact.load(path), not serial)
+        serial = path.stem in SERIAL
+        key = f"routing/{path.stem}" + ("" if serial else "/batching")
+        found[key] = routing_decisions(PolicyArtifact.load(path), not serial)
     for path in shipped("allocation"):
         found[f"allocation/{path.stem}"] = allocation_decisions(AllocationArtifact.load(path))
     return found
@@ -234,7 +235,7 @@ def shipped(problem: str) -> list[Path]:
 def routing_decisions(artifact: PolicyArtifact, batches: bool) -> dict[str, Any]:
     """Chosen replicas, and the mean cost of each."""
     rng = np.random.default_rng(SEED)
-    policy = learned_policy(artifact, slo=artifact.metadata.slo)
+    policy = learned_policy(artifact)
     num = artifact.metadata.num_replicas or 4
     chosen, scores = "", []
     for number in range(NUM_CASES):

@@ -42,7 +42,6 @@ def chain() -> tuple[Experiment, ...]:
             trials=({**learner, "scenario": paths["routing"]},),
             baselines=("sed",),
             baseline="sed",
-            # Its lead over the policy for any cluster is small.
             promotion_streams=24,
             warm_up=None,
         ),

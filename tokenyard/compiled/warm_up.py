@@ -21,7 +21,6 @@ from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
 from tokenyard.routing.policies.delay import finish_times_s, mark_safe
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -53,7 +52,7 @@ def compile_batching() -> None:
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
     sim.best_ahead(0, 1.0)
-    _play(sim, NUM_ENGINE_WEIGHTS)
+    _play(sim)
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
@@ -81,13 +80,13 @@ def compile_constant_rate() -> None:
     stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     sim = ClusterSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
-    _play(sim, NUM_SERVER_WEIGHTS)
+    _play(sim)
     sim.run_delay_rule(1.0, -1)
     mc_rollout(scenario, token_rows(stream))
     clairvoyant(scenario, token_rows(stream))
 
 
-def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
+def _play(sim: ClusterSim | BatchingSim) -> None:
     """Call whatever steps a simulator."""
     first = np.zeros(1, dtype=np.int64)
     sim.step(first)
@@ -96,7 +95,6 @@ def _play(sim: ClusterSim | BatchingSim, num_generic_weights: int) -> None:
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
     sim.run_in_order(np.ones(NUM_ORDER_WEIGHTS))
-    sim.run_any_cluster(np.zeros(num_generic_weights), 1.0)
 
 
 def compile_allocation() -> None:

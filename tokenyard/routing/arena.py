@@ -6,7 +6,7 @@ hindsight. That rule is chosen on half of the streams and compared on the other 
 that no rule is judged on the streams it was chosen on.
 
 The fleets and loads of sealed cells are drawn when the arena runs: only their distribution is known
-(`search_any_cluster.draw_cluster`).
+(`drawn_clusters.draw_cluster`).
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ import numpy as np
 
 from tokenyard.evaluation import Map
 from tokenyard.problem import Row
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.drawn_clusters import Kind as DrawnKind
 from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.policy_file import SUFFIX
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
-from tokenyard.routing.problem import PROBLEM, TRAINED
+from tokenyard.routing.problem import CHAMPION, PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.run import Run, run_policy
 from tokenyard.routing.simulator.streams import (
@@ -190,9 +191,10 @@ def _cell(scenario: Scenario, load: float | None, is_sealed: bool = False) -> Ce
 
 def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
     """Return every rule whose signals the cell has, the policies that ship, files and URLs."""
-    known = [name for name in PROBLEM.policies_for(cell.scenario) if name not in TRAINED]
+    names = dict.fromkeys([*PROBLEM.policies_for(cell.scenario), DEFAULT_RULE])
+    known = [name for name in names if name != CHAMPION]
     rules = [Entry(name, "rule", name) for name in known if _source(cell.scenario, name)]
-    trained = [Entry(name, "learned", name) for name in TRAINED if _ships(cell.scenario, name)]
+    trained = [Entry(CHAMPION, "learned", CHAMPION)] if _ships(cell.scenario) else []
     return rules + trained + [Entry(_shown(one), _kind(one), one) for one in own]
 
 
@@ -214,12 +216,10 @@ def _source(scenario: Scenario, name: str) -> str | None:
         return None
 
 
-def _ships(scenario: Scenario, name: str) -> bool:
-    """Whether a trained policy ships; a rule, or `generic`, stands there under its own name."""
-    source = _source(scenario, name)
-    if source is None or name == "generic":
-        return source is not None
-    return "the rule" not in source and "generic" not in source
+def _ships(scenario: Scenario) -> bool:
+    """Whether the champion was trained; where it is a rule, that plays under its own name."""
+    source = _source(scenario, CHAMPION)
+    return source is not None and "the rule" not in source
 
 
 def play(match: Match) -> Measured:

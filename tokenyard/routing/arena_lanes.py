@@ -9,6 +9,7 @@ import numpy as np
 
 from tokenyard.problem import Row
 from tokenyard.routing.arena import Match, streams_of
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.simulator.batching import BatchingOutcomes
 from tokenyard.routing.simulator.constant_rate import Outcomes
@@ -140,13 +141,13 @@ def _lane(name: str, times_s: FloatArray, start_s: float, end_s: float) -> Lane:
 
 
 def entries_to_draw(rows: Sequence[Row]) -> tuple[str, str, str] | None:
-    """The cell in which `generic` is furthest from the best rule, and both; None: nowhere."""
-    theirs = [row for row in rows if row["entry"] == "generic"]
+    """The cell in which the default rule is furthest from the best, and both; None: nowhere."""
+    theirs = [row for row in rows if row["entry"] == DEFAULT_RULE]
     if not theirs:
         return None
     row = max(theirs, key=lambda one: abs(float(one["regret_mean_fraction"])))
     best = str(row["best_rule"]).partition(" or ")[0]
-    return str(row["cell"]), "generic", best
+    return str(row["cell"]), DEFAULT_RULE, best
 
 
 def find_matches(matches: Sequence[Match], wanted: tuple[str, str, str]) -> list[Match]:

@@ -28,28 +28,27 @@ from tokenyard.routing.observation import (
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
-    AnyClusterPolicy,
     LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
-    OrderedAnyClusterPolicy,
     OrderedLinearPolicy,
     OrderedMarginalPolicy,
     ResidualPolicy,
     order_weights,
 )
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
-from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.types import PolicyRunner, ScoringPolicy
-from tokenyard.types import FloatArray, Slo
+from tokenyard.types import FloatArray
 from tokenyard.workload.features import RobustScaler
 from tokenyard.workload.model import WorkloadModel, load_model
 
-_ORDERS = frozenset({"order", "server_order", "engine_order"})
-"""Names of arrays with the weights of an order."""
+DEFAULT_RULE = "marginal_delay+sjf@60"
+"""What decides where no policy was trained and no rule was tuned, on servers of any kind
+(docs/results/any-cluster.md)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +57,7 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
     same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Either may have an `order`,
-    shape (NUM_ORDER_WEIGHTS,). Arrays of a `generic` one:
-    `server_weights`, shape (NUM_SERVER_WEIGHTS,), and `engine_weights`, shape
-    (NUM_ENGINE_WEIGHTS,); with an order also `server_order` and `engine_order`, shape
-    (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`). Arrays of an `mlp`: those of a
+    shape (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`). Arrays of an `mlp`: those of a
     `tokenyard.network.Network`, from an observation to one preference per replica, higher is
     better.
     A `corrected` policy has the `weights` of a `marginal` one, and a network that scores every
@@ -81,7 +77,7 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     @property
     def orders(self) -> bool:
         """Whether it also says in which order requests wait."""
-        return not _ORDERS.isdisjoint(self.arrays)
+        return "order" in self.arrays
 
     @property
     def needs_engine(self) -> bool | None:
@@ -89,7 +85,7 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
         return KINDS[self.metadata.kind].needs_engine(self)
 
 
-MakePolicy = Callable[[ArtifactMetadata, Arrays, datetime | None, Slo | None], ScoringPolicy]
+MakePolicy = Callable[[ArtifactMetadata, Arrays, datetime | None], ScoringPolicy]
 
 
 @dataclass(frozen=True)
@@ -97,38 +93,30 @@ class RoutingKind(Kind[PolicyArtifact]):
     """What there is to know of one kind of routing policies."""
 
     policy: MakePolicy
-    """Makes it for one stream of requests: calendar time of second 0, and the SLO to keep to."""
+    """Makes it for one stream of requests, with the calendar time of second 0."""
     run: Callable[[PolicyArtifact, PolicyRunner], None] = field(kw_only=True)
     """Runs all streams of a simulator to the end under the greedy policy, in compiled code."""
     needs_engine: Callable[[PolicyArtifact], bool | None] = lambda artifact: None
     """Whether it decides between replicas that batch continuously; None: between any."""
-    knows_traffic: bool = True
-    """Whether it was trained on one traffic, whose SLO and output lengths it brings."""
 
 
 def _check_linear(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "weights", (NUM_SCORE_WEIGHTS,))
-    _check_orders(artifact)
+    _check_order(artifact)
 
 
-def _check_orders(artifact: PolicyArtifact) -> None:
-    for name in _ORDERS & artifact.arrays.keys():
-        check_shape(artifact.arrays, name, (NUM_ORDER_WEIGHTS,))
-        if (artifact.arrays[name] < 0.0).any():
-            raise ValueError(f"{name} has a weight below 0")
+def _check_order(artifact: PolicyArtifact) -> None:
+    if artifact.orders:
+        check_shape(artifact.arrays, "order", (NUM_ORDER_WEIGHTS,))
+        if (artifact.arrays["order"] < 0.0).any():
+            raise ValueError("order has a weight below 0")
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
     has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
     size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
-    _check_orders(artifact)
-
-
-def _check_generic(artifact: PolicyArtifact) -> None:
-    check_shape(artifact.arrays, "server_weights", (NUM_SERVER_WEIGHTS,))
-    check_shape(artifact.arrays, "engine_weights", (NUM_ENGINE_WEIGHTS,))
-    _check_orders(artifact)
+    _check_order(artifact)
 
 
 def _check_mlp(artifact: PolicyArtifact) -> None:
@@ -161,14 +149,8 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
 
 
 def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
-    order = order_weights(artifact.arrays, "weights")
+    order = order_weights(artifact.arrays)
     sim.run_linear(artifact.arrays["weights"], artifact.metadata.mean_total_tokens, order)
-
-
-def _run_any_cluster(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
-    weights = artifact.arrays[sim.any_cluster_weights]
-    order = order_weights(artifact.arrays, sim.any_cluster_weights)
-    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens, order)
 
 
 def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
@@ -211,10 +193,10 @@ def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> Make
     """Make the one whose artifact has an order where it has one: only that one orders."""
 
     def made(
-        metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, slo: Slo | None
+        metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
     ) -> ScoringPolicy:
-        make: MakePolicy = plain if _ORDERS.isdisjoint(arrays) else ordered
-        return make(metadata, arrays, started_at, slo)
+        make: MakePolicy = ordered if "order" in arrays else plain
+        return make(metadata, arrays, started_at)
 
     return made
 
@@ -227,10 +209,6 @@ KINDS: dict[str, RoutingKind] = {
         _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
         is_finetuned=True, needs_engine=lambda it: True,
     ),
-    "generic": RoutingKind(
-        _check_generic, _policy_of(AnyClusterPolicy, OrderedAnyClusterPolicy),
-        run=_run_any_cluster, knows_traffic=False,
-    ),
     "mlp": RoutingKind(
         _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
         run=lambda it, sim: _run_greedily(partial(network_preferences, it), sim),
@@ -242,19 +220,15 @@ KINDS: dict[str, RoutingKind] = {
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""
 
 
-def learned_policy(
-    artifact: PolicyArtifact, started_at: datetime | None = None, slo: Slo | None = None
-) -> ScoringPolicy:
+def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None) -> ScoringPolicy:
     """Make the policy of an artifact's kind, ready for one stream of requests.
 
     Args:
         artifact: The trained policy.
         started_at: Calendar time of second 0, where training traffic had a calendar.
-        slo: What requests have as their SLO, for the policy for any cluster; others keep to the SLO
-            that they were trained on.
     """
     metadata, arrays = artifact.metadata, artifact.arrays
-    return KINDS[metadata.kind].policy(metadata, arrays, started_at, slo)
+    return KINDS[metadata.kind].policy(metadata, arrays, started_at)
 
 
 def resolve_champion(
@@ -268,22 +242,35 @@ def resolve_champion(
     The order is that of `tokenyard.artifact.find_champion`.
 
     Raises:
-        NoChampionError: There is none; it names the best tuned rule.
+        NoChampionError: There is none; it names the rule that decides, `rule_for`.
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
         problem, scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
-        best_tuned_rule,
+        rule_for,
     )  # fmt: skip
 
 
+def rule_for(scenario: str) -> str:
+    """Rule that decides where no policy was trained: the best tuned one, or `DEFAULT_RULE`."""
+    return best_tuned_rule(scenario) or DEFAULT_RULE
+
+
 def best_tuned_rule(scenario: str) -> str | None:
-    """Rule with the best score on the scenario's training streams; None: none was tuned."""
+    """Rule with the best score on the scenario's training streams, with an order or without.
+
+    Rules that look at every request that waits are left out: no replica tells of them.
+
+    Returns:
+        Its name; None: none was tuned.
+    """
     try:
-        scores = load_tuned(scenario).scores
+        tuned = load_tuned(scenario)
     except ValueError:
         return None
-    return max(scores, key=scores.__getitem__, default=None)
+    scores = tuned.scores | tuned.order_scores
+    seen = [name for name in scores if name.partition(BETWEEN)[0] != IN_ORDER]
+    return max(seen, key=scores.__getitem__, default=None)
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""Clusters and traffic drawn at random: those of training, and the wider ones of the law.
+"""Clusters and traffic drawn at random: the arena's sealed cells, and the wider ones of the law.
 
-`draw_cluster` draws what the policy for any cluster is searched on. `draw_wide` draws what it is
-judged on (`tokenyard.routing.never_worse`), and nothing is ever searched there. No scenario that
-ships is among either.
+`draw_cluster` draws a sealed cell of the arena (`tokenyard.routing.arena`), `draw_wide` what the
+law is judged on (`tokenyard.routing.never_worse`). Nothing is ever searched there, and no scenario
+that ships is among either.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from tokenyard.workload.spread import Spread
 Kind = Literal["servers", "slots", "engines"]
 """Servers of one slot, of several, or replicas that batch continuously."""
 
-MEAN_TOTAL_TOKENS = 2000.0
-"""What sizes are relative to, whatever the traffic."""
-SLO_S = 2.0
-"""SLO of most training clusters, and of the artifact where it is told no other."""
+_SLO_S = 2.0
+"""SLO of most sealed cells of servers."""
 
 NOTHING_PAID = RewardWeights(
     processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
@@ -77,7 +75,7 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
         arrivals=arrivals,
         output_length="by_context" if rng.random() < 0.8 else "none",
         # A slot has a share of the speed, so that no single SLO would fit.
-        slo_response_s=3 * SLO_S if discipline == "parallel_split" else SLO_S,
+        slo_response_s=3 * _SLO_S if discipline == "parallel_split" else _SLO_S,
         reward=NOTHING_PAID,
     )
 
@@ -167,40 +165,18 @@ _MOST_WITH_CACHES, _BLOCK_TOKENS = 16, 512
 a block."""
 _FEWEST, _MOST = 800, 1600
 """Requests of a stream."""
-
-
-@dataclass(frozen=True)
-class Ranges:
-    """How far apart clusters may be."""
-
-    replicas: tuple[float, float]
-    batch: tuple[float, float]
-    load: tuple[float, float]
-    scrape_s: float
-    """Longest time between two publications of a replica's state, seconds."""
-    routers: int
-    gpus: tuple[str, ...]
-    models: Mapping[str, float]
-    """Model to its share of the kinds of replicas."""
-    slo: tuple[float, float]
-    """SLO of a replica that batches over the response time of a mean request alone."""
-    spread: float
-    """Speed of the fastest server over that of the slowest, at most."""
-    wrong_speeds: float
-    """Deviation of the logarithm of times over those declared, in some of the clusters."""
-    prompt_tokens: float
-    """Longest prompt."""
-
-
-TRAINING = Ranges(
-    replicas=(2, 24), batch=(8, 256), load=(0.2, 1.1), scrape_s=1.0, routers=2, gpus=_GPUS,
-    models={"llama2_13b": 0.3, "llama3_8b": 0.7}, slo=(2.5, 8.0), spread=5.0, wrong_speeds=0.1,
-    prompt_tokens=32_768,
-)  # fmt: skip
-LAW = Ranges(
-    replicas=(1, 64), batch=(4, 512), load=(0.05, 1.2), scrape_s=2.0, routers=4, gpus=_WIDE_GPUS,
-    models=_WIDE_MODELS, slo=(2.0, 12.0), spread=10.0, wrong_speeds=0.2, prompt_tokens=131_072,
-)  # fmt: skip
+_REPLICAS, _BATCH, _LOAD = (1, 64), (4, 512), (0.05, 1.2)
+_MOST_SCRAPE_S = 2.0
+"""Longest time between two publications of a replica's state, seconds."""
+_MOST_ROUTERS = 4
+_SLO_TIMES = 2.0, 12.0
+"""SLO of a replica that batches over the response time of a mean request alone."""
+_MOST_SPREAD = 10.0
+"""Speed of the fastest server over that of the slowest, at most."""
+_WRONG_SPEEDS = 0.2
+"""Deviation of the logarithm of times over those declared, in some of the clusters."""
+_LONGEST_PROMPT = 131_072
+"""Tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,14 +201,14 @@ class WideCluster:
         return replace(stream, factors=drawn * self.time_factors[:, None])
 
 
-def draw_wide(rng: np.random.Generator, ranges: Ranges = LAW) -> WideCluster:
+def draw_wide(rng: np.random.Generator) -> WideCluster:
     """Draw a cluster and its traffic.
 
     Replicas are of GPU kinds and models, or have speeds drawn for themselves. Arrivals are Poisson,
     the bursts fitted to recorded traffic, or conversations and documents with prefix caches, also
     of closed clients. A third of the clusters are of servers at a constant rate.
     """
-    return _wide_servers(rng, ranges) if rng.random() < 1 / 3 else _wide_fleet(rng, ranges)
+    return _wide_servers(rng) if rng.random() < 1 / 3 else _wide_fleet(rng)
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float) -> float:
@@ -243,19 +219,19 @@ def _pick(rng: np.random.Generator, shares: Mapping[str, float]) -> str:
     return str(rng.choice(list(shares), p=list(shares.values())))
 
 
-def _wide_servers(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
+def _wide_servers(rng: np.random.Generator) -> WideCluster:
     """Of up to four speeds, of one slot or several."""
-    num = round(_log_uniform(rng, *ranges.replicas))
+    num = round(_log_uniform(rng, *_REPLICAS))
     discipline: Discipline = rng.choice(
         ["serial", "parallel_split", "parallel_full", "processor_sharing"], p=[0.5, 0.2, 0.2, 0.1]
     ).item()
-    slowest, spread = _log_uniform(rng, 300, 10_000), _log_uniform(rng, 1.0, ranges.spread)
+    slowest, spread = _log_uniform(rng, 300, 10_000), _log_uniform(rng, 1.0, _MOST_SPREAD)
     kinds = slowest * spread ** rng.random(int(rng.integers(1, min(num, 4) + 1)))
     speeds = rng.choice(kinds, num)
     slots = int(rng.integers(2, 17))
     traffic = _pick(rng, {"code": 0.4, "chat": 0.35, "short_code": 0.125, "short_chat": 0.125})
     process = _pick(rng, {"poisson": 0.5, "mmpp": 0.5})
-    load = float(rng.uniform(*ranges.load))
+    load = float(rng.uniform(*_LOAD))
     scenario = Scenario(
         name=f"{num} servers ({discipline}), {traffic}, {process}, load {load:.2f}",
         description="Servers drawn for the law.",
@@ -279,9 +255,9 @@ def _wide_servers(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
     return WideCluster(scenario, _requests(in_flight), np.empty(0))
 
 
-def _wide_fleet(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
-    num = round(_log_uniform(rng, *ranges.replicas))
-    kinds = [_wide_replica(rng, ranges) for _ in range(int(rng.integers(1, min(num, 4) + 1)))]
+def _wide_fleet(rng: np.random.Generator) -> WideCluster:
+    num = round(_log_uniform(rng, *_REPLICAS))
+    kinds = [_wide_replica(rng) for _ in range(int(rng.integers(1, min(num, 4) + 1)))]
     replicas = [
         kinds[which].model_copy(update={"name": f"replica-{i}"})
         for i, which in enumerate(rng.integers(0, len(kinds), num))
@@ -290,26 +266,24 @@ def _wide_fleet(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
         rng, {"code": 0.25, "chat": 0.25, "short_code": 0.05, "short_chat": 0.05,
               "turns": 0.25, "documents": 0.15}
     )  # fmt: skip
-    load = float(rng.uniform(*ranges.load))
+    load = float(rng.uniform(*_LOAD))
     most_tokens = min(one.kv_capacity_tokens for one in kinds) / 2
     sessions = None
     if traffic in ("turns", "documents"):
         replicas = replicas[:_MOST_WITH_CACHES]
-        sessions = _wide_sessions(
-            rng, traffic == "documents", min(most_tokens, ranges.prompt_tokens)
-        )
+        sessions = _wide_sessions(rng, traffic == "documents", min(most_tokens, _LONGEST_PROMPT))
         process = _pick(rng, {"poisson": 0.75, "closed": 0.25})
         arrivals = Arrivals(process=process, warm_load=load)
     else:
         process = _pick(rng, {"poisson": 0.5, "mmpp": 0.5})
         arrivals = Arrivals(process=process, load=load)
     limits = "/".join(str(one.max_batch) for one in kinds)
-    scrape_s = float(rng.choice([0.0, 0.05, rng.uniform(0.0, ranges.scrape_s)]))
+    scrape_s = float(rng.choice([0.0, 0.05, rng.uniform(0.0, _MOST_SCRAPE_S)]))
     fleet = Fleet(
         replicas=tuple(replicas),
         prefix_block_tokens=_BLOCK_TOKENS if sessions else 0,
         scrape_interval_s=scrape_s,
-        num_routers=int(rng.integers(1, ranges.routers + 1)) if num > 1 else 1,
+        num_routers=int(rng.integers(1, _MOST_ROUTERS + 1)) if num > 1 else 1,
         iteration_jitter=float(rng.uniform(0.05, 0.5)) if rng.random() < 0.3 else 0.0,
     )
     scenario = Scenario(
@@ -324,12 +298,12 @@ def _wide_fleet(rng: np.random.Generator, ranges: Ranges) -> WideCluster:
         reward=NOTHING_PAID,
     )
     alone_s = float(np.median([_alone_s(one, *scenario.mean_lengths_tokens) for one in replicas]))
-    slo_s = alone_s * _log_uniform(rng, *ranges.slo)
+    slo_s = alone_s * _log_uniform(rng, *_SLO_TIMES)
     churn = _wide_churn(rng, alone_s) if rng.random() < 0.15 else None
     fleet = fleet.model_copy(update={"classes": _wide_classes(rng, slo_s), "churn": churn})
     scenario = scenario.model_copy(update={"fleet": fleet, "slo_response_s": slo_s})
     wrong = rng.random() < 0.4
-    factors = np.exp(rng.normal(0.0, ranges.wrong_speeds, len(replicas))) if wrong else np.empty(0)
+    factors = np.exp(rng.normal(0.0, _WRONG_SPEEDS, len(replicas))) if wrong else np.empty(0)
     in_flight = alone_s * scenario.rate_per_s(sum(scenario.mean_lengths_tokens))
     return WideCluster(scenario, _requests(in_flight), factors)
 
@@ -338,9 +312,9 @@ def _requests(in_flight: float) -> int:
     return int(np.clip(_IN_FLIGHT_TIMES * in_flight, _FEWEST, _MOST))
 
 
-def _wide_replica(rng: np.random.Generator, ranges: Ranges) -> AnyReplica:
+def _wide_replica(rng: np.random.Generator) -> AnyReplica:
     """One kind: a GPU and a model that fit, or an engine of any speed."""
-    batch = round(_log_uniform(rng, *ranges.batch))
+    batch = round(_log_uniform(rng, *_BATCH))
     budget = max(batch + 1, int(rng.choice([256, 512, 2048, 8192])))
     if rng.random() < 0.25:
         iteration_s = _log_uniform(rng, 0.005, 0.5)
@@ -351,11 +325,11 @@ def _wide_replica(rng: np.random.Generator, ranges: Ranges) -> AnyReplica:
             kv_token_s=iteration_s * _log_uniform(rng, 1e-6, 2e-5),
             kv_capacity_tokens=_log_uniform(rng, 3e4, 1e6),
         )  # fmt: skip
-    model = _pick(rng, ranges.models)
+    model = _pick(rng, _WIDE_MODELS)
     while True:
         try:
             replica = ReplicaConfig(
-                name="kind", gpu=str(rng.choice(ranges.gpus)), model=model, max_batch=batch,
+                name="kind", gpu=str(rng.choice(_WIDE_GPUS)), model=model, max_batch=batch,
                 token_budget=budget, tensor_parallel=int(rng.choice([1, 2, 4, 8])),
                 precision="fp8" if rng.random() < 0.2 else "fp16",
             )  # fmt: skip

@@ -51,7 +51,7 @@ class TwinRunner:
     ) -> None:
         """Lay the requests out; they wait in the champion's order."""
         self._scenario, self._tokens = twin.scenario, champion.metadata.mean_total_tokens
-        self._order = order_weights(champion.arrays, "weights")
+        self._order = order_weights(champion.arrays)
         self._streams: StreamSet = replay.streams_of(twin.scenario, windows)
         length = len(self._streams.requests[0])
         self._sim: Simulator = make_simulator(twin.scenario, len(windows), length)

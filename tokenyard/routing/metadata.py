@@ -6,13 +6,13 @@ from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from tokenyard import former_names
 from tokenyard.config import FrozenModel
 from tokenyard.network import Activation
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES
 from tokenyard.routing.scenario import Visibility
-from tokenyard.types import Slo
 
 
 class LengthPredictor(FrozenModel):
@@ -39,13 +39,12 @@ class ArtifactMetadata(FrozenModel):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "generic", "mlp", "corrected"]
+    kind: Literal["linear", "marginal", "mlp", "corrected"]
     """`linear`: a learned correction of the expected response time
     (`tokenyard.routing.observation.linear_scores`); `marginal`: one of the delay that a request
-    adds, for replicas that batch continuously (`marginal_scores`); `generic`: one of either for any
-    cluster (`tokenyard.routing.scores.any_cluster`); `mlp`: a network over the flat observation;
-    `corrected`: a `marginal` policy and a network that scores every replica alike and corrects it
-    (`tokenyard.routing.scores.residual`)."""
+    adds, for replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
+    observation; `corrected`: a `marginal` policy and a network that scores every replica alike and
+    corrects it (`tokenyard.routing.scores.residual`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
@@ -71,7 +70,9 @@ class ArtifactMetadata(FrozenModel):
     lineage: Mapping[str, str] = {}
     """Hashes and names of what it was made from."""
 
-    @property
-    def slo(self) -> Slo:
-        """The SLO it was trained on."""
-        return Slo(self.slo_response_s)
+    @field_validator("kind", mode="before")
+    @classmethod
+    def _refuse_former(cls, kind: str) -> str:
+        if hint := former_names.hint(kind, former_names.RULES):
+            raise ValueError(f"no policy file of kind {kind!r} is read any more{hint}")
+        return kind

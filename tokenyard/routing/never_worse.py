@@ -4,7 +4,8 @@ Every draw is a cluster and its traffic (`drawn_clusters.draw_wide`). The rival 
 best score (`metrics.score`) of all placements, orders and knobs that the draw's servers have, found
 on one half of the draw's streams. Policies are judged beside it on the other half. A policy is
 worse where the 95 % interval of its paired difference lies wholly beyond `WORSE`, in the mean, the
-99th percentile or the SLO violations.
+99th percentile or the SLO violations. Policies are rules with an order, and policy files that work
+on clusters of any size.
 """
 
 from __future__ import annotations
@@ -16,21 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.config import did_you_mean
 from tokenyard.problem import Row
-from tokenyard.routing.artifact import PolicyArtifact, resolve_champion
+from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.drawn_clusters import NOTHING_PAID, WideCluster, draw_wide
-from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.order import FIRST_COME, is_first_come
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
-from tokenyard.routing.simulator.server_models import (
-    ORDER_WEIGHTS,
-    Place,
-    ServerModel,
-    server_model,
-)
+from tokenyard.routing.simulator.server_models import ServerModel, order_weights_of, server_model
 from tokenyard.routing.validation import NAMES, outcome_row
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
@@ -45,7 +39,7 @@ MOST_WORSE = 0.05
 STREAMS = 5
 """Streams of each half."""
 _FIRST_STREAMS, _FINALISTS = 2, 5
-"""Rules are tried on so many streams, and so many of the best on the whole half."""
+"""Streams that every rule is tried on, and how many of the best rules are tried on all."""
 _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
@@ -61,20 +55,20 @@ class Half:
     """Streams of one draw, on which anything may be run."""
 
     def __init__(self, cluster: WideCluster, count: int, rng: np.random.Generator) -> None:
-        """Draw so many streams from `rng`."""
+        """Draw `count` streams from `rng`."""
         self._scenario = cluster.scenario
         self._streams = cluster.streams(count, rng)
         self._sims = {count: self.simulator(count)}
 
     def simulator(self, count: int) -> Simulator:
-        """One with the first streams loaded."""
+        """One with the first `count` streams loaded."""
         sim = make_simulator(self._scenario, count, len(self._streams[0]), NOTHING_PAID)
         for copy, stream in enumerate(self._streams[:count]):
             sim.load(copy, stream)
         return sim
 
     def rows(self, decide: Decide, count: int) -> FloatArray:
-        """What a policy does on the first streams, shape (count, len(NAMES))."""
+        """What a policy does on the first `count` streams, shape (count, len(NAMES))."""
         if count not in self._sims:
             self._sims[count] = self.simulator(count)
         sim = self._sims[count]
@@ -116,11 +110,11 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         streams: Of each half.
 
     Returns:
-        One row per policy: `draw`, `cell`, `policy`, `rival`, what both do, paired differences with
-        95 % intervals, `worse` and `far_worse`.
+        One row per policy that is for such servers: `draw`, `cell`, `policy`, `rival`, what both
+        do, paired differences with 95 % intervals, `worse` and `far_worse`.
 
     Raises:
-        ValueError: So few streams have no interval, or a policy is not known.
+        ValueError: There are too few streams for an interval, or a policy is not known.
     """
     if streams < STREAMS:
         raise ValueError(f"{streams} streams have no interval: give at least {STREAMS}")
@@ -132,7 +126,10 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     theirs = judging.rows(rules[rival], streams)
     rows = []
     for name in policies:
-        ours = judging.rows(law_policy(name, cluster.scenario), streams)
+        decide = law_policy(name, cluster.scenario)
+        if decide is None:
+            continue
+        ours = judging.rows(decide, streams)
         found: Row = {
             "draw": draw, "cell": cluster.scenario.name, "policy": name, "rival": rival,
             "seed": seed, "stream_count": streams,
@@ -226,56 +223,51 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     )
 
 
-def law_policy(name: str, scenario: Scenario) -> Decide:
-    """Compiled run of a policy that the law may judge: a placement, and an order behind `+`.
+def law_policy(name: str, scenario: Scenario) -> Decide | None:
+    """Compiled run of a policy that the law may judge.
+
+    Args:
+        name: `marginal_delay` or `marginal_in_order`, with an order behind `+` where it is wanted,
+            or a policy file (.npz).
+        scenario: The draw's.
+
+    Returns:
+        The run; None: the file was trained on servers of the other model.
 
     Raises:
-        ValueError: There is no such placement or order, or compiled code does not know it.
+        ValueError: There is no such placement or order, compiled code does not know it, or the file
+            is for a number of replicas.
     """
+    if name.endswith(".npz"):
+        return _of_file(_artifact(name), scenario)
     placement, between, order = name.partition(BETWEEN)
-    weights = _order_weights(order) if between else FIRST_COME
-    place = _placement(placement, scenario)
-    return lambda sim: place(sim, weights)
+    weights = order_weights_of(order) if between else FIRST_COME
+    if placement == "marginal_delay":
+        return partial(_hand_rule, server_model(scenario), weights)
+    if placement == IN_ORDER:
+        return lambda sim: sim.run_in_order(weights)
+    raise ValueError(
+        f"the law judges marginal_delay, {IN_ORDER} or a policy file (.npz), not {placement!r}"
+    )
 
 
-def _order_weights(order: str) -> FloatArray:
-    name, given, knob = order.partition(KNOB)
-    if name not in ORDER_WEIGHTS:
-        hint = did_you_mean(name, ORDER_WEIGHTS)
-        raise ValueError(f"the law orders by one of {sorted(ORDER_WEIGHTS)}, not {name!r}{hint}")
-    weights = FIRST_COME.copy()
-    weights[ORDER_WEIGHTS[name]] = float(knob) if given else ORDERS[name].default
-    return weights
-
-
-def _placement(name: str, scenario: Scenario) -> Place:
-    if name == "marginal_delay":
-        return partial(_hand_rule, server_model(scenario))
-    if name == IN_ORDER:
-        return lambda sim, order: sim.run_in_order(order)
-    return partial(_generic, _artifact(name))
-
-
-def _generic(artifact: PolicyArtifact, sim: Simulator, order: FloatArray) -> None:
-    """The policy for any cluster; an order that is asked for takes the place of its own."""
-    if is_first_come(order):
-        order = order_weights(artifact.arrays, sim.any_cluster_weights)
-    weights = artifact.arrays[sim.any_cluster_weights]
-    sim.run_any_cluster(weights, artifact.metadata.mean_total_tokens, order)
-
-
-def _hand_rule(servers: ServerModel, sim: Simulator, order: FloatArray) -> None:
+def _hand_rule(servers: ServerModel, order: FloatArray, sim: Simulator) -> None:
     """Least marginal delay as it is without tuning; of constant rates shortest expected delay."""
     next(iter(servers.placements(sim).values()))(sim, order)
 
 
+def _of_file(artifact: PolicyArtifact, scenario: Scenario) -> Decide | None:
+    metadata = artifact.metadata
+    if metadata.num_replicas is not None:
+        raise ValueError(
+            f"the law draws clusters of any size; the policy of {metadata.scenario} decides "
+            f"between {metadata.num_replicas} replicas"
+        )
+    if bool(artifact.needs_engine) != (scenario.fleet is not None):
+        return None
+    return partial(KINDS[metadata.kind].run, artifact)
+
+
 @cache
 def _artifact(name: str) -> PolicyArtifact:
-    if name.endswith(".npz"):
-        return PolicyArtifact.load(Path(name))
-    if name != "generic":
-        raise ValueError(
-            f"the law judges generic, marginal_delay, {IN_ORDER} or a policy file (.npz), with an "
-            f"order behind {BETWEEN} where it is wanted; not {name!r}"
-        )
-    return resolve_champion("routing", "generic")[0]
+    return PolicyArtifact.load(Path(name))

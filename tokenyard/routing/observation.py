@@ -154,7 +154,6 @@ _ENGINE = attrgetter(
     "match_tokens",
 )
 """Columns ITERATION_S to MATCH_TOKENS."""
-_OBSERVED_AT_S = attrgetter("observed_at_s")
 
 
 def snapshot_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
@@ -187,15 +186,6 @@ def unranked_columns(snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     columns[:, ROUTABLE] = 1.0
     _fill_waits(columns)
     return columns
-
-
-def fill_ages(columns: FloatArray, snapshots: Sequence[ReplicaSnapshot], now_s: float) -> None:
-    """Write into the table how old every snapshot is at `now_s`, seconds, at least 0."""
-    if isinstance(snapshots, SnapshotColumns):
-        seen_s = snapshots.observed_at_s
-    else:
-        seen_s = np.fromiter(map(_OBSERVED_AT_S, snapshots), np.float64, len(snapshots))
-    np.maximum(now_s - seen_s, 0.0, out=columns[:, AGE_S])
 
 
 def squash(scaled_features: FloatArray) -> FloatArray:

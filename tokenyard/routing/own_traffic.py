@@ -1,11 +1,12 @@
-"""A champion for one's own fleet and trace: it starts from what works anywhere.
+"""A champion for one's own fleet and trace: it starts from the rule that works anywhere.
 
 The first part of the trace is learned from, in three steps. A traffic model is fitted to it
 (`tokenyard.workload.fit`). The weights of the rule for these servers and the knob of an order
 are tuned on streams of that model. Searches go on from there (`tokenyard.routing.search`), in that
-order, until the time is up. All candidates are then set beside the foundation, the shipped policy
-for any cluster, on streams that no search has seen: below, at and above the load, and on the
-recorded first part. What loses to it anywhere (`tokenyard.routing.gate.loses`) is out.
+order, until the time is up. All candidates are then set beside the foundation, the rule that
+decides where nothing was trained (`DEFAULT_RULE`), on streams that no search has seen: below, at
+and above the load, and on the recorded first part. What loses to it anywhere
+(`tokenyard.routing.gate.loses`) is out.
 
 The last part of the trace judges the one that is left, once. It is accepted if its mean
 response time is below the foundation's with an interval below zero, and neither its 99th percentile
@@ -25,20 +26,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tokenyard import metrics
 from tokenyard.config import read_named
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
-from tokenyard.routing.artifact import (
-    PolicyArtifact,
-    lineage_of,
-    resolve_champion,
-)
+from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import loses
 from tokenyard.routing.policies.learned import order_weights
-from tokenyard.routing.policies.order import ORDERS
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
@@ -46,7 +42,7 @@ from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.search_study import OBJECTIVES
 from tokenyard.routing.simulator.run import Run
-from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, server_model
+from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, order_weights_of, server_model
 from tokenyard.routing.simulator.streams import (
     StreamSet,
     StreamSource,
@@ -54,7 +50,7 @@ from tokenyard.routing.simulator.streams import (
     trace_streams,
 )
 from tokenyard.routing.tuning import Values, coordinate_descent
-from tokenyard.routing.validation import artifact_runs
+from tokenyard.routing.validation import artifact_runs, outcome_row
 from tokenyard.types import FloatArray
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
@@ -62,7 +58,7 @@ from tokenyard.workload.trace import Trace
 TOLERANCE = 0.02
 """By how much the 99th percentile may exceed the foundation's, as a fraction, and the share of SLO
 violations."""
-FOUNDATION, CANDIDATE = "generic", "candidate"
+CANDIDATE = "candidate"
 LEARNED_SHARE = 0.7
 """Of the trace's requests: the first ones are learned from."""
 FEWEST_JUDGING = 500
@@ -158,7 +154,6 @@ class OwnTraffic:
         self.scenario = own_scenario(fleet, workload.absolute(), trace, load)
         self._source = StreamSource(self.scenario)
         self._load = load
-        self.foundation = resolve_champion("routing", FOUNDATION)[0]
         self.remarks = [
             f"offered load {self._source.offered_load:.2f}, "
             f"{self.scenario.rate_per_s(self._source.mean_total_tokens):.3g} requests a second"
@@ -166,10 +161,10 @@ class OwnTraffic:
 
     def train(self) -> Found:
         """Tune, search, choose and judge."""
-        choices = [self.foundation, *self._tuned(self._foundation_in), *self._tuned(self._rule_in)]
-        rules = [one for one in choices if one.metadata.kind != FOUNDATION]
-        choices += self._searches(min(rules, key=self._cost))
+        choices = [self.foundation, *self._tuned()]
+        choices += self._searches(min(choices, key=self._cost))
         best = self._best_of(choices)
+        self.remarks.append(f"chosen: {_told(best)}")
         rows, accepted = self._judge(best)
         return Found(best, accepted, rows, self.remarks)
 
@@ -214,24 +209,31 @@ class OwnTraffic:
     def _measured(self, runs: Sequence[Run]) -> list[tuple[float, float]]:
         """Score and p99 of each run."""
         slo_s = self.scenario.slo_response_s
-        return [
-            (
-                metrics.score(one.outcomes.offered_response_s, one.outcomes.violations(slo_s)),
-                metrics.percentile(one.outcomes.offered_response_s, 99.0),
-            )
-            for one in runs
-        ]
+        rows = [outcome_row(one.outcomes, slo_s) for one in runs]
+        return [(score, p99_s) for score, _, p99_s, _ in rows]
 
     @cached_property
     def _blank(self) -> PolicyArtifact:
         made = {**lineage(), **lineage_of(self.scenario)}
-        return PolicySearch(self.scenario).artifact({}, made, any_cluster=True)
+        searched = PolicySearch(self.scenario).artifact({}, made)
+        metadata = searched.metadata.model_copy(update={"num_replicas": None})
+        return replace(searched, metadata=metadata)
 
     def _made(self, weights: Sequence[float], order: FloatArray, trainer: str) -> PolicyArtifact:
         metadata = self._blank.metadata.model_copy(update={"trainer": trainer})
         return replace(
             self._blank, metadata=metadata, arrays={"weights": np.array(weights), "order": order}
         )
+
+    @cached_property
+    def foundation(self) -> PolicyArtifact:
+        """The default rule, as a policy of the kind for these servers."""
+        order = order_weights_of(DEFAULT_RULE.partition(BETWEEN)[2])
+        rule = self._rule_in("", (1.0,) * len(self._grid))
+        metadata = rule.metadata.model_copy(
+            update={"lineage": {**rule.metadata.lineage, "rule": DEFAULT_RULE}}
+        )
+        return replace(rule, metadata=metadata, arrays={**rule.arrays, "order": order})
 
     @cached_property
     def _grid(self) -> Mapping[str, Values]:
@@ -247,27 +249,16 @@ class OwnTraffic:
             weights = FleetRules(**dict(zip(self._grid, values, strict=False))).marginal_weights
         return self._made(weights, _order_weights(order, values), "tuning")
 
-    def _foundation_in(self, order: str, values: Values) -> PolicyArtifact:
-        """The foundation, whose weights stay, in an order."""
-        if not order:
-            return self.foundation
-        in_order = {
-            name: _order_weights(order, values) for name in ("server_order", "engine_order")
-        }
-        return replace(self.foundation, arrays={**self.foundation.arrays, **in_order})
-
-    def _tuned(self, made: Callable[[str, Values], PolicyArtifact]) -> list[PolicyArtifact]:
+    def _tuned(self) -> list[PolicyArtifact]:
         """The best first come, first served, and the best in every order."""
         found = []
-        for order in (
-            "",
-            *(one for one in server_model(self.scenario).orders if one in ORDER_WEIGHTS),
-        ):
-            grids = [*self._grid.values()] if made == self._rule_in else []
+        orders = (one for one in server_model(self.scenario).orders if one in ORDER_WEIGHTS)
+        for order in ("", *orders):
+            grids = [*self._grid.values()]
             start = (1.0,) * len(grids)
             if order:
                 grids, start = [*grids, ORDERS[order].grid], (*start, ORDERS[order].default)
-            in_order = partial(made, order)
+            in_order = partial(self._rule_in, order)
 
             def score_of(
                 values: Values, candidate: Callable[[Values], PolicyArtifact] = in_order
@@ -280,7 +271,7 @@ class OwnTraffic:
     def _searches(self, rule: PolicyArtifact) -> Iterator[PolicyArtifact]:
         """Searches that go on from a tuned rule in its order, one objective after another."""
         slo_weights = (0.0,) * server_model(self.scenario).num_slo_weights
-        order = order_weights(rule.arrays, "weights")
+        order = order_weights(rule.arrays)
         config = SearchConfig(
             start=(*rule.arrays["weights"].tolist(), *slo_weights),
             order=tuple(order.tolist()),
@@ -303,30 +294,32 @@ class OwnTraffic:
             yield self._made(search.mean.tolist(), order, "policy_search")
 
     def _best_of(self, choices: Sequence[PolicyArtifact]) -> PolicyArtifact:
-        """The candidate of least cost that loses to the foundation nowhere; itself if all do."""
+        """The candidate that loses to the foundation nowhere and has the least mean response time.
+
+        That is the mean over parts of the difference to the foundation's; the foundation itself
+        where no candidate is below it.
+        """
         parts = [*self._streams("validation", _CHOICE_STREAMS), self._windows(self._learned)]
         theirs = self._runs(self.foundation, parts)
-        costs = [0.0]
+        changes = [0.0]
         refused = 0
         for choice in choices[1:]:
             ours = self._runs(choice, parts)
             rows = [
-                compare(PROBLEM, self.scenario, some, {FOUNDATION: b, "candidate": a}, FOUNDATION)[
-                    1
-                ]
-                for some, a, b in zip(parts, ours, theirs, strict=True)
+                self._beside(some, {DEFAULT_RULE: its, CANDIDATE: mine})[1]
+                for some, mine, its in zip(parts, ours, theirs, strict=True)
             ]
             lost = any(loses(row) or tail_is_longer(row) for row in rows)
             refused += lost
-            gain = np.mean([float(row["delta_mean_fraction"]) for row in rows])
-            costs.append(math.inf if lost else float(gain))
+            change = np.mean([float(row["delta_mean_fraction"]) for row in rows])
+            changes.append(math.inf if lost else float(change))
         self.remarks.append(
             f"{len(choices)} candidates, {refused} lose to the foundation somewhere"
         )
-        return choices[int(np.argmin(costs))]
+        return choices[int(np.argmin(changes))]
 
     def _beside(self, streams: StreamSet, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
-        return compare(PROBLEM, self.scenario, streams, runs, FOUNDATION)
+        return compare(PROBLEM, self.scenario, streams, runs, DEFAULT_RULE)
 
     def _windows(self, part: Trace, factor: float = 1.0) -> StreamSet:
         """Recorded windows at a factor on the load, at least five."""
@@ -338,7 +331,7 @@ class OwnTraffic:
         rows: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
             streams = self._windows(self._judging, factor)
-            both = {FOUNDATION: self.foundation, CANDIDATE: choice}
+            both = {DEFAULT_RULE: self.foundation, CANDIDATE: choice}
             runs = {name: self._runs(one, [streams])[0] for name, one in both.items()}
             found = self._beside(streams, runs)
             rows += [{"part": part, "offered_load": streams.offered_load, **row} for row in found]
@@ -349,10 +342,18 @@ class OwnTraffic:
 
 def _order_weights(order: str, values: Values) -> FloatArray:
     """Weights of an order with the last value as its knob; of none, first come first served."""
-    weights = FIRST_COME.copy()
-    if order:
-        weights[ORDER_WEIGHTS[order]] = values[-1]
-    return weights
+    return order_weights_of(f"{order}{KNOB}{values[-1]}") if order else FIRST_COME.copy()
+
+
+def _told(choice: PolicyArtifact) -> str:
+    """Who made a candidate, and in which order requests wait there, in words."""
+    rule = choice.metadata.lineage.get("rule")
+    if rule is not None:
+        return f"the foundation, {rule}"
+    weights = order_weights(choice.arrays)
+    orders = [f"{one}{KNOB}{weights[at]:g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
+    order = f"the order {orders[0]}" if orders else "first come, first served"
+    return f"made by {choice.metadata.trainer}, {order}"
 
 
 def tail_is_longer(row: Mapping[str, Any]) -> bool:

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenyard import former_names
-from tokenyard.artifact import RegistryLookup
+from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.problem import RULE, Candidate, Problem, Purpose, Row, Runner, Score, StreamOptions
 from tokenyard.routing import evaluation
 from tokenyard.routing.artifact import (
-    KINDS,
     PolicyArtifact,
     best_tuned_rule,
     learned_policy,
     resolve_champion,
+    rule_for,
 )
 from tokenyard.routing.bounds import BOUNDS
 from tokenyard.routing.policies import BASELINES, PolicyContext, is_rule, make_policy, rows_for
@@ -46,8 +46,8 @@ from tokenyard.workload.readers import read_trace
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TRAINED = ("champion", "generic")
-"""Names that stand for a trained policy: the scenario's best, and the one for any cluster."""
+CHAMPION = "champion"
+"""The scenario's best policy."""
 
 
 class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
@@ -80,7 +80,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
     def candidate(
         self, scenario: Scenario, name: str, registry: RegistryLookup | None = None
     ) -> Candidate[Scenario, StreamSet, Run]:
-        """A rule, a bound, `champion`, `generic`, or the path of a policy file (.npz or .py).
+        """A rule, a bound, `champion`, or the path of a policy file (.npz or .py).
 
         Raises:
             ValueError: The name is unknown, or it cannot be run on this scenario; an artifact that
@@ -95,20 +95,23 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             BOUNDS[name](scenario, StreamSource(scenario).sample(1, np.random.default_rng(0)), 0)
             return Candidate(name, "bound, no policy", partial(_run_bound, name))
         placement, _, order = name.partition(BETWEEN)
-        if placement in TRAINED and is_order(order):
+        if placement == CHAMPION and is_order(order):
             order_of(name, _context(scenario, np.random.default_rng(0)))
-            return _learned_in_order(name, scenario, registry)
-        if name in TRAINED or name.endswith(".npz"):
-            return _learned(name, scenario, registry)
+            return _champion_in_order(name, scenario, registry)
+        if name == CHAMPION:
+            return _champion(scenario, registry)
+        if name.endswith(".npz"):
+            artifact, words = _found(scenario, name)
+            return Candidate(Path(name).stem, words, partial(_run_trained, artifact))
         if name.endswith(SUFFIX):
             path = Path(name)
             PolicyOfFile(path)
             return Candidate(path.stem, f"the rule of {path}", partial(_run_file, path))
-        known = [*BASELINES, *TRAINED, *BOUNDS]
-        hint = former_names.hint(name, former_names.RULES)
+        known = [*BASELINES, CHAMPION, *BOUNDS]
+        hint = former_names.hint(placement, former_names.RULES)
         raise ValueError(
             f"unknown policy {name!r}; give a policy file (.npz or .py) or one of {known}; "
-            f"{BETWEEN} and one of {sorted(ORDERS)} may follow a rule, champion or generic{hint}"
+            f"{BETWEEN} and one of {sorted(ORDERS)} may follow a rule or champion{hint}"
         )
 
     def trained(self, artifact: PolicyArtifact) -> Runner[Scenario, StreamSet, Run]:
@@ -206,21 +209,27 @@ def _load_note(streams: StreamSet) -> str:
     return f"{told}, as if nothing were cached; {streams.warm_load:.2f}, as if all repeated were"
 
 
-def _learned(
-    name: str, scenario: Scenario, registry: RegistryLookup | None
+def _champion(
+    scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
-    artifact, words = _found(name, scenario, registry)
-    shown = Path(name).stem if name.endswith(".npz") else name
-    return Candidate(shown, words, partial(_run_trained, artifact))
+    """The champion; where no policy was trained, the rule that decides in its place."""
+    try:
+        artifact, words = _found(scenario, registry=registry)
+    except NoChampionError:
+        rule = rule_for(scenario.name)
+        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule))
+    return Candidate(CHAMPION, words, partial(_run_trained, artifact))
 
 
 def _found(
-    name: str, scenario: Scenario, registry: RegistryLookup | None
+    scenario: Scenario, path: str | None = None, registry: RegistryLookup | None = None
 ) -> tuple[PolicyArtifact, str]:
-    """A trained policy that suits the scenario, and where it comes from in words."""
-    path = name if name.endswith(".npz") else None
-    whose = "generic" if name == "generic" else scenario.name
-    artifact, source = resolve_champion("routing", whose, path, registry)
+    """A trained policy that suits the scenario, and where it comes from in words.
+
+    Raises:
+        NoChampionError: There is none; it names the rule that decides in its place.
+    """
+    artifact, source = resolve_champion("routing", scenario.name, path, registry)
     metadata = artifact.metadata
     if metadata.num_replicas not in (None, scenario.num_servers):
         raise ValueError(
@@ -249,10 +258,15 @@ def _run_rule(name: str, scenario: Scenario, streams: StreamSet, seed: int) -> l
     return run_policy(scenario, streams, factory, seed)
 
 
-def _learned_in_order(
+def _champion_in_order(
     name: str, scenario: Scenario, registry: RegistryLookup | None
 ) -> Candidate[Scenario, StreamSet, Run]:
-    artifact, words = _found(name.partition(BETWEEN)[0], scenario, registry)
+    """The champion's placement in another order."""
+    try:
+        artifact, words = _found(scenario, registry=registry)
+    except NoChampionError:
+        rule = rule_for(scenario.name).partition(BETWEEN)[0] + BETWEEN + name.partition(BETWEEN)[2]
+        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule))
     return Candidate(name, words, partial(_run_in_order, name, artifact))
 
 
@@ -267,17 +281,12 @@ def _run_in_order(
 
 def _made(artifact: PolicyArtifact, scenario: Scenario) -> RoutingPolicy:
     diurnal = scenario.arrivals.diurnal
-    return learned_policy(artifact, diurnal.started_at if diurnal else None, scenario.slo)
+    return learned_policy(artifact, diurnal.started_at if diurnal else None)
 
 
 def _run_trained(
     artifact: PolicyArtifact, scenario: Scenario, streams: StreamSet, seed: int
 ) -> list[Run]:
-    # Decisions that are repeated are not ordered.
-    if artifact.metadata.kind == "generic" and not artifact.orders:
-        known = run_compiled(scenario, streams, partial(KINDS["generic"].run, artifact))
-        if known is not None:
-            return known
     return run_policy(scenario, streams, lambda rng: _made(artifact, scenario), seed)
 
 

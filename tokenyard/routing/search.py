@@ -174,15 +174,12 @@ class PolicySearch(CrossEntropy):
         self,
         metrics_found: Mapping[str, float] | None = None,
         lineage: Mapping[str, str] | None = None,
-        any_cluster: bool = False,
     ) -> PolicyArtifact:
         """Export the centre of the search as a policy.
 
         Args:
             metrics_found: What it scored, for the record.
             lineage: What it was made from, for the record.
-            any_cluster: Let it decide between any number of replicas; only for weights that
-                were searched over many clusters.
         """
         scenario, servers = self.scenario, server_model(self.scenario)
         metadata = ArtifactMetadata(
@@ -190,7 +187,7 @@ class PolicySearch(CrossEntropy):
             scenario=scenario.name,
             trainer="policy_search",
             # Replicas that are down are not offered.
-            num_replicas=None if any_cluster or servers.refuses else scenario.num_servers,
+            num_replicas=None if servers.refuses else scenario.num_servers,
             slo_response_s=scenario.slo_response_s,
             mean_total_tokens=self._source.mean_total_tokens,
             output_length=scenario.output_length,

@@ -208,16 +208,8 @@ class PolicyRunner(Protocol):
     Actions have shape (num_copies,), observations (num_copies, size).
     """
 
-    any_cluster_weights: str
-    """Array of the policy for any cluster that is for such servers."""
-
     def run_linear(self, weights: FloatArray, mean_total_tokens: float, order: FloatArray) -> None:
         """Run all streams to the end under the linear policy of these weights, in an order."""
-
-    def run_any_cluster(
-        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray
-    ) -> None:
-        """Run all streams to the end under the policy for any cluster of these weights."""
 
     def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
         """Run all streams to the end under a corrected policy.

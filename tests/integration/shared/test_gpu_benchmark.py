@@ -11,6 +11,7 @@ from scripts import ROOT
 
 from pipelines import calibrate
 from tokenyard.perf.models import load_llm
+from tokenyard.routing.artifact import DEFAULT_RULE
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.integration
@@ -85,7 +86,7 @@ def test_every_policy_answers_the_same_requests_beside_a_forecast(folder):
     assert (requests["response_s"] >= requests["ttft_s"]).all()
     assert set(requests["engine"]) == {"wide", "deep"}
     rows = rows_of(folder, "policies")
-    assert [row["policy"] for row in rows] == ["round_robin", "sed", "generic"]
+    assert [row["policy"] for row in rows] == ["round_robin", "sed", DEFAULT_RULE]
     assert all(row["forecast_mean_response_s"] > 0 for row in rows)
 
 

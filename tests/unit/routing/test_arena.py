@@ -26,6 +26,7 @@ from tokenyard.routing.arena import (
 )
 from tokenyard.routing.arena_lanes import draw_lanes, entries_to_draw, find_matches
 from tokenyard.routing.arena_page import write_page
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.scenario import load_scenario
 
 TINY = Size(4, 60)
@@ -66,7 +67,7 @@ def test_every_entry_of_a_cell_can_play(cell, tmp_path):
 def test_no_tuned_rule_plays_in_a_sealed_cell():
     for sealed in (one for one in find_cells(False, 3) if one.is_sealed):
         names = {one.name for one in entries_of(sealed, [])}
-        assert "generic" in names
+        assert DEFAULT_RULE in names
         assert not {"champion", "sed_dump", "sita"} & names
         assert not any(name.startswith("tuned_") for name in names)
 
@@ -187,12 +188,12 @@ def test_lanes_show_every_request_in_sight_once_and_no_two_in_one_place(name):
         assert total >= 159
 
 
-def test_lanes_are_of_the_cell_where_the_general_policy_is_furthest():
+def test_lanes_are_of_the_cell_where_the_default_rule_is_furthest():
     rows = [
-        {"entry": "generic", "cell": cell, "regret_mean_fraction": regret, "best_rule": "a or b"}
+        {"entry": DEFAULT_RULE, "cell": cell, "regret_mean_fraction": regret, "best_rule": "a or b"}
         for cell, regret in (("x", 0.1), ("y", -0.3))
     ]
-    assert entries_to_draw(rows) == ("y", "generic", "a")
+    assert entries_to_draw(rows) == ("y", DEFAULT_RULE, "a")
     assert entries_to_draw([]) is None
 
 

@@ -1,5 +1,8 @@
 """The law: what is drawn, how the rival is found, and what counts as worse."""
 
+from importlib import resources
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,8 @@ from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.never_worse import compared, law_policy, play, verdict
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.server_models import server_model
+
+SHIPPED = Path(str(resources.files("tokenyard"))) / "artifacts" / "routing"
 
 
 @settings(max_examples=scaled(20))
@@ -102,9 +107,10 @@ def test_the_law_holds_up_to_one_draw_in_twenty_and_never_beyond_ten_per_cent():
 
 
 def test_equal_seeds_play_alike_and_a_rule_is_level_with_itself():
-    rows = play(7, ["marginal_delay+sjf@60", "generic"])
-    assert rows == play(7, ["marginal_delay+sjf@60", "generic"])
-    assert [row["policy"] for row in rows] == ["marginal_delay+sjf@60", "generic"]
+    policies = ["marginal_delay+sjf@60", "marginal_delay"]
+    rows = play(7, policies)
+    assert rows == play(7, policies)
+    assert [row["policy"] for row in rows] == policies
     # One server: there is nothing to place, and the rival has this order.
     assert rows[0]["rival"] == "sed+sjf@60"
     assert (rows[0]["delta_mean_fraction"], rows[0]["worse"]) == (0.0, 0)
@@ -112,11 +118,27 @@ def test_equal_seeds_play_alike_and_a_rule_is_level_with_itself():
 
 def test_too_few_streams_for_an_interval_are_refused():
     with pytest.raises(ValueError, match="at least 5"):
-        play(7, ["generic"], streams=4)
+        play(7, ["marginal_delay"], streams=4)
 
 
-@pytest.mark.parametrize("name", ["generik", "generic+edf", "marginal_delay+sjff@3"])
-def test_what_compiled_code_does_not_know_is_refused_with_what_it_knows(name):
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("generic", "the law judges marginal_delay"),
+        ("marginal_delay+edf", "compiled orders are"),
+        ("marginal_delay+sjff@3", "did you mean 'sjf'"),
+        (str(SHIPPED / "poisson_085.npz"), "decides between 3 replicas"),
+    ],
+)
+def test_what_the_law_cannot_judge_is_refused_with_what_it_can(name, reason):
     scenario = draw_wide(np.random.default_rng(0)).scenario
-    with pytest.raises(ValueError, match="the law"):
+    with pytest.raises(ValueError, match=reason):
         law_policy(name, scenario)
+
+
+def test_a_policy_file_is_judged_on_servers_of_its_own_kind():
+    policies = ["marginal_delay", str(SHIPPED / "churn.npz")]
+    servers, fleet = (play(draw, policies) for draw in (7, 4))
+    assert [row["policy"] for row in servers] == policies[:1]
+    assert [row["policy"] for row in fleet] == policies
+    assert fleet[0]["mean_response_s"] != fleet[1]["mean_response_s"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tokenyard.routing import own_traffic
-from tokenyard.routing.own_traffic import FOUNDATION, OwnTraffic, tail_is_longer
+from tokenyard.routing.artifact import DEFAULT_RULE
+from tokenyard.routing.own_traffic import OwnTraffic, tail_is_longer
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
 
@@ -53,9 +54,10 @@ def test_what_is_accepted_is_faster_than_the_foundation_on_the_last_part(
 ) -> None:
     found = trained(fleet, tmp_path, 0.8)
     foundation, choice = found.rows[:2]
-    assert foundation["policy"] == FOUNDATION
+    assert foundation["policy"] == DEFAULT_RULE
     assert foundation["stream_count"] == choice["stream_count"] >= 5
-    assert found.choice.metadata.scenario in ("mine", "generic")
+    assert found.choice.metadata.scenario == "mine"
+    assert any(remark.startswith("chosen: ") for remark in found.remarks)
     if found.accepted:
         assert float(choice["delta_mean_ci_high"]) < 0.0
         assert not any(tail_is_longer(row) for row in found.rows)

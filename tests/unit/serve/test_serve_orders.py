@@ -16,6 +16,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.gateway.order import bounded_key_s
 from serve_app.policy.loading import resolve_policy, warm_up
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
@@ -28,7 +29,8 @@ times = st.floats(0, 1e4)
 
 
 @pytest.mark.parametrize(
-    "name", ["sed+sjf@20", "marginal_delay+wspt", "champion+sjf@5", "generic+fair", "sed+edf"]
+    "name",
+    ["sed+sjf@20", "marginal_delay+wspt", "champion+sjf@5", DEFAULT_RULE, "sed+fair", "sed+edf"],
 )
 def test_whatever_orders_can_be_served(name):
     loaded = pickle.loads(pickle.dumps(resolve_policy(name, FLEET)))

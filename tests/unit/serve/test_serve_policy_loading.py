@@ -9,6 +9,7 @@ from unit.serve_builders import a_baseline, a_trained_policy, linear_artifact, n
 from serve_app.policy import loading as loading_module
 from serve_app.policy.loading import RANDOMISED, TUNED, from_artifact, resolve_policy, warm_up
 from tokenyard.artifact import ArtifactError, RegisteredPolicy
+from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.metadata import FeatureScaling
 from tokenyard.routing.policies import BASELINES, load_tuned
 from tokenyard.routing.scenario import load_scenario
@@ -79,17 +80,43 @@ def test_what_ships_is_served_where_the_registry_is_not_there_and_the_card_says_
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("scenario", ["poisson_085", "churn"])
-def test_the_policy_for_any_cluster_takes_slo_and_predictor_from_the_scenario(scenario):
-    loaded = pickle.loads(pickle.dumps(resolve_policy("generic", scenario)))
-    assert (loaded.card.kind, loaded.card.num_replicas) == ("generic", None)
-    assert loaded.card.slo_response_s == load_scenario(scenario).slo_response_s
-    assert loaded.card.output_length == "by_context"
+def untuned(tmp_path, scenario):
+    """Write a shipped scenario under a name for which nothing was trained or tuned."""
+    told = load_scenario(scenario).model_copy(update={"name": "mine"})
+    path = tmp_path / "mine.yaml"
+    path.write_text(told.model_dump_json(exclude_none=True, exclude_defaults=True))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "rule"),
+    [("poisson_070", "sed_linear"), ("local_cpu", "marginal_delay"),
+     ("multi_turn_measured_gpus", "tuned_marginal_delay+sjf"), ("poisson_085", DEFAULT_RULE),
+     ("churn", DEFAULT_RULE)],
+)  # fmt: skip
+def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, tmp_path):
+    name = untuned(tmp_path, scenario) if rule == DEFAULT_RULE else scenario
+    loaded = pickle.loads(pickle.dumps(resolve_policy("champion", name)))
+    card = loaded.card
+    assert (card.name, card.kind, card.source) == (rule, "baseline", f"the rule {rule}")
+    assert (card.num_replicas, card.startup_fallback) == (None, None)
+    assert card.slo_response_s == load_scenario(name).slo_response_s
     assert loaded.predicted_total_tokens(1000) > 1000
     warm_up(loaded)
     policy = loaded.make(np.random.default_rng(0))
     some = [ReplicaSnapshot(f"r{i}", 1000.0 + i, 1, 5, 0, 0, 0.0) for i in range(7)]
     assert policy.route(Request(0.0, 10, 20.0), some) in range(7)
+
+
+def test_an_order_behind_a_champion_that_is_a_rule_takes_the_place_of_its_own(tmp_path):
+    card = resolve_policy("champion+wspt@5", untuned(tmp_path, "poisson_085")).card
+    assert (card.name, card.source) == ("marginal_delay+wspt@5", "the rule marginal_delay+wspt@5")
+
+
+@pytest.mark.parametrize("name", ["generic", "generic+wspt@20"])
+def test_the_name_of_the_formula_that_shipped_before_says_what_to_write_now(name):
+    with pytest.raises(ValueError, match=r"generic is called marginal_delay\+sjf@60 now"):
+        resolve_policy(name, "poisson_085", stand_in="sed")
 
 
 def test_a_policy_that_saw_true_lengths_is_refused_without_a_predictor():

@@ -18,8 +18,6 @@ from tokenyard.routing import artifact as of_routing
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
-from tokenyard.routing.scores.any_cluster import NUM_ENGINE_WEIGHTS, NUM_SERVER_WEIGHTS
-from tokenyard.routing.search_any_cluster import any_cluster_artifact
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 
@@ -46,14 +44,6 @@ def a_network(arrays=None, **changes):
     return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
 
 
-def a_policy_for_any_cluster(arrays=None):
-    rng = np.random.default_rng(0)
-    given = any_cluster_artifact(
-        rng.normal(size=NUM_SERVER_WEIGHTS), rng.normal(size=NUM_ENGINE_WEIGHTS)
-    )
-    return PolicyArtifact(given.metadata, {**given.arrays, **(arrays or {})})
-
-
 def snapshots(*waits):
     return [
         ReplicaSnapshot(f"r{i}", 1000.0 * (i + 1), 1, 5, int(w > 0), 1, 1000.0, w)
@@ -64,7 +54,7 @@ def snapshots(*waits):
 A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
 
 
-@pytest.mark.parametrize("make", [a_linear_policy, a_network, a_policy_for_any_cluster])
+@pytest.mark.parametrize("make", [a_linear_policy, a_network])
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")
     loaded = PolicyArtifact.load(tmp_path / "p.npz")
@@ -131,11 +121,13 @@ def test_layers_that_do_not_fit_are_refused():
         a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
 
 
-def test_a_policy_for_any_cluster_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="'server_weights' has shape"):
-        a_policy_for_any_cluster({"server_weights": np.zeros(3)})
-    with pytest.raises(ValueError, match="'engine_weights' has shape"):
-        a_policy_for_any_cluster({"engine_weights": np.zeros(3)})
+def test_a_file_of_a_kind_that_is_gone_is_refused_with_the_rule_that_ships_now(tmp_path):
+    artifact = a_linear_policy()
+    metadata = artifact.metadata.model_copy(update={"kind": "generic"})
+    object.__setattr__(artifact, "metadata", metadata)
+    artifact.save(tmp_path / "old.npz")
+    with pytest.raises(ArtifactError, match=r"old\.npz.*generic.*marginal_delay\+sjf@60 now"):
+        PolicyArtifact.load(tmp_path / "old.npz")
 
 
 def test_a_network_of_slots_refuses_replicas_that_batch():
@@ -187,7 +179,7 @@ def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
 
     with pytest.raises(NoChampionError) as tuned:
         find("poisson_085")
-    assert tuned.value.rule == "sed_dump"
+    assert tuned.value.rule == "sed+sjf"
     with pytest.raises(NoChampionError) as untuned:
         find("nowhere")
     assert untuned.value.rule is None

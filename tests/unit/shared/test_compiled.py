@@ -19,7 +19,7 @@ def package(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["routing/observation.py", "routing/scores/any_cluster.py", "allocation/plans.py"]
+    "module", ["routing/observation.py", "routing/scores/order.py", "allocation/plans.py"]
 )
 def test_the_key_changes_with_what_a_kernel_calls_and_with_constants_it_uses(package, module):
     before = source_key(package)

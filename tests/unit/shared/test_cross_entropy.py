@@ -57,12 +57,6 @@ def test_noise_fades_over_the_generations_or_stays():
     assert fading.std == pytest.approx([0.0, 0.0])
 
 
-def test_inertia_keeps_a_share_of_the_old_centre():
-    search = a_search(inertia=0.2)
-    search.update(np.ones((20, 2)), np.zeros(20))
-    assert search.mean == pytest.approx([0.8, 0.8])
-
-
 @pytest.mark.parametrize(("tolerance", "is_centre"), [(0.0, False), (100.0, True)])
 def test_minimising_returns_the_best_draw_only_where_the_centre_is_worse_by_more(
     tolerance, is_centre

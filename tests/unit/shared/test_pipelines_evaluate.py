@@ -105,15 +105,15 @@ def test_every_regime_ships_with_the_rules_tuned_for_it():
 def test_best_is_the_named_rule_with_the_best_score(tmp_path):
     out = tmp_path / "rows.json"
     args = dict(scenario="poisson_085", streams=2, baseline="best", source="synthetic")
-    evaluate.main(evaluate.Args(**args, policies="round_robin,sed,generic", json=out))
+    evaluate.main(evaluate.Args(**args, policies="round_robin,sed,champion", json=out))
     rows = json.loads(out.read_text())["rows"]
     assert {row["baseline"] for row in rows} == {"sed"}
-    assert [row["policy"] for row in rows] == ["round_robin", "sed", "generic"]
+    assert [row["policy"] for row in rows] == ["round_robin", "sed", "champion"]
 
 
 def test_best_of_no_rules_is_refused(capsys):
     with pytest.raises(SystemExit):
-        evaluate.main(evaluate.Args(scenario="poisson_085", policies="generic", baseline="best"))
+        evaluate.main(evaluate.Args(scenario="poisson_085", policies="champion", baseline="best"))
     assert "needs a rule among --policies" in capsys.readouterr().err
 
 

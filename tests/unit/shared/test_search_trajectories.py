@@ -22,7 +22,6 @@ from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import finetune as of_routing_log
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tokenyard.routing.search_any_cluster import AnyClusterConfig, AnyClusterSearch
 
 FILE = Path(__file__).with_name("search_trajectories.json")
 POOL = load_allocation("l4x4_7b")
@@ -44,11 +43,6 @@ def of_routing():
         num_generations=5,
     )  # fmt: skip
     return trajectory(PolicySearch(load_scenario("poisson_085"), config, seed=4))
-
-
-def of_any_cluster(kind):
-    config = AnyClusterConfig(population=4, num_elites=2, clusters=2, requests_per_cluster=60)
-    return trajectory(AnyClusterSearch(kind, config, seed=3))
 
 
 def of_allocation():
@@ -90,9 +84,6 @@ def of_allocation_finetuning():
 
 SEARCHES = {
     "routing": of_routing,
-    "any_cluster_servers": lambda: of_any_cluster("servers"),
-    "any_cluster_slots": lambda: of_any_cluster("slots"),
-    "any_cluster_engines": lambda: of_any_cluster("engines"),
     "allocation": of_allocation,
     "regions": of_regions,
     "routing_finetuning": of_routing_finetuning,

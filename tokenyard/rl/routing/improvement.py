@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from tokenyard.artifact import NoChampionError
 from tokenyard.provenance import lineage
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
@@ -69,8 +70,9 @@ def start_policy(source: StreamSource, path: Path | None = None) -> PolicyArtifa
     Raises:
         ValueError: It is not one of weights on added delays.
     """
-    artifact, where = resolve_champion("routing", source.scenario.name, path=path)
-    if artifact.metadata.kind == "generic" and path is None:
+    try:
+        artifact, where = resolve_champion("routing", source.scenario.name, path=path)
+    except NoChampionError:
         return hand_rule(source)
     if artifact.metadata.kind not in ("marginal", "corrected"):
         raise ValueError(f"{where} is {artifact.metadata.kind}; start from a `marginal` policy")

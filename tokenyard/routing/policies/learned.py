@@ -1,7 +1,7 @@
 """A trained policy as a routing policy, run with numpy.
 
-Every class is made of an artifact's metadata and arrays, the calendar time of second 0, where
-training traffic had a calendar, and the SLO to keep to (`tokenyard.routing.artifact.KINDS`).
+Every class is made of an artifact's metadata and arrays, and the calendar time of second 0, where
+training traffic had a calendar (`tokenyard.routing.artifact.KINDS`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ import numpy as np
 from tokenyard.network import Arrays, Network, layers_of
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import (
-    ITERATION_S,
     TOKENS_PER_S,
     WAIT_S,
     encode,
-    fill_ages,
     linear_scores,
     marginal_scores,
     observation_size,
     snapshot_columns,
     squash,
-    unranked_columns,
 )
-from tokenyard.routing.scores.any_cluster import engine_scores, server_scores
 from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_delay_s
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
 from tokenyard.routing.types import (
@@ -37,7 +33,7 @@ from tokenyard.routing.types import (
     ScoringPolicy,
     SnapshotColumns,
 )
-from tokenyard.types import FloatArray, Slo
+from tokenyard.types import FloatArray
 from tokenyard.workload.features import FeatureTracker
 
 
@@ -79,7 +75,7 @@ class LinearPolicy(_TablePolicy):
         """Take units, weights and the order."""
         self._metadata = metadata
         self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
-        self._order = order_weights(arrays, "weights")
+        self._order = order_weights(arrays)
 
     def _decide(
         self, request: Request, snapshots: Sequence[ReplicaSnapshot]
@@ -121,41 +117,6 @@ class MarginalPolicy(LinearPolicy):
         return best, costs, columns, self._order
 
 
-class AnyClusterPolicy(_TablePolicy):
-    """The policy for any cluster (`any_cluster`), of servers or of replicas that batch."""
-
-    def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, _: object = None, slo: Slo | None = None
-    ) -> None:
-        """Take units, weights and orders; the SLO of training, where `slo` is None."""
-        self._mean_total_tokens = metadata.mean_total_tokens
-        self._slo_s = (slo or metadata.slo).response_s
-        self._server_weights = np.ascontiguousarray(arrays["server_weights"])
-        self._engine_weights = np.ascontiguousarray(arrays["engine_weights"])
-        self._server_order = order_weights(arrays, "server_weights")
-        self._engine_order = order_weights(arrays, "engine_weights")
-
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
-        _check_count(None, snapshots)
-        columns = unranked_columns(snapshots)
-        costs = np.empty(len(columns))
-        total = request.predicted_total_tokens
-        # Where only some tell of their engine, all are taken for servers, which all can be.
-        if columns[:, ITERATION_S].all():
-            context, mean = request.context_tokens, self._mean_total_tokens
-            fill_ages(columns, snapshots, request.arrival_s)
-            best = engine_scores(
-                self._engine_weights, context, total - context, mean, self._slo_s, columns, costs
-            )
-            return best, costs, columns, self._engine_order
-        best = server_scores(
-            self._server_weights, total, self._mean_total_tokens, self._slo_s, columns, costs
-        )
-        return best, costs, columns, self._server_order
-
-
 class OrderedLinearPolicy(_InOrder, LinearPolicy):
     """A linear policy with an order."""
 
@@ -164,26 +125,17 @@ class OrderedMarginalPolicy(_InOrder, MarginalPolicy):
     """A marginal policy with an order."""
 
 
-class OrderedAnyClusterPolicy(_InOrder, AnyClusterPolicy):
-    """The policy for any cluster with an order."""
-
-
-def order_weights(arrays: Arrays, of: str) -> FloatArray:
-    """Weights of an artifact's order beside one of its arrays; without them first come."""
-    found: FloatArray = np.ascontiguousarray(arrays.get(order_array(of), FIRST_COME))
+def order_weights(arrays: Arrays) -> FloatArray:
+    """Weights of an artifact's order; without one, first come first served."""
+    found: FloatArray = np.ascontiguousarray(arrays.get("order", FIRST_COME))
     return found
-
-
-def order_array(of: str) -> str:
-    """Name of the array with the order that stands beside the array of a placement."""
-    return of.replace("weights", "order")
 
 
 class NetworkPolicy(ScoringPolicy):
     """A trained network; it remembers the sizes of the last requests, as in training."""
 
     def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
     ) -> None:
         """Take the network, from an observation to one preference per replica."""
         assert metadata.num_replicas is not None
@@ -218,7 +170,7 @@ class ResidualPolicy(ScoringPolicy):
     """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
 
     def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None, *_: object
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
     ) -> None:
         """Take weights, network and units."""
         self._metadata = metadata

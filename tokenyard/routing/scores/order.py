@@ -1,8 +1,7 @@
 """How much later than its arrival a request takes its place in a queue: orders by size, compiled.
 
 `tokenyard.routing.policies.order` has two of these orders as rules: `sjf` has a service weight,
-`wspt` a prefill weight. Here both are numbers, so that a kernel may run them. Weights that grow
-with what waits at the replica were tried, and did no better (docs/results/any-cluster.md).
+`wspt` a prefill weight. Here both are numbers, so that a kernel may run them.
 """
 
 from __future__ import annotations

@@ -195,8 +195,6 @@ class BatchingSim:
     replica does.
     """
 
-    any_cluster_weights = "engine_weights"
-
     def __init__(
         self,
         scenario: Scenario,
@@ -409,12 +407,6 @@ class BatchingSim:
             order: Weights of an order (`tokenyard.routing.scores.order`).
         """
         self._run(kernel.run_marginal, weights, mean_total_tokens, order)
-
-    def run_any_cluster(
-        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
-    ) -> None:
-        """Run all streams to the end under the policy for any cluster (`generic`)."""
-        self._run(kernel.run_any_cluster, weights, mean_total_tokens, order)
 
     def run_in_order(self, order: FloatArray, fleet: FleetRules | None = None) -> None:
         """Run all streams to the end under least marginal delay that knows the order.

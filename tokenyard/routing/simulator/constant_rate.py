@@ -115,8 +115,6 @@ class ClusterSim:
     Two simulators share nothing, and equal streams and actions give equal bytes.
     """
 
-    any_cluster_weights = "server_weights"
-
     def __init__(
         self,
         scenario: Scenario,
@@ -268,16 +266,6 @@ class ClusterSim:
             order: Weights of an order (`tokenyard.routing.scores.order`).
         """
         kernel.run_linear(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens, order,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
-
-    def run_any_cluster(
-        self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
-    ) -> None:
-        """Run all streams to the end under the policy for any cluster (`generic`)."""
-        kernel.run_any_cluster(
             self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, weights, mean_total_tokens, order,
             np.empty(self.scenario.num_servers),

@@ -30,7 +30,6 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, linear_scores
-from tokenyard.routing.scores.any_cluster import server_scores
 from tokenyard.routing.scores.order import is_first_come, order_delay_s
 from tokenyard.routing.simulator.order import order_key_s
 from tokenyard.routing.simulator.rewards import (
@@ -469,29 +468,6 @@ def run_linear(
             _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
             server = linear_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
-            )  # fmt: skip
-            _place_by(
-                state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
-                order, tables[copy],
-            )  # fmt: skip
-        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
-
-
-@compiled
-def run_any_cluster(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, order,
-    scores,
-):  # fmt: skip
-    """Run every copy's whole stream under `server_scores`, from empty to drained."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
-            server = server_scores(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
             )  # fmt: skip

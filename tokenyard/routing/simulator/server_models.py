@@ -15,10 +15,11 @@ from typing import ClassVar, Literal, Protocol, cast
 
 import numpy as np
 
+from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.order import IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
 from tokenyard.routing.scenario import Scenario
@@ -36,6 +37,21 @@ ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT}
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
 VARIANT_KNOBS = (1.0, 5.0, 20.0, 60.0, 200.0)
 """Knobs of an order that a search compares itself with."""
+
+
+def order_weights_of(order: str) -> FloatArray:
+    """Weights of `ORDER` or `ORDER@KNOB` in compiled code; without a knob it has its default.
+
+    Raises:
+        ValueError: Compiled code does not know the order, or the knob is no number.
+    """
+    name, given, knob = order.partition(KNOB)
+    if name not in ORDER_WEIGHTS:
+        hint = did_you_mean(name, ORDER_WEIGHTS)
+        raise ValueError(f"compiled orders are {sorted(ORDER_WEIGHTS)}, not {name!r}{hint}")
+    weights = FIRST_COME.copy()
+    weights[ORDER_WEIGHTS[name]] = float(knob) if given else ORDERS[name].default
+    return weights
 
 
 class _Servers:
@@ -194,22 +210,6 @@ class ConstantRate(_Servers):
             found[f"sed_reserve({size:.0f})"] = _placed_by_delay(size, -1)
         return found
 
-    def group(self) -> tuple[str, ...]:
-        """What kind of cluster it is: a search over clusters is guarded by kind."""
-        scenario, arrivals = self.scenario, self.scenario.arrivals
-        assert arrivals.load is not None
-        bursts = arrivals.process == "mmpp" and scenario.workload == "azure_code"
-        names = ("low", "middle", "high", "extreme")
-        edges = (0.2, 0.28, 0.38) if bursts else (0.7, 0.85, 0.92)
-        equal = len(set(scenario.server_capacities_tokens_per_s)) == 1
-        return (
-            "bursts" if bursts else "steady",
-            names[int(np.searchsorted(edges, arrivals.load))],
-            "equal" if equal else "unequal",
-            "many" if scenario.num_servers > 6 else "few",
-            scenario.discipline,
-        )
-
 
 class Batching(_Servers):
     """A fleet of replicas that batch continuously (docs/engine.md)."""
@@ -244,7 +244,7 @@ class Batching(_Servers):
     def measures(self) -> list[Measure]:
         """Latencies, memory, energy and, where there are several, classes and tenants."""
         return [
-            *_compared(2, 1, "violation %"),
+            *COMPARED,
             Measure("mean_ttft_s", "ttft s"),
             Measure("p99_ttft_s", "p99 ttft"),
             Measure("p99_tpot_s", "p99 tpot ms", ".0f", 1000),
@@ -300,13 +300,6 @@ class Batching(_Servers):
         rules = FleetRules(wait_weight=wait_weight, others_weight=others_weight)
         weights, size = np.array(rules.marginal_weights), sum(self.scenario.mean_lengths_tokens)
         return lambda sim, order: sim.run_linear(weights, size, order)
-
-    def group(self) -> tuple[str, ...]:
-        """Traffic, what happens to replicas and requests, and how fresh signals are."""
-        fleet = self.scenario.required_fleet
-        kind = "churn" if fleet.churn else "classes" if len(fleet.classes) > 1 else "plain"
-        seen = "fresh" if fleet.scrape_interval_s < 0.2 else "stale"
-        return (self.scenario.workload, kind, seen)
 
     @property
     def has(self) -> Needs:
@@ -371,6 +364,10 @@ def _compared(digits: int, tail_digits: int, violation: str) -> list[Measure]:
             delta="delta_slo_violation",
         ),
     ]  # fmt: skip
+
+
+COMPARED = tuple(_compared(2, 1, "violation %"))
+"""What every table compares of replicas that batch, and studies of all servers."""
 
 
 def _of_classes(fleet: Fleet) -> list[Measure]:

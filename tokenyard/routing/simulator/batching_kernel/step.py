@@ -10,7 +10,6 @@ import numpy as np
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, encode_rule, marginal_scores
-from tokenyard.routing.scores.any_cluster import engine_scores
 from tokenyard.routing.scores.order import is_first_come, order_delay_s
 from tokenyard.routing.scores.residual import (
     ResidualNetwork,
@@ -228,28 +227,6 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, reward
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
             place(fleet, copy, server, asked_s(order, request, fleet.tables[copy, server]))
-            find_decision(fleet, copy)
-    drain(fleet, rewards)
-
-
-@compiled
-def run_any_cluster(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
-    """Run every copy's whole stream under `engine_scores`, from empty to drained."""
-    for copy in range(fleet.state.shape[0]):
-        clear(fleet, copy)
-        while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            fill_table(fleet, copy)
-            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-            table = fleet.tables[copy]
-            # A policy is told when a request came, not when it is tried again.
-            since = fleet.clock[copy, lay.NOW_S] - request[lay.ARRIVAL_S]
-            for server in range(table.shape[0]):
-                table[server, ob.AGE_S] = max(table[server, ob.AGE_S] - since, 0.0)
-            replica = engine_scores(
-                weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
-                slo_s, table, scores,
-            )  # fmt: skip
-            place(fleet, copy, replica, asked_s(order, request, table[replica]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 

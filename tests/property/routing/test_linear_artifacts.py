@@ -1,0 +1,114 @@
+"""Linear and marginal policies: simulator and server decide and order alike, whatever the weights.
+
+Compiled variants of shortest expected delay are held to their policies here too.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle.instances import DISCIPLINES, a_scenario, loaded, one, random_stream
+from sizes import scaled
+
+from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy
+from tokenyard.routing.drawn_clusters import draw_cluster
+from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_SCORE_WEIGHTS
+from tokenyard.routing.policies.delay import SedDump, SedReserve, ShortestExpectedDelay
+from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource
+from tokenyard.routing.types import EngineSnapshot, OrderingPolicy, ReplicaSnapshot, Request
+from tokenyard.types import Slo
+
+ORDER = np.array([8.0, 5.0])
+SERVERS = [(3000.0, 3), (5000.0, 5), (5000.0, 5), (7000.0, 7)]
+SIZES = {"linear": NUM_SCORE_WEIGHTS, "marginal": NUM_MARGINAL_SLO_WEIGHTS}
+ENGINE = EngineSnapshot(0.01, 1e-4, 1e-3, 1e-7, 512, 5e4, 0.2, 900.0, 300.0, 0)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def an_artifact(kind, weights, order=None, slo_s=2.0):
+    metadata = ArtifactMetadata(
+        kind=kind, scenario="test", trainer="policy_search", num_replicas=None,
+        slo_response_s=slo_s, mean_total_tokens=2000.0, output_length="none",
+    )  # fmt: skip
+    return PolicyArtifact(
+        metadata, {"weights": weights, **({} if order is None else {"order": order})}
+    )
+
+
+def random_artifact(kind, rng, order, slo_s):
+    return an_artifact(kind, rng.normal(0.0, 0.3, SIZES[kind]), order, slo_s)
+
+
+def check(artifact, scenario, stream):
+    sim = make_simulator(scenario, 1, len(stream))
+    sim.load(0, stream)
+    KINDS[artifact.metadata.kind].run(artifact, sim)
+    policy = learned_policy(artifact)
+    assert isinstance(policy, OrderingPolicy) == artifact.orders
+    (run,) = run_policy(scenario, StreamSet([stream], "test"), lambda rng: policy, seed=0)
+    np.testing.assert_array_equal(sim.outcomes(0).server, run.outcomes.server)
+    np.testing.assert_allclose(sim.outcomes(0).response_s, run.outcomes.response_s)
+
+
+@pytest.mark.parametrize("discipline", DISCIPLINES)
+@settings(max_examples=scaled(10))
+@given(seed=seeds, order=st.sampled_from([None, ORDER]))
+def test_servers_are_chosen_and_ordered_as_the_gateway_would(discipline, seed, order):
+    rng = np.random.default_rng(seed)
+    scenario = a_scenario(SERVERS, discipline)
+    stream = random_stream(scenario, rng, 60, load=1.2)
+    check(random_artifact("linear", rng, order, scenario.slo_response_s), scenario, stream)
+
+
+@pytest.mark.parametrize("order", [None, ORDER])
+@pytest.mark.parametrize("seed", range(4))
+def test_replicas_that_batch_are_chosen_and_ordered_as_the_gateway_would(seed, order):
+    rng = np.random.default_rng(seed)
+    scenario = draw_cluster(rng, "engines")
+    stream = StreamSource(scenario).sample(80, rng)
+    check(random_artifact("marginal", rng, order, scenario.slo_response_s), scenario, stream)
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@settings(max_examples=scaled(60))
+@given(seed=seeds)
+def test_the_order_key_grows_with_the_request(kind, seed):
+    rng = np.random.default_rng(seed)
+    policy = learned_policy(random_artifact(kind, rng, ORDER, 2.0))
+    engine = ENGINE if kind == "marginal" else None
+    replica = ReplicaSnapshot("a", rng.uniform(1000, 9000), 4, 8, 1, 1, 900.0, engine=engine)
+    short, long = Request(3.0, 100, 150.0), Request(3.0, 2000, 2500.0)
+    keys = [policy.place(request, [replica]).order_key_s for request in (short, long)]
+    assert 3.0 < keys[0] < keys[1]
+
+
+@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize(
+    ("order", "reason"), [(-ORDER, "below 0"), (np.zeros(3), "'order' has shape")]
+)
+def test_an_order_that_does_not_fit_is_refused(kind, order, reason):
+    with pytest.raises(ValueError, match=reason):
+        an_artifact(kind, np.zeros(SIZES[kind]), order)
+
+
+@settings(max_examples=scaled(20))
+@given(seed=seeds, above=st.floats(0, 6000), dump=st.integers(0, 3))
+def test_compiled_delay_rules_are_the_policies(seed, above, dump):
+    rng = np.random.default_rng(seed)
+    scenario = a_scenario(SERVERS)
+    stream = random_stream(scenario, rng, 60, load=1.2)
+    slo = Slo(scenario.slo_response_s)
+    for reserve_above, dump_server, policy in (
+        (np.inf, -1, ShortestExpectedDelay()),
+        (above, -1, SedReserve(above)),
+        (np.inf, dump, SedDump(slo, dump, len(SERVERS))),
+    ):
+        compiled, stepped = loaded(scenario, stream), loaded(scenario, stream)
+        compiled.run_delay_rule(reserve_above, dump_server)
+        for _ in range(len(stream)):
+            stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
+        stepped.drain()
+        assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
