@@ -126,8 +126,8 @@ class RewardWeights(FrozenModel):
 
 
 UNPAID = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
-"""Weights of nothing, where nobody looks at rewards: to see at a decision how long a response will
-take is half of the work of simulating a fleet."""
+"""Weights of nothing, where nobody looks at rewards. To look ahead how long a response will take is
+a tenth to two thirds of the work of simulating a fleet."""
 
 _SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
 _FLEET_TERMS = ("energy",)
