@@ -34,7 +34,7 @@ class TableSnapshots(SnapshotColumns):
         self._names = names
         self._offered = offered
         self._now_s = now_s
-        self._table = table.copy() if len(offered) == len(table) else table[offered]
+        self._table = table.copy() if len(offered) == len(table) else table.take(offered, axis=0)
 
     @cached_property
     def columns(self) -> FloatArray:
