@@ -252,9 +252,8 @@ class PolicyRunner:
                 f"policy {card.name!r} decides between {card.num_replicas} replicas, "
                 f"got {len(snapshots)} snapshots"
             )
-        # Of columns, all batch.
         if card.needs_engine is None or (
-            card.needs_engine and isinstance(snapshots, SnapshotColumns)
+            isinstance(snapshots, SnapshotColumns) and card.needs_engine == snapshots.batches
         ):
             return
         for snapshot in snapshots:

@@ -31,7 +31,7 @@ from tokenyard.routing.evaluation import per_stream
 from tokenyard.routing.policy_file import SUFFIX
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import CHAMPION, PROBLEM
-from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.scenario import UNPAID, Scenario, load_scenario
 from tokenyard.routing.simulator.run import Run, run_policy
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -270,9 +270,10 @@ def _drawn(
 
 
 def streams_of(match: Match) -> tuple[Scenario, StreamSet]:
-    """The scenario and the streams of a match."""
+    """The scenario, which pays no rewards, and the streams of a match."""
     cell = match.cell
-    scenario = cell.scenario.model_copy(update={"requests_per_stream": match.size.requests})
+    changed = {"requests_per_stream": match.size.requests, "reward": UNPAID}
+    scenario = cell.scenario.model_copy(update=changed)
     # Scenarios have no hash; equal text is an equal scenario.
     text = scenario.model_dump_json()
     return _drawn(text, cell.load, match.size, match.seed, cell.is_recorded)

@@ -22,7 +22,7 @@ from tokenyard.routing.fleet import (
     ReplicaConfig,
     TrafficClass,
 )
-from tokenyard.routing.scenario import Arrivals, Discipline, RewardWeights, Scenario, Server
+from tokenyard.routing.scenario import UNPAID, Arrivals, Discipline, Scenario, Server
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
@@ -35,9 +35,6 @@ Kind = Literal["servers", "slots", "engines"]
 _SLO_S = 2.0
 """SLO of most sealed cells of servers."""
 
-NOTHING_PAID = RewardWeights(
-    processing=0.0, queue=0.0, overload=0.0, balance=0.0, accept=0.0, drop=0.0
-)
 _GPUS = ("l4", "a10g", "a100_80g_sxm", "h100_sxm")
 
 
@@ -76,7 +73,7 @@ def _draw_servers(rng: np.random.Generator, slotted: bool) -> Scenario:
         output_length="by_context" if rng.random() < 0.8 else "none",
         # A slot has a share of the speed, so that no single SLO would fit.
         slo_response_s=3 * _SLO_S if discipline == "parallel_split" else _SLO_S,
-        reward=NOTHING_PAID,
+        reward=UNPAID,
     )
 
 
@@ -130,7 +127,7 @@ def _draw_fleet(rng: np.random.Generator) -> Scenario:
         arrivals=arrivals,
         output_length="by_context" if rng.random() < 0.8 else "none",
         slo_response_s=slo_s,
-        reward=NOTHING_PAID,
+        reward=UNPAID,
     )
 
 
@@ -244,7 +241,7 @@ def _wide_servers(rng: np.random.Generator) -> WideCluster:
         arrivals=Arrivals(process=process, load=load),
         output_length=rng.choice(["by_context", "none", "oracle"], p=[0.7, 0.2, 0.1]).item(),
         output_drift=_log_uniform(rng, 0.5, 2.0) if rng.random() < 0.3 else 1.0,
-        reward=NOTHING_PAID,
+        reward=UNPAID,
     )
     slot_speed = float(np.median(speeds)) / (slots if discipline == "parallel_split" else 1)
     service_s = sum(scenario.mean_lengths_tokens) / slot_speed
@@ -295,7 +292,7 @@ def _wide_fleet(rng: np.random.Generator) -> WideCluster:
         arrivals=arrivals,
         output_length=rng.choice(["by_context", "none", "oracle"], p=[0.7, 0.2, 0.1]).item(),
         output_drift=_log_uniform(rng, 0.5, 2.0) if not sessions and rng.random() < 0.3 else 1.0,
-        reward=NOTHING_PAID,
+        reward=UNPAID,
     )
     alone_s = float(np.median([_alone_s(one, *scenario.mean_lengths_tokens) for one in replicas]))
     slo_s = alone_s * _log_uniform(rng, *_SLO_TIMES)

@@ -19,9 +19,9 @@ import numpy as np
 
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
-from tokenyard.routing.drawn_clusters import NOTHING_PAID, WideCluster, draw_wide
+from tokenyard.routing.drawn_clusters import WideCluster, draw_wide
 from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
-from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.server_models import ServerModel, order_weights_of, server_model
@@ -62,7 +62,7 @@ class Half:
 
     def simulator(self, count: int) -> Simulator:
         """One with the first `count` streams loaded."""
-        sim = make_simulator(self._scenario, count, len(self._streams[0]), NOTHING_PAID)
+        sim = make_simulator(self._scenario, count, len(self._streams[0]), UNPAID)
         for copy, stream in enumerate(self._streams[:count]):
             sim.load(copy, stream)
         return sim

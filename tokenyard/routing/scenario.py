@@ -125,6 +125,10 @@ class RewardWeights(FrozenModel):
         return self.response != 0 or self.slo != 0 or self.tail != 0
 
 
+UNPAID = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
+"""Weights of nothing, where nobody looks at rewards. To look ahead how long a response will take is
+a tenth to two thirds of the work of simulating a fleet."""
+
 _SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
 _FLEET_TERMS = ("energy",)
 _OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "overflow": "queue"}

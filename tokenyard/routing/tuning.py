@@ -26,7 +26,7 @@ from tokenyard.routing.policies.public import (
 )
 from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
-from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.run import PolicyFactory, run_policy
 from tokenyard.routing.simulator.server_models import server_model
@@ -144,7 +144,8 @@ def coordinate_descent(
 
 class _Search:
     def __init__(self, scenario: Scenario, streams: StreamSet) -> None:
-        self._scenario = scenario
+        # A score is of responses alone.
+        self._scenario = scenario.model_copy(update={"reward": UNPAID})
         self._streams = streams
         self._servers = server_model(scenario)
         self._sim = make_simulator(scenario, len(streams), len(streams.requests[0]))

@@ -129,10 +129,13 @@ class ReplicaSnapshot:
 
 
 class SnapshotColumns(Sequence[ReplicaSnapshot]):
-    """Snapshots of replicas that batch continuously, all of them, kept as columns of numbers.
+    """Snapshots of replicas of one kind, kept as columns of numbers.
 
     To index it makes a snapshot of one replica; to take a column costs nothing.
     """
+
+    batches: bool = True
+    """Whether the replicas batch continuously, all of them, or none."""
 
     @property
     @abstractmethod

@@ -124,7 +124,8 @@ def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training
     stream[:, -ob.NUM_REQUEST_FEATURES :] = ob.squash(rng.normal(size=(50, 16)))
     sim = loaded(scenario, stream)
     for index, action in enumerate(rng.integers(0, 3, 49)):
-        columns = ob.snapshot_columns(sim.snapshots())
+        columns = ob.snapshot_columns(list(sim.snapshots()))
+        assert ob.snapshot_columns(sim.snapshots()).tobytes() == columns.tobytes()
         features = stream[index, -ob.NUM_REQUEST_FEATURES :]
         request = sim.request()
         out = np.empty(ob.observation_size(3, True), dtype=np.float32)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from tokenyard.routing import arena
+from tokenyard.routing import observation as ob
 from tokenyard.routing.arena import (
     Cell,
     Entry,
@@ -27,7 +28,10 @@ from tokenyard.routing.arena import (
 from tokenyard.routing.arena_lanes import draw_lanes, entries_to_draw, find_matches
 from tokenyard.routing.arena_page import write_page
 from tokenyard.routing.artifact import DEFAULT_RULE
-from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.evaluation import per_stream
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import UNPAID, load_scenario
+from tokenyard.routing.simulator import make_simulator
 
 TINY = Size(4, 60)
 
@@ -201,3 +205,45 @@ def test_lanes_of_who_does_not_play_are_refused(cell):
     matches = [Match(Entry("sed", "rule", "sed"), cell, TINY, 1)]
     with pytest.raises(ValueError, match="no entry 'nobody' in a cell 'poisson'"):
         find_matches(matches, ("poisson", "sed", "nobody"))
+
+
+@pytest.mark.parametrize(
+    "name", ["churn", "two_classes_slo", "code_generation@mixed", "poisson_085"]
+)
+def test_what_nobody_pays_for_is_played_alike(name):
+    scenario = load_scenario(name)
+    match = Match(Entry("any", "rule", "sed"), Cell(name, scenario, 0.8), TINY, 2)
+    unpaid, streams = arena.streams_of(match)
+    assert unpaid.reward == UNPAID != scenario.reward
+    paid = unpaid.model_copy(update={"reward": scenario.reward})
+    ordered = [one for one in PROBLEM.policies_for(scenario) if "+" in one]
+    for rule in ("sed", "marginal_delay", "tuned_marginal_delay", *ordered):
+        if rule.startswith("tuned_m") and scenario.fleet is None:
+            continue
+        run = PROBLEM.candidate(scenario, rule).run
+        with_pay = per_stream(paid, run(paid, streams, 0))
+        without = per_stream(unpaid, run(unpaid, streams, 0))
+        assert without.pop("reward").tolist() == [0.0] * TINY.streams
+        for key, values in without.items():
+            np.testing.assert_array_equal(values, with_pay[key], err_msg=f"{rule}: {key}")
+
+
+@pytest.mark.parametrize("name", ["churn", "stale_signals", "multi_turn_prefix"])
+def test_what_is_shown_as_columns_is_what_snapshots_of_each_replica_say(name):
+    cell = Cell(name, load_scenario(name), 0.8)
+    scenario, streams = arena.streams_of(Match(Entry("any", "rule", "sed"), cell, TINY, 2))
+    for stream in streams.requests:
+        sim = make_simulator(scenario, 1, len(stream))
+        sim.load(0, stream)
+        step = 0
+        while sim.undecided():
+            shown, made = sim.snapshots(), list(sim.snapshots())
+            assert [one.replica_id for one in made] == [
+                scenario.server_names[i] for i in sim.offered()
+            ]
+            columns, theirs = ob.snapshot_columns(shown), ob.snapshot_columns(made)
+            for table, told in ((columns, shown), (theirs, made)):
+                ob.fill_ages(table, told, sim.now_s())
+            np.testing.assert_array_equal(columns, theirs)
+            step += 1
+            sim.step(np.array([sim.offered()[step % len(shown)]]))

@@ -11,6 +11,7 @@ import pytest
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.simulator.run import choosing, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 VALUES = (str, int, float, type(None))
@@ -36,8 +37,14 @@ class Spy:
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         assert type(request) is Request
-        assert type(snapshots) is list
-        for thing in reachable([request, snapshots]):
+        assert type(snapshots) is TableSnapshots
+        made = list(snapshots)
+        assert snapshots.columns.base is None
+        for thing in [thing for part in vars(snapshots).values() for thing in reachable(part)]:
+            # Arrays are its own: the data of no other stand behind them.
+            owns = type(thing) is np.ndarray and thing.base is None
+            assert owns or type(thing) in (*VALUES, *DATA, bool, range)
+        for thing in reachable([request, made]):
             # Exactly these types: a subclass, or a number of numpy, may hold on to an array.
             assert type(thing) in (*VALUES, *DATA), f"a policy reaches {type(thing)}"
             if type(thing) in DATA:
@@ -45,6 +52,7 @@ class Spy:
         with pytest.raises(dataclasses.FrozenInstanceError):
             request.arrival_s = 0.0
         if self.scribbles:
+            snapshots.columns[:] = 7.0
             for snapshot in snapshots:
                 for field in dataclasses.fields(snapshot):
                     setattr(snapshot, field.name, 7)

@@ -228,8 +228,7 @@ def _check_count(trained_on: int | None, snapshots: Sequence[ReplicaSnapshot]) -
 
 
 def _check_engines(batches: bool, snapshots: Sequence[ReplicaSnapshot]) -> None:
-    # Of columns, all batch.
-    if batches and isinstance(snapshots, SnapshotColumns):
+    if isinstance(snapshots, SnapshotColumns) and snapshots.batches == batches:
         return
     if any((snapshot.engine is not None) != batches for snapshot in snapshots):
         needed = "with" if batches else "without"

@@ -20,9 +20,10 @@ from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
-from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes, snapshot_of
+from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.simulator.table import TableSnapshots
+from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 _EQUALLY_LONG = ("turns", "factors")
@@ -466,14 +467,14 @@ class BatchingSim:
 
     def request(self, copy: int = 0) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self.arrays.requests[copy, self.current(copy)]
-        context = float(row[lay.CONTEXT])
+        row = self.arrays.requests[copy, self.current(copy)].tolist()
+        context = row[lay.CONTEXT]
         tenant, tenant_share = self._tenants[int(row[lay.TENANT])]
         return Request(
-            arrival_s=float(row[lay.ARRIVAL_S]),
+            arrival_s=row[lay.ARRIVAL_S],
             context_tokens=int(context),
-            predicted_total_tokens=context + float(row[lay.PREDICTED_OUTPUT]),
-            due_s=min(float(row[lay.SLO_TTFT_S]), float(row[lay.SLO_RESPONSE_S])),
+            predicted_total_tokens=context + row[lay.PREDICTED_OUTPUT],
+            due_s=min(row[lay.SLO_TTFT_S], row[lay.SLO_RESPONSE_S]),
             tenant=tenant,
             tenant_share=tenant_share,
             **self._of_session(copy),
@@ -494,9 +495,8 @@ class BatchingSim:
 
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know now of the replicas that are `offered`."""
-        rows = self.arrays.tables[copy].tolist()
-        names, now = self._names, self.now_s(copy)
-        return [_snapshot(names[which], rows[which], now) for which in self.offered(copy)]
+        offered, table = self.offered(copy), self.arrays.tables[copy]
+        return TableSnapshots(self._names, table, offered, self.now_s(copy), batches=True)
 
     def queue(self, copy: int, replica: int) -> WaitingQueue:
         """What waits at a replica of what the router of the current request sent there, in order.
@@ -573,20 +573,3 @@ def _up_s(events: FloatArray, num_replicas: int, first_s: float, end_s: float) -
             up_s[which] += left_s if now_up else -left_s
             is_up[which] = now_up
     return up_s
-
-
-def _snapshot(name: str, row: list[float], now: float) -> ReplicaSnapshot:
-    # By position, as in `snapshot_of`.
-    engine = EngineSnapshot(
-        row[observation.ITERATION_S],
-        row[observation.PREFILL_TOKEN_S],
-        row[observation.SEQUENCE_S],
-        row[observation.KV_TOKEN_S],
-        int(row[observation.TOKEN_BUDGET]),
-        row[observation.KV_CAPACITY_TOKENS],
-        row[observation.KV_USED_FRACTION],
-        row[observation.PREFILL_IN_FLIGHT],
-        row[observation.OUTPUT_IN_FLIGHT],
-        int(row[observation.MATCH_TOKENS]),
-    )
-    return snapshot_of(name, row, now - row[observation.AGE_S], engine)

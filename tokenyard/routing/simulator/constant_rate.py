@@ -18,7 +18,8 @@ from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.simulator.table import TableSnapshots
+from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -89,26 +90,6 @@ def _max_running(scenario: Scenario) -> int:
     return 1 if scenario.discipline == "serial" else max(s.concurrency for s in scenario.servers)
 
 
-def snapshot_of(
-    name: str, row: list[float], observed_at_s: float, engine: EngineSnapshot | None = None
-) -> ReplicaSnapshot:
-    """A row of a simulator's table as a policy sees it."""
-    # By position, in the order of the fields: this runs for every replica at every decision.
-    return ReplicaSnapshot(
-        name,
-        row[observation.TOKENS_PER_S],
-        int(row[observation.NUM_SLOTS]),
-        int(row[observation.MAX_CONCURRENCY]),
-        int(row[observation.NUM_WAITING]),
-        int(row[observation.NUM_RUNNING]),
-        row[observation.TOKENS_IN_FLIGHT],
-        row[observation.WAIT_S],
-        row[observation.MEAN_RESPONSE_S],
-        observed_at_s,
-        engine,
-    )
-
-
 class ClusterSim:
     """Independent copies of one cluster, each with its own stream of requests.
 
@@ -133,6 +114,8 @@ class ClusterSim:
             expected_finish: Whether observations hold each server's wait and finish time.
         """
         self.scenario = scenario
+        # Asked at every decision, so taken from the scenario once.
+        self._names = scenario.server_names
         self.params = _server_params(scenario)
         self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
@@ -333,23 +316,18 @@ class ClusterSim:
 
     def request(self, copy: int = 0) -> Request:
         """The request that waits to be placed, as a policy may see it."""
-        row = self.requests[copy, int(self.clock[copy, kernel.INDEX])]
+        row = self.requests[copy, int(self.clock[copy, kernel.INDEX])].tolist()
         return Request(
-            arrival_s=float(row[kernel.ARRIVAL_S]),
+            arrival_s=row[kernel.ARRIVAL_S],
             context_tokens=int(row[kernel.CONTEXT]),
-            predicted_total_tokens=float(row[kernel.PREDICTED_TOTAL]),
+            predicted_total_tokens=row[kernel.PREDICTED_TOTAL],
             due_s=self.scenario.slo_response_s,
         )
 
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know of one copy's servers now."""
-        now = self.now_s(copy)
-        # One conversion to Python numbers for the whole table: this runs at every decision.
-        rows = self.tables[copy].tolist()
-        return [
-            snapshot_of(server.name, row, now)
-            for server, row in zip(self.scenario.servers, rows, strict=True)
-        ]
+        offered, table = self.offered(copy), self.tables[copy]
+        return TableSnapshots(self._names, table, offered, self.now_s(copy), batches=False)
 
     def queue(self, copy: int, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Decide, Simulator, make_simulator
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
@@ -95,23 +95,29 @@ def run_policy(
 def run_compiled(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run] | None:
     """Let a compiled policy decide on every stream, then repeat its decisions to see them paid.
 
+    Where nothing is paid (`UNPAID`), nothing is repeated. So it may also order, and be refused.
+
     Args:
         scenario: Servers, queue rule and reward.
         streams: What arrives.
         decide: Runs all copies of a simulator to the end.
 
     Returns:
-        One run per stream, in the order of `streams`; None where servers may refuse, and where a
-        request was dropped, so that it is not known whom it was sent to.
+        One run per stream, in the order of `streams`; None where they are to be paid, and servers
+        may refuse, or a request was dropped, so that it is not known whom it was sent to.
     """
-    if server_model(scenario).refuses:
+    paid = scenario.reward != UNPAID
+    if paid and server_model(scenario).refuses:
         return None
-    chosen = []
+    found = []
     for stream in streams.requests:
         sim = make_simulator(scenario, 1, len(stream))
         sim.load(0, stream)
         decide(sim)
-        chosen.append(sim.outcomes().server)
+        found.append(sim.outcomes())
+    if not paid:
+        return [Run(outcomes, np.zeros(len(outcomes.server))) for outcomes in found]
+    chosen = [outcomes.server for outcomes in found]
     if any((servers < 0).any() for servers in chosen):
         return None
     return run_each(scenario, streams, [repeating(servers) for servers in chosen])

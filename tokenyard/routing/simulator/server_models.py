@@ -19,7 +19,7 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import IN_ORDER, KNOB, ORDERS
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
 from tokenyard.routing.scenario import Scenario
@@ -84,6 +84,10 @@ class _Servers:
     def has(self) -> Needs:
         """What rules may need of such servers."""
         return Needs.NOTHING
+
+    def compiled_order(self, name: str) -> Decide | None:
+        """What runs a placement with a tuned order; None: no compiled code decides alike."""
+        return None
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -276,11 +280,35 @@ class Batching(_Servers):
 
     def compiled_rule(self, name: str) -> Decide | None:
         """What runs least marginal delay, tuned or not; None: it is no such rule."""
+        place = self._placement(name)
+        return None if place is None else partial(place, order=FIRST_COME)
+
+    def compiled_order(self, name: str) -> Decide | None:
+        """Least marginal delay, one that knows the order among them, with an order by size."""
+        placement, _, order = name.partition(BETWEEN)
+        if order not in ORDER_WEIGHTS:
+            return None
+        knobs = load_tuned(self.scenario.name).orders.get(name, {})
+        knob = knobs.get(ORDERS[order].knob, 0.0)
+        place = self._placement(placement)
+        if placement == IN_ORDER:
+            rules = FleetRules.model_validate(
+                {k: v for k, v in knobs.items() if k in FLEET_GRIDS["tuned_marginal_delay"]}
+            )
+            place = partial(_run_in_order, fleet=rules)
+        # Weights of 0 order nothing, and are no order of arrivals.
+        if place is None or knob == 0.0:
+            return None
+        weights = FIRST_COME.copy()
+        weights[ORDER_WEIGHTS[order]] = knob
+        return partial(place, order=weights)
+
+    def _placement(self, name: str) -> Place | None:
         if name not in self.compiled_rules:
             return None
         tuned = name == "tuned_marginal_delay"
         rules = load_tuned(self.scenario.name).fleet if tuned else FleetRules()
-        return partial(self._marginal(rules.wait_weight, rules.others_weight), order=FIRST_COME)
+        return self._marginal(rules.wait_weight, rules.others_weight)
 
     def placements(self, sim: Simulator) -> Mapping[str, Place]:
         """Least marginal delay, with weights of the wait and of others' delays."""
