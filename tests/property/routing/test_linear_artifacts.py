@@ -112,3 +112,11 @@ def test_compiled_delay_rules_are_the_policies(seed, above, dump):
             stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
         stepped.drain()
         assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
+
+
+def test_weights_for_servers_are_refused_where_replicas_batch():
+    scenario = draw_cluster(np.random.default_rng(0), "engines")
+    sim = make_simulator(scenario, 1, 10)
+    artifact = an_artifact("linear", np.zeros(NUM_SCORE_WEIGHTS))
+    with pytest.raises(ValueError, match="for servers of a constant rate"):
+        KINDS["linear"].run(artifact, sim)

@@ -217,7 +217,8 @@ def test_what_nobody_pays_for_is_played_alike(name):
     assert unpaid.reward == UNPAID != scenario.reward
     paid = unpaid.model_copy(update={"reward": scenario.reward})
     ordered = [one for one in PROBLEM.policies_for(scenario) if "+" in one]
-    for rule in ("sed", "marginal_delay", "tuned_marginal_delay", *ordered):
+    given = (DEFAULT_RULE, "marginal_in_order+wspt@20")
+    for rule in ("sed", "marginal_delay", "tuned_marginal_delay", *ordered, *given):
         if rule.startswith("tuned_m") and scenario.fleet is None:
             continue
         run = PROBLEM.candidate(scenario, rule).run

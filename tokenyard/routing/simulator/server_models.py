@@ -86,7 +86,7 @@ class _Servers:
         return Needs.NOTHING
 
     def compiled_order(self, name: str) -> Decide | None:
-        """What runs a placement with a tuned order; None: no compiled code decides alike."""
+        """What runs a placement with an order; None: no compiled code decides alike."""
         return None
 
     @property
@@ -111,14 +111,12 @@ class _Servers:
         found: dict[str, Decide] = {
             name: partial(place, order=FIRST_COME) for name, place in placements.items()
         }
-        for order, weight in ORDER_WEIGHTS.items():
-            if order not in self.orders:
-                continue
+        for order in (one for one in ORDER_WEIGHTS if one in self.orders):
             for knob in VARIANT_KNOBS:
-                weights = FIRST_COME.copy()
-                weights[weight] = knob
+                behind = f"{order}{KNOB}{knob:g}"
+                weights = order_weights_of(behind)
                 for name, place in [*placements.items(), *self.in_order().items()]:
-                    found[f"{name}+{order}@{knob:g}"] = partial(place, order=weights)
+                    found[f"{name}{BETWEEN}{behind}"] = partial(place, order=weights)
         return found
 
     def in_order(self) -> Mapping[str, Place]:
@@ -286,10 +284,15 @@ class Batching(_Servers):
     def compiled_order(self, name: str) -> Decide | None:
         """Least marginal delay, one that knows the order among them, with an order by size."""
         placement, _, order = name.partition(BETWEEN)
-        if order not in ORDER_WEIGHTS:
+        kind, given, _ = order.partition(KNOB)
+        if kind not in ORDER_WEIGHTS:
             return None
-        knobs = load_tuned(self.scenario.name).orders.get(name, {})
-        knob = knobs.get(ORDERS[order].knob, 0.0)
+        try:
+            knobs = load_tuned(self.scenario.name).orders.get(f"{placement}{BETWEEN}{kind}", {})
+        except ValueError:
+            knobs = {}
+        knob = knobs.get(ORDERS[kind].knob, 0.0)
+        weights = order_weights_of(order if given else f"{kind}{KNOB}{knob}")
         place = self._placement(placement)
         if placement == IN_ORDER:
             rules = FleetRules.model_validate(
@@ -297,10 +300,8 @@ class Batching(_Servers):
             )
             place = partial(_run_in_order, fleet=rules)
         # Weights of 0 order nothing, and are no order of arrivals.
-        if place is None or knob == 0.0:
+        if place is None or not weights.any():
             return None
-        weights = FIRST_COME.copy()
-        weights[ORDER_WEIGHTS[order]] = knob
         return partial(place, order=weights)
 
     def _placement(self, name: str) -> Place | None:
