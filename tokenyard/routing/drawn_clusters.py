@@ -186,10 +186,12 @@ class WideCluster:
     time_factors: FloatArray
     """Times of iterations over those that replicas declare, shape (num_replicas,); empty: none."""
 
-    def streams(self, count: int, rng: np.random.Generator) -> list[Stream]:
-        """Draw independent streams of the cluster's traffic."""
-        source = StreamSource(self.scenario)
-        return [self._as_fast(source.sample(self.num_requests, rng)) for _ in range(count)]
+    def streams(
+        self, count: int, rng: np.random.Generator, load_factor: float = 1.0
+    ) -> list[Stream]:
+        """Draw independent streams of the cluster's traffic, at a factor on its load."""
+        source, num = StreamSource(self.scenario), self.num_requests
+        return [self._as_fast(source.sample(num, rng, load_factor)) for _ in range(count)]
 
     def _as_fast(self, stream: Stream) -> Stream:
         if not isinstance(stream, BatchingStream) or not len(self.time_factors):

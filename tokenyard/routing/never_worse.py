@@ -4,13 +4,15 @@ Every draw is a cluster and its traffic (`drawn_clusters.draw_wide`). The rival 
 best score (`metrics.score`) of all placements, orders and knobs that the draw's servers have, found
 on one half of the draw's streams. Policies are judged beside it on the other half. A policy is
 worse where the 95 % interval of its paired difference lies wholly beyond `WORSE`, in the mean, the
-99th percentile or the SLO violations. Policies are rules with an order, and policy files that work
-on clusters of any size.
+99th percentile or the SLO violations. Policies are rules with an order, policy files that work on
+clusters of any size, and `tuned`: the rule that is chosen as the rival is, by playing all of them,
+but on one other stream, which stands for a thousand requests of one's own log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -43,6 +45,8 @@ _FIRST_STREAMS, _FINALISTS = 2, 5
 _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
+TUNED = "tuned"
+"""The best rule on one stream of its own; `tuned@0.5`: at half of the load that it is judged at."""
 MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
 
 
@@ -54,10 +58,12 @@ def law_rng(seed: int, draw: int) -> np.random.Generator:
 class Half:
     """Streams of one draw, on which anything may be run."""
 
-    def __init__(self, cluster: WideCluster, count: int, rng: np.random.Generator) -> None:
-        """Draw `count` streams from `rng`."""
+    def __init__(
+        self, cluster: WideCluster, count: int, rng: np.random.Generator, load_factor: float = 1.0
+    ) -> None:
+        """Draw `count` streams from `rng`, at a factor on the cluster's load."""
         self._scenario = cluster.scenario
-        self._streams = cluster.streams(count, rng)
+        self._streams = cluster.streams(count, rng, load_factor)
         self._sims = {count: self.simulator(count)}
 
     def simulator(self, count: int) -> Simulator:
@@ -105,7 +111,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     Args:
         draw: Number of the draw.
-        policies: Names that `law_policy` knows.
+        policies: `TUNED`, or names that `law_policy` knows.
         seed: Of all draws.
         streams: Of each half.
 
@@ -121,21 +127,34 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     rng = law_rng(seed, draw)
     cluster = draw_wide(rng)
     choosing, judging = (Half(cluster, streams, each) for each in rng.spawn(2))
-    rules = server_model(cluster.scenario).rule_variants(choosing.simulator(streams))
-    rival = best_rule(choosing, rules, streams)
-    theirs = judging.rows(rules[rival], streams)
+    own_rng = rng.spawn(1)[0]
+    rival, decide = tuned(choosing, cluster.scenario, streams)
+    theirs = judging.rows(decide, streams)
     rows = []
     for name in policies:
-        decide = law_policy(name, cluster.scenario)
-        if decide is None:
+        rule = name
+        if name.partition(KNOB)[0] == TUNED:
+            # Copied, so that all that are tuned see the same requests.
+            own = Half(cluster, 1, deepcopy(own_rng), float(name.partition(KNOB)[2] or 1.0))
+            rule, found_rule = tuned(own, cluster.scenario, 1)
+        else:
+            found_rule = law_policy(name, cluster.scenario)
+        if found_rule is None:
             continue
-        ours = judging.rows(decide, streams)
+        ours = judging.rows(found_rule, streams)
         found: Row = {
-            "draw": draw, "cell": cluster.scenario.name, "policy": name, "rival": rival,
-            "seed": seed, "stream_count": streams,
+            "draw": draw, "cell": cluster.scenario.name, "policy": name, "rule": rule,
+            "rival": rival, "seed": seed, "stream_count": streams,
         }  # fmt: skip
         rows.append(found | compared(ours, theirs))
     return rows
+
+
+def tuned(half: Half, scenario: Scenario, count: int) -> tuple[str, Decide]:
+    """Name of the best of all rules on a number of streams, and what runs it."""
+    rules = server_model(scenario).rule_variants(half.simulator(count))
+    name = best_rule(half, rules, count)
+    return name, rules[name]
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:
