@@ -40,11 +40,10 @@ class Args:
     draws: int = 200
     """Clusters."""
     policies: tuple[str, ...] = (
-        "marginal_delay", "marginal_delay+wspt@20", "marginal_in_order+wspt@20",
-        "marginal_delay+sjf@60", "marginal_delay+wspt@60",
+        "marginal_delay", "marginal_delay+sjf@60", "tuned", "tuned@0.5",
     )  # fmt: skip
-    """`marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
-    (.npz)."""
+    """`tuned` (at a factor on the load behind `@`), `marginal_delay` or `marginal_in_order`, with
+    an order where one is wanted, or policy files (.npz)."""
     streams: int = STREAMS
     """Of each half of a draw."""
     workers: int = 2

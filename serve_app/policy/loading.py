@@ -20,11 +20,17 @@ from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy,
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion, rule_for
 from tokenyard.routing.metadata import LengthPredictor
-from tokenyard.routing.policies import BASELINES, PolicyContext, draws, make_policy
+from tokenyard.routing.policies import (
+    BASELINES,
+    PolicyContext,
+    base_of,
+    draws,
+    is_placement,
+    make_policy,
+)
 from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.policies.order import (
     BETWEEN,
-    IN_ORDER,
     ORDERS,
     Order,
     Ordered,
@@ -34,7 +40,6 @@ from tokenyard.routing.policies.order import (
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.types import (
     EngineSnapshot,
-    OrderingPolicy,
     ReplicaSnapshot,
     Request,
     RoutingPolicy,
@@ -106,7 +111,7 @@ def resolve_policy(
     """
     scenario = load_scenario(scenario_name)
     placement, between, order = policy.rpartition(BETWEEN)
-    if between and not policy.endswith(".npz") and placement not in (*BASELINES, IN_ORDER):
+    if between and not policy.endswith(".npz") and not is_placement(placement):
         _order(order, scenario)  # What is wrong with it must show before anything is looked for.
         loaded = resolve_policy(placement, scenario_name, registry_uri, stand_in)
         return in_order(loaded, order, scenario)
@@ -120,7 +125,7 @@ def resolve_policy(
         if stand_in is None:
             raise
         return _in_place_of(str(error), from_baseline(stand_in, scenario))
-    if policy not in BASELINES and placement not in (*BASELINES, IN_ORDER):
+    if not is_placement(placement or policy):
         hint = former_names.hint(policy, former_names.RULES)
         raise ValueError(
             f"unknown policy {policy!r}; give champion, candidate, a policy file (.npz) or one of "
@@ -266,7 +271,7 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
         scenario=scenario.name,
         sha256=_hash_of(name, scenario),
         source="built in",
-        num_replicas=scenario.num_servers if name.partition(BETWEEN)[0] in TUNED else None,
+        num_replicas=scenario.num_servers if base_of(name) in TUNED else None,
         output_length="none" if predictor is None else "by_context",
         slo_response_s=scenario.slo_response_s,
     )
@@ -332,13 +337,7 @@ def _trained_with_calendar(artifact: PolicyArtifact) -> bool:
 
 
 def _make_baseline(name: str, scenario: Scenario, rng: np.random.Generator) -> RoutingPolicy:
-    policy = make_policy(name, _context(scenario, rng))
-    if isinstance(policy, OrderingPolicy) and policy.sees_queues:
-        raise ValueError(
-            f"{name!r} looks at every request that waits at a replica, which replicas do not tell; "
-            "choose another placement"
-        )
-    return policy
+    return make_policy(name, _context(scenario, rng))
 
 
 def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:

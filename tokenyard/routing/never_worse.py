@@ -99,7 +99,7 @@ def best_rule(half: Half, rules: Mapping[str, Decide], count: int) -> str:
         return sorted(found, key=found.__getitem__, reverse=True)[:most]
 
     default = f"{KNOB}{ORDERS['sjf'].default:g}"
-    leading = best((name for name in rules if KNOB not in name or name.endswith(default)), 4)
+    leading = best((name for name in rules if BETWEEN not in name or name.endswith(default)), 4)
     placements = {name.partition(BETWEEN)[0] for name in leading}
     all_knobs = (name for name in rules if name.partition(BETWEEN)[0] in placements)
     finalists = best(all_knobs, _FINALISTS)
@@ -128,20 +128,21 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     cluster = draw_wide(rng)
     choosing, judging = (Half(cluster, streams, each) for each in rng.spawn(2))
     own_rng = rng.spawn(1)[0]
-    rival, decide = tuned(choosing, cluster.scenario, streams)
-    theirs = judging.rows(decide, streams)
+    rival, run_rival = tuned(choosing, cluster.scenario, streams)
+    theirs = judging.rows(run_rival, streams)
     rows = []
     for name in policies:
         rule = name
+        decide: Decide | None
         if name.partition(KNOB)[0] == TUNED:
             # Copied, so that all that are tuned see the same requests.
             own = Half(cluster, 1, deepcopy(own_rng), float(name.partition(KNOB)[2] or 1.0))
-            rule, found_rule = tuned(own, cluster.scenario, 1)
+            rule, decide = tuned(own, cluster.scenario, 1)
         else:
-            found_rule = law_policy(name, cluster.scenario)
-        if found_rule is None:
+            decide = law_policy(name, cluster.scenario)
+        if decide is None:
             continue
-        ours = judging.rows(found_rule, streams)
+        ours = judging.rows(decide, streams)
         found: Row = {
             "draw": draw, "cell": cluster.scenario.name, "policy": name, "rule": rule,
             "rival": rival, "seed": seed, "stream_count": streams,

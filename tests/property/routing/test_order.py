@@ -11,6 +11,7 @@ from oracle.instances import a_scenario, random_stream
 from sizes import scaled
 
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy, rows_for
+from tokenyard.routing.policies.delay import ADDED_WAIT_S, added_delays
 from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, MarginalInOrder, Ordered
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import load_tuned
@@ -18,7 +19,7 @@ from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.run import choosing, run_each, run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.routing.types import (
     EngineSnapshot,
@@ -161,6 +162,59 @@ def test_the_placement_that_knows_the_order_counts_who_is_before_and_who_is_behi
     # Its wait, its service, and that service again for the one behind it.
     assert decision.scores == pytest.approx([3.5 + 1.0, 2.0 + 1.0 + 1.0])
     assert (decision.replica, decision.order_key_s) == (1, 25.0)
+
+
+@pytest.mark.parametrize("scenario_name", ["poisson_085", "homogeneous"])
+@pytest.mark.parametrize("order", ["sjf@5", "wspt@1"])
+def test_what_waits_is_known_from_what_was_sent_and_from_how_many_wait(scenario_name, order):
+    """Where states are current, and no key is bounded, what is taken to wait is what waits."""
+    scenario = load_scenario(scenario_name).model_copy(update={"max_overtaking_s": 1e6})
+    streams = StreamSet([StreamSource(scenario).sample(500, stream_rng(0, "training"), 1.2)], "")
+    runs = []
+    for sees_queues in (True, False):
+        rule = make_policy(f"marginal_in_order+{order}", context())
+        rule.sees_queues = sees_queues
+        runs += run_each(scenario, streams, [choosing(rule)])
+    shown, inferred = (one.outcomes for one in runs)
+    assert (shown.server == inferred.server).all()
+    assert shown.response_s == pytest.approx(inferred.response_s)
+
+
+def test_what_waits_is_those_of_the_latest_keys_of_all_that_were_sent():
+    rule = MarginalInOrder(ORDERS["sjf"].make(2, {"service_weight": 20.0}))
+    for tokens in (4000, 1000, 2000):
+        rule.place(a_request(tokens), [replace(SERVER, num_waiting=3, predicted_wait_s=9.0)])
+    # Two have started since, and they were the shortest.
+    left = replace(SERVER, num_running=1, num_waiting=1, predicted_wait_s=6.0)
+    short, long = (rule.place(a_request(n), [left]).scores for n in (1000, 8000))
+    # It goes before the one of 4 s that waits, and delays it; and behind it, and waits for it.
+    assert short == pytest.approx([2.0 + 1.0 + 1.0])
+    assert long == pytest.approx([6.0 + 8.0])
+
+
+def test_a_placement_may_have_parameters_of_its_own():
+    assert is_rule("marginal_delay@0.5:2+sjf@5")
+    assert is_rule("marginal_in_order@1:0.5+sjf@5")
+    assert is_rule("sed_dump@1")
+    assert not is_rule("sed@1")
+    assert not is_rule("marginal_in_order@1:0.5")
+    busy = replace(
+        REPLICA, num_running=64, num_waiting=2,
+        engine=replace(ENGINE, prefill_in_flight_tokens=4000.0, output_in_flight_tokens=9000.0),
+    )  # fmt: skip
+    plain, same, weighed = (
+        make_policy(name, context()).decide(a_request(), [busy]).scores
+        for name in ("marginal_delay", "marginal_delay@1:1", "marginal_delay@3:1")
+    )
+    wait_s = added_delays(a_request(), [busy])[0, ADDED_WAIT_S]
+    assert wait_s > 1.0
+    assert same == pytest.approx(plain)
+    assert weighed - plain == pytest.approx([2 * wait_s])
+    for wrong in ("marginal_delay@1", "marginal_delay@1:2:3", "sed_dump@1:2"):
+        with pytest.raises(ValueError, match="too many parameters, or too few"):
+            make_policy(wrong, context())
+    with pytest.raises(ValueError, match="is no number"):
+        make_policy("marginal_delay@1:x", context())
 
 
 @pytest.mark.parametrize("scenario_name", ["poisson_095", "azure_code_mixed_gpus"])

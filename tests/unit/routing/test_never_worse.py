@@ -1,5 +1,6 @@
 """The law: what is drawn, how the rival is found, and what counts as worse."""
 
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from sizes import scaled
 
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.never_worse import compared, law_policy, play, verdict
+from tokenyard.routing.policies import PolicyContext, is_rule, make_policy
+from tokenyard.routing.scenario import UNPAID
 from tokenyard.routing.simulator import make_simulator
+from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.streams import StreamSet
 
 SHIPPED = Path(str(resources.files("tokenyard"))) / "artifacts" / "routing"
 
@@ -65,6 +70,38 @@ def test_every_placement_stands_beside_every_order(seed):
     for placement in servers.placements(sim):
         assert {name for name in names if name.startswith(f"{placement}+")}
     assert any(name.startswith("marginal_in_order") for name in names)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 19, 24])
+def test_what_is_played_is_what_the_name_means(seed):
+    """The rules that are found by playing them can be given to a gateway by their names."""
+    cluster = replace(draw_wide(np.random.default_rng(seed)), num_requests=150)
+    scenario, requests = cluster.scenario, cluster.num_requests
+    streams = cluster.streams(1, np.random.default_rng(1))
+    sim = make_simulator(scenario, 1, requests, UNPAID)
+    sim.load(0, *streams)
+    rules = server_model(scenario).rule_variants(sim)
+    context = PolicyContext(
+        scenario.name, scenario.slo, np.random.default_rng(0), scenario.num_servers
+    )
+    assert all(is_rule(name) for name in rules)
+    for name in list(rules)[:: max(len(rules) // 8, 1)]:
+        sim.load(0, *streams)
+        rules[name](sim)
+        played = np.array(sim.outcomes(0).response_s)
+        (named,) = run_policy(
+            scenario, StreamSet(streams, ""), lambda _, name=name: make_policy(name, context), 0
+        )
+        assert np.nanmean(named.outcomes.response_s) == pytest.approx(np.nanmean(played), rel=1e-6)
+
+
+def test_one_stream_of_its_own_chooses_the_rule():
+    rows = play(7, ["tuned", "tuned@0.5", "marginal_delay"])
+    assert rows == play(7, ["tuned", "tuned@0.5", "marginal_delay"])
+    assert [row["policy"] for row in rows] == ["tuned", "tuned@0.5", "marginal_delay"]
+    assert is_rule(rows[0]["rule"])
+    assert is_rule(rows[1]["rule"])
+    assert rows[0]["rival"] == play(7, ["marginal_delay"])[0]["rival"]
 
 
 def halves(factor):

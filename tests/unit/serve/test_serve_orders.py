@@ -30,7 +30,17 @@ times = st.floats(0, 1e4)
 
 @pytest.mark.parametrize(
     "name",
-    ["sed+sjf@20", "marginal_delay+wspt", "champion+sjf@5", DEFAULT_RULE, "sed+fair", "sed+edf"],
+    [
+        "sed+sjf@20",
+        "marginal_delay+wspt",
+        "champion+sjf@5",
+        DEFAULT_RULE,
+        "sed+fair",
+        "sed+edf",
+        "marginal_in_order+sjf",
+        "marginal_in_order@1:0.5+wspt@60",
+        "marginal_delay@3:1+sjf@5",
+    ],
 )
 def test_whatever_orders_can_be_served(name):
     loaded = pickle.loads(pickle.dumps(resolve_policy(name, FLEET)))
@@ -55,10 +65,11 @@ def test_an_order_may_stand_behind_a_policy_file(tmp_path):
         ("champion+soon", "unknown order 'soon'"),
         ("champion+sjf@-1", "no number from 0 on"),
         ("sedd+sjf", r"unknown policy 'sedd'.*'sjf'"),
-        ("marginal_in_order+sjf", "which replicas do not tell"),
+        ("marginal_in_order@1+sjf", "needs two weights"),
+        ("marginal_delay@1+sjf", "too many parameters, or too few"),
     ],
 )
-def test_what_is_no_order_and_what_cannot_be_seen_is_refused(name, reason):
+def test_what_is_no_order_is_refused(name, reason):
     with pytest.raises(ValueError, match=reason):
         resolve_policy(name, FLEET, stand_in="sed")
 

@@ -7,6 +7,7 @@ property tests, the evaluation and the server pick it up by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from tokenyard import former_names
@@ -27,6 +28,7 @@ from tokenyard.routing.policies.delay import (
 )
 from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRandom
 from tokenyard.routing.policies.order import (
+    AND,
     BETWEEN,
     IN_ORDER,
     KNOB,
@@ -34,6 +36,7 @@ from tokenyard.routing.policies.order import (
     Ordered,
     is_order,
     order_of,
+    parameters_of,
 )
 from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
 from tokenyard.routing.policies.size_interval import SizeIntervals
@@ -41,8 +44,8 @@ from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.types import RoutingPolicy
 
 __all__ = [
-    "BASELINES", "Needs", "PolicyContext", "draws", "is_rule", "load_tuned", "make_policy",
-    "rows_for",
+    "BASELINES", "Needs", "PolicyContext", "base_of", "draws", "is_placement", "is_rule",
+    "load_tuned", "make_policy", "rows_for",
 ]  # fmt: skip
 
 
@@ -83,14 +86,35 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     **public_factories(),
 }
 """Name of every baseline to what makes a fresh one."""
+PARAMETERS: dict[str, Callable[..., RoutingPolicy]] = {
+    "marginal_delay": lambda context, wait, others: MarginalDelay(wait, others),
+    "sed_reserve": lambda context, above_tokens: SedReserve(above_tokens),
+    "sed_dump": lambda context, replica: SedDump(context.slo, int(replica), context.num_replicas),
+}
+"""Baselines that may have parameters of one's own, behind `KNOB`: `marginal_delay@0.5:2` has the
+weights of the wait and of others' delays, `sed_reserve@1800` tokens, `sed_dump@0` a replica."""
 
 
 def is_rule(name: str) -> bool:
     """Whether a name is that of a baseline, or of one with an order."""
     placement, between, order = name.partition(BETWEEN)
     if between:
-        return (placement in BASELINES or placement == IN_ORDER) and is_order(order)
-    return placement in BASELINES
+        return is_placement(placement) and is_order(order)
+    return is_placement(name) and base_of(name) != IN_ORDER
+
+
+def is_placement(name: str) -> bool:
+    """Whether a name is that of a baseline, or of the placement that exists only with an order.
+
+    Parameters of its own may stand behind `KNOB`.
+    """
+    takes = PARAMETERS if KNOB in name else BASELINES
+    return base_of(name) in (*takes, IN_ORDER)
+
+
+def base_of(name: str) -> str:
+    """Name of a rule's placement, without parameters and order."""
+    return name.partition(BETWEEN)[0].partition(KNOB)[0]
 
 
 def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
@@ -101,17 +125,31 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
     """
     placement, between, _ = name.partition(BETWEEN)
     if between:
-        order = order_of(name, context)
-        if placement == IN_ORDER:
-            tuned = context.order_knobs(name.partition(KNOB)[0])
-            return MarginalInOrder(
-                order, tuned.get("wait_weight", 1.0), tuned.get("others_weight", 1.0)
-            )
-        return Ordered(make_policy(placement, context), order)
+        if base_of(placement) == IN_ORDER:
+            return _in_order(name, context)
+        return Ordered(make_policy(placement, context), order_of(name, context))
+    base, given, values = name.partition(KNOB)
+    if given and base in PARAMETERS:
+        try:
+            return PARAMETERS[base](context, *parameters_of(name))
+        except TypeError:
+            raise ValueError(f"{name!r}: {values!r} are too many parameters, or too few") from None
     if name not in BASELINES:
         hint = former_names.hint(name, former_names.RULES) or did_you_mean(name, BASELINES)
         raise ValueError(f"unknown policy {name!r}; choose one of {sorted(BASELINES)}{hint}")
     return BASELINES[name](context)
+
+
+def _in_order(name: str, context: PolicyContext) -> MarginalInOrder:
+    placement, _, order = name.partition(BETWEEN)
+    if KNOB in placement:
+        wait, others = (*parameters_of(placement), math.nan, math.nan)[:2]
+        if math.isnan(others):
+            raise ValueError(f"{placement!r} needs two weights: {IN_ORDER}{KNOB}1{AND}0.5")
+    else:
+        tuned = context.order_knobs(f"{placement}{BETWEEN}{order.partition(KNOB)[0]}")
+        wait, others = tuned.get("wait_weight", 1.0), tuned.get("others_weight", 1.0)
+    return MarginalInOrder(order_of(name, context), wait, others)
 
 
 def rows_for(scenario_name: str, has: Needs) -> list[str]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -41,13 +43,16 @@ from tokenyard.routing.types import (
     Request,
     RoutingPolicy,
     ScoringPolicy,
+    WaitingQueue,
 )
 from tokenyard.types import FloatArray
 
 BETWEEN = "+"
 """Between the names of a placement and an order."""
 KNOB = "@"
-"""Between the name of an order and a knob of one's own."""
+"""Between the name of an order, or of a placement, and a knob of one's own."""
+AND = ":"
+"""Between several of them."""
 IN_ORDER = "marginal_in_order"
 """Name of the placement that knows the order, and is none without."""
 
@@ -224,6 +229,9 @@ class MarginalInOrder:
     the wait for the former, its own service, and that service for each of the latter. Where
     replicas batch, the share of prompts that would be behind is taken off the wait, and the share
     of requests that would be before it off what the others are delayed by.
+
+    A simulator shows what waits. Live replicas say only how many do: then the rule takes them to be
+    those with the latest keys of all that it has sent there, as the earliest start first.
     """
 
     sees_queues = True
@@ -233,6 +241,8 @@ class MarginalInOrder:
         self._order = order
         self._wait_weight = wait_weight
         self._others_weight = others_weight
+        self._sent: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+        """Keys and tokens of what was sent to each replica and may wait there, in order of keys."""
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
@@ -247,13 +257,23 @@ class MarginalInOrder:
             keys_s[i] = request.arrival_s + self._order.delay_s(request, snapshot)
             costs[i] = self._cost_s(snapshot, keys_s[i], own_s[i], delays[i])
         chosen = cheapest(costs)
+        if snapshots[chosen].queue is None:
+            size = request.predicted_total_tokens
+            tokens = size if snapshots[chosen].engine is None else request.context_tokens
+            insort(self._sent[snapshots[chosen].replica_id], (float(keys_s[chosen]), tokens))
         return Decision(chosen, costs, float(keys_s[chosen]))
+
+    def _waiting(self, snapshot: ReplicaSnapshot) -> WaitingQueue:
+        """What waits at a replica, as far as it was sent there by this rule."""
+        sent = self._sent[snapshot.replica_id]
+        del sent[: max(len(sent) - snapshot.num_waiting, 0)]
+        found = np.array(sent, dtype=np.float64).reshape(-1, 2)
+        return WaitingQueue(found[:, 0], found[:, 1])
 
     def _cost_s(
         self, snapshot: ReplicaSnapshot, key_s: float, own_s: float, delays: FloatArray
     ) -> float:
-        queue, wait_s = snapshot.queue, delays[ADDED_WAIT_S]
-        assert queue is not None, "a simulator shows it to those who see queues"
+        queue, wait_s = snapshot.queue or self._waiting(snapshot), delays[ADDED_WAIT_S]
         behind = queue.order_keys_s > key_s
         tokens, num_behind = queue.tokens[behind].sum(), int(behind.sum())
         service_s, others_s = own_s - wait_s, delays[ADDED_OTHERS_S]
@@ -320,6 +340,15 @@ def order_of(name: str, context: PolicyContext) -> Order:
         return rule.make(context.num_replicas, {rule.knob: _knob(name, value)})
     tuned = context.order_knobs(name)
     return rule.make(context.num_replicas, {k: v for k, v in tuned.items() if k == rule.knob})
+
+
+def parameters_of(placement: str) -> list[float]:
+    """Parameters of `PLACEMENT@A:B`.
+
+    Raises:
+        ValueError: One of them is no number from 0 on.
+    """
+    return [_knob(placement, text) for text in placement.partition(KNOB)[2].split(AND)]
 
 
 def _knob(name: str, text: str) -> float:

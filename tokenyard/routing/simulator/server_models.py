@@ -19,7 +19,7 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
+from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
 from tokenyard.routing.scenario import Scenario
@@ -207,9 +207,10 @@ class ConstantRate(_Servers):
         if len(by_speed) == 1:
             return found
         for place in places:
-            found[f"sed_dump({place})"] = _placed_by_delay(np.inf, int(by_speed[place]))
+            server = int(by_speed[place])
+            found[f"sed_dump{KNOB}{server}"] = _placed_by_delay(np.inf, server)
         for size in sizes.tolist():
-            found[f"sed_reserve({size:.0f})"] = _placed_by_delay(size, -1)
+            found[f"sed_reserve{KNOB}{size:.0f}"] = _placed_by_delay(round(size), -1)
         return found
 
 
@@ -315,14 +316,17 @@ class Batching(_Servers):
         """Least marginal delay, with weights of the wait and of others' delays."""
         weights = ((1.0, 1.0), (0.25, 1.0), (3.0, 1.0), (0.0, 3.0), (0.5, 2.0), (0.5, 3.0),
                    (2.0, 2.0))  # fmt: skip
-        return {f"marginal_delay({w:g}, {o:g})": self._marginal(w, o) for w, o in weights}
+        return {
+            f"marginal_delay{KNOB}{wait:g}{AND}{others:g}": self._marginal(wait, others)
+            for wait, others in weights
+        }
 
     def in_order(self) -> Mapping[str, Place]:
         """With three weights of others' delays."""
         found: dict[str, Place] = {}
         for others in (0.5, 1.0, 2.0):
             rules = FleetRules(others_weight=others)
-            found[f"{IN_ORDER}(1, {others:g})"] = partial(_run_in_order, fleet=rules)
+            found[f"{IN_ORDER}{KNOB}1{AND}{others:g}"] = partial(_run_in_order, fleet=rules)
         return found
 
     def _marginal(self, wait_weight: float, others_weight: float) -> Place:
