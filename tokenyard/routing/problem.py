@@ -155,7 +155,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         return best_tuned_rule(scenario.name)
 
     def gate(self, scenario: Scenario, num_streams: int) -> Callable[[PolicyArtifact], list[Row]]:
-        """Half of the load and recorded training requests, beside the compiled rules."""
+        """Several loads and recorded training requests, beside the rules that matter."""
         # The gate runs this problem's candidates.
         from tokenyard.routing.gate import Gate, gate_streams
 

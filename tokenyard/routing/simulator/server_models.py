@@ -250,10 +250,11 @@ class ConstantRate(_Servers):
         return found
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
-        if name not in self.compiled_rules:
+        # Nobody is delayed by a request that comes last, so least marginal delay is the same.
+        if name not in (*self.compiled_rules, DELAY):
             return None
         above_tokens, dump_server = np.inf, -1
-        if name != "sed":
+        if name not in ("sed", DELAY):
             tuned = tuned or load_tuned(self.scenario.name)
             if name == "sed_reserve":
                 above_tokens = tuned.reserve_above_tokens
