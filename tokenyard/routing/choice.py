@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -98,6 +99,11 @@ def choose(found: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | N
         if not one[LOSSES] and (one[WINS] or not must_win)
     ]  # fmt: skip
     return min(passing, key=lambda index: float(found[index][CHANGE]), default=None)
+
+
+def recorded(found: Mapping[str, float]) -> dict[str, float]:
+    """What of it goes into a policy's metadata: of few streams some intervals are not known."""
+    return {key: value for key, value in found.items() if math.isfinite(value)}
 
 
 def refused(scenario: str) -> str:

@@ -155,8 +155,9 @@ class OwnTraffic:
         """Tune, search, choose and judge."""
         choices = [self.foundation, *self._tuned()]
         choices += self._searches(min(choices, key=self._cost))
-        best = choices[self._best_of(choices)]
-        self.remarks.append(f"chosen: {_told(best)}")
+        chosen = self._best_of(choices)
+        best = choices[chosen]
+        self.remarks.append(f"chosen: {_told(best) if chosen else DEFAULT_RULE}")
         rows, accepted = self._judge(best)
         return Found(best, accepted, rows, self.remarks)
 
@@ -218,10 +219,7 @@ class OwnTraffic:
         """The default rule, as a policy of the kind for these servers."""
         order = order_weights_of(DEFAULT_RULE.partition(BETWEEN)[2])
         rule = self._rule_in("", (1.0,) * len(self._grid))
-        metadata = rule.metadata.model_copy(
-            update={"lineage": {**rule.metadata.lineage, "rule": DEFAULT_RULE}}
-        )
-        return replace(rule, metadata=metadata, arrays={**rule.arrays, "order": order})
+        return replace(rule, arrays={**rule.arrays, "order": order})
 
     @cached_property
     def _grid(self) -> Mapping[str, Values]:
@@ -324,9 +322,6 @@ def _order_weights(order: str, values: Values) -> FloatArray:
 
 def _told(choice: PolicyArtifact) -> str:
     """Who made a candidate, and in which order requests wait there, in words."""
-    rule = choice.metadata.lineage.get("rule")
-    if rule is not None:
-        return f"the foundation, {rule}"
     weights = order_weights(choice.arrays)
     orders = [f"{one}{KNOB}{weights[at]:g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
     order = f"the order {orders[0]}" if orders else "first come, first served"

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
-from tokenyard.routing.choice import Judge, choose
+from tokenyard.routing.choice import Judge, choose, recorded
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import NUM_STREAMS, TOLERANCE
 from tokenyard.routing.scenario import Scenario
@@ -79,7 +79,7 @@ def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[Fin
         prices = {f"objective_{name}": value for name, value in asdict(objective).items()}
         made = {**lineage(), **lineage_of(scenario), "beats": judge.bar, "seed": str(seed)}
         row: Row = {"seed": seed, "env_steps": env_steps, "baseline": judge.bar, **prices, **scored}
-        found.append(FinishedSearch(row, policy.described(scored | prices, made)))
+        found.append(FinishedSearch(row, policy.described(recorded(scored | prices), made)))
     return found
 
 

@@ -17,7 +17,7 @@ from tokenyard.artifact import NoChampionError
 from tokenyard.provenance import lineage
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
-from tokenyard.routing.choice import Judge
+from tokenyard.routing.choice import Judge, recorded
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.simulator.streams import StreamSource
@@ -110,6 +110,6 @@ def improve(
         found = improvement.step() if number else {"changed_fraction": 0.0}
         policy = improvement.artifact()
         row = judge(policy)
-        described = policy.described(row, {**made_by, "round": str(number)})
+        described = policy.described(recorded(row), {**made_by, "round": str(number)})
         wall_s = time.perf_counter() - started
         yield Round(number, row, described, found["changed_fraction"], wall_s)
