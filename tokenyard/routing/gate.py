@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import DEFAULT_RULE, rule_for
-from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator.run import Run
@@ -176,15 +175,3 @@ def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
         return outcome_runs(scenario, streams, decide)
     unpaid = scenario.model_copy(update={"reward": UNPAID})
     return list(PROBLEM.candidate(unpaid, name).run(unpaid, streams, 0))
-
-
-def strongest(
-    rules: Sequence[str], source: StreamSource, streams: StreamSet, most: int
-) -> list[str]:
-    """Those rules that have the lowest mean response time on streams, the best first."""
-    scenario = source.scenario
-    mean_s = {
-        name: mean_summary(scenario, rule_runs(name, scenario, streams))["mean_response_s"]
-        for name in known(rules, source)
-    }
-    return sorted(mean_s, key=mean_s.__getitem__)[:most]

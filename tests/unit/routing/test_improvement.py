@@ -51,7 +51,7 @@ def test_a_scenario_of_ones_own_starts_at_the_hand_rule_and_goes_on_where_it_sto
 
 def test_other_kinds_cannot_be_started_from():
     source = StreamSource(load_scenario(NAME))
-    linear = ROOT / "tokenyard/artifacts/routing/poisson_085.npz"
+    linear = ROOT / "tokenyard/artifacts/routing/bursty_serial.npz"
     with pytest.raises(ValueError, match="start from a `marginal` policy"):
         start_policy(source, linear)
 
