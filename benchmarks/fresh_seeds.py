@@ -1,18 +1,19 @@
-"""A shipped champion of routing against one rule on many seeds, so that no seed is picked.
+"""Champions of routing beside the best rules, on streams that nothing was chosen on.
 
-python benchmarks/fresh_seeds.py --scenario azure_code_slo --rule tuned_marginal_delay
+python benchmarks/fresh_seeds.py --json fresh_seeds.json
 
-Equal to `evaluate.py --source synthetic --seed S --streams 30` of every seed, in compiled code.
-`--service-weight` adds the rule that is missing from the list of rules: shortest expected delay
-with a tuned weight on the service time, for servers (cost = wait + a x service).
+The rules are the best that orders, the best first come, first served, and the best that looks at
+all who wait, each by its score on the training streams that it was tuned on. Streams are synthetic
+ones of a fresh seed and, where the scenario has one, the recorded test part. All p-values of the
+table are one family (Holm).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
-import numpy as np
 import tyro
 from rich import box
 from rich.table import Table
@@ -20,102 +21,108 @@ from rich.table import Table
 from tokenyard.evaluation import compare, difference
 from tokenyard.problem import Row
 from tokenyard.provenance import report
-from tokenyard.routing.artifact import resolve_champion
-from tokenyard.routing.evaluation import mean_summary
-from tokenyard.routing.gate import rule_runs
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.artifact import DEFAULT_RULE, resolve_champion, rule_for
+from tokenyard.routing.gate import RECORDED, rule_runs
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER
+from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.server_models import COMPARED
-from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
-from tokenyard.routing.validation import artifact_runs, outcome_runs
-
-SERVICE = 2
-"""Weight of a linear policy on the service time, at every speed alike."""
-TRIED = tuple(np.arange(1, 15) / 10)
+from tokenyard.routing.simulator.streams import (
+    StreamSet,
+    StreamSource,
+    held_out_streams,
+    synthetic_streams,
+)
+from tokenyard.routing.validation import artifact_runs
+from tokenyard.statistics.intervals import holm
 
 
 @dataclass(frozen=True)
 class Args:
-    """Compare a champion with one rule on synthetic test streams of many seeds."""
+    """Compare champions with the best rules of their scenarios on fresh streams."""
 
-    scenario: str = "azure_code_slo"
+    scenario: tuple[str, ...] = ()
+    """Names; none: every scenario that a champion ships for."""
     policy: str = "champion"
     """`champion`, or the path of a policy file."""
-    rule: str = "tuned_marginal_delay"
-    service_weight: bool = False
-    """Add shortest expected delay with a tuned weight on the service time, on servers."""
-    seeds: tuple[int, ...] = (3777, 1777, 4777, 9001, 9002, 9003, 9004, 9005, 9006)
+    rules: tuple[str, ...] = ()
+    """Names; none: the best that orders, first come, first served, and that sees all who wait."""
+    seed: int = 52711
     streams: int = 30
     json: Path | None = None
     """Where to write the rows."""
 
 
-def sed_linear(scenario: Scenario, streams: StreamSet, a: float) -> list[Run]:
-    """Shortest expected delay whose service time counts `a` times."""
-    weights = np.zeros(NUM_SCORE_WEIGHTS)
-    weights[SERVICE] = a - 1.0
-    return outcome_runs(scenario, streams, lambda sim: sim.run_linear(weights, 1.0))
+def shipped() -> list[str]:
+    """Scenarios that a routing champion of their own ships for."""
+    folder = resources.files("tokenyard") / "artifacts" / "routing"
+    return sorted(Path(file.name).stem for file in folder.iterdir())
 
 
-def tuned_service_weight(source: StreamSource) -> float:
-    """The weight with the best score on six training streams."""
-    training = synthetic_streams(source, 6, 0, "training")
-    scores = {
-        a: mean_summary(source.scenario, sed_linear(source.scenario, training, a))["score"]
-        for a in TRIED
-    }
-    return float(max(scores, key=scores.__getitem__))
+def best_rules(scenario: str) -> list[str]:
+    """The best of each sort by training score, and the default rule."""
+    tuned = find_tuned(scenario)
+    if tuned is None:
+        return [DEFAULT_RULE]
+    orders = tuned.order_scores
+    sees_all = [name for name in orders if name.partition(BETWEEN)[0] == IN_ORDER]
+    orders_seen = [name for name in orders if name not in sees_all]
+    scores = tuned.scores | orders
+    best = [
+        max(names, key=scores.__getitem__)
+        for names in (orders_seen, list(tuned.scores), sees_all)
+        if names
+    ]
+    return list(dict.fromkeys((rule_for(scenario), *best, DEFAULT_RULE)))
 
 
-def rows_of(args: Args) -> list[Row]:
-    scenario = load_scenario(args.scenario)
-    source = StreamSource(scenario)
+def rows_of(args: Args, name: str) -> list[Row]:
+    """Compare one scenario's champion with each rule on each part."""
+    source = StreamSource(load_scenario(name))
     path = args.policy if args.policy.endswith(".npz") else None
-    artifact, _ = resolve_champion("routing", scenario.name, path=path)
-    a = tuned_service_weight(source) if args.service_weight else None
+    artifact, _ = resolve_champion("routing", name, path=path)
+    parts: dict[str, StreamSet] = {"synthetic": synthetic_streams(source, args.streams, args.seed)}
+    recorded = held_out_streams(source)
+    if recorded is not None:
+        parts[RECORDED] = recorded
     rows: list[Row] = []
-    for seed in args.seeds:
-        streams = synthetic_streams(source, args.streams, seed)
-        runs = {
-            args.rule: rule_runs(args.rule, scenario, streams),
-            args.policy: artifact_runs(scenario, streams, artifact),
-        }
-        if a is not None:
-            runs["sed_linear"] = sed_linear(scenario, streams, a)
-            rows += _against(
-                streams, scenario, runs, "sed_linear", {"seed": seed, "service_weight": a}
-            )
-        rows += _against(streams, scenario, runs, args.rule, {"seed": seed})
+    for part, streams in parts.items():
+        ours = artifact_runs(source.scenario, streams, artifact)
+        for rule in args.rules or best_rules(name):
+            runs = {rule: rule_runs(rule, source.scenario, streams), args.policy: ours}
+            theirs, row = compare(PROBLEM, source.scenario, streams, runs, rule)
+            beside = {f"baseline_{key}": theirs[key] for key in (one.key for one in COMPARED)}
+            samples = PROBLEM.samples(source.scenario, streams, runs, rule)
+            p_values = {
+                one.p_key: samples[args.policy].p_value(samples[rule], one.key) for one in COMPARED
+            }
+            more = {"part": part, "baseline": rule, "sha256": artifact.sha256}
+            rows.append({**row, **beside, **p_values, **more})
     return rows
 
 
-def _against(
-    streams: StreamSet, scenario: Scenario, runs: dict[str, list[Run]], rule: str, more: Row
-) -> list[Row]:
-    compared = compare(PROBLEM, scenario, streams, runs, rule)
-    return [{**row, **more, "baseline": rule} for row in compared if row["policy"] != rule]
-
-
 def table(rows: list[Row]) -> Table:
-    """Lay out every seed, and the mean over seeds of each pair."""
-    found = Table(
-        "policy", "against", "seed", "mean, %", "p99, %", "violations, points", box=box.SIMPLE_HEAD
-    )
+    """Lay out the values of both and their differences; all p-values are one family."""
+    family = [(row, one.p_key) for row in rows for one in COMPARED]
+    for (row, key), p_value in zip(family, holm([float(r[k]) for r, k in family]), strict=True):
+        row[key] = p_value
+    found = Table("scenario", "part", "against", *(f"{one.title}" for one in COMPARED),
+                  "mean", "p99", "violations", box=box.SIMPLE_HEAD)  # fmt: skip
     for row in rows:
-        cells = [difference(row, one) for one in COMPARED]
-        found.add_row(str(row["policy"]), str(row["baseline"]), str(row["seed"]), *cells)
-    for policy, rule in dict.fromkeys((row["policy"], row["baseline"]) for row in rows):
-        pair = [row for row in rows if (row["policy"], row["baseline"]) == (policy, rule)]
-        means = [f"{100 * np.mean([float(r[one.delta]) for r in pair]):+.1f}" for one in COMPARED]
-        found.add_row(str(policy), str(rule), f"mean of {len(pair)}", *means, style="bold")
+        values = [
+            f"{one.factor * float(row[one.key]):.3g} / "
+            f"{one.factor * float(row[f'baseline_{one.key}']):.3g}"
+            for one in COMPARED
+        ]
+        cells = [str(row[key]) for key in ("scenario", "part", "baseline")]
+        found.add_row(*cells, *values, *(difference(row, one) for one in COMPARED))
     return found
 
 
 def main(args: Args) -> None:
-    rows = rows_of(args)
-    report(table(rows), rows, args.json, None, width=140)
+    rows = [row for name in args.scenario or shipped() for row in rows_of(args, name)]
+    report(table(rows), rows, args.json, args.seed, width=170)
 
 
 if __name__ == "__main__":

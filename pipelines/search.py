@@ -29,21 +29,20 @@ from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import search_study
-from tokenyard.routing.choice import REFUSED, choose, mean_and_violations_s, worst_p99
+from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose, refused
+from tokenyard.routing.gate import TOLERANCE
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(search_study.SearchStudy):
-    """Search a scenario's linear policy and export the best of all seeds and objectives."""
+    """Search where requests go and in which order they wait; export the best of all searches."""
 
     scenario: str = "poisson_085"
     """Name or YAML path."""
     out: Path | None = None
     """Folder for <scenario>.npz; nothing is written without it."""
-    speed_range: tyro.conf.Suppress[tuple[float, float]] = (1.0, 1.0)
-    scrape_range: tyro.conf.Suppress[tuple[float, float] | None] = None
     jobs: int = 2
     """Processes."""
     json: Path | None = None
@@ -73,9 +72,9 @@ class Rollouts:
     """Seconds that an SLO violation costs beside the response time."""
     load_range: tuple[float, float] = (1.0, 1.0)
     """Range of factors on the scenario's arrival rate."""
-    p99_margin: float = 0.0
-    """How far p99 may exceed that of the tuned hand rule, as a fraction: at the upper end of its
-    95 % interval over validation streams, and on the recorded training part where found."""
+    p99_margin: float = TOLERANCE
+    """How far p99 may exceed that of the best rule, as a fraction, at the upper end of its 95 %
+    interval."""
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = ()
     """Other fields of ImprovementConfig (tokenyard/rl/routing/improvement.py), such as slow_s=6,
     decide_anew=true, jobs=2."""
@@ -128,17 +127,19 @@ Args = (
 def search_policy(args: Policy) -> list[Row]:
     scenario = load_scenario(args.scenario)
     found = search_study.run_study(scenario, args, args.jobs)
-    best = search_study.best_of(found, args)
-    found.sort(key=lambda one: mean_and_violations_s(one.row, args.price_s))
+    best = search_study.best_of(found)
+    found.sort(key=lambda one: float(one.row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
-    table = Table("cvar99, violation, guard", "seed", "score", *BESIDE_THE_RULE)
+    table = Table("cvar99, violation, guard", "seed", *BESIDE_THE_RULE)
     for one in found:
         objective = ", ".join(str(one.row[f"objective_{term}"]) for term in terms)
-        first = objective if one.row["env_steps"] else "the hand rule"
-        cells = (first, str(one.row["seed"]), f"{one.row['score']:.4f}", *beside_the_rule(one.row))
+        cells = (objective, str(one.row["seed"]), *beside_the_rule(one.row))
         table.add_row(*cells, style="bold" if one is best else "")
     Console().print(table)
-    save(search_study.export(scenario, best), args.out, scenario.name)
+    if best is None:
+        print(refused(scenario.name))
+    else:
+        save(best.policy, args.out, scenario.name)
     return [one.row for one in found]
 
 
@@ -157,7 +158,8 @@ def improve_by_rollouts(args: Rollouts) -> list[Row]:
     config = with_settings(config, args.settings)
     start = start_policy(source, args.start)
     found = []
-    for one in improve(source, start, config, args.rounds, args.seed, args.fresh):
+    judge = Judge(source, p99_margin=args.p99_margin)
+    for one in improve(source, start, config, judge, args.rounds, args.seed, args.fresh):
         found.append(one)
         save(one.policy, args.out and args.out / "rounds", f"{name}-{one.number}", quiet=True)
         print(
@@ -168,15 +170,16 @@ def improve_by_rollouts(args: Rollouts) -> list[Row]:
             flush=True,
         )
     rows: list[Row] = [dict(one.row) for one in found]
-    best = choose(rows, config.violation_s, args.p99_margin)
+    best = choose(rows)
     table = Table("round", "mean, s", *BESIDE_THE_RULE)
     for number, row in enumerate(rows):
         cells = (str(number), f"{row['mean_response_s']:.3f}", *beside_the_rule(row))
         table.add_row(*cells, style="bold" if number == best else "")
     Console().print(table)
     if best is None:
-        raise SystemExit(f"search: {REFUSED}")
-    save(found[best].policy, args.out, name)
+        print(refused(name))
+    else:
+        save(found[best].policy, args.out, name)
     return rows
 
 
@@ -216,15 +219,17 @@ def tune_region_rules(args: RegionRules) -> list[Row]:
     return rows
 
 
-BESIDE_THE_RULE = ("mean", "p99", "at most", "violations")
+BESIDE_THE_RULE = ("mean", "p99", "at most", "violations", "mean, all parts", "losses")
 
 
 def beside_the_rule(row: Mapping[str, Any]) -> Sequence[str]:
     return (
         f"{row['delta_mean_fraction']:+.1%}",
         f"{row['delta_p99_fraction']:+.1%}",
-        f"{worst_p99(row):+.1%}",
+        f"{row['delta_p99_ci_high']:+.1%}",
         f"{row['delta_slo_violation']:+.2%}",
+        f"{row[CHANGE]:+.1%}",
+        f"{row[LOSSES]:.0f}",
     )
 
 

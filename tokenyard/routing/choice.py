@@ -1,4 +1,4 @@
-"""Which of several searched policies is kept: beside a hand rule, and past the promotion gate."""
+"""Which of several searched policies is kept: beside the best rule, and past the promotion gate."""
 
 from __future__ import annotations
 
@@ -6,86 +6,109 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.gate import NUM_STREAMS
-from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.simulator.streams import StreamSource, recorded_training_streams
-from tokenyard.routing.validation import NAMES, Validation
-from tokenyard.statistics.intervals import t_interval
+import numpy as np
 
-_SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
-REFUSED = "nothing is written: every candidate loses to a rule (tokenyard/routing/gate.py)"
-RULES_LOST_TO = "rules_lost_to"
-"""Key of how often a policy loses to a rule at the promotion gate; more than 0 is refused."""
+from tokenyard.metrics import percentile
+from tokenyard.routing.artifact import PolicyArtifact, rule_for
+from tokenyard.routing.gate import (
+    FULL_LOAD,
+    NUM_STREAMS,
+    TOLERANCE,
+    Gate,
+    gate_streams,
+    rivals,
+    tail_is_longer,
+    wins,
+)
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource
+from tokenyard.routing.validation import artifact_runs
+
+LOSSES, WINS, CHANGE = "losses", "wins", "delta_mean_over_parts"
+"""Keys of how often a policy loses at the gate, whether it beats the best rule at the scenario's
+load (0 or 1), and the mean over parts of the difference to that rule's mean response time."""
+_TOLD = ("mean_response_s", "p99_response_s", "slo_violation_fraction")
 
 
-class PairedScore:
-    """Compares policies with a hand rule on what no search was trained on.
+class Judge:
+    """Compares policies with the rules of one scenario on what no search was trained on.
 
-    That is fresh synthetic streams and, where the file is found, the recorded requests that the
-    traffic model was fitted to; and what the promotion gate looks at, with the compiled rules.
     The recorded test part is not touched.
     """
 
-    def __init__(self, source: StreamSource, rule: PolicyArtifact, num_streams: int) -> None:
-        """Draw the streams and run the rule on them."""
-        self._drawn = Validation(source, num_streams)
-        self._rule_rows = self._drawn.rows(rule)
-        streams = recorded_training_streams(source)
-        self._recorded = None if streams is None else Validation(source, 1, streams=streams)
-        self._rule_recorded = None if self._recorded is None else self._recorded.rows(rule)[0]
-        self._gate = PROBLEM.gate(source.scenario, min(num_streams, NUM_STREAMS))
+    def __init__(
+        self,
+        source: StreamSource,
+        num_streams: int = NUM_STREAMS,
+        rules: Sequence[str] = (),
+        recorded: StreamSet | None = None,
+        p99_margin: float = TOLERANCE,
+    ) -> None:
+        """Draw the streams and run the rules on them.
+
+        Args:
+            source: Traffic of the scenario.
+            num_streams: At every load.
+            rules: The first is to be beaten; none: `rivals`, whose first is what decides without a
+                champion.
+            recorded: Streams in place of the scenario's recorded training part.
+            p99_margin: By how much the p99 may exceed that rule's, as a fraction, at the upper end
+                of the interval.
+        """
+        self._source, self._p99_margin = source, p99_margin
+        names = rules or rivals(source.scenario)
+        self.bar = names[0]
+        """The rule to be beaten."""
+        parts = gate_streams(source, num_streams, recorded=recorded)
+        self._gate = Gate(source, names, parts)
 
     @property
-    def rule_p99_s(self) -> float:
-        """The rule's 99th percentile of response times, mean over streams, seconds."""
-        return float(self._rule_rows[:, _P99].mean())
+    def bar_p99_s(self) -> float:
+        """That rule's 99th percentile of response times at the scenario's load, seconds."""
+        runs = self._gate.runs[FULL_LOAD][self.bar]
+        tails = [percentile(one.outcomes.offered_response_s, 99.0) for one in runs]
+        return float(np.mean(tails))
 
     def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
-        """What the policy does, and by how much it differs from the rule."""
-        ours, theirs = self._drawn.rows(artifact), self._rule_rows
-        mean, rule = ours.mean(axis=0), theirs.mean(axis=0)
-        longer = t_interval(ours[:, _P99] - theirs[:, _P99])
-        # Of a few streams nothing is known but what they show.
-        p99_beyond = (longer.estimate if math.isnan(longer.high) else longer.high) / rule[_P99]
-        found = dict(zip(NAMES, mean.tolist(), strict=True)) | {
-            "delta_mean_fraction": float(mean[_MEAN] / rule[_MEAN] - 1),
-            "delta_p99_fraction": float(mean[_P99] / rule[_P99] - 1),
-            "delta_p99_ci_high": float(p99_beyond),
-            "delta_slo_violation": float(mean[_VIOLATIONS] - rule[_VIOLATIONS]),
+        """What the policy does at the scenario's load, and how it stands beside the rules."""
+        scenario = self._source.scenario
+        rows = self._gate(lambda streams: artifact_runs(scenario, streams, artifact))
+        beside = [row for row in rows if row["baseline"] == self.bar]
+        at_load = next(row for row in beside if row["part"] == FULL_LOAD)
+        told = [*_TOLD, *(key for key in at_load if key.startswith("delta_"))]
+        losses = sum(int(row["loses"]) for row in rows) + sum(map(tail_is_longer, beside))
+        return {key: float(at_load[key]) for key in told} | {
+            LOSSES: float(losses),
+            WINS: float(wins(at_load, self._p99_margin)),
+            CHANGE: float(np.mean([float(row["delta_mean_fraction"]) for row in beside])),
         }
-        if self._recorded is not None and self._rule_recorded is not None:
-            recorded = self._recorded.rows(artifact)[0] / self._rule_recorded - 1.0
-            found["recorded_delta_mean_fraction"] = float(recorded[_MEAN])
-            found["recorded_delta_p99_fraction"] = float(recorded[_P99])
-        lost = sum(int(row["loses"]) for row in self._gate(artifact))
-        return found | {RULES_LOST_TO: float(lost)}
 
 
-def worst_p99(found: Mapping[str, Any]) -> float:
-    """How far p99 may exceed that of the hand rule, by all that `PairedScore` shows."""
-    recorded = float(found.get("recorded_delta_p99_fraction", -1.0))
-    return max(float(found["delta_p99_ci_high"]), recorded)
+def choose(found: Sequence[Mapping[str, Any]], must_win: bool = True) -> int | None:
+    """Pick one of what `Judge` found; what loses to a rule at the gate is refused.
 
+    Args:
+        found: Of every candidate.
+        must_win: Refuse, too, what does not beat the best rule at the scenario's load.
 
-def choose(rows: Sequence[Mapping[str, Any]], violation_s: float, p99_margin: float) -> int | None:
-    """Pick one of what `PairedScore` found; what loses to a rule at the gate is refused.
-
-    Returns: Index of the least mean and SLO violations, at `violation_s` seconds for a share of 1,
-        of those whose tail exceeds the hand rule's by no more than `p99_margin`; if none does, of
-        the best tail. None where all are refused.
+    Returns:
+        Index of the one whose mean is furthest below that rule's over all parts; None where all
+        are refused.
     """
-    passing = [index for index, row in enumerate(rows) if not row.get(RULES_LOST_TO)]
-
-    def cost_s(index: int) -> float:
-        return mean_and_violations_s(rows[index], violation_s)
-
-    keeps_tail = [index for index in passing if worst_p99(rows[index]) <= p99_margin]
-    if keeps_tail:
-        return min(keeps_tail, key=cost_s)
-    return min(passing, key=lambda index: worst_p99(rows[index]), default=None)
+    passing = [
+        index for index, one in enumerate(found)
+        if not one[LOSSES] and (one[WINS] or not must_win)
+    ]  # fmt: skip
+    return min(passing, key=lambda index: float(found[index][CHANGE]), default=None)
 
 
-def mean_and_violations_s(found: Mapping[str, Any], violation_s: float) -> float:
-    """Mean response time, and the share of SLO violations at `violation_s` seconds."""
-    return float(found["mean_response_s"]) + violation_s * float(found["slo_violation_fraction"])
+def recorded(found: Mapping[str, float]) -> dict[str, float]:
+    """What of it goes into a policy's metadata: of few streams some intervals are not known."""
+    return {key: value for key, value in found.items() if math.isfinite(value)}
+
+
+def refused(scenario: str) -> str:
+    """What is said where no candidate is kept."""
+    return (
+        f"nothing is written: no candidate beats the rule {rule_for(scenario)} and loses to none "
+        "(tokenyard/routing/gate.py)"
+    )

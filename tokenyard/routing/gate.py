@@ -1,8 +1,8 @@
-"""The promotion gate: no champion ships that loses to a hand rule on data it may be chosen by.
+"""The promotion gate: no champion ships that loses to a rule on data it may be chosen by.
 
-Two parts are looked at, and neither is a test part: validation streams at half of the scenario's
-load, where a policy must not cost more than a rule that is there anyway, and the recorded requests
-before the test part, where the scenario has some.
+Rules with an order are among them, tuned and untuned. A champion is looked at below, at and above
+the load it is for, and on the recorded requests before the test part, where the scenario has some.
+No test part is looked at.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
-from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.artifact import DEFAULT_RULE, rule_for
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import (
@@ -27,8 +27,15 @@ from tokenyard.routing.validation import outcome_runs
 
 MARGIN = 0.01
 """By how much a mean response time exceeds a rule's before it counts as worse, as a fraction."""
+TOLERANCE = 0.02
+"""By how much the 99th percentile may exceed a rule's, as a fraction, and the share of SLO
+violations."""
 NUM_STREAMS = 30
-HALF_LOAD, RECORDED = "half_load", "recorded"
+HALF_LOAD, FULL_LOAD, ABOVE_LOAD, RECORDED = "half_load", "full_load", "above_load", "recorded"
+LOAD_FACTORS = {HALF_LOAD: 0.5, FULL_LOAD: 1.0, ABOVE_LOAD: 1.15}
+"""Factors on the scenario's load."""
+MOST_LOAD = 1.1
+"""Offered load above which nobody trains or compares: the queue only grows."""
 
 Runner = Callable[[StreamSet], list[Run]]
 """Runs one policy over streams."""
@@ -47,6 +54,21 @@ def loses(row: Row) -> bool:
     return worse and not buys
 
 
+def wins(row: Row, p99_margin: float) -> bool:
+    """Whether the mean is lower for certain, and nothing is paid for it in the tail or in SLOs.
+
+    Neither interval of the 99th percentile and of SLO violations lies above zero, and that of the
+    99th percentile ends at `p99_margin` or below.
+    """
+    tail = _end(row, "p99", "low") <= 0.0 and _end(row, "p99", "high") <= p99_margin
+    return _end(row, "mean", "high") < 0.0 and tail and _end(row, "slo", "low") <= 0.0
+
+
+def tail_is_longer(row: Row) -> bool:
+    """Whether p99 or SLO violations exceed the rule's by more than `TOLERANCE`, for certain."""
+    return any(float(row[key]) > TOLERANCE for key in ("delta_p99_ci_low", "delta_slo_ci_low"))
+
+
 def _end(row: Row, what: str, which: str) -> float:
     """An end of a difference's interval; the difference where there is no interval."""
     end = float(row[f"delta_{what}_ci_{which}"])
@@ -56,7 +78,7 @@ def _end(row: Row, what: str, which: str) -> float:
 
 
 class Gate:
-    """Compares policies with the hand rules of one scenario on both parts."""
+    """Compares policies with the rules of one scenario on all parts."""
 
     def __init__(
         self,
@@ -69,17 +91,17 @@ class Gate:
         Args:
             source: Traffic of the scenario.
             rules: Names; those that the scenario has no parameters for are left out. None: those
-                that are compiled for its servers.
+                of `rivals`.
             parts: Streams by name; None: those of `gate_streams`.
         """
         self._scenario = source.scenario
         self.parts = gate_streams(source) if parts is None else parts
-        if rules is None:
-            rules = server_model(source.scenario).compiled_rules
-        self._runs = {
-            part: {name: rule_runs(name, self._scenario, streams) for name in known(rules, source)}
+        names = known(rivals(source.scenario) if rules is None else rules, source)
+        self.runs = {
+            part: {name: rule_runs(name, self._scenario, streams) for name in names}
             for part, streams in self.parts.items()
         }
+        """Of every rule on every part."""
 
     def __call__(self, run: Runner) -> list[Row]:
         """Compare a policy with every rule on every part.
@@ -91,20 +113,46 @@ class Gate:
 
     def _rows(self, part: str, runs: list[Run]) -> list[Row]:
         rows = []
-        for rule, theirs in self._runs[part].items():
+        for rule, theirs in self.runs[part].items():
             both = {rule: theirs, "candidate": runs}
             row = compare(PROBLEM, self._scenario, self.parts[part], both, rule)[1]
             rows.append({**row, "part": part, "baseline": rule, "loses": int(loses(row))})
         return rows
 
 
+def rivals(scenario: Scenario) -> list[str]:
+    """Rules that no champion may lose to: what decides without one, and all that is compiled."""
+    compiled = server_model(scenario).compiled_rules
+    return list(dict.fromkeys((rule_for(scenario.name), DEFAULT_RULE, *compiled)))
+
+
+def load_factors(source: StreamSource) -> dict[str, float]:
+    """Those of `LOAD_FACTORS` at which nothing is overloaded that is not at the scenario's load."""
+    load = source.offered_load
+    return {
+        part: factor for part, factor in LOAD_FACTORS.items()
+        if factor <= 1.0 or factor * load <= MOST_LOAD
+    }  # fmt: skip
+
+
 def gate_streams(
-    source: StreamSource, num_streams: int = NUM_STREAMS, seed: int = 0
-) -> dict[str, StreamSet]:
-    """The parts by name; `RECORDED` only where the scenario has one and its file is found."""
-    half = synthetic_streams(source, num_streams, seed, "validation", load_factor=0.5)
-    recorded = recorded_training_streams(source)
-    return {HALF_LOAD: half} if recorded is None else {HALF_LOAD: half, RECORDED: recorded}
+    source: StreamSource, num_streams: int = NUM_STREAMS, seed: int = 0,
+    recorded: StreamSet | None = None,
+) -> dict[str, StreamSet]:  # fmt: skip
+    """The parts by name; `RECORDED` only where there is one.
+
+    Args:
+        source: Traffic of the scenario.
+        num_streams: Validation streams at every load.
+        seed: Of these.
+        recorded: In place of the scenario's own recorded training part.
+    """
+    parts = {
+        part: synthetic_streams(source, num_streams, seed, "validation", load_factor=factor)
+        for part, factor in load_factors(source).items()
+    }
+    recorded = recorded or recorded_training_streams(source)
+    return parts if recorded is None else {**parts, RECORDED: recorded}
 
 
 def known(rules: Sequence[str], source: StreamSource) -> list[str]:
@@ -120,20 +168,10 @@ def known(rules: Sequence[str], source: StreamSource) -> list[str]:
 
 
 def rule_runs(name: str, scenario: Scenario, streams: StreamSet) -> list[Run]:
-    """Run a rule; what is compiled for the scenario's servers earns no rewards."""
-    decide = server_model(scenario).compiled_rule(name)
-    if decide is None:
-        return list(PROBLEM.candidate(scenario, name).run(scenario, streams, 0))
-    return outcome_runs(scenario, streams, decide)
-
-
-def strongest(
-    rules: Sequence[str], source: StreamSource, streams: StreamSet, most: int
-) -> list[str]:
-    """Those rules that have the lowest mean response time on streams, the best first."""
-    scenario = source.scenario
-    mean_s = {
-        name: mean_summary(scenario, rule_runs(name, scenario, streams))["mean_response_s"]
-        for name in known(rules, source)
-    }
-    return sorted(mean_s, key=mean_s.__getitem__)[:most]
+    """Run a rule; nothing is paid, so that all compiled code will do."""
+    servers = server_model(scenario)
+    decide = servers.compiled_rule(name) or servers.compiled_order(name)
+    if decide is not None:
+        return outcome_runs(scenario, streams, decide)
+    unpaid = scenario.model_copy(update={"reward": UNPAID})
+    return list(PROBLEM.candidate(unpaid, name).run(unpaid, streams, 0))

@@ -2,26 +2,24 @@
 
 The first part of the trace is learned from, in three steps. A traffic model is fitted to it
 (`tokenyard.workload.fit`). The weights of the rule for these servers and the knob of an order
-are tuned on streams of that model. Searches go on from there (`tokenyard.routing.search`), in that
-order, until the time is up. All candidates are then set beside the foundation, the rule that
-decides where nothing was trained (`DEFAULT_RULE`), on streams that no search has seen: below, at
-and above the load, and on the recorded first part. What loses to it anywhere
-(`tokenyard.routing.gate.loses`) is out.
+are tuned on streams of that model. Searches of placement and order go on from there
+(`tokenyard.routing.search`), until the time is up. All candidates are then set beside the
+foundation, the rule that decides where nothing was trained (`DEFAULT_RULE`), on streams that no
+search has seen: below, at and above the load, and on the recorded first part. What loses to it
+anywhere (`tokenyard.routing.gate.loses`) is out.
 
 The last part of the trace judges the one that is left, once. It is accepted if its mean
 response time is below the foundation's with an interval below zero, and neither its 99th percentile
-nor its SLO violations are higher with an interval above `TOLERANCE`.
+nor its SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -31,8 +29,9 @@ from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
 from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
+from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.gate import loses
+from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
 from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
@@ -55,18 +54,11 @@ from tokenyard.types import FloatArray
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
 
-TOLERANCE = 0.02
-"""By how much the 99th percentile may exceed the foundation's, as a fraction, and the share of SLO
-violations."""
 CANDIDATE = "candidate"
 LEARNED_SHARE = 0.7
 """Of the trace's requests: the first ones are learned from."""
 FEWEST_JUDGING = 500
 """Requests of the last part below which nothing is told apart."""
-LOAD_FACTORS = (0.5, 1.0, 1.15)
-"""Of the trace's load, at which candidates are tuned and chosen."""
-MOST_LOAD = 1.1
-"""Offered load above which nobody trains: the queue only grows."""
 _SEARCHED = (0, 2, 5)
 """Objectives of `search_study.OBJECTIVES`: the mean, the tail, and SLOs at any price."""
 _GENERATIONS = 40
@@ -163,22 +155,16 @@ class OwnTraffic:
         """Tune, search, choose and judge."""
         choices = [self.foundation, *self._tuned()]
         choices += self._searches(min(choices, key=self._cost))
-        best = self._best_of(choices)
-        self.remarks.append(f"chosen: {_told(best)}")
+        chosen = self._best_of(choices)
+        best = choices[chosen]
+        self.remarks.append(f"chosen: {_told(best) if chosen else DEFAULT_RULE}")
         rows, accepted = self._judge(best)
         return Found(best, accepted, rows, self.remarks)
 
     @cached_property
-    def _factors(self) -> tuple[float, ...]:
-        """Factors on the load at which nothing is overloaded."""
-        offered = self._source.offered_load
-        return tuple(f for f in LOAD_FACTORS if f <= 1.0 or f * offered <= MOST_LOAD)
-
-    def _streams(self, purpose: Any, count: int) -> list[StreamSet]:
-        return [
-            synthetic_streams(self._source, count, self._seed, purpose, factor)
-            for factor in self._factors
-        ]
+    def _factors(self) -> list[float]:
+        """Factors on the load at which candidates are tuned and chosen."""
+        return list(load_factors(self._source).values())
 
     def _left(self) -> bool:
         """Whether there is time left for searches."""
@@ -189,7 +175,10 @@ class OwnTraffic:
 
     @cached_property
     def _tuning_streams(self) -> list[StreamSet]:
-        return self._streams("training", _TUNING_STREAMS)
+        return [
+            synthetic_streams(self._source, _TUNING_STREAMS, self._seed, "training", factor)
+            for factor in self._factors
+        ]
 
     @cached_property
     def _foundation_runs(self) -> list[list[Run]]:
@@ -230,10 +219,7 @@ class OwnTraffic:
         """The default rule, as a policy of the kind for these servers."""
         order = order_weights_of(DEFAULT_RULE.partition(BETWEEN)[2])
         rule = self._rule_in("", (1.0,) * len(self._grid))
-        metadata = rule.metadata.model_copy(
-            update={"lineage": {**rule.metadata.lineage, "rule": DEFAULT_RULE}}
-        )
-        return replace(rule, metadata=metadata, arrays={**rule.arrays, "order": order})
+        return replace(rule, arrays={**rule.arrays, "order": order})
 
     @cached_property
     def _grid(self) -> Mapping[str, Values]:
@@ -244,7 +230,7 @@ class OwnTraffic:
     def _rule_in(self, order: str, values: Values) -> PolicyArtifact:
         """The rule for these servers with weights and, where there is an order, its knob last."""
         if not self._grid:
-            weights = server_model(self.scenario).hand_weights()
+            weights, *_ = server_model(self.scenario).linear_placements(None).values()
         else:
             weights = FleetRules(**dict(zip(self._grid, values, strict=False))).marginal_weights
         return self._made(weights, _order_weights(order, values), "tuning")
@@ -269,12 +255,11 @@ class OwnTraffic:
         return found
 
     def _searches(self, rule: PolicyArtifact) -> Iterator[PolicyArtifact]:
-        """Searches that go on from a tuned rule in its order, one objective after another."""
+        """Searches that go on from a tuned rule and its order, one objective after another."""
         slo_weights = (0.0,) * server_model(self.scenario).num_slo_weights
-        order = order_weights(rule.arrays)
         config = SearchConfig(
             start=(*rule.arrays["weights"].tolist(), *slo_weights),
-            order=tuple(order.tolist()),
+            order=tuple(order_weights(rule.arrays).tolist()),
             requests_per_stream=_REQUESTS,
             num_generations=_GENERATIONS,
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
@@ -291,32 +276,22 @@ class OwnTraffic:
                 f"search {number + 1}: {search.generation} generations, "
                 f"{search.env_steps:,} requests"
             )
-            yield self._made(search.mean.tolist(), order, "policy_search")
+            yield self._made(search.weights.tolist(), search.order, "policy_search")
 
-    def _best_of(self, choices: Sequence[PolicyArtifact]) -> PolicyArtifact:
-        """The candidate that loses to the foundation nowhere and has the least mean response time.
+    def _best_of(self, choices: Sequence[PolicyArtifact]) -> int:
+        """Index of the candidate that loses to the foundation nowhere and has the least mean.
 
-        That is the mean over parts of the difference to the foundation's; the foundation itself
-        where no candidate is below it.
+        That is the mean over parts of the difference to the foundation's; 0, the foundation, where
+        no candidate is below it.
         """
-        parts = [*self._streams("validation", _CHOICE_STREAMS), self._windows(self._learned)]
-        theirs = self._runs(self.foundation, parts)
-        changes = [0.0]
-        refused = 0
-        for choice in choices[1:]:
-            ours = self._runs(choice, parts)
-            rows = [
-                self._beside(some, {DEFAULT_RULE: its, CANDIDATE: mine})[1]
-                for some, mine, its in zip(parts, ours, theirs, strict=True)
-            ]
-            lost = any(loses(row) or tail_is_longer(row) for row in rows)
-            refused += lost
-            change = np.mean([float(row["delta_mean_fraction"]) for row in rows])
-            changes.append(math.inf if lost else float(change))
+        judge = Judge(self._source, _CHOICE_STREAMS, (DEFAULT_RULE,), self._windows(self._learned))
+        found = [judge(choice) for choice in choices[1:]]
+        refused = sum(bool(one[LOSSES]) for one in found)
         self.remarks.append(
             f"{len(choices)} candidates, {refused} lose to the foundation somewhere"
         )
-        return choices[int(np.argmin(changes))]
+        chosen = choose(found, must_win=False)
+        return 0 if chosen is None or found[chosen][CHANGE] >= 0.0 else chosen + 1
 
     def _beside(self, streams: StreamSet, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
         return compare(PROBLEM, self.scenario, streams, runs, DEFAULT_RULE)
@@ -347,15 +322,7 @@ def _order_weights(order: str, values: Values) -> FloatArray:
 
 def _told(choice: PolicyArtifact) -> str:
     """Who made a candidate, and in which order requests wait there, in words."""
-    rule = choice.metadata.lineage.get("rule")
-    if rule is not None:
-        return f"the foundation, {rule}"
     weights = order_weights(choice.arrays)
     orders = [f"{one}{KNOB}{weights[at]:g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
     order = f"the order {orders[0]}" if orders else "first come, first served"
     return f"made by {choice.metadata.trainer}, {order}"
-
-
-def tail_is_longer(row: Mapping[str, Any]) -> bool:
-    """Whether p99 or SLO violations exceed the baseline's by more than `TOLERANCE`, for certain."""
-    return any(float(row[key]) > TOLERANCE for key in ("delta_p99_ci_low", "delta_slo_ci_low"))

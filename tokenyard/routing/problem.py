@@ -155,7 +155,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         return best_tuned_rule(scenario.name)
 
     def gate(self, scenario: Scenario, num_streams: int) -> Callable[[PolicyArtifact], list[Row]]:
-        """Half of the load and recorded training requests, beside the compiled rules."""
+        """Several loads and recorded training requests, beside the rules that matter."""
         # The gate runs this problem's candidates.
         from tokenyard.routing.gate import Gate, gate_streams
 
@@ -236,9 +236,8 @@ def _found(
             f"{source} decides between {metadata.num_replicas} replicas; "
             f"scenario {scenario.name!r} has {scenario.num_servers}"
         )
-    rule = metadata.lineage.get("rule")
-    made = f"trained by {metadata.trainer}" if rule is None else f"the rule {rule}"
-    return artifact, f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
+    made = f"trained by {metadata.trainer} on {metadata.scenario}"
+    return artifact, f"{source}, {made}, {artifact.sha256}"
 
 
 def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:

@@ -1,4 +1,8 @@
-"""Direct policy search over the linear policy's weights (`tokenyard.cross_entropy`).
+"""Direct policy search over where requests go and in which order they wait there, together.
+
+The numbers searched are the linear policy's weights, then one for each order by size that suits the
+servers. An order's number u is the weight e^u - 1 in seconds of waiting per second of service; u at
+or below 0 is first come, first served, so a search may leave the order out or find it.
 
 Every candidate of a generation is run through the same fresh streams (common random numbers),
 so candidates differ by what they decide and not by their luck. The simulator's kernel scores
@@ -8,8 +12,9 @@ tell candidates apart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,21 +23,19 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
+from tokenyard.routing.policies.tuned import find_tuned
+from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, order_weights_of, server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import BoolArray, FloatArray
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What the search makes small, relative to zero weights on the same streams.
-
-    Those are the rule that the policy corrects: shortest expected delay, or least marginal delay
-    on a fleet.
-    """
+    """What the search makes small, relative to the rule that it began with on the same streams."""
 
     mean: float = 1.0
     """Per second of mean response."""
@@ -75,49 +78,94 @@ class SearchConfig:
     """How wide and how long the search looks."""
 
     objective: Objective = Objective()
-    population: int = 40
+    population: int = 32
     num_elites: int = 8
-    streams_per_generation: int = 6
-    requests_per_stream: int = 5000
+    streams_per_generation: int = 4
+    requests_per_stream: int = 3000
     start: tuple[float, ...] | None = None
     """Weights to start from and to compare costs with, such as a tuned rule's; None: all zero,
     which is shortest expected delay, or least marginal delay on a fleet."""
     order: tuple[float, ...] = (0.0,) * NUM_ORDER_WEIGHTS
-    """Weights of the order that requests wait in meanwhile (`tokenyard.routing.scores.order`)."""
-    initial_std: float = 0.3
+    """Weights of the order that both start with (`tokenyard.routing.scores.order`)."""
+    order_std: float = 0.7
+    """Spread of the first generation's orders, in units of u; 0: the order is not searched."""
+    initial_std: float = 0.2
     """Spread of the first generation, in units of the SLO per feature."""
     noise: float = 0.05
     """Spread added to the elites' in the first generation; fades to nothing over the search."""
-    num_generations: int = 50
+    num_generations: int = 36
     """Generations over which the noise fades."""
     randomisation: Randomisation = field(default_factory=Randomisation)
     """How streams differ: a policy that has seen more and less traffic, and other replicas, than
     the scenario's suits more of what comes."""
 
 
+def started_at_best_rule(scenario: Scenario, config: SearchConfig) -> SearchConfig:
+    """Start where the best tuned rule is that the linear policy can be, by its training score.
+
+    That is a placement that its weights can be, first come, first served or with an order by size.
+    Where none was tuned, it is the placement without learned weights, first come, first served.
+    """
+    servers, tuned = server_model(scenario), find_tuned(scenario.name)
+    placements = servers.linear_placements(tuned)
+    scores = {} if tuned is None else tuned.scores | tuned.order_scores
+    first, *_ = placements
+    best, best_score = (first, ""), -math.inf
+    for name, score in scores.items():
+        placement, _, order = name.partition(BETWEEN)
+        if placement in placements and order in ("", *ORDER_WEIGHTS) and score > best_score:
+            best, best_score = (placement, order), score
+    placement, order = best
+    weights = FIRST_COME
+    if order and tuned is not None:
+        knob = tuned.orders[placement + BETWEEN + order][ORDERS[order].knob]
+        weights = order_weights_of(f"{order}{KNOB}{knob}")
+    start = (*placements[placement], *(0.0,) * servers.num_slo_weights)
+    return replace(config, start=start, order=tuple(weights.tolist()))
+
+
 class PolicySearch(CrossEntropy):
-    """A search over the weights of one scenario's policy."""
+    """A search over the weights of one scenario's policy and of its order."""
 
     def __init__(
         self, scenario: Scenario, config: SearchConfig | None = None, seed: int = 0
     ) -> None:
-        """Start at the rule that the policy corrects, or at `config.start`."""
+        """Start at the rule that the policy corrects, or at `config.start` and `config.order`."""
         self.scenario = scenario
         self.config = config = config or SearchConfig()
         self._source = StreamSource(scenario)
-        # Nobody reads the rewards here, and the balance metric is costly to compute.
+        # Nobody reads the rewards here.
         self._sim = make_simulator(
-            scenario,
-            config.streams_per_generation,
-            config.requests_per_stream,
-            RewardWeights(balance=0.0),
+            scenario, config.streams_per_generation, config.requests_per_stream, UNPAID
         )
-        self._start: FloatArray = np.array(config.start or np.zeros(self._sim.num_weights))
+        weights = np.array(config.start or np.zeros(self._sim.num_weights))
+        self._num_weights = len(weights)
+        known = (order for order in server_model(scenario).orders if order in ORDER_WEIGHTS)
+        self._orders = [ORDER_WEIGHTS[order] for order in known]
+        orders = np.log1p(np.array(config.order)[self._orders])
+        self._start: FloatArray = np.concatenate((weights, orders))
+        std = np.full(len(self._start), config.initial_std)
+        std[self._num_weights :] = config.order_std
         super().__init__(
-            self._start, np.full(len(self._start), config.initial_std), seed=seed,
-            population=config.population, num_elites=config.num_elites, noise=config.noise,
+            self._start, std, seed=seed, population=config.population,
+            num_elites=config.num_elites, noise=config.noise, noise_unit=std / config.initial_std,
             num_generations=config.num_generations,
         )  # fmt: skip
+
+    @property
+    def weights(self) -> FloatArray:
+        """Where requests go, at the centre of the search, shape (num_weights,)."""
+        return self.mean[: self._num_weights].copy()
+
+    @property
+    def order(self) -> FloatArray:
+        """In which order they wait, at the centre of the search, shape (NUM_ORDER_WEIGHTS,)."""
+        return self._order_of(self.mean)
+
+    def _order_of(self, parameters: FloatArray) -> FloatArray:
+        order = FIRST_COME.copy()
+        order[self._orders] = np.expm1(np.maximum(parameters[self._num_weights :], 0.0))
+        return order
 
     @property
     def env_steps(self) -> int:
@@ -134,7 +182,7 @@ class PolicySearch(CrossEntropy):
         baseline = self._costs(self._start)
         objective = self.config.objective
         costs = np.array(
-            [objective.relative_cost(self._costs(weights), baseline) for weights in candidates]
+            [objective.relative_cost(self._costs(one), baseline) for one in candidates]
         )
         self.update(candidates, costs)
         return {
@@ -154,8 +202,8 @@ class PolicySearch(CrossEntropy):
             if config.randomisation.varies_fleet:
                 self._sim.vary(copy, config.randomisation, rng)
 
-    def _costs(self, weights: FloatArray) -> StreamCosts:
-        order = np.array(self.config.order)
+    def _costs(self, parameters: FloatArray) -> StreamCosts:
+        weights, order = parameters[: self._num_weights], self._order_of(parameters)
         self._sim.run_linear(weights, self._source.mean_total_tokens, order)
         outcomes = [self._sim.outcomes(i) for i in range(self.config.streams_per_generation)]
         slo_s = self.scenario.slo_response_s
@@ -195,7 +243,7 @@ class PolicySearch(CrossEntropy):
             metrics=metrics_found or {},
             lineage=lineage or {},
         )
-        arrays = {"weights": self.mean.copy()}
-        if any(self.config.order):
-            arrays["order"] = np.array(self.config.order)
+        arrays = {"weights": self.weights}
+        if self.order.any():
+            arrays["order"] = self.order
         return PolicyArtifact(metadata, arrays)

@@ -28,7 +28,7 @@ from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.run import PolicyFactory, run_policy
+from tokenyard.routing.simulator.run import PolicyFactory, Run, run_compiled, run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.types import RoutingPolicy
@@ -160,14 +160,20 @@ class _Search:
 
     def score_of(self, name: str, rules: TunedRules | None = None) -> float:
         """Mean score over streams of a rule by name, made afresh for each."""
-        return self._score(self._factory(name, rules))
+        decide = self._servers.compiled_order(name, rules) if BETWEEN in name else None
+        if decide is None:
+            return self._score(self._factory(name, rules))
+        # It decides alike, a hundred times as fast; no fleet tells None, as nothing is paid.
+        return self._mean_score(run_compiled(self._scenario, self._streams, decide) or [])
 
     def _score_made(self, policy: RoutingPolicy) -> float:
         """Mean score over streams of a policy without memory."""
         return self._score(lambda rng: policy)
 
     def _score(self, factory: PolicyFactory) -> float:
-        runs = run_policy(self._scenario, self._streams, factory, seed=0)
+        return self._mean_score(run_policy(self._scenario, self._streams, factory, seed=0))
+
+    def _mean_score(self, runs: Sequence[Run]) -> float:
         return mean_summary(self._scenario, runs)["score"]
 
     def reserve_above_tokens(self) -> tuple[float, float]:

@@ -164,7 +164,7 @@ def test_too_few_streams_for_an_interval_are_refused():
         ("generic", "the law judges marginal_delay"),
         ("marginal_delay+edf", "compiled orders are"),
         ("marginal_delay+sjff@3", "did you mean 'sjf'"),
-        (str(SHIPPED / "poisson_085.npz"), "decides between 3 replicas"),
+        (str(SHIPPED / "bursty_serial.npz"), "decides between 3 replicas"),
     ],
 )
 def test_what_the_law_cannot_judge_is_refused_with_what_it_can(name, reason):
@@ -174,7 +174,7 @@ def test_what_the_law_cannot_judge_is_refused_with_what_it_can(name, reason):
 
 
 def test_a_policy_file_is_judged_on_servers_of_its_own_kind():
-    policies = ["marginal_delay", str(SHIPPED / "churn.npz")]
+    policies = ["marginal_delay", str(SHIPPED / "azure_code_slo.npz")]
     servers, fleet = (play(draw, policies) for draw in (7, 4))
     assert [row["policy"] for row in servers] == policies[:1]
     assert [row["policy"] for row in fleet] == policies

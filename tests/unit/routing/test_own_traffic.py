@@ -9,7 +9,8 @@ import pytest
 
 from tokenyard.routing import own_traffic
 from tokenyard.routing.artifact import DEFAULT_RULE
-from tokenyard.routing.own_traffic import OwnTraffic, tail_is_longer
+from tokenyard.routing.gate import tail_is_longer
+from tokenyard.routing.own_traffic import OwnTraffic
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
 

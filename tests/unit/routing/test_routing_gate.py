@@ -5,9 +5,10 @@ import pytest
 
 from tokenyard.routing import gate
 from tokenyard.routing.artifact import resolve_champion
-from tokenyard.routing.choice import RULES_LOST_TO, choose
+from tokenyard.routing.choice import CHANGE, LOSSES, WINS, Judge, choose
 from tokenyard.routing.policies.tuned import load_tuned
-from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scenario import Arrivals, load_scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 
@@ -47,16 +48,29 @@ def test_a_policy_loses_where_a_longer_mean_buys_nothing(found, lost):
     assert gate.loses(found) == lost
 
 
-def test_what_loses_to_a_rule_is_not_chosen_however_good_it_is():
-    def found(mean_s, lost):
-        return {
-            "mean_response_s": mean_s, "slo_violation_fraction": 0.0, "delta_p99_ci_high": -0.1,
-            RULES_LOST_TO: lost,
-        }  # fmt: skip
+@pytest.mark.parametrize(
+    ("found", "won"),
+    [
+        ({"mean_ci_high": -0.01}, True),
+        ({"mean_ci_high": 0.01}, False),
+        ({"mean_ci_high": -0.01, "p99_ci_low": 0.001}, False),
+        ({"mean_ci_high": -0.01, "p99_ci_high": 0.03}, False),  # beyond the margin
+        ({"mean_ci_high": -0.01, "slo_ci_low": 0.001}, False),
+    ],
+)
+def test_a_win_is_a_lower_mean_that_nothing_was_paid_for(found, won):
+    ends = {"mean_ci_high": 0.0, "p99_ci_low": -0.1, "p99_ci_high": 0.01, "slo_ci_low": -0.1}
+    assert gate.wins({f"delta_{key}": end for key, end in (ends | found).items()}, 0.02) == won
 
-    rows = [found(1.0, 0.0), found(0.5, 2.0), found(0.9, 0.0)]
-    assert choose(rows, violation_s=1.0, p99_margin=0.0) == 2
-    assert choose(rows[1:2], violation_s=1.0, p99_margin=0.0) is None
+
+def test_what_loses_to_a_rule_is_not_chosen_however_good_it_is():
+    def found(change, lost, won=1.0):
+        return {CHANGE: change, LOSSES: lost, WINS: won}
+
+    rows = [found(-0.1, 0.0), found(-0.5, 2.0), found(-0.2, 0.0), found(-0.3, 0.0, 0.0)]
+    assert choose(rows) == 2
+    assert choose(rows, must_win=False) == 3
+    assert choose(rows[1:2]) is None
 
 
 def few_streams(scenario, count=3, length=400):
@@ -72,12 +86,17 @@ def few_streams(scenario, count=3, length=400):
         ("bursty_serial", "sed_dump"),
         (FLEET, "marginal_delay"),
         (FLEET, "tuned_marginal_delay"),
+        ("bursty_serial", "sed_reserve+sjf"),
+        ("bursty_serial", "marginal_in_order+sjf"),
+        ("slotted", "marginal_delay+sjf@60"),
+        (FLEET, "tuned_marginal_delay+wspt"),
     ],
 )
 def test_a_compiled_rule_places_requests_as_its_policy_does(name, rule):
     scenario = load_scenario(name)
     _, streams = few_streams(scenario)
-    assert server_model(scenario).compiled_rule(rule) is not None
+    servers = server_model(scenario)
+    assert servers.compiled_rule(rule) or servers.compiled_order(rule)
     found = gate.rule_runs(rule, scenario, streams)
     expected = gate.PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     for ours, theirs in zip(found, expected, strict=True):
@@ -89,20 +108,36 @@ def test_a_slow_rule_loses_to_the_tuned_one_and_the_tuned_one_does_not_lose_to_i
     source, streams = few_streams(scenario, 6)
     bar = gate.Gate(source, parts={"some": streams})
     rows = bar(lambda streams: gate.rule_runs("sed", scenario, streams))
-    assert {found["baseline"] for found in rows} == set(server_model(scenario).compiled_rules)
+    assert {found["baseline"] for found in rows} == set(gate.rivals(scenario))
+    assert "+" in gate.rivals(scenario)[0], "the best rule orders"
     assert all(found["loses"] for found in rows)
     rows = bar(lambda streams: gate.rule_runs("tuned_marginal_delay", scenario, streams))
     assert [found["loses"] for found in rows if found["baseline"] == "tuned_marginal_delay"] == [0]
 
 
-def test_half_load_and_recorded_training_requests_are_looked_at_and_no_test_part(monkeypatch):
+def test_three_loads_and_recorded_training_requests_are_looked_at_and_no_test_part(monkeypatch):
     source = StreamSource(load_scenario("conversation"))
     monkeypatch.setattr(gate, "recorded_training_streams", lambda source: "recorded")
     parts = gate.gate_streams(source, 2)
-    assert list(parts) == [gate.HALF_LOAD, gate.RECORDED]
+    assert list(parts) == [gate.HALF_LOAD, gate.FULL_LOAD, gate.ABOVE_LOAD, gate.RECORDED]
     whole = gate.synthetic_streams(source, 2, 0, "validation").requests
     for half, full in zip(parts[gate.HALF_LOAD].requests, whole, strict=True):
         np.testing.assert_allclose(half[:, 0], 2 * full[:, 0])
+
+
+def test_nobody_is_compared_where_the_queue_only_grows():
+    full = load_scenario("poisson_095").model_copy(update={"arrivals": Arrivals(load=0.99)})
+    assert gate.ABOVE_LOAD not in gate.load_factors(StreamSource(full))
+
+
+def test_a_judge_sets_a_policy_beside_what_decides_without_one():
+    scenario = load_scenario("poisson_085")
+    judge = Judge(StreamSource(scenario), 2)
+    assert judge.bar == "sed+sjf"
+    found = judge(PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig())).artifact())
+    assert found["delta_mean_fraction"] == pytest.approx(0.0, abs=1e-9), "it begins at the rule"
+    assert found[WINS] == found[CHANGE] == 0.0
+    assert judge.bar_p99_s == pytest.approx(found["p99_response_s"])
 
 
 def test_rules_without_parameters_are_left_out():
@@ -114,6 +149,6 @@ def test_rules_without_parameters_are_left_out():
 def test_the_problem_puts_an_artifact_before_the_gate():
     artifact, _ = resolve_champion("routing", "bursty_serial")
     rows = gate.PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
-    assert {found["part"] for found in rows} >= {gate.HALF_LOAD}
-    assert {found["baseline"] for found in rows} == {"sed", "sed_reserve", "sed_dump"}
+    assert {found["part"] for found in rows} >= {gate.HALF_LOAD, gate.FULL_LOAD}
+    assert {found["baseline"] for found in rows} >= {"sed", "sed_reserve", "sed_dump", "sed+sjf"}
     assert {found["loses"] for found in rows} <= {0, 1}

@@ -17,22 +17,20 @@ from tokenyard.artifact import NoChampionError
 from tokenyard.provenance import lineage
 from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of, resolve_champion
-from tokenyard.routing.choice import PairedScore
+from tokenyard.routing.choice import Judge, recorded
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.simulator.streams import StreamSource
 
-NUM_VALIDATION_STREAMS = 90
-
 
 @dataclass(frozen=True)
 class ImprovementConfig(RolloutConfig):
-    """Rollouts whose price of a slow response follows from the hand rule's tail."""
+    """Rollouts whose price of a slow response follows from the tail of the best rule."""
 
     violation_s: float = 1.0
     """Seconds that an SLO violation costs beside the response time."""
     slow_s: float = 5.0
-    """Seconds that a response slower than `slow_share` of the hand rule's 99th percentile costs
+    """Seconds that a response slower than `slow_share` of the best rule's 99th percentile costs
     beside its length."""
     slow_share: float = 0.92
 
@@ -44,7 +42,7 @@ class Round:
     number: int
     """0 before the first."""
     row: dict[str, float]
-    """What it does on validation streams, beside the hand rule."""
+    """What it does on validation streams, beside the best rule."""
     policy: PolicyArtifact
     changed_fraction: float
     """Share of the round's decisions that it would now take otherwise."""
@@ -83,6 +81,7 @@ def improve(
     source: StreamSource,
     start: PolicyArtifact,
     config: ImprovementConfig,
+    judge: Judge,
     rounds: int,
     seed: int = 0,
     fresh: bool = False,
@@ -93,14 +92,14 @@ def improve(
         source: Traffic of the scenario, which has a fleet.
         start: Whose weights are corrected, and whose network is improved where it has one.
         config: Its `start` and `slow_after_s` follow from the other arguments.
+        judge: Sets every round beside the rules.
         rounds: How many.
         seed: Of traffic and network.
         fresh: Take the weights alone, where `start` has a network.
     """
     torch.set_num_threads(1)
-    judge = PairedScore(source, hand_rule(source), NUM_VALIDATION_STREAMS)
     weights = tuple(start.arrays["weights"].tolist())
-    slow_after_s = config.slow_share * judge.rule_p99_s
+    slow_after_s = config.slow_share * judge.bar_p99_s
     played = replace(config, start=weights, slow_after_s=slow_after_s)
     improvement = RolloutImprovement(source.scenario, played, seed)
     if start.metadata.kind == "corrected" and not fresh:
@@ -111,6 +110,6 @@ def improve(
         found = improvement.step() if number else {"changed_fraction": 0.0}
         policy = improvement.artifact()
         row = judge(policy)
-        described = policy.described(row, {**made_by, "round": str(number)})
+        described = policy.described(recorded(row), {**made_by, "round": str(number)})
         wall_s = time.perf_counter() - started
         yield Round(number, row, described, found["changed_fraction"], wall_s)

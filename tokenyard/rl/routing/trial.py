@@ -19,7 +19,7 @@ from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
-from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.streams import StreamSource
 
 
@@ -121,8 +121,8 @@ class RoutingTrialConfig(TrialConfig):
         )
 
     def _search_config(self, scenario: Scenario) -> SearchConfig:
-        start = tuned_weights(scenario) if scenario.fleet else None
-        return SearchConfig(start=start, randomisation=recipe(self.recipe).randomisation)
+        config = SearchConfig(randomisation=recipe(self.recipe).randomisation)
+        return started_at_best_rule(scenario, config)
 
     def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
         """Weights of the rule that a network for a fleet begins with."""
@@ -130,11 +130,15 @@ class RoutingTrialConfig(TrialConfig):
             return MARGINAL_DELAY
         if not self.warm_start_generations:
             return tuned_weights(scenario)
-        fades = replace(self._search_config(scenario), num_generations=self.warm_start_generations)
-        search = PolicySearch(scenario, fades, self.seed)
+        first_come = SearchConfig(  # no network orders
+            start=tuned_weights(scenario), order_std=0.0,
+            num_generations=self.warm_start_generations,
+            randomisation=recipe(self.recipe).randomisation,
+        )  # fmt: skip
+        search = PolicySearch(scenario, first_come, self.seed)
         for _ in range(self.warm_start_generations):
             search.step()
-        return tuple(search.mean.tolist())
+        return tuple(search.weights.tolist())
 
     def _rollout_config(self) -> RolloutConfig:
         return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)

@@ -98,3 +98,11 @@ def load_tuned(scenario_name: str) -> TunedRules:
             f"`python pipelines/tune_baselines.py --scenario {scenario_name}`"
         )
     return TunedRules.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+def find_tuned(scenario_name: str) -> TunedRules | None:
+    """Read the tuned rules that ship for a scenario; None: there are none."""
+    try:
+        return load_tuned(scenario_name)
+    except ValueError:
+        return None

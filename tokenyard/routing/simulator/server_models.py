@@ -21,7 +21,14 @@ from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
 from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB, ORDERS
 from tokenyard.routing.policies.public import Needs
-from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, Grids, load_tuned
+from tokenyard.routing.policies.tuned import (
+    FLEET_GRIDS,
+    FleetRules,
+    Grids,
+    TunedRules,
+    find_tuned,
+    load_tuned,
+)
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
@@ -35,6 +42,9 @@ _MOST_SHARES = 8
 """Servers up to which the share of each is printed."""
 ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT}
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
+DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
+_SERVICE = 2
+"""Place of the weight of the service time among those of `observation.linear_scores`."""
 VARIANT_KNOBS = (1.0, 5.0, 20.0, 60.0, 200.0)
 """Knobs of an order that a search compares itself with."""
 
@@ -66,7 +76,7 @@ class _Servers:
     compiled_rules: ClassVar[tuple[str, ...]]
     """Those of them that compiled code decides for, so that searches can afford them."""
     hand_rule: ClassVar[str]
-    """The strongest of them, which a search of the linear policy begins with."""
+    """The strongest of them first come, first served, beside which orders are tuned."""
     refuses: ClassVar[bool]
     """Whether a server may refuse a request, or go: requests are placed more than once."""
     num_sizes: ClassVar[int]
@@ -85,9 +95,55 @@ class _Servers:
         """What rules may need of such servers."""
         return Needs.NOTHING
 
-    def compiled_order(self, name: str) -> Decide | None:
-        """What runs a placement with an order; None: no compiled code decides alike."""
-        return None
+    @abstractmethod
+    def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
+        """Weights of the placements that the linear policy can be, by name; the first is untuned.
+
+        Args:
+            tuned: The scenario's tuned rules; None: there are none.
+        """
+
+    @abstractmethod
+    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
+        """What runs a placement of `compiled_rules`; None: it is none of them."""
+
+    def compiled_rule(self, name: str) -> Decide | None:
+        """What runs one of `compiled_rules`; None: it is none of them.
+
+        Raises:
+            ValueError: It is a tuned one, and none was tuned for the scenario.
+        """
+        place = self._placement(name, None)
+        return None if place is None else partial(place, order=FIRST_COME)
+
+    def compiled_order(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
+        """What runs a placement with an order by size; None: no compiled code decides alike.
+
+        Args:
+            name: The placement is one of `compiled_rules`, or the one that knows the order.
+            tuned: Its parameters and knobs; None: those that ship for the scenario.
+
+        Raises:
+            ValueError: It is a tuned one, and none was tuned for the scenario.
+        """
+        placement, _, order = name.partition(BETWEEN)
+        kind, given, _ = order.partition(KNOB)
+        if kind not in ORDER_WEIGHTS:
+            return None
+        tuned = tuned or find_tuned(self.scenario.name)
+        knobs = {} if tuned is None else tuned.orders.get(f"{placement}{BETWEEN}{kind}", {})
+        knob = knobs.get(ORDERS[kind].knob, ORDERS[kind].default)
+        weights = order_weights_of(order if given else f"{kind}{KNOB}{knob}")
+        place = self._placement(placement, tuned)
+        if placement == IN_ORDER:
+            rules = FleetRules.model_validate(
+                {k: v for k, v in knobs.items() if k in FLEET_GRIDS[TUNED_DELAY]}
+            )
+            place = partial(_run_in_order, fleet=rules)
+        # Weights of 0 order nothing, and are no order of arrivals.
+        if place is None or not weights.any():
+            return None
+        return partial(place, order=weights)
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -183,20 +239,28 @@ class ConstantRate(_Servers):
         late = f"later than {self.scenario.slo_response_s:g} s"
         return f"{late} or dropped" if or_dropped else late
 
-    def hand_weights(self) -> tuple[float, ...]:
-        """Zeros, which are shortest expected delay."""
-        return (0.0,) * NUM_SCORE_WEIGHTS
+    def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
+        """Shortest expected delay, and the same with a weight of the service."""
+        found = {"sed": (0.0,) * NUM_SCORE_WEIGHTS}
+        if tuned is not None and "sed_linear" in tuned.scores:
+            weight = tuned.knobs.get("sed_linear", {}).get("service_weight", 1.0)
+            weights = [0.0] * NUM_SCORE_WEIGHTS
+            weights[_SERVICE] = weight - 1.0
+            found["sed_linear"] = tuple(weights)
+        return found
 
-    def compiled_rule(self, name: str) -> Decide | None:
-        """What runs shortest expected delay, or a tuned variant; None: it is no such rule."""
-        if name not in self.compiled_rules:
+    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
+        # Nobody is delayed by a request that comes last, so least marginal delay is the same.
+        if name not in (*self.compiled_rules, DELAY):
             return None
         above_tokens, dump_server = np.inf, -1
-        if name == "sed_reserve":
-            above_tokens = load_tuned(self.scenario.name).reserve_above_tokens
-        if name == "sed_dump":
-            dump_server = load_tuned(self.scenario.name).dump_replica
-        return partial(_placed_by_delay(above_tokens, dump_server), order=FIRST_COME)
+        if name not in ("sed", DELAY):
+            tuned = tuned or load_tuned(self.scenario.name)
+            if name == "sed_reserve":
+                above_tokens = tuned.reserve_above_tokens
+            else:
+                dump_server = tuned.dump_replica
+        return _placed_by_delay(above_tokens, dump_server)
 
     def placements(self, sim: Simulator) -> Mapping[str, Place]:
         """Shortest expected delay, then its variants, each of four parameters."""
@@ -221,12 +285,12 @@ class Batching(_Servers):
     linear_kind = "marginal"
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
-        "sed", "sed_dump", "marginal_delay", "tuned_marginal_delay", "weighted_least_connections",
+        "sed", "sed_dump", DELAY, TUNED_DELAY, "weighted_least_connections",
         "weighted_least_loaded", "tuned_filter_dump", "tuned_lmetric", "tuned_pending_prefill",
         "tuned_dynamo_cost", "tuned_llmd_blend",
     )  # fmt: skip
-    compiled_rules = ("marginal_delay", "tuned_marginal_delay")
-    hand_rule = "tuned_marginal_delay"
+    compiled_rules = (DELAY, TUNED_DELAY)
+    hand_rule = TUNED_DELAY
     refuses = True
     # It takes ten times as long to simulate.
     num_sizes = 8
@@ -269,47 +333,19 @@ class Batching(_Servers):
         """Each class has its own SLOs; what was dropped attained none."""
         return "that violated an SLO of their class"
 
-    def hand_weights(self) -> tuple[float, ...]:
-        """Those of the tuned rule.
+    def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
+        """Least marginal delay, as it is and tuned."""
+        found = {DELAY: FleetRules().marginal_weights}
+        if tuned is not None:
+            found[TUNED_DELAY] = tuned.fleet.marginal_weights
+        return found
 
-        Raises:
-            ValueError: None was tuned for the scenario.
-        """
-        return load_tuned(self.scenario.name).fleet.marginal_weights
-
-    def compiled_rule(self, name: str) -> Decide | None:
-        """What runs least marginal delay, tuned or not; None: it is no such rule."""
-        place = self._placement(name)
-        return None if place is None else partial(place, order=FIRST_COME)
-
-    def compiled_order(self, name: str) -> Decide | None:
-        """Least marginal delay, one that knows the order among them, with an order by size."""
-        placement, _, order = name.partition(BETWEEN)
-        kind, given, _ = order.partition(KNOB)
-        if kind not in ORDER_WEIGHTS:
-            return None
-        try:
-            knobs = load_tuned(self.scenario.name).orders.get(f"{placement}{BETWEEN}{kind}", {})
-        except ValueError:
-            knobs = {}
-        knob = knobs.get(ORDERS[kind].knob, 0.0)
-        weights = order_weights_of(order if given else f"{kind}{KNOB}{knob}")
-        place = self._placement(placement)
-        if placement == IN_ORDER:
-            rules = FleetRules.model_validate(
-                {k: v for k, v in knobs.items() if k in FLEET_GRIDS["tuned_marginal_delay"]}
-            )
-            place = partial(_run_in_order, fleet=rules)
-        # Weights of 0 order nothing, and are no order of arrivals.
-        if place is None or not weights.any():
-            return None
-        return partial(place, order=weights)
-
-    def _placement(self, name: str) -> Place | None:
+    def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         if name not in self.compiled_rules:
             return None
-        tuned = name == "tuned_marginal_delay"
-        rules = load_tuned(self.scenario.name).fleet if tuned else FleetRules()
+        rules = FleetRules()
+        if name == TUNED_DELAY:
+            rules = (tuned or load_tuned(self.scenario.name)).fleet
         return self._marginal(rules.wait_weight, rules.others_weight)
 
     def placements(self, sim: Simulator) -> Mapping[str, Place]:
