@@ -1,4 +1,4 @@
-"""Train a champion for a fleet and a trace of your own; it is kept only if it wins.
+"""Find the best rule for a fleet and a trace of your own, or train what beats it.
 
     python pipelines/train.py --fleet measured.yaml --trace my.csv --out mine.npz
     python pipelines/train.py --fleet mixed --trace azure_code --load 0.8 --minutes 5
@@ -28,7 +28,7 @@ from tokenyard.workload.readers import read_trace
 
 @dataclass(frozen=True)
 class Args:
-    """Train a champion for a fleet and a trace of your own; it is kept only if it wins."""
+    """Find the best rule for a fleet and a trace of your own, or train what beats it."""
 
     fleet: str
     """A YAML file with replicas and SLOs (what `calibrate.py --url` writes, or a scenario), or the
@@ -36,11 +36,11 @@ class Args:
     trace: str
     """Trace file (Azure's, Mooncake's or plain CSV), or the name of a published one."""
     minutes: float = 10.0
-    """For tuning and searches; the whole command takes a few minutes more."""
+    """For searches; the whole command takes a few minutes more. 0: only rules are played."""
     load: float | None = None
     """Offered load that the trace is scaled to; None: its own rate."""
     out: Path | None = None
-    """File (.npz) for the policy; written only if it is accepted."""
+    """File (.npz) for the policy; written only if one is accepted, as a rule needs none."""
     seed: int = 0
     """Of streams and searches."""
     json: Path | None = None
@@ -53,8 +53,8 @@ def train(args: Args, console: Console) -> list[Row]:
     Raises:
         ValueError: The trace or the fleet cannot be used.
     """
-    if args.minutes <= 0:
-        raise ValueError(f"--minutes {args.minutes:g} must be above 0")
+    if args.minutes < 0:
+        raise ValueError(f"--minutes {args.minutes:g} must be at least 0")
     if args.out is not None and args.out.suffix != ".npz":
         raise ValueError(f"--out {args.out} must end in .npz")
     path = find_trace(args.trace) if args.trace in TRACE_FILES else Path(args.trace)
@@ -67,24 +67,25 @@ def train(args: Args, console: Console) -> list[Row]:
         own = OwnTraffic(args.fleet, trace, model, args.minutes, args.load, args.seed)
         found = own.train()
     show(found, console)
-    policy = str(args.out or f"{name}.npz")
+    artifact = found.choice.artifact
+    policy = found.choice.name if artifact is None else str(args.out or f"{name}.npz")
     if not found.accepted:
         console.print(f"not accepted: keep {DEFAULT_RULE}")
+    elif artifact is None:
+        console.print(f"accepted: a rule, which needs no file; serve it with --policy {policy}")
     elif args.out is not None:
-        found.choice.save(args.out)
+        artifact.save(args.out)
         console.print(f"accepted: wrote {args.out}; serve it with --policy {policy}")
     else:
         console.print(f"accepted: {policy}; --out writes it")
-    told: Row = {
-        "policy": policy,
-        "sha256": found.choice.sha256,
-        "accepted": int(found.accepted),
-    }
+    told: Row = {"policy": policy, "accepted": int(found.accepted)}
+    if artifact is not None:
+        told["sha256"] = artifact.sha256
     return [row if row["policy"] == DEFAULT_RULE else {**row, **told} for row in found.rows]
 
 
 def show(found: Found, console: Console) -> None:
-    """Print what was found on the way, and the candidate beside the foundation."""
+    """Print what was found on the way, and the candidate beside the default rule."""
     for remark in found.remarks:
         console.print(remark)
     table = Table(

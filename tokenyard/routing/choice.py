@@ -20,8 +20,9 @@ from tokenyard.routing.gate import (
     tail_is_longer,
     wins,
 )
+from tokenyard.routing.simulator import Decide
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
-from tokenyard.routing.validation import artifact_runs
+from tokenyard.routing.validation import policy_runs
 
 LOSSES, WINS, CHANGE = "losses", "wins", "delta_mean_over_parts"
 """Keys of how often a policy loses at the gate, whether it beats the best rule at the scenario's
@@ -68,10 +69,10 @@ class Judge:
         tails = [percentile(one.outcomes.offered_response_s, 99.0) for one in runs]
         return float(np.mean(tails))
 
-    def __call__(self, artifact: PolicyArtifact) -> dict[str, float]:
-        """What the policy does at the scenario's load, and how it stands beside the rules."""
+    def __call__(self, policy: PolicyArtifact | Decide) -> dict[str, float]:
+        """What a policy does at the scenario's load, and how it stands beside the rules."""
         scenario = self._source.scenario
-        rows = self._gate(lambda streams: artifact_runs(scenario, streams, artifact))
+        rows = self._gate(lambda streams: policy_runs(scenario, streams, policy))
         beside = [row for row in rows if row["baseline"] == self.bar]
         at_load = next(row for row in beside if row["part"] == FULL_LOAD)
         told = [*_TOLD, *(key for key in at_load if key.startswith("delta_"))]

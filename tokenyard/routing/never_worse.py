@@ -11,7 +11,7 @@ but on one other stream, which stands for a thousand requests of one's own log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,13 +21,14 @@ import numpy as np
 
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
-from tokenyard.routing.drawn_clusters import WideCluster, draw_wide
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, ORDERS
-from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.drawn_clusters import draw_wide
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB
+from tokenyard.routing.rule_replay import Replay
+from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.simulator import Decide, Simulator, make_simulator
+from tokenyard.routing.simulator import Decide, Simulator
 from tokenyard.routing.simulator.server_models import ServerModel, order_weights_of, server_model
-from tokenyard.routing.validation import NAMES, outcome_row
+from tokenyard.routing.validation import NAMES
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 
@@ -40,11 +41,9 @@ MOST_WORSE = 0.05
 """Share of draws that may be worse."""
 STREAMS = 5
 """Streams of each half."""
-_FIRST_STREAMS, _FINALISTS = 2, 5
-"""Streams that every rule is tried on, and how many of the best rules are tried on all."""
 _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
-_SCORE, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
+_, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
 TUNED = "tuned"
 """The best rule on one stream of its own; `tuned@0.5`: at half of the load that it is judged at."""
 MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
@@ -53,57 +52,6 @@ MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
 def law_rng(seed: int, draw: int) -> np.random.Generator:
     """Generator of one draw."""
     return np.random.default_rng([_LAW, seed, draw])
-
-
-class Half:
-    """Streams of one draw, on which anything may be run."""
-
-    def __init__(
-        self, cluster: WideCluster, count: int, rng: np.random.Generator, load_factor: float = 1.0
-    ) -> None:
-        """Draw `count` streams from `rng`, at a factor on the cluster's load."""
-        self._scenario = cluster.scenario
-        self._streams = cluster.streams(count, rng, load_factor)
-        self._sims = {count: self.simulator(count)}
-
-    def simulator(self, count: int) -> Simulator:
-        """One with the first `count` streams loaded."""
-        sim = make_simulator(self._scenario, count, len(self._streams[0]), UNPAID)
-        for copy, stream in enumerate(self._streams[:count]):
-            sim.load(copy, stream)
-        return sim
-
-    def rows(self, decide: Decide, count: int) -> FloatArray:
-        """What a policy does on the first `count` streams, shape (count, len(NAMES))."""
-        if count not in self._sims:
-            self._sims[count] = self.simulator(count)
-        sim = self._sims[count]
-        decide(sim)
-        slo_s = self._scenario.slo_response_s
-        return np.array([outcome_row(sim.outcomes(copy), slo_s) for copy in range(count)])
-
-
-def best_rule(half: Half, rules: Mapping[str, Decide], count: int) -> str:
-    """Name of the rule of the best mean score.
-
-    Placements are tried first come first served and with the default knob of their orders; the best
-    of them with all knobs; and the best rules on all streams.
-    """
-    few = min(_FIRST_STREAMS, count)
-    found: dict[str, float] = {}
-
-    def best(names: Iterable[str], most: int) -> list[str]:
-        for name in names:
-            if name not in found:
-                found[name] = float(half.rows(rules[name], few)[:, _SCORE].mean())
-        return sorted(found, key=found.__getitem__, reverse=True)[:most]
-
-    default = f"{KNOB}{ORDERS['sjf'].default:g}"
-    leading = best((name for name in rules if BETWEEN not in name or name.endswith(default)), 4)
-    placements = {name.partition(BETWEEN)[0] for name in leading}
-    all_knobs = (name for name in rules if name.partition(BETWEEN)[0] in placements)
-    finalists = best(all_knobs, _FINALISTS)
-    return max(finalists, key=lambda name: half.rows(rules[name], count)[:, _SCORE].mean())
 
 
 def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREAMS) -> list[Row]:
@@ -126,36 +74,32 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         raise ValueError(f"{streams} streams have no interval: give at least {STREAMS}")
     rng = law_rng(seed, draw)
     cluster = draw_wide(rng)
-    choosing, judging = (Half(cluster, streams, each) for each in rng.spawn(2))
+    scenario = cluster.scenario
+    choosing, judging = (Replay(scenario, cluster.streams(streams, each)) for each in rng.spawn(2))
     own_rng = rng.spawn(1)[0]
-    rival, run_rival = tuned(choosing, cluster.scenario, streams)
-    theirs = judging.rows(run_rival, streams)
+    rival = choosing.best_rules()[0]
+    theirs = judging.rows(choosing.rules[rival])
     rows = []
     for name in policies:
         rule = name
         decide: Decide | None
         if name.partition(KNOB)[0] == TUNED:
             # Copied, so that all that are tuned see the same requests.
-            own = Half(cluster, 1, deepcopy(own_rng), float(name.partition(KNOB)[2] or 1.0))
-            rule, decide = tuned(own, cluster.scenario, 1)
+            factor = float(name.partition(KNOB)[2] or 1.0)
+            own = Replay(scenario, cluster.streams(1, deepcopy(own_rng), factor))
+            rule = own.best_rules()[0]
+            decide = own.rules[rule]
         else:
-            decide = law_policy(name, cluster.scenario)
+            decide = law_policy(name, scenario)
         if decide is None:
             continue
-        ours = judging.rows(decide, streams)
+        ours = judging.rows(decide)
         found: Row = {
-            "draw": draw, "cell": cluster.scenario.name, "policy": name, "rule": rule,
+            "draw": draw, "cell": scenario.name, "policy": name, "rule": rule,
             "rival": rival, "seed": seed, "stream_count": streams,
         }  # fmt: skip
         rows.append(found | compared(ours, theirs))
     return rows
-
-
-def tuned(half: Half, scenario: Scenario, count: int) -> tuple[str, Decide]:
-    """Name of the best of all rules on a number of streams, and what runs it."""
-    rules = server_model(scenario).rule_variants(half.simulator(count))
-    name = best_rule(half, rules, count)
-    return name, rules[name]
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:

@@ -1,24 +1,24 @@
-"""A champion for one's own fleet and trace: it starts from the rule that works anywhere.
+"""A champion for one's own fleet and trace: the best rule there, or what a search makes of it.
 
-The first part of the trace is learned from, in three steps. A traffic model is fitted to it
-(`tokenyard.workload.fit`). The weights of the rule for these servers and the knob of an order
-are tuned on streams of that model. Searches of placement and order go on from there
-(`tokenyard.routing.search`), until the time is up. All candidates are then set beside the
-foundation, the rule that decides where nothing was trained (`DEFAULT_RULE`), on streams that no
-search has seen: below, at and above the load, and on the recorded first part. What loses to it
-anywhere (`tokenyard.routing.gate.loses`) is out.
+The first part of the trace is learned from, in three steps. All rules are played on it as it was
+recorded, and the best are kept (`tokenyard.routing.rule_replay`). A traffic model is fitted to it
+(`tokenyard.workload.fit`), and searches of placement and order go on from the best rule on streams
+of that model (`tokenyard.routing.search`), until the time is up. All candidates are then set beside
+the rule that decides where nothing was trained (`DEFAULT_RULE`), on streams that no search has
+seen: below, at and above the load, and on the recorded first part. What loses to it anywhere
+(`tokenyard.routing.gate.loses`) is out.
 
 The last part of the trace judges the one that is left, once. It is accepted if its mean
-response time is below the foundation's with an interval below zero, and neither its 99th percentile
+response time is below that rule's with an interval below zero, and neither its 99th percentile
 nor its SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -33,24 +33,23 @@ from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
 from tokenyard.routing.policies.learned import order_weights
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
-from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules
+from tokenyard.routing.policies.order import BETWEEN, KNOB, parameters_of
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.search_study import OBJECTIVES
-from tokenyard.routing.simulator.run import Run
-from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, order_weights_of, server_model
-from tokenyard.routing.simulator.streams import (
-    StreamSet,
-    StreamSource,
-    synthetic_streams,
-    trace_streams,
+from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.server_models import (
+    DELAY,
+    ORDER_WEIGHTS,
+    order_weights_of,
+    server_model,
 )
-from tokenyard.routing.tuning import Values, coordinate_descent
-from tokenyard.routing.validation import artifact_runs, outcome_row
-from tokenyard.types import FloatArray
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, trace_streams
+from tokenyard.routing.validation import policy_runs
 from tokenyard.workload.fit import fit_own
 from tokenyard.workload.trace import Trace
 
@@ -64,8 +63,9 @@ _SEARCHED = (0, 2, 5)
 _GENERATIONS = 40
 _REQUESTS = 3000
 """Of one stream."""
-_TUNING_STREAMS, _CHOICE_STREAMS, _MOST_WINDOWS = 3, 10, 30
-_TAIL_GUARD = 2.0
+_REPLAYED, _MOST_REPLAYED = 1000, 5
+"""Requests of each stretch of the first part that rules are played on, about, and how many."""
+_CHOICE_STREAMS, _MOST_WINDOWS = 10, 30
 _MODEL_STEP_S = 1.0
 
 
@@ -102,13 +102,27 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A candidate: a rule by its name, or what a search made."""
+
+    name: str
+    policy: PolicyArtifact | Decide
+    """The policy file, or what runs the rule."""
+
+    @property
+    def artifact(self) -> PolicyArtifact | None:
+        """The policy file; None: a rule needs none."""
+        return self.policy if isinstance(self.policy, PolicyArtifact) else None
+
+
+@dataclass(frozen=True)
 class Found:
     """What training on a trace came to."""
 
-    choice: PolicyArtifact
+    choice: Choice
     accepted: bool
     rows: list[Row]
-    """Of the last part, at the trace's load and at half of it: the foundation, then the choice."""
+    """Of the last part, at the trace's load and at half: the default rule, then the choice."""
     remarks: list[str]
     """What was found on the way, in sentences."""
 
@@ -152,12 +166,12 @@ class OwnTraffic:
         ]
 
     def train(self) -> Found:
-        """Tune, search, choose and judge."""
-        choices = [self.foundation, *self._tuned()]
-        choices += self._searches(min(choices, key=self._cost))
-        chosen = self._best_of(choices)
-        best = choices[chosen]
-        self.remarks.append(f"chosen: {_told(best) if chosen else DEFAULT_RULE}")
+        """Play, search, choose and judge."""
+        rules = self._best_rules()
+        self.remarks.append(f"best of all rules on the first part: {rules[0].name}")
+        choices = [*rules, *self._searches(rules[0].name)]
+        best = self._best_of(choices)
+        self.remarks.append(f"chosen: {_told(best)}")
         rows, accepted = self._judge(best)
         return Found(best, accepted, rows, self.remarks)
 
@@ -170,96 +184,30 @@ class OwnTraffic:
         """Whether there is time left for searches."""
         return time.monotonic() - self._begun_s < 60.0 * self._minutes
 
-    def _runs(self, choice: PolicyArtifact, streams: Sequence[StreamSet]) -> list[list[Run]]:
-        return [artifact_runs(self.scenario, some, choice) for some in streams]
-
     @cached_property
-    def _tuning_streams(self) -> list[StreamSet]:
-        return [
-            synthetic_streams(self._source, _TUNING_STREAMS, self._seed, "training", factor)
-            for factor in self._factors
-        ]
+    def foundation(self) -> Choice:
+        """The default rule."""
+        run = server_model(self.scenario).compiled_order(DEFAULT_RULE)
+        assert run is not None, "compiled code knows it for all servers"
+        return Choice(DEFAULT_RULE, run)
 
-    @cached_property
-    def _foundation_runs(self) -> list[list[Run]]:
-        return self._runs(self.foundation, self._tuning_streams)
+    def _best_rules(self) -> list[Choice]:
+        """The best rules on the recorded first part, the best first."""
+        count = int(np.clip(self._learned.num_requests // _REPLAYED, 1, _MOST_REPLAYED))
+        replay = Replay(self.scenario, self._windows(self._learned, count).requests)
+        return [Choice(name, replay.rules[name]) for name in replay.best_rules()]
 
-    def _cost(self, choice: PolicyArtifact) -> float:
-        """Mean over tuning streams of the cost over the foundation's, with a guard on the tail."""
-        ours, theirs = self._runs(choice, self._tuning_streams), self._foundation_runs
-        costs: list[float] = []
-        tails: list[float] = []
-        for some, others in zip(ours, theirs, strict=True):
-            for mine, its in zip(self._measured(some), self._measured(others), strict=True):
-                costs.append(mine[0] / its[0])
-                tails.append(mine[1] / its[1])
-        return float(np.mean(costs)) + _TAIL_GUARD * max(0.0, float(np.mean(tails)) - 1.0)
-
-    def _measured(self, runs: Sequence[Run]) -> list[tuple[float, float]]:
-        """Score and p99 of each run."""
-        slo_s = self.scenario.slo_response_s
-        rows = [outcome_row(one.outcomes, slo_s) for one in runs]
-        return [(score, p99_s) for score, _, p99_s, _ in rows]
-
-    @cached_property
-    def _blank(self) -> PolicyArtifact:
-        made = {**lineage(), **lineage_of(self.scenario)}
-        searched = PolicySearch(self.scenario).artifact({}, made)
-        metadata = searched.metadata.model_copy(update={"num_replicas": None})
-        return replace(searched, metadata=metadata)
-
-    def _made(self, weights: Sequence[float], order: FloatArray, trainer: str) -> PolicyArtifact:
-        metadata = self._blank.metadata.model_copy(update={"trainer": trainer})
-        return replace(
-            self._blank, metadata=metadata, arrays={"weights": np.array(weights), "order": order}
-        )
-
-    @cached_property
-    def foundation(self) -> PolicyArtifact:
-        """The default rule, as a policy of the kind for these servers."""
-        order = order_weights_of(DEFAULT_RULE.partition(BETWEEN)[2])
-        rule = self._rule_in("", (1.0,) * len(self._grid))
-        return replace(rule, arrays={**rule.arrays, "order": order})
-
-    @cached_property
-    def _grid(self) -> Mapping[str, Values]:
-        """Values of each weight of the rule for these servers; {}: it has none."""
-        batches = server_model(self.scenario).linear_kind == "marginal"
-        return FLEET_GRIDS["tuned_marginal_delay"] if batches else {}
-
-    def _rule_in(self, order: str, values: Values) -> PolicyArtifact:
-        """The rule for these servers with weights and, where there is an order, its knob last."""
-        if not self._grid:
-            weights, *_ = server_model(self.scenario).linear_placements(None).values()
-        else:
-            weights = FleetRules(**dict(zip(self._grid, values, strict=False))).marginal_weights
-        return self._made(weights, _order_weights(order, values), "tuning")
-
-    def _tuned(self) -> list[PolicyArtifact]:
-        """The best first come, first served, and the best in every order."""
-        found = []
-        orders = (one for one in server_model(self.scenario).orders if one in ORDER_WEIGHTS)
-        for order in ("", *orders):
-            grids = [*self._grid.values()]
-            start = (1.0,) * len(grids)
-            if order:
-                grids, start = [*grids, ORDERS[order].grid], (*start, ORDERS[order].default)
-            in_order = partial(self._rule_in, order)
-
-            def score_of(
-                values: Values, candidate: Callable[[Values], PolicyArtifact] = in_order
-            ) -> float:
-                return -self._cost(candidate(values))
-
-            found.append(in_order(coordinate_descent(start, grids, score_of)[1]))
-        return found
-
-    def _searches(self, rule: PolicyArtifact) -> Iterator[PolicyArtifact]:
-        """Searches that go on from a tuned rule and its order, one objective after another."""
-        slo_weights = (0.0,) * server_model(self.scenario).num_slo_weights
+    def _searches(self, rule: str) -> Iterator[Choice]:
+        """Searches that go on from a rule and its order, one objective after another."""
+        servers = server_model(self.scenario)
+        placement, _, order = rule.partition(BETWEEN)
+        weights, *_ = servers.linear_placements(None).values()
+        if placement.startswith(f"{DELAY}{KNOB}"):
+            wait, others = parameters_of(placement)
+            weights = FleetRules(wait_weight=wait, others_weight=others).marginal_weights
         config = SearchConfig(
-            start=(*rule.arrays["weights"].tolist(), *slo_weights),
-            order=tuple(order_weights(rule.arrays).tolist()),
+            start=(*weights, *(0.0,) * servers.num_slo_weights),
+            order=tuple((order_weights_of(order) if order else FIRST_COME).tolist()),
             requests_per_stream=_REQUESTS,
             num_generations=_GENERATIONS,
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
@@ -276,53 +224,54 @@ class OwnTraffic:
                 f"search {number + 1}: {search.generation} generations, "
                 f"{search.env_steps:,} requests"
             )
-            yield self._made(search.weights.tolist(), search.order, "policy_search")
+            yield Choice(CANDIDATE, self._made(search))
 
-    def _best_of(self, choices: Sequence[PolicyArtifact]) -> int:
-        """Index of the candidate that loses to the foundation nowhere and has the least mean.
+    def _made(self, search: PolicySearch) -> PolicyArtifact:
+        artifact = search.artifact({}, {**lineage(), **lineage_of(self.scenario)})
+        metadata = artifact.metadata.model_copy(update={"num_replicas": None})
+        return replace(artifact, metadata=metadata)
 
-        That is the mean over parts of the difference to the foundation's; 0, the foundation, where
+    def _best_of(self, choices: Sequence[Choice]) -> Choice:
+        """The candidate that loses to the default rule nowhere and has the least mean.
+
+        That is the mean over parts of the difference to the default rule's; that rule itself where
         no candidate is below it.
         """
-        judge = Judge(self._source, _CHOICE_STREAMS, (DEFAULT_RULE,), self._windows(self._learned))
-        found = [judge(choice) for choice in choices[1:]]
+        recorded = self._windows(self._learned)
+        judge = Judge(self._source, _CHOICE_STREAMS, (DEFAULT_RULE,), recorded)
+        found = [judge(choice.policy) for choice in choices]
         refused = sum(bool(one[LOSSES]) for one in found)
         self.remarks.append(
-            f"{len(choices)} candidates, {refused} lose to the foundation somewhere"
+            f"{len(choices)} candidates, {refused} lose to {DEFAULT_RULE} somewhere"
         )
         chosen = choose(found, must_win=False)
-        return 0 if chosen is None or found[chosen][CHANGE] >= 0.0 else chosen + 1
+        if chosen is None or found[chosen][CHANGE] >= 0.0:
+            return self.foundation
+        return choices[chosen]
 
-    def _beside(self, streams: StreamSet, runs: Mapping[str, Sequence[Run]]) -> list[Row]:
-        return compare(PROBLEM, self.scenario, streams, runs, DEFAULT_RULE)
-
-    def _windows(self, part: Trace, factor: float = 1.0) -> StreamSet:
-        """Recorded windows at a factor on the load, at least five."""
-        count = int(np.clip(part.num_requests // 200, 5, _MOST_WINDOWS))
+    def _windows(self, part: Trace, count: int | None = None, factor: float = 1.0) -> StreamSet:
+        """Recorded windows at a factor on the load: `count`, or at least five."""
+        count = count or int(np.clip(part.num_requests // 200, 5, _MOST_WINDOWS))
         load = self._source.offered_load if self._load is None else self._load
         return trace_streams(self._source, part, count, load=factor * load)
 
-    def _judge(self, choice: PolicyArtifact) -> tuple[list[Row], bool]:
+    def _judge(self, choice: Choice) -> tuple[list[Row], bool]:
         rows: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
-            streams = self._windows(self._judging, factor)
-            both = {DEFAULT_RULE: self.foundation, CANDIDATE: choice}
-            runs = {name: self._runs(one, [streams])[0] for name, one in both.items()}
-            found = self._beside(streams, runs)
+            streams = self._windows(self._judging, factor=factor)
+            both = {DEFAULT_RULE: self.foundation.policy, CANDIDATE: choice.policy}
+            runs = {name: policy_runs(self.scenario, streams, one) for name, one in both.items()}
+            found = compare(PROBLEM, self.scenario, streams, runs, DEFAULT_RULE)
             rows += [{"part": part, "offered_load": streams.offered_load, **row} for row in found]
         ours, at_half = rows[1], rows[3]
         better = float(ours["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(ours)
         return rows, better and not loses(at_half) and not tail_is_longer(at_half)
 
 
-def _order_weights(order: str, values: Values) -> FloatArray:
-    """Weights of an order with the last value as its knob; of none, first come first served."""
-    return order_weights_of(f"{order}{KNOB}{values[-1]}") if order else FIRST_COME.copy()
-
-
-def _told(choice: PolicyArtifact) -> str:
-    """Who made a candidate, and in which order requests wait there, in words."""
-    weights = order_weights(choice.arrays)
-    orders = [f"{one}{KNOB}{weights[at]:g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
-    order = f"the order {orders[0]}" if orders else "first come, first served"
-    return f"made by {choice.metadata.trainer}, {order}"
+def _told(choice: Choice) -> str:
+    """What a candidate is, and in which order requests wait there, in words."""
+    if choice.artifact is None:
+        return f"the rule {choice.name}"
+    weights = order_weights(choice.artifact.arrays)
+    orders = [f"{one}{KNOB}{weights[at]:.3g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
+    return f"made by a search, {' and '.join(orders) or 'first come, first served'}"

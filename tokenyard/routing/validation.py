@@ -79,6 +79,15 @@ def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifa
     return outcome_runs(scenario, streams, run, metadata.expected_finish)
 
 
+def policy_runs(
+    scenario: Scenario, streams: StreamSet, policy: PolicyArtifact | Decide
+) -> list[Run]:
+    """Run a policy file, or whatever runs compiled; see `outcome_runs`."""
+    if isinstance(policy, PolicyArtifact):
+        return artifact_runs(scenario, streams, policy)
+    return outcome_runs(scenario, streams, policy)
+
+
 def outcome_runs(
     scenario: Scenario,
     streams: StreamSet,

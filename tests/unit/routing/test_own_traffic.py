@@ -11,6 +11,8 @@ from tokenyard.routing import own_traffic
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import tail_is_longer
 from tokenyard.routing.own_traffic import OwnTraffic
+from tokenyard.routing.policies import is_rule
+from tokenyard.routing.validation import outcome_row, policy_runs
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
 
@@ -38,15 +40,14 @@ def fleet(tmp_path: Path) -> str:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams and searches that end in seconds."""
     monkeypatch.setattr(own_traffic, "_REQUESTS", 200)
-    monkeypatch.setattr(own_traffic, "_TUNING_STREAMS", 1)
     monkeypatch.setattr(own_traffic, "_CHOICE_STREAMS", 5)
     monkeypatch.setattr(own_traffic, "_GENERATIONS", 1)
     monkeypatch.setattr(own_traffic, "_SEARCHED", (0,))
     monkeypatch.setattr(own_traffic, "FEWEST_JUDGING", 200)
 
 
-def trained(fleet: str, tmp_path: Path, load: float) -> own_traffic.Found:
-    return OwnTraffic(fleet, drawn(900), tmp_path / "mine.json", 0.2, load).train()
+def trained(fleet: str, tmp_path: Path, load: float, minutes: float = 5) -> own_traffic.Found:
+    return OwnTraffic(fleet, drawn(900), tmp_path / "mine.json", minutes, load).train()
 
 
 @pytest.mark.usefixtures("small")
@@ -57,7 +58,10 @@ def test_what_is_accepted_is_faster_than_the_foundation_on_the_last_part(
     foundation, choice = found.rows[:2]
     assert foundation["policy"] == DEFAULT_RULE
     assert foundation["stream_count"] == choice["stream_count"] >= 5
-    assert found.choice.metadata.scenario == "mine"
+    artifact = found.choice.artifact
+    assert (
+        is_rule(found.choice.name) if artifact is None else artifact.metadata.num_replicas is None
+    )
     assert any(remark.startswith("chosen: ") for remark in found.remarks)
     if found.accepted:
         assert float(choice["delta_mean_ci_high"]) < 0.0
@@ -67,8 +71,25 @@ def test_what_is_accepted_is_faster_than_the_foundation_on_the_last_part(
 @pytest.mark.usefixtures("small")
 def test_equal_arguments_give_the_same_candidate(fleet: str, tmp_path: Path) -> None:
     first, second = (trained(fleet, tmp_path, 0.6) for _ in range(2))
-    assert first.choice.sha256 == second.choice.sha256
+    assert first.choice.name == second.choice.name
+    assert first.remarks == second.remarks
     assert first.rows[1]["mean_response_s"] == second.rows[1]["mean_response_s"]
+
+
+@pytest.mark.usefixtures("small")
+def test_without_time_only_rules_are_played(fleet: str, tmp_path: Path) -> None:
+    found = trained(fleet, tmp_path, 0.9, minutes=0)
+    assert found.choice.artifact is None
+    assert is_rule(found.choice.name)
+    assert not any("search" in remark for remark in found.remarks)
+    # On the stretch that it was chosen by it is no worse than the rule that is there anyway.
+    own = OwnTraffic(fleet, drawn(900), tmp_path / "mine.json", 0, 0.9)
+    best, default = own._best_rules()[0], own.foundation
+    streams = own._windows(own._learned, 1)
+    scores = [policy_runs(own.scenario, streams, one.policy)[0].outcomes for one in (best, default)]
+    slo_s = own.scenario.slo_response_s
+    ours, theirs = (outcome_row(one, slo_s)[0] for one in scores)
+    assert ours >= theirs
 
 
 def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""The best rule for some traffic, found by playing all rules on it.
+
+Nothing is learned: a few thousand requests and the replicas are enough. So are chosen the rival of
+the law (`tokenyard.routing.never_worse`) and what `tokenyard train` begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
+from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.simulator import Decide, Simulator, make_simulator
+from tokenyard.routing.simulator.batching_streams import Stream
+from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.validation import NAMES, outcome_row
+from tokenyard.types import FloatArray
+
+_FIRST_STREAMS, _FINALISTS = 2, 5
+"""Streams that every rule is tried on, and how many of the best rules are tried on all."""
+_SCORE = NAMES.index("score")
+
+
+class Replay:
+    """Streams of one scenario, on which anything may be run."""
+
+    def __init__(self, scenario: Scenario, streams: Sequence[Stream]) -> None:
+        """Take streams of equal length."""
+        self._scenario, self._streams = scenario, streams
+        self._sims: dict[int, Simulator] = {}
+
+    def rows(self, decide: Decide, count: int | None = None) -> FloatArray:
+        """What a policy does on the first `count` streams, or on all, shape (count, len(NAMES))."""
+        count = count or len(self._streams)
+        sim = self._simulator(count)
+        decide(sim)
+        slo_s = self._scenario.slo_response_s
+        return np.array([outcome_row(sim.outcomes(copy), slo_s) for copy in range(count)])
+
+    def best_rules(self) -> list[str]:
+        """Names of the rules of the best mean scores (`metrics.score`), the best first.
+
+        Placements are tried first come first served and with the default knob of their orders; the
+        best of them with all knobs; and the best rules on all streams.
+        """
+        few = min(_FIRST_STREAMS, len(self._streams))
+        found: dict[str, float] = {}
+
+        def best(names: Iterable[str], most: int) -> list[str]:
+            for name in names:
+                if name not in found:
+                    found[name] = self._score(name, few)
+            return sorted(found, key=found.__getitem__, reverse=True)[:most]
+
+        default = f"{KNOB}{ORDERS['sjf'].default:g}"
+        leading = best(
+            (one for one in self.rules if BETWEEN not in one or one.endswith(default)), 4
+        )
+        placements = {name.partition(BETWEEN)[0] for name in leading}
+        all_knobs = (name for name in self.rules if name.partition(BETWEEN)[0] in placements)
+        finalists = best(all_knobs, _FINALISTS)
+        scores = {name: self._score(name, len(self._streams)) for name in finalists}
+        return sorted(finalists, key=scores.__getitem__, reverse=True)
+
+    @cached_property
+    def rules(self) -> dict[str, Decide]:
+        """Name of every rule to what runs it: all placements, orders and knobs."""
+        return server_model(self._scenario).rule_variants(self._simulator(len(self._streams)))
+
+    def _score(self, name: str, count: int) -> float:
+        return float(self.rows(self.rules[name], count)[:, _SCORE].mean())
+
+    def _simulator(self, count: int) -> Simulator:
+        if count not in self._sims:
+            sim = make_simulator(self._scenario, count, len(self._streams[0]), UNPAID)
+            for copy, stream in enumerate(self._streams[:count]):
+                sim.load(copy, stream)
+            self._sims[count] = sim
+        return self._sims[count]
