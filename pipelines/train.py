@@ -20,7 +20,6 @@ from rich.table import Table
 
 from tokenyard.problem import Row
 from tokenyard.provenance import command_line, write_result
-from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.own_traffic import Found, OwnTraffic
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
@@ -68,39 +67,32 @@ def train(args: Args, console: Console) -> list[Row]:
         found = own.train()
     show(found, console)
     artifact = found.choice.artifact
-    policy = found.choice.name if artifact is None else str(args.out or f"{name}.npz")
-    if not found.accepted:
-        console.print(f"not accepted: keep {DEFAULT_RULE}")
-    elif artifact is None:
-        console.print(f"accepted: a rule, which needs no file; serve it with --policy {policy}")
+    if artifact is None:
+        told = "a rule, which needs no file"
+        console.print(f"best: {told}; serve it with --policy {found.choice.name}")
     elif args.out is not None:
         artifact.save(args.out)
-        console.print(f"accepted: wrote {args.out}; serve it with --policy {policy}")
+        console.print(f"best: wrote {args.out}; serve it with --policy {args.out}")
     else:
-        console.print(f"accepted: {policy}; --out writes it")
-    told: Row = {"policy": policy, "accepted": int(found.accepted)}
-    if artifact is not None:
-        told["sha256"] = artifact.sha256
-    return [row if row["policy"] == DEFAULT_RULE else {**row, **told} for row in found.rows]
+        console.print(f"best: what a search made ({name}.npz); --out writes it")
+    return [{**row, "served": int(row["policy"] == found.choice.name)} for row in found.rows]
 
 
 def show(found: Found, console: Console) -> None:
-    """Print what was found on the way, and the candidate beside the default rule."""
+    """Print what was found on the way, and all that was judged beside the best rule."""
     for remark in found.remarks:
         console.print(remark)
     table = Table(
         "requests judged by", "policy", "mean, s", "p99, s", "violations, %", "mean", "p99",
-        title=f"Last part of the trace, beside {DEFAULT_RULE}: differences with 95 % intervals",
+        title="Last part of the trace: differences to the best rule with 95 % intervals",
     )  # fmt: skip
     for row in found.rows:
-        deltas = ["", ""]
-        if row["policy"] != DEFAULT_RULE:
-            deltas = [
-                f"{100 * float(row[f'delta_{k}_fraction']):+.1f} % "
-                f"\\[{100 * float(row[f'delta_{k}_ci_low']):+.1f}, "
-                f"{100 * float(row[f'delta_{k}_ci_high']):+.1f}]"
-                for k in ("mean", "p99")
-            ]
+        deltas = [
+            f"{100 * float(row[f'delta_{k}_fraction']):+.1f} % "
+            f"\\[{100 * float(row[f'delta_{k}_ci_low']):+.1f}, "
+            f"{100 * float(row[f'delta_{k}_ci_high']):+.1f}]"
+            for k in ("mean", "p99")
+        ]
         table.add_row(
             str(row["part"]), str(row["policy"]), f"{float(row['mean_response_s']):.3g}",
             f"{float(row['p99_response_s']):.3g}",

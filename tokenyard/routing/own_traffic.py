@@ -3,14 +3,15 @@
 The first part of the trace is learned from, in three steps. All rules are played on it as it was
 recorded, and the best are kept (`tokenyard.routing.rule_replay`). A traffic model is fitted to it
 (`tokenyard.workload.fit`), and searches of placement and order go on from the best rule on streams
-of that model (`tokenyard.routing.search`), until the time is up. All candidates are then set beside
-the rule that decides where nothing was trained (`DEFAULT_RULE`), on streams that no search has
-seen: below, at and above the load, and on the recorded first part. What loses to it anywhere
-(`tokenyard.routing.gate.loses`) is out.
+of that model (`tokenyard.routing.search`), until the time is up. What they found is set beside
+the best rule, and beside the one that decides where nothing is known (`DEFAULT_RULE`), on streams
+that no search has seen: below, at and above the load, and on the recorded first part. What loses to
+a rule anywhere (`tokenyard.routing.gate.loses`) is out.
 
-The last part of the trace judges the one that is left, once. It is accepted if its mean
-response time is below that rule's with an interval below zero, and neither its 99th percentile
-nor its SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`.
+The last part of the trace judges, once. What a search made is kept if its mean response time is
+below that of the best rule with an interval below zero, and neither its 99th percentile nor its
+SLO violations are higher with an interval above `tokenyard.routing.gate.TOLERANCE`; else the best
+rule is. That gives way to the default rule where it loses to it there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
-from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.order import BETWEEN, KNOB, parameters_of
 from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.problem import PROBLEM
@@ -44,7 +44,6 @@ from tokenyard.routing.search_study import OBJECTIVES
 from tokenyard.routing.simulator import Decide
 from tokenyard.routing.simulator.server_models import (
     DELAY,
-    ORDER_WEIGHTS,
     order_weights_of,
     server_model,
 )
@@ -120,9 +119,10 @@ class Found:
     """What training on a trace came to."""
 
     choice: Choice
-    accepted: bool
+    """What to serve."""
     rows: list[Row]
-    """Of the last part, at the trace's load and at half: the default rule, then the choice."""
+    """Of the last part, at the trace's load and at half: the default rule, the best rule, and what
+    a search made, where it was good enough to be judged. Differences are to the best rule."""
     remarks: list[str]
     """What was found on the way, in sentences."""
 
@@ -166,14 +166,12 @@ class OwnTraffic:
         ]
 
     def train(self) -> Found:
-        """Play, search, choose and judge."""
-        rules = self._best_rules()
-        self.remarks.append(f"best of all rules on the first part: {rules[0].name}")
-        choices = [*rules, *self._searches(rules[0].name)]
-        best = self._best_of(choices)
-        self.remarks.append(f"chosen: {_told(best)}")
-        rows, accepted = self._judge(best)
-        return Found(best, accepted, rows, self.remarks)
+        """Play all rules, search, and judge."""
+        rule = self._best_rule()
+        self.remarks.append(f"best of all rules on the first part: {rule.name}")
+        searched = self._best_of([*self._searches(rule.name)], rule)
+        rows, choice = self._judge(rule, searched)
+        return Found(choice, rows, self.remarks)
 
     @cached_property
     def _factors(self) -> list[float]:
@@ -184,18 +182,12 @@ class OwnTraffic:
         """Whether there is time left for searches."""
         return time.monotonic() - self._begun_s < 60.0 * self._minutes
 
-    @cached_property
-    def foundation(self) -> Choice:
-        """The default rule."""
-        run = server_model(self.scenario).compiled_order(DEFAULT_RULE)
-        assert run is not None, "compiled code knows it for all servers"
-        return Choice(DEFAULT_RULE, run)
-
-    def _best_rules(self) -> list[Choice]:
-        """The best rules on the recorded first part, the best first."""
+    def _best_rule(self) -> Choice:
+        """The best rule on the recorded first part."""
         count = int(np.clip(self._learned.num_requests // _REPLAYED, 1, _MOST_REPLAYED))
         replay = Replay(self.scenario, self._windows(self._learned, count).requests)
-        return [Choice(name, replay.rules[name]) for name in replay.best_rules()]
+        name = replay.best_rules()[0]
+        return Choice(name, replay.rules[name])
 
     def _searches(self, rule: str) -> Iterator[Choice]:
         """Searches that go on from a rule and its order, one objective after another."""
@@ -231,23 +223,22 @@ class OwnTraffic:
         metadata = artifact.metadata.model_copy(update={"num_replicas": None})
         return replace(artifact, metadata=metadata)
 
-    def _best_of(self, choices: Sequence[Choice]) -> Choice:
-        """The candidate that loses to the default rule nowhere and has the least mean.
+    def _best_of(self, searched: Sequence[Choice], rule: Choice) -> Choice | None:
+        """What loses to no rule and has the least mean, below that of the best rule; None: none.
 
-        That is the mean over parts of the difference to the default rule's; that rule itself where
-        no candidate is below it.
+        That is the mean over parts of the difference to the best rule's.
         """
-        recorded = self._windows(self._learned)
-        judge = Judge(self._source, _CHOICE_STREAMS, (DEFAULT_RULE,), recorded)
-        found = [judge(choice.policy) for choice in choices]
+        judge = Judge(
+            self._source, _CHOICE_STREAMS, tuple(dict.fromkeys((rule.name, DEFAULT_RULE))),
+            self._windows(self._learned),
+        )  # fmt: skip
+        found = [judge(one.policy) for one in searched]
         refused = sum(bool(one[LOSSES]) for one in found)
-        self.remarks.append(
-            f"{len(choices)} candidates, {refused} lose to {DEFAULT_RULE} somewhere"
-        )
+        self.remarks.append(f"{len(searched)} searched, {refused} of them lose to a rule somewhere")
         chosen = choose(found, must_win=False)
         if chosen is None or found[chosen][CHANGE] >= 0.0:
-            return self.foundation
-        return choices[chosen]
+            return None
+        return searched[chosen]
 
     def _windows(self, part: Trace, count: int | None = None, factor: float = 1.0) -> StreamSet:
         """Recorded windows at a factor on the load: `count`, or at least five."""
@@ -255,23 +246,26 @@ class OwnTraffic:
         load = self._source.offered_load if self._load is None else self._load
         return trace_streams(self._source, part, count, load=factor * load)
 
-    def _judge(self, choice: Choice) -> tuple[list[Row], bool]:
+    def _judge(self, rule: Choice, searched: Choice | None) -> tuple[list[Row], Choice]:
+        default = server_model(self.scenario).compiled_order(DEFAULT_RULE)
+        assert default is not None, "compiled code knows it for all servers"
+        choices = {DEFAULT_RULE: Choice(DEFAULT_RULE, default), rule.name: rule}
+        if searched is not None:
+            choices[searched.name] = searched
         rows: list[Row] = []
         for part, factor in (("as recorded", 1.0), ("half of the load", 0.5)):
             streams = self._windows(self._judging, factor=factor)
-            both = {DEFAULT_RULE: self.foundation.policy, CANDIDATE: choice.policy}
-            runs = {name: policy_runs(self.scenario, streams, one) for name, one in both.items()}
-            found = compare(PROBLEM, self.scenario, streams, runs, DEFAULT_RULE)
+            runs = {
+                name: policy_runs(self.scenario, streams, one.policy)
+                for name, one in choices.items()
+            }
+            found = compare(PROBLEM, self.scenario, streams, runs, rule.name)
             rows += [{"part": part, "offered_load": streams.offered_load, **row} for row in found]
-        ours, at_half = rows[1], rows[3]
-        better = float(ours["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(ours)
-        return rows, better and not loses(at_half) and not tail_is_longer(at_half)
-
-
-def _told(choice: Choice) -> str:
-    """What a candidate is, and in which order requests wait there, in words."""
-    if choice.artifact is None:
-        return f"the rule {choice.name}"
-    weights = order_weights(choice.artifact.arrays)
-    orders = [f"{one}{KNOB}{weights[at]:.3g}" for one, at in ORDER_WEIGHTS.items() if weights[at]]
-    return f"made by a search, {' and '.join(orders) or 'first come, first served'}"
+        if searched is not None:
+            ours, at_half = (row for row in rows if row["policy"] == searched.name)
+            better = float(ours["delta_mean_ci_high"]) < 0.0
+            if better and not any(loses(one) or tail_is_longer(one) for one in (ours, at_half)):
+                return rows, searched
+        # The differences are the default rule's to the best one.
+        ahead = float(rows[0]["delta_mean_ci_high"]) < 0.0 and not tail_is_longer(rows[0])
+        return rows, choices[DEFAULT_RULE if ahead else rule.name]

@@ -242,7 +242,9 @@ def test_an_order_is_named_behind_its_placement_and_routes_as_that_does():
     busy = replace(SERVER, num_running=1, tokens_in_flight=5000.0)
     assert made.route(a_request(), [busy, SERVER]) == 1
     decision = made.place(a_request(), [busy, SERVER])
-    assert decision.order_key_s == pytest.approx(5.0 + ORDERS["sjf"].default)
+    assert decision.order_key_s == pytest.approx(
+        5.0 + load_tuned("nominal").orders["sed+sjf"]["service_weight"]
+    )
     assert decision.scores is not None
     assert is_rule("sed+sjf")
     assert is_rule("marginal_in_order+sjf")

@@ -12,7 +12,6 @@ from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import tail_is_longer
 from tokenyard.routing.own_traffic import OwnTraffic
 from tokenyard.routing.policies import is_rule
-from tokenyard.routing.validation import outcome_row, policy_runs
 from tokenyard.workload.model import load_model
 from tokenyard.workload.trace import Trace
 
@@ -51,45 +50,35 @@ def trained(fleet: str, tmp_path: Path, load: float, minutes: float = 5) -> own_
 
 
 @pytest.mark.usefixtures("small")
-def test_what_is_accepted_is_faster_than_the_foundation_on_the_last_part(
+def test_a_search_is_served_where_it_is_faster_than_the_best_rule_on_the_last_part(
     fleet: str, tmp_path: Path
 ) -> None:
     found = trained(fleet, tmp_path, 0.8)
-    foundation, choice = found.rows[:2]
-    assert foundation["policy"] == DEFAULT_RULE
-    assert foundation["stream_count"] == choice["stream_count"] >= 5
-    artifact = found.choice.artifact
-    assert (
-        is_rule(found.choice.name) if artifact is None else artifact.metadata.num_replicas is None
-    )
-    assert any(remark.startswith("chosen: ") for remark in found.remarks)
-    if found.accepted:
-        assert float(choice["delta_mean_ci_high"]) < 0.0
-        assert not any(tail_is_longer(row) for row in found.rows)
+    default, rule, *searched = (row for row in found.rows if row["part"] == "as recorded")
+    assert default["policy"] == DEFAULT_RULE
+    assert is_rule(rule["policy"])
+    assert default["stream_count"] == rule["stream_count"] >= 5
+    assert found.choice.name in [row["policy"] for row in (default, rule, *searched)]
+    if found.choice.artifact is not None:
+        assert float(searched[0]["delta_mean_ci_high"]) < 0.0
+        assert not any(tail_is_longer(row) for row in searched)
+        assert found.choice.artifact.metadata.num_replicas is None
+    elif found.choice.name == rule["policy"]:
+        assert float(default["delta_mean_ci_high"]) >= 0.0 or tail_is_longer(default)
 
 
 @pytest.mark.usefixtures("small")
-def test_equal_arguments_give_the_same_candidate(fleet: str, tmp_path: Path) -> None:
-    first, second = (trained(fleet, tmp_path, 0.6) for _ in range(2))
+def test_without_time_only_rules_are_played_and_equal_arguments_find_the_same(
+    fleet: str, tmp_path: Path
+) -> None:
+    first, second = (trained(fleet, tmp_path, 0.9, minutes=0) for _ in range(2))
     assert first.choice.name == second.choice.name
     assert first.remarks == second.remarks
-    assert first.rows[1]["mean_response_s"] == second.rows[1]["mean_response_s"]
-
-
-@pytest.mark.usefixtures("small")
-def test_without_time_only_rules_are_played(fleet: str, tmp_path: Path) -> None:
-    found = trained(fleet, tmp_path, 0.9, minutes=0)
-    assert found.choice.artifact is None
-    assert is_rule(found.choice.name)
-    assert not any("search" in remark for remark in found.remarks)
-    # On the stretch that it was chosen by it is no worse than the rule that is there anyway.
-    own = OwnTraffic(fleet, drawn(900), tmp_path / "mine.json", 0, 0.9)
-    best, default = own._best_rules()[0], own.foundation
-    streams = own._windows(own._learned, 1)
-    scores = [policy_runs(own.scenario, streams, one.policy)[0].outcomes for one in (best, default)]
-    slo_s = own.scenario.slo_response_s
-    ours, theirs = (outcome_row(one, slo_s)[0] for one in scores)
-    assert ours >= theirs
+    assert [row["mean_response_s"] for row in first.rows] == [
+        row["mean_response_s"] for row in second.rows
+    ]
+    assert first.choice.artifact is None
+    assert {row["policy"] for row in first.rows} >= {DEFAULT_RULE, first.choice.name}
 
 
 def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB, ORDERS
+from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB, ORDERS, parameters_of
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import (
     FLEET_GRIDS,
@@ -135,7 +135,11 @@ class _Servers:
         knob = knobs.get(ORDERS[kind].knob, ORDERS[kind].default)
         weights = order_weights_of(order if given else f"{kind}{KNOB}{knob}")
         place = self._placement(placement, tuned)
-        if placement == IN_ORDER:
+        if placement.partition(KNOB)[0] == IN_ORDER:
+            if KNOB in placement:
+                knobs = dict(
+                    zip(("wait_weight", "others_weight"), parameters_of(placement), strict=True)
+                )
             rules = FleetRules.model_validate(
                 {k: v for k, v in knobs.items() if k in FLEET_GRIDS[TUNED_DELAY]}
             )
@@ -250,6 +254,11 @@ class ConstantRate(_Servers):
         return found
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
+        base, given, _ = name.partition(KNOB)
+        if given and base == "sed_reserve":
+            return _placed_by_delay(parameters_of(name)[0], -1)
+        if given and base == "sed_dump":
+            return _placed_by_delay(np.inf, int(parameters_of(name)[0]))
         # Nobody is delayed by a request that comes last, so least marginal delay is the same.
         if name not in (*self.compiled_rules, DELAY):
             return None
@@ -341,6 +350,9 @@ class Batching(_Servers):
         return found
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
+        if name.startswith(f"{DELAY}{KNOB}"):
+            wait, others = parameters_of(name)
+            return self._marginal(wait, others)
         if name not in self.compiled_rules:
             return None
         rules = FleetRules()
