@@ -113,6 +113,8 @@ class _Servers:
         Raises:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
+        if BETWEEN in name:
+            return None
         place = self._placement(name, None)
         return None if place is None else partial(place, order=FIRST_COME)
 
