@@ -224,6 +224,11 @@ class SnapshotTable(SnapshotColumns):
         self._columns: FloatArray | None = None
 
     @property
+    def replica_ids(self) -> tuple[str, ...]:
+        """Names of the replicas."""
+        return self.candidates.replica_ids
+
+    @property
     def columns(self) -> FloatArray:
         """The table of `observation`, shape (num, NUM_COLUMNS); ranks and ages are not filled."""
         columns = self._columns

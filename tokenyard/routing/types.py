@@ -139,6 +139,11 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
 
     @property
     @abstractmethod
+    def replica_ids(self) -> Sequence[str]:
+        """Names of the replicas."""
+
+    @property
+    @abstractmethod
     def columns(self) -> FloatArray:
         """The table of `observation`, shape (num, NUM_COLUMNS); ranks and ages are not filled."""
 

@@ -23,6 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.config import did_you_mean
+from tokenyard.routing.observation import (
+    ITERATION_S,
+    MATCH_TOKENS,
+    NUM_RUNNING,
+    NUM_SLOTS,
+    NUM_WAITING,
+    PREFILL_IN_FLIGHT,
+    PREFILL_TOKEN_S,
+    TOKENS_PER_S,
+    unranked_columns,
+)
 from tokenyard.routing.policies.context import PolicyContext
 from tokenyard.routing.policies.cost import cheapest
 from tokenyard.routing.policies.delay import (
@@ -34,7 +45,6 @@ from tokenyard.routing.policies.delay import (
 )
 from tokenyard.routing.policies.signals import (
     miss_tokens,
-    prefill_in_flight_tokens,
     prefill_token_s,
 )
 from tokenyard.routing.types import (
@@ -43,6 +53,7 @@ from tokenyard.routing.types import (
     Request,
     RoutingPolicy,
     ScoringPolicy,
+    SnapshotColumns,
     WaitingQueue,
 )
 from tokenyard.types import FloatArray
@@ -61,6 +72,14 @@ def service_s(request: Request, snapshot: ReplicaSnapshot) -> float:
     """Time from a request's start at a replica to its end, as the router knows it, seconds."""
     delays = added_delays(request, [snapshot])[0]
     return float(delays[ADDED_FIRST_TOKEN_S] - delays[ADDED_WAIT_S] + delays[ADDED_DECODE_S])
+
+
+def _services_s(delays: FloatArray) -> FloatArray:
+    """`service_s` at every replica, from `added_delays`, shape (num_replicas,)."""
+    found: FloatArray = (
+        delays[:, ADDED_FIRST_TOKEN_S] - delays[:, ADDED_WAIT_S] + delays[:, ADDED_DECODE_S]
+    )
+    return found
 
 
 def prefill_s(request: Request, snapshot: ReplicaSnapshot) -> float:
@@ -82,6 +101,10 @@ class Order(ABC):
             snapshot: Of the replica that it was sent to.
         """
 
+    def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+        """`delay_s` at every replica, shape (num_replicas,)."""
+        return np.array([self.delay_s(request, one) for one in snapshots])
+
 
 class ShortestJob(Order):
     """Shortest predicted service first, and older before newer: key = arrival + a x service.
@@ -99,6 +122,10 @@ class ShortestJob(Order):
         """Return the weighted service."""
         return self._service_weight * service_s(request, snapshot)
 
+    def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+        """`delay_s` at every replica, shape (num_replicas,)."""
+        return self._service_weight * _services_s(added_delays(request, snapshots))
+
 
 class Wspt(Order):
     """Fewest prompt tokens to compute first: the queue of NVIDIA Dynamo's router, with ageing.
@@ -115,6 +142,16 @@ class Wspt(Order):
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return the weighted time of the prompt."""
         return self._prefill_weight * prefill_s(request, snapshot)
+
+    def delays_s(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
+        """`delay_s` at every replica, shape (num_replicas,)."""
+        columns, context = unranked_columns(snapshots), request.context_tokens
+        missing = context - np.minimum(columns[:, MATCH_TOKENS], context)
+        return self._prefill_weight * np.where(
+            columns[:, ITERATION_S] > 0.0,
+            missing * columns[:, PREFILL_TOKEN_S],
+            _services_s(added_delays(request, snapshots)),
+        )
 
 
 class EarliestDeadline(Order):
@@ -250,41 +287,55 @@ class MarginalInOrder:
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the replica of least cost, with the order key there."""
-        delays = added_delays(request, snapshots)
-        own_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
-        keys_s, costs = np.empty(len(snapshots)), np.empty(len(snapshots))
-        for i, snapshot in enumerate(snapshots):
-            keys_s[i] = request.arrival_s + self._order.delay_s(request, snapshot)
-            costs[i] = self._cost_s(snapshot, keys_s[i], own_s[i], delays[i])
+        columns, delays = unranked_columns(snapshots), added_delays(request, snapshots)
+        keys_s = request.arrival_s + self._order.delays_s(request, snapshots)
+        is_shown = not isinstance(snapshots, SnapshotColumns) and snapshots[0].queue is not None
+        costs = (
+            self._wait_weight * delays[:, ADDED_WAIT_S]
+            + _services_s(delays)
+            + self._others_weight * delays[:, ADDED_OTHERS_S]
+        )
+        names = snapshots.replica_ids if isinstance(snapshots, SnapshotColumns) else None
+        for i in range(len(costs)):
+            queue = snapshots[i].queue if is_shown else None
+            if queue is None:
+                name = snapshots[i].replica_id if names is None else names[i]
+                queue = self._waiting(name, int(columns[i, NUM_WAITING]))
+            if queue is not None and len(queue.tokens):
+                costs[i] = self._cost_s(columns[i], delays[i], queue, keys_s[i])
         chosen = cheapest(costs)
-        if snapshots[chosen].queue is None:
-            size = request.predicted_total_tokens
-            tokens = size if snapshots[chosen].engine is None else request.context_tokens
-            insort(self._sent[snapshots[chosen].replica_id], (float(keys_s[chosen]), tokens))
+        if not is_shown:
+            batches = columns[chosen, ITERATION_S] > 0.0
+            tokens = request.context_tokens if batches else request.predicted_total_tokens
+            name = snapshots[chosen].replica_id if names is None else names[chosen]
+            insort(self._sent[name], (float(keys_s[chosen]), tokens))
         return Decision(chosen, costs, float(keys_s[chosen]))
 
-    def _waiting(self, snapshot: ReplicaSnapshot) -> WaitingQueue:
-        """What waits at a replica, as far as it was sent there by this rule."""
-        sent = self._sent[snapshot.replica_id]
-        del sent[: max(len(sent) - snapshot.num_waiting, 0)]
+    def _waiting(self, name: str, num_waiting: int) -> WaitingQueue | None:
+        """What of all that was sent to a replica may wait there; None: nothing."""
+        sent = self._sent.get(name)
+        if not sent:
+            return None
+        del sent[: max(len(sent) - num_waiting, 0)]
         found = np.array(sent, dtype=np.float64).reshape(-1, 2)
         return WaitingQueue(found[:, 0], found[:, 1])
 
     def _cost_s(
-        self, snapshot: ReplicaSnapshot, key_s: float, own_s: float, delays: FloatArray
+        self, row: FloatArray, delays: FloatArray, queue: WaitingQueue, key_s: float
     ) -> float:
-        queue, wait_s = snapshot.queue or self._waiting(snapshot), delays[ADDED_WAIT_S]
+        wait_s, others_s = float(delays[ADDED_WAIT_S]), float(delays[ADDED_OTHERS_S])
+        service_s = float(delays[ADDED_FIRST_TOKEN_S] + delays[ADDED_DECODE_S]) - wait_s
         behind = queue.order_keys_s > key_s
-        tokens, num_behind = queue.tokens[behind].sum(), int(behind.sum())
-        service_s, others_s = own_s - wait_s, delays[ADDED_OTHERS_S]
-        if snapshot.engine is None:
-            wait_s = max(wait_s - tokens / snapshot.full_tokens_per_s, 0.0)
-            others_s = service_s * num_behind / snapshot.num_slots
+        tokens, num_behind = float(queue.tokens[behind].sum()), int(behind.sum())
+        if row[ITERATION_S] > 0.0:
+            wait_s *= 1.0 - min(tokens / max(float(row[PREFILL_IN_FLIGHT]), 1.0), 1.0)
+            num, num_before = len(behind), len(behind) - num_behind
+            outstanding = float(row[NUM_WAITING] + row[NUM_RUNNING])
+            others_s *= 1.0 - num_before / max(outstanding, num, 1)
         else:
-            wait_s *= 1.0 - min(tokens / max(prefill_in_flight_tokens(snapshot), 1.0), 1.0)
-            num_before = len(behind) - num_behind
-            others_s *= 1.0 - num_before / max(snapshot.num_outstanding, len(behind), 1)
-        return float(self._wait_weight * wait_s + service_s + self._others_weight * others_s)
+            wait_s = max(wait_s - tokens / float(row[TOKENS_PER_S] * row[NUM_SLOTS]), 0.0)
+            others_s = service_s * num_behind / float(row[NUM_SLOTS])
+        return self._wait_weight * wait_s + service_s + self._others_weight * others_s
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,11 @@ class TableSnapshots(SnapshotColumns):
         self._now_s = now_s
         self._table = table.copy() if len(offered) == len(table) else table.take(offered, axis=0)
 
+    @property
+    def replica_ids(self) -> list[str]:
+        """Names of the replicas."""
+        return [self._names[i] for i in self._offered]
+
     @cached_property
     def columns(self) -> FloatArray:
         """The table of `observation`, shape (num, NUM_COLUMNS); ranks and ages are 0."""
