@@ -61,6 +61,9 @@ class _Sent:
 
     assumed_prefill_tokens: float
     predicted_output_tokens: float
+    prompt_tokens: int
+    blocks: tuple[int, ...]
+    """Names of the prompt's whole blocks in the prefix cache."""
     num_generated: int = 0
 
 
@@ -113,9 +116,13 @@ class InFlight:
         assumed_prefill_tokens: float,
         predicted_output_tokens: float,
         now_s: float,
+        prompt_tokens: int = 0,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         """Note a request that is on its way."""
-        self._requests[request_id] = _Sent(assumed_prefill_tokens, predicted_output_tokens)
+        self._requests[request_id] = _Sent(
+            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks
+        )
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
         self._row[columns.IN_FLIGHT] = self.count
@@ -157,6 +164,10 @@ class InFlight:
             )
         self.tell(self._row)
         self._remember(now_s)
+
+    def prompts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Length of each prompt in flight, tokens, and the names of its whole blocks."""
+        return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
 
     def _remember(self, now_s: float) -> None:
         self._times_s.append(max(now_s, self._times_s[-1]))
@@ -348,12 +359,24 @@ class ReplicaState:
         now_s: float,
     ) -> None:
         """Note a request that is on its way."""
-        tokens_to_prefill = float(len(prompt.token_ids) - match_tokens)
-        self.in_flight.send(request_id, tokens_to_prefill, predicted_output_tokens, now_s)
+        length, blocks = len(prompt.token_ids), prompt.blocks(self.block_tokens)
+        self.in_flight.send(
+            request_id, float(length - match_tokens), predicted_output_tokens, now_s, length, blocks
+        )
         self.last_sent_s = now_s
         self._row[columns.LAST_SENT_S] = now_s
         if self.block_tokens:
-            self._prefixes.send(prompt.blocks(self.block_tokens), self.row, self._capacity)
+            self._prefixes.send(blocks, self.row, self._capacity)
+
+    def prompt_blocks(self, prompt: Prompt, block_tokens: int) -> int:
+        """Different blocks of so many tokens of the prompts in flight, and of one more."""
+        own_rest, names, size = 0, set[int](), self.block_tokens
+        one_more = (len(prompt.token_ids), prompt.blocks(size))
+        for length, blocks in (one_more, *self.in_flight.prompts()):
+            names.update(blocks)
+            # What is in no whole block is the request's own.
+            own_rest += math.ceil((length - len(blocks) * size) / block_tokens)
+        return own_rest + math.ceil(len(names) * size / block_tokens)
 
 
 class ReplicaTable:
@@ -451,7 +474,12 @@ class ReplicaTable:
         """
         live = np.empty((len(rows), columns.NUM_LIVE))
         fill_live(self._state, rows, self._matches(prompt), *self._mean_lengths_tokens, live)
-        return SnapshotTable(self._candidates(rows), live)
+
+        def count_blocks(block_tokens: int) -> FloatArray:
+            replicas = map(self.at, rows.tolist())
+            return np.array([float(one.prompt_blocks(prompt, block_tokens)) for one in replicas])
+
+        return SnapshotTable(self._candidates(rows), live, count_blocks)
 
     def _matches(self, prompt: Prompt) -> IntArray:
         """Leading tokens of a prompt that are believed to be cached, by row."""

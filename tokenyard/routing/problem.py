@@ -102,7 +102,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             return _champion(scenario, registry)
         if name.endswith(".npz"):
             artifact, words = _found(scenario, name)
-            return Candidate(Path(name).stem, words, partial(_run_trained, artifact))
+            run = partial(_run_trained, artifact)
+            return Candidate(Path(name).stem, words, run, _rule_in(artifact))
         if name.endswith(SUFFIX):
             path = Path(name)
             PolicyOfFile(path)
@@ -217,8 +218,13 @@ def _champion(
         artifact, words = _found(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name)
-        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule))
-    return Candidate(CHAMPION, words, partial(_run_trained, artifact))
+        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule), rule)
+    return Candidate(CHAMPION, words, partial(_run_trained, artifact), _rule_in(artifact))
+
+
+def _rule_in(artifact: PolicyArtifact) -> str | None:
+    """Rule that an artifact only carries; None: it was trained."""
+    return artifact.metadata.lineage.get("rule")
 
 
 def _found(
@@ -236,7 +242,7 @@ def _found(
             f"{source} decides between {metadata.num_replicas} replicas; "
             f"scenario {scenario.name!r} has {scenario.num_servers}"
         )
-    rule = metadata.lineage.get("rule")
+    rule = _rule_in(artifact)
     made = f"trained by {metadata.trainer}" if rule is None else f"the rule {rule}"
     return artifact, f"{source}, {made} on {metadata.scenario}, {artifact.sha256}"
 
@@ -269,7 +275,7 @@ def _champion_in_order(
         artifact, words = _found(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name).partition(BETWEEN)[0] + BETWEEN + name.partition(BETWEEN)[2]
-        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule))
+        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule), rule)
     return Candidate(name, words, partial(_run_in_order, name, artifact))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
+from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
@@ -504,7 +506,15 @@ class BatchingSim:
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know now of the replicas that are `offered`."""
         offered, table = self.offered(copy), self.arrays.tables[copy]
-        return TableSnapshots(self._names, table, offered, self.now_s(copy), batches=True)
+        count_blocks = partial(self._prompt_blocks, copy)
+        return TableSnapshots(self._names, table, offered, self.now_s(copy), count_blocks)
+
+    def _prompt_blocks(self, copy: int, block_tokens: int) -> FloatArray:
+        """Blocks of the prompts in flight at every replica, shape (num_servers,)."""
+        blocks = np.empty(self.scenario.num_servers)
+        marks = np.zeros(self.arrays.links.shape[3], dtype=np.int64)
+        prompt_blocks(self.arrays, copy, float(block_tokens), marks, blocks)
+        return blocks
 
     def queue(self, copy: int, replica: int) -> WaitingQueue:
         """What waits at a replica of what the router of the current request sent there, in order.
