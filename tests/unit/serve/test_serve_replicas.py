@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from serve_app.cluster import EngineProfile
+from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.replicas import (
     EngineStatus,
-    HostMetrics,
     InFlight,
     PrefixIndex,
     Prompt,
