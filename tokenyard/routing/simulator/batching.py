@@ -503,7 +503,7 @@ class BatchingSim:
         routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
         return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
-    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+    def snapshots(self, copy: int = 0) -> TableSnapshots:
         """What a policy may know now of the replicas that are `offered`."""
         offered, table = self.offered(copy), self.arrays.tables[copy]
         count_blocks = partial(self._prompt_blocks, copy)
