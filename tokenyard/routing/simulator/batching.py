@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream,
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.types import Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 _EQUALLY_LONG = ("turns", "factors")
