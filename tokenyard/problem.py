@@ -172,6 +172,8 @@ class Candidate(Generic[S, D, R]):
     source: str
     """Where it comes from, in words for a table; with the hash of a trained policy."""
     run: Runner[S, D, R]
+    rule: str | None = None
+    """Rule that decides under this name, where it has a name of its own."""
 
     @property
     def is_rule(self) -> bool:

@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-import psutil
 
 from serve_app.cluster import EngineProfile
 from tokenyard.routing import snapshot_table as columns
@@ -61,6 +60,9 @@ class _Sent:
 
     assumed_prefill_tokens: float
     predicted_output_tokens: float
+    prompt_tokens: int
+    blocks: tuple[int, ...]
+    """Names of the prompt's whole blocks in the prefix cache."""
     num_generated: int = 0
 
 
@@ -113,9 +115,13 @@ class InFlight:
         assumed_prefill_tokens: float,
         predicted_output_tokens: float,
         now_s: float,
+        prompt_tokens: int = 0,
+        blocks: tuple[int, ...] = (),
     ) -> None:
         """Note a request that is on its way."""
-        self._requests[request_id] = _Sent(assumed_prefill_tokens, predicted_output_tokens)
+        self._requests[request_id] = _Sent(
+            assumed_prefill_tokens, predicted_output_tokens, prompt_tokens, blocks
+        )
         self._prefill_tokens += assumed_prefill_tokens
         self._output_tokens += predicted_output_tokens
         self._row[columns.IN_FLIGHT] = self.count
@@ -157,6 +163,10 @@ class InFlight:
             )
         self.tell(self._row)
         self._remember(now_s)
+
+    def prompts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Length of each prompt in flight, tokens, and the names of its whole blocks."""
+        return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
 
     def _remember(self, now_s: float) -> None:
         self._times_s.append(max(now_s, self._times_s[-1]))
@@ -348,12 +358,24 @@ class ReplicaState:
         now_s: float,
     ) -> None:
         """Note a request that is on its way."""
-        tokens_to_prefill = float(len(prompt.token_ids) - match_tokens)
-        self.in_flight.send(request_id, tokens_to_prefill, predicted_output_tokens, now_s)
+        length, blocks = len(prompt.token_ids), prompt.blocks(self.block_tokens)
+        self.in_flight.send(
+            request_id, float(length - match_tokens), predicted_output_tokens, now_s, length, blocks
+        )
         self.last_sent_s = now_s
         self._row[columns.LAST_SENT_S] = now_s
         if self.block_tokens:
-            self._prefixes.send(prompt.blocks(self.block_tokens), self.row, self._capacity)
+            self._prefixes.send(blocks, self.row, self._capacity)
+
+    def prompt_blocks(self, prompt: Prompt, block_tokens: int) -> int:
+        """Different blocks of so many tokens of the prompts in flight, and of one more."""
+        own_rest, names, size = 0, set[int](), self.block_tokens
+        one_more = (len(prompt.token_ids), prompt.blocks(size))
+        for length, blocks in (one_more, *self.in_flight.prompts()):
+            names.update(blocks)
+            # What is in no whole block is the request's own.
+            own_rest += math.ceil((length - len(blocks) * size) / block_tokens)
+        return own_rest + math.ceil(len(names) * size / block_tokens)
 
 
 class ReplicaTable:
@@ -451,7 +473,12 @@ class ReplicaTable:
         """
         live = np.empty((len(rows), columns.NUM_LIVE))
         fill_live(self._state, rows, self._matches(prompt), *self._mean_lengths_tokens, live)
-        return SnapshotTable(self._candidates(rows), live)
+
+        def count_blocks(block_tokens: int) -> FloatArray:
+            replicas = map(self.at, rows.tolist())
+            return np.array([float(one.prompt_blocks(prompt, block_tokens)) for one in replicas])
+
+        return SnapshotTable(self._candidates(rows), live, count_blocks)
 
     def _matches(self, prompt: Prompt) -> IntArray:
         """Leading tokens of a prompt that are believed to be cached, by row."""
@@ -541,59 +568,3 @@ def _samples(page: bytes, name: str) -> list[float]:
     if not all(abs(value) < 1e9 for value in values):
         raise ValueError(f"metric {name} is not finite, or no count")
     return values
-
-
-class HostMetrics:
-    """Load of the machine and of its GPUs; NVML where there is a GPU, psutil for the rest."""
-
-    def __init__(self) -> None:
-        """Open NVML where it is there."""
-        self._gpus = _open_gpus()
-        self._network_bytes: tuple[float, float] | None = None
-        psutil.cpu_percent()  # The first call only starts the measurement.
-
-    def read(self, now_s: float) -> dict[str, float]:
-        """Return what can be measured, by name; shares are from 0 to 1.
-
-        Args:
-            now_s: Seconds of any clock.
-        """
-        memory = psutil.virtual_memory()
-        values = {
-            "cpu_used_fraction": psutil.cpu_percent() / 100.0,
-            "memory_used_fraction": memory.percent / 100.0,
-        }
-        counters = psutil.net_io_counters()
-        if counters is not None:
-            total = float(counters.bytes_sent + counters.bytes_recv)
-            if self._network_bytes is not None and now_s > self._network_bytes[0]:
-                before_s, before = self._network_bytes
-                values["network_bytes_per_s"] = (total - before) / (now_s - before_s)
-            self._network_bytes = (now_s, total)
-        for index, gpu in enumerate(self._gpus):
-            values |= _read_gpu(index, gpu)
-        return values
-
-
-def _open_gpus() -> list[object]:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-    except pynvml.NVMLError:
-        return []
-
-
-def _read_gpu(index: int, gpu: object) -> dict[str, float]:
-    import pynvml
-
-    try:
-        used = pynvml.nvmlDeviceGetMemoryInfo(gpu)
-        return {
-            f"gpu{index}_used_fraction": pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100.0,
-            f"gpu{index}_memory_used_fraction": used.used / used.total,
-            f"gpu{index}_power_w": pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000.0,
-        }
-    except pynvml.NVMLError:
-        return {}

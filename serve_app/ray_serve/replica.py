@@ -22,7 +22,7 @@ from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.texts import TextEngine
 from serve_app.engines.tokenizer import HuggingFaceTokenizer, Tokenizer
 from serve_app.gateway.engine_wire import room_for_tokens
-from serve_app.gateway.replicas import HostMetrics
+from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.upstream import url_of
 from serve_app.http.engine_api import create_engine_api
 from serve_app.http.generation_reader import GenerationReader

@@ -165,7 +165,7 @@ def _learned(
         if missing.rule is None:
             raise
         rule = partial(_run_rule, missing.rule)
-        return Candidate(name, f"best tuned rule, {missing.rule}", rule)
+        return Candidate(name, f"best tuned rule, {missing.rule}", rule, missing.rule)
     policy = learned_for(artifact, scenario, source)
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
     return Candidate(Path(name).stem if path else name, words, partial(_run_policy, policy))

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from tokenyard.evaluation import Map
-from tokenyard.problem import Row
+from tokenyard.problem import Candidate, Row
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.drawn_clusters import Kind as DrawnKind
 from tokenyard.routing.drawn_clusters import draw_cluster
@@ -193,8 +193,11 @@ def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
     """Return every rule whose signals the cell has, the policies that ship, files and URLs."""
     names = dict.fromkeys([*PROBLEM.policies_for(cell.scenario), DEFAULT_RULE])
     known = [name for name in names if name != CHAMPION]
-    rules = [Entry(name, "rule", name) for name in known if _source(cell.scenario, name)]
-    trained = [Entry(CHAMPION, "learned", CHAMPION)] if _ships(cell.scenario) else []
+    rules = [Entry(name, "rule", name) for name in known if _found(cell.scenario, name)]
+    champion = _found(cell.scenario, CHAMPION)
+    # Where the champion is a rule, that plays under its own name.
+    ships = champion is not None and champion.rule is None
+    trained = [Entry(CHAMPION, "learned", CHAMPION)] if ships else []
     return rules + trained + [Entry(_shown(one), _kind(one), one) for one in own]
 
 
@@ -208,18 +211,12 @@ def _kind(policy: str) -> EntryKind:
     return "file" if policy.endswith(SUFFIX) else "learned"
 
 
-def _source(scenario: Scenario, name: str) -> str | None:
-    """Where a policy comes from; None: it cannot play, such as a tuned rule where none is tuned."""
+def _found(scenario: Scenario, name: str) -> Candidate[Scenario, StreamSet, Run] | None:
+    """A policy that ships; None: it cannot play, such as a tuned rule where none is tuned."""
     try:
-        return PROBLEM.candidate(scenario, name).source
+        return PROBLEM.candidate(scenario, name)
     except ValueError:
         return None
-
-
-def _ships(scenario: Scenario) -> bool:
-    """Whether the champion was trained; where it is a rule, that plays under its own name."""
-    source = _source(scenario, CHAMPION)
-    return source is not None and "the rule" not in source
 
 
 def play(match: Match) -> Measured:

@@ -102,7 +102,8 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             return _champion(scenario, registry)
         if name.endswith(".npz"):
             artifact, words = _found(scenario, name)
-            return Candidate(Path(name).stem, words, partial(_run_trained, artifact))
+            run = partial(_run_trained, artifact)
+            return Candidate(Path(name).stem, words, run)
         if name.endswith(SUFFIX):
             path = Path(name)
             PolicyOfFile(path)
@@ -217,7 +218,7 @@ def _champion(
         artifact, words = _found(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name)
-        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule))
+        return Candidate(CHAMPION, f"the rule {rule}", partial(_run_rule, rule), rule)
     return Candidate(CHAMPION, words, partial(_run_trained, artifact))
 
 
@@ -268,7 +269,7 @@ def _champion_in_order(
         artifact, words = _found(scenario, registry=registry)
     except NoChampionError:
         rule = rule_for(scenario.name).partition(BETWEEN)[0] + BETWEEN + name.partition(BETWEEN)[2]
-        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule))
+        return Candidate(name, f"the rule {rule}", partial(_run_rule, rule), rule)
     return Candidate(name, words, partial(_run_in_order, name, artifact))
 
 

@@ -8,7 +8,7 @@ made only where somebody asks for one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -217,10 +217,17 @@ class Candidates:
 class SnapshotTable(SnapshotColumns):
     """Snapshots of replicas that batch, kept as numbers."""
 
-    def __init__(self, candidates: Candidates, live: FloatArray) -> None:
-        """Show `live` of shape (num, NUM_LIVE), which must not change any more."""
+    def __init__(
+        self, candidates: Candidates, live: FloatArray,
+        count_blocks: Callable[[int], FloatArray] | None = None,
+    ) -> None:  # fmt: skip
+        """Show `live` of shape (num, NUM_LIVE), which must not change any more.
+
+        `count_blocks` is `prompt_blocks`, as long as the request is not placed.
+        """
         self.candidates = candidates
         self.live = live
+        self._count_blocks = count_blocks
         self._columns: FloatArray | None = None
 
     @property
@@ -248,6 +255,12 @@ class SnapshotTable(SnapshotColumns):
         """Time of each observation, Unix time, shape (num,)."""
         return self.live[:, OBSERVED_AT_S]
 
+    def prompt_blocks(self, block_tokens: int) -> FloatArray:
+        """Different blocks of the prompts in flight, shape (num,); NaN once it is released."""
+        if self._count_blocks is None:
+            return np.full(len(self), np.nan)
+        return self._count_blocks(block_tokens)
+
     @property
     def last_sent_s(self) -> FloatArray:
         """When each replica was last sent a request, Unix time, shape (num,)."""
@@ -255,7 +268,7 @@ class SnapshotTable(SnapshotColumns):
 
     def release(self) -> None:
         """Drop what can be derived again: whoever keeps the table long keeps less."""
-        self._columns = None
+        self._columns = self._count_blocks = None
 
     def __len__(self) -> int:
         """Number of replicas."""

@@ -157,6 +157,21 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
     def observed_at_s(self) -> FloatArray:
         """Clock time of each observation, seconds, shape (num,)."""
 
+    @abstractmethod
+    def prompt_blocks(self, block_tokens: int) -> FloatArray:
+        """Different blocks of this router's prompts in flight, with the one to be placed.
+
+        A request is in flight from the decision to its last token. Prompts share the blocks of a
+        common prefix, as far as the prefix cache's own blocks tell. It is counted when it is asked
+        for, at the decision: who does not ask pays nothing.
+
+        Args:
+            block_tokens: Tokens of a block.
+
+        Returns:
+            Blocks by replica, shape (num,); NaN where nobody counts prompts.
+        """
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:

@@ -11,7 +11,6 @@ from tokenyard.workload.trace import Trace
 
 sys.path.append(str(ROOT / "benchmarks"))
 TRACES = load_script("benchmarks/dynosim_traces.py")
-BOOKS = load_script("benchmarks/dynosim_books.py")
 DYNOSIM = load_script("benchmarks/dynosim.py")
 CELL = TRACES.Cell("most", 0.7, 2, "azure_code")
 
@@ -81,22 +80,6 @@ def test_cells_are_drawn_once_each_and_the_same_for_a_seed():
     assert len(set(cells)) == 10
     assert cells == TRACES.drawn_cells(10, 20)
     assert cells != TRACES.drawn_cells(10, 21)
-
-
-def test_books_count_equal_blocks_once_until_the_last_request_with_them_ends():
-    books = BOOKS.Books(trace(((1, 2), (1, 2, 3), (1, 4)), (40, 48, 32)), 2)
-    assert books.blocks(0, 0) == 3
-    books.note(0, 0)
-    assert (books.blocks(1, 0), books.blocks(1, 1)) == (4, 3)
-    books.note(1, 0)
-    assert books.blocks(2, 0) == 5
-    finish_s = np.array([4.0, np.nan, np.nan])
-    books.catch_up(finish_s, 3.9)
-    assert books.blocks(2, 0) == 5
-    books.catch_up(finish_s, 4.0)
-    assert books.blocks(2, 0) == 4
-    books.catch_up(np.array([4.0, 5.0, np.nan]), 9.0)
-    assert books.blocks(2, 0) == 2
 
 
 @pytest.mark.parametrize(

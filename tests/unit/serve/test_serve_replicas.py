@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from serve_app.cluster import EngineProfile
+from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.replicas import (
     EngineStatus,
-    HostMetrics,
     InFlight,
     PrefixIndex,
     Prompt,
@@ -111,6 +111,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
         assert [one.observed_at_s for one in ours] == pytest.approx(
             [one.observed_at_s for one in sim.snapshots()]
         )
+        assert ours.prompt_blocks(16).tolist() == sim.snapshots().prompt_blocks(16).tolist()
         seen = np.empty(ob.observation_size(3, True, True), dtype=np.float32)
         features = requests[index, lay.FEATURES :]
         sizes = request.context_tokens, request.predicted_total_tokens
@@ -157,6 +158,25 @@ def test_what_was_sent_after_a_state_was_published_is_added_to_it():
     assert (snapshot.num_running, snapshot.num_waiting) == (2, 0)
     replica.publish(EngineStatus(3, 3, 0.1, 1.5))  # Older than what is known.
     assert replica.status.num_running == 1
+
+
+def test_blocks_of_prompts_in_flight_are_counted_once_until_the_last_request_with_them_ends():
+    table = ReplicaTable((100.0, 10.0))
+    busy = table.add("busy", "pool", PROFILE, 8, 0.0)
+    idle = table.add("idle", "pool", PROFILE, 0, 0.0)
+    system, rows = list(range(16)), rows_of(busy, idle)
+    asked = Prompt([*system, *range(100, 108), 1])
+    # Two blocks of 8 in common, one of its own, and a rest of one token.
+    assert table.snapshots(rows, asked).prompt_blocks(8).tolist() == [4, 4]
+    busy.send("a", Prompt([*system, *range(200, 208)]), 0, 5.0, 1.0)
+    busy.send("b", Prompt([*system, 2, 3]), 0, 5.0, 2.0)
+    snapshots = table.snapshots(rows, asked)
+    assert snapshots.prompt_blocks(8).tolist() == [6, 4]
+    assert snapshots.prompt_blocks(4).tolist() == [10, 7]
+    busy.in_flight.close("a", 3.0)
+    assert table.snapshots(rows, asked).prompt_blocks(8).tolist() == [5, 4]
+    snapshots.release()
+    assert np.isnan(snapshots.prompt_blocks(8)).all()
 
 
 def test_a_queue_that_others_filled_is_a_wait_even_where_nothing_was_sent():

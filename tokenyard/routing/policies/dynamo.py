@@ -14,7 +14,7 @@ from tokenyard.routing.policies.signals import (
     prefill_in_flight_tokens,
     unit_of_load,
 )
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import ReplicaSnapshot, Request, SnapshotColumns
 from tokenyard.types import FloatArray
 
 BLOCK_TOKENS = 16
@@ -25,13 +25,14 @@ class DynamoCost(LeastCost):
     """Least `scale x prefill blocks + decode blocks + weight x requests in flight`.
 
     prefill blocks = max(0, (prefill tokens in flight + prompt) / 16 - credit x cached blocks), with
-    credit / (1 + decay x (prefill above the least loaded, in prompts)). decode blocks = those in KV
-    memory with the prompt's. Defaults: scale 1, credit 1, decay 0, weight 0, temperature 0 (ties
-    are drawn; above 0, a softmax of minus the cost over its range). Blocks are counted from our
-    snapshot's tokens, where Dynamo follows KV events, and there are no host or disk tiers. Its
-    decode blocks are the different blocks of the prompts in flight with this one, from the decision
-    to the end; no snapshot tells them, and ours have outputs in them and lack what waits. What that
-    costs is in docs/results/dynosim.md.
+    credit / (1 + decay x (prefill above the least loaded, in prompts)). decode blocks = the
+    different blocks of the prompts in flight with this one, from the decision to the last token.
+    Defaults: scale 1, credit 1, decay 0, weight 0, temperature 0 (ties are drawn; above 0, a
+    softmax of minus the cost over its range). Cached blocks are our snapshot's, where Dynamo
+    follows KV events, and there are no host or disk tiers. Where prompts are not counted (a list of
+    snapshots, as of `/v1/route` and of a decision log), decode blocks are those in KV memory with
+    the prompt's: they have outputs in them and lack what waits. How often Dynamo's router decides
+    the same is in docs/results/dynosim.md.
 
     Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (01690d4), and
     `KvRouterConfig` of ai-dynamo-runtime 1.6.1.
@@ -59,22 +60,17 @@ class DynamoCost(LeastCost):
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the cost of every replica, blocks."""
         least = min(prefill_in_flight_tokens(s) for s in snapshots)
+        decode = _decode_blocks(request, snapshots)
         return np.array(
             [
-                self.combined(
-                    self._prefill_blocks(request, s, least), self.decode_blocks(request, s), s
-                )
+                self.combined(self._prefill_blocks(request, s, least), blocks, s)
                 * unit_of_load(s, self._by_speed)
-                for s in snapshots
+                for s, blocks in zip(snapshots, decode, strict=True)
             ]
         )
 
-    def decode_blocks(self, request: Request, snapshot: ReplicaSnapshot) -> float:
-        """Return the blocks in KV memory with the request's prompt there."""
-        return math.ceil((kv_tokens(snapshot) + request.context_tokens) / BLOCK_TOKENS)
-
     def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
-        """Return the cost of so many blocks to prefill and in KV memory."""
+        """Return the cost of so many blocks to prefill and to decode."""
         active = self._request_weight * snapshot.num_outstanding
         return self._scale * prefill + decode + active
 
@@ -97,6 +93,14 @@ class DynamoCost(LeastCost):
         return max(0.0, blocks - credit)
 
 
+def _decode_blocks(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> list[float]:
+    if isinstance(snapshots, SnapshotColumns):
+        counted: list[float] = snapshots.prompt_blocks(BLOCK_TOKENS).tolist()
+        if not math.isnan(counted[0]):
+            return counted
+    return [math.ceil((kv_tokens(s) + request.context_tokens) / BLOCK_TOKENS) for s in snapshots]
+
+
 class DynamoLMetric(DynamoCost):
     """Least `prefill blocks x (decode blocks + 1)`, both as in `DynamoCost`; ties are drawn.
 
@@ -108,5 +112,5 @@ class DynamoLMetric(DynamoCost):
         super().__init__(rng, by_speed=by_speed)
 
     def combined(self, prefill: float, decode: float, snapshot: ReplicaSnapshot) -> float:
-        """Return the product for so many blocks to prefill and in KV memory."""
+        """Return the product for so many blocks to prefill and to decode."""
         return prefill * (decode + 1.0)

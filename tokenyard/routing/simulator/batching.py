@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,13 @@ from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
+from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.types import Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 _EQUALLY_LONG = ("turns", "factors")
@@ -501,10 +503,18 @@ class BatchingSim:
         routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
         return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
-    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
+    def snapshots(self, copy: int = 0) -> TableSnapshots:
         """What a policy may know now of the replicas that are `offered`."""
         offered, table = self.offered(copy), self.arrays.tables[copy]
-        return TableSnapshots(self._names, table, offered, self.now_s(copy), batches=True)
+        count_blocks = partial(self._prompt_blocks, copy)
+        return TableSnapshots(self._names, table, offered, self.now_s(copy), count_blocks)
+
+    def _prompt_blocks(self, copy: int, block_tokens: int) -> FloatArray:
+        """Blocks of the prompts in flight at every replica, shape (num_servers,)."""
+        blocks = np.empty(self.scenario.num_servers)
+        marks = np.zeros(self.arrays.links.shape[3], dtype=np.int64)
+        prompt_blocks(self.arrays, copy, float(block_tokens), marks, blocks)
+        return blocks
 
     def queue(self, copy: int, replica: int) -> WaitingQueue:
         """What waits at a replica of what the router of the current request sent there, in order.

@@ -327,7 +327,7 @@ class ClusterSim:
     def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
         """What a policy may know of one copy's servers now."""
         offered, table = self.offered(copy), self.tables[copy]
-        return TableSnapshots(self._names, table, offered, self.now_s(copy), batches=False)
+        return TableSnapshots(self._names, table, offered, self.now_s(copy))
 
     def queue(self, copy: int, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import overload
+
+import numpy as np
 
 from tokenyard.routing import observation as ob
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, SnapshotColumns
@@ -19,7 +21,7 @@ class TableSnapshots(SnapshotColumns):
 
     def __init__(
         self, names: Sequence[str], table: FloatArray, offered: Sequence[int], now_s: float,
-        batches: bool,
+        count_blocks: Callable[[int], FloatArray] | None = None,
     ) -> None:  # fmt: skip
         """Copy what is there.
 
@@ -28,9 +30,11 @@ class TableSnapshots(SnapshotColumns):
             table: Of `observation`, one row for each of them, shape (num, NUM_COLUMNS).
             offered: Which of them the policy may choose from.
             now_s: Clock time, seconds.
-            batches: Whether they batch continuously.
+            count_blocks: Of servers that batch continuously: `prompt_blocks` of all of them, as
+                long as the request is not placed. None: they do not batch.
         """
-        self.batches = batches
+        self.batches = count_blocks is not None
+        self._count_blocks = count_blocks
         self._names = names
         self._offered = offered
         self._now_s = now_s
@@ -61,6 +65,12 @@ class TableSnapshots(SnapshotColumns):
     def observed_at_s(self) -> FloatArray:
         """Clock time of each observation, seconds, shape (num,)."""
         return self._now_s - self._table[:, ob.AGE_S]
+
+    def prompt_blocks(self, block_tokens: int) -> FloatArray:
+        """Different blocks of the prompts in flight, shape (num,); NaN: servers do not batch."""
+        if self._count_blocks is None:
+            return np.full(len(self), np.nan)
+        return self._count_blocks(block_tokens)[self._offered]
 
     def __len__(self) -> int:
         """Number of replicas."""
