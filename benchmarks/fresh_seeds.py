@@ -107,7 +107,7 @@ def table(rows: list[Row]) -> Table:
     family = [(row, one.p_key) for row in rows for one in COMPARED]
     for (row, key), p_value in zip(family, holm([float(r[k]) for r, k in family]), strict=True):
         row[key] = p_value
-    found = Table("scenario", "part", "against", *(f"{one.title}" for one in COMPARED),
+    found = Table("scenario", "part", "against", *(one.heading for one in COMPARED),
                   "mean", "p99", "violations", box=box.SIMPLE_HEAD)  # fmt: skip
     for row in rows:
         values = [

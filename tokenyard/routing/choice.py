@@ -21,6 +21,7 @@ from tokenyard.routing.gate import (
     wins,
 )
 from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.routing.validation import policy_runs
 
@@ -75,7 +76,7 @@ class Judge:
         rows = self._gate(lambda streams: policy_runs(scenario, streams, policy))
         beside = [row for row in rows if row["baseline"] == self.bar]
         at_load = next(row for row in beside if row["part"] == FULL_LOAD)
-        told = [*_TOLD, *(key for key in at_load if key.startswith("delta_"))]
+        told = [*_TOLD, *(key for one in COMPARED for key in one.delta_keys)]
         losses = sum(int(row["loses"]) for row in rows) + sum(map(tail_is_longer, beside))
         return {key: float(at_load[key]) for key in told} | {
             LOSSES: float(losses),

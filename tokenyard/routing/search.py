@@ -44,8 +44,8 @@ class Objective:
     violation: float = 2.0
     """Seconds that a share of 1 of violations, drops included, costs."""
     tail_guard: float = 0.0
-    """Cost of each unit by which the mean p99 over streams exceeds that of the rule, as a fraction
-    of it; 0 leaves the tail to `cvar99`."""
+    """Cost of each unit by which the p99 of a stream exceeds that of the rule, as a fraction of it:
+    what is won at one load does not pay for another. 0 leaves the tail to `cvar99`."""
 
     def stream_cost(self, offered_s: FloatArray, violations: BoolArray) -> float:
         """Cost in seconds of the response times of one stream's offered requests, shape (n,)."""
@@ -56,13 +56,13 @@ class Objective:
         )
 
     def relative_cost(self, candidate: StreamCosts, baseline: StreamCosts) -> float:
-        """Mean over streams of the candidate's cost over the baseline's, plus the guard.
+        """Mean over streams of the candidate's cost over the baseline's, with the guard.
 
         The ratio per stream keeps one stream with a long backlog from outweighing the others.
         """
         ratio = float((candidate.cost_s / baseline.cost_s).mean())
-        tail = float((candidate.p99_s / baseline.p99_s).mean())
-        return ratio + self.tail_guard * max(0.0, tail - 1.0)
+        longer = np.maximum(candidate.p99_s / baseline.p99_s - 1.0, 0.0)
+        return ratio + self.tail_guard * float(longer.mean())
 
 
 @dataclass(frozen=True)

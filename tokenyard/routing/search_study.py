@@ -48,7 +48,7 @@ class SearchStudy:
     """Which of the objectives to search with: 0 is eager for the mean, 4 careful with the tail, 5
     wants SLOs attained at any price."""
     generations: int = SearchConfig.num_generations
-    load_range: tuple[float, float] = (0.5, 1.1)
+    load_range: tuple[float, float] = (0.5, 1.15)
     """Range of factors on the scenario's arrival rate: a policy is to travel."""
     streams: int = NUM_STREAMS
     """Validation streams at every load."""
