@@ -24,7 +24,7 @@ from tokenyard.routing.simulator.order import order_key_s
 from tokenyard.routing.types import OrderingPolicy, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
-FLEET = "conversation_mixed_gpus"
+FLEET = "azure_code_slo"
 times = st.floats(0, 1e4)
 
 
