@@ -20,9 +20,10 @@ from rich.table import Table
 
 from serve_app.policy.experiment import ABANDON_AFTER
 from tokenyard.provenance import report
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import champion_or_rule
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.batching_kernel.layout import CONTEXT, OUTPUT
 from tokenyard.routing.simulator.batching_streams import BatchingStream, fleet_stream
@@ -245,7 +246,7 @@ def _row(kind: str, stopped: list[int | None], goodputs: dict[str, list[float]],
 
 def in_one_world(world: World, policies: Policies, args: Args) -> Row:
     """Let the worse canary and the champion share their replicas."""
-    base, _ = resolve_champion("routing", world.scenario.name)
+    base, _ = champion_or_rule(world.scenario)
     make = {
         arm: learned_policy(_with_weights(base, weights, world))
         for arm, weights in ((False, policies.champion), (True, policies.worse))

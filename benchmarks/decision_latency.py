@@ -27,12 +27,12 @@ from tokenyard.routing.artifact import (
     DEFAULT_RULE,
     PolicyArtifact,
     learned_policy,
-    resolve_champion,
 )
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
 from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import champion_or_rule
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 
 NUM_CASES = 256
@@ -67,7 +67,7 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
             made[name] = make_policy(name, context)
         except ValueError as error:
             left_out.append(f"{name}, {num_replicas} replicas: {error}")
-    artifact, _ = resolve_champion("routing", scenario.name)
+    artifact, _ = champion_or_rule(scenario)
     trained_on = artifact.metadata.num_replicas
     if trained_on in (None, num_replicas):
         made["champion"] = learned_policy(artifact)

@@ -30,9 +30,9 @@ from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.provenance import command_line, lineage, write_result
 from tokenyard.registry import mlflow_lookup, offer
 from tokenyard.routing import finetune as of_routing
-from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.decision_log import read_log
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import champion_or_rule
 
 Row = dict[str, str | float | int | bool]
 
@@ -46,7 +46,8 @@ class Args(FinetuneConfig):
     problem: Literal["routing", "allocation"] = "routing"
     """What is decided."""
     scenario: str = "conversation_mixed_gpus"
-    """Whose champion is continued, and whose traffic model and SLOs apply."""
+    """Whose champion is continued, or best rule where it has none; its traffic model and SLOs
+    apply."""
     champion: Path | None = None
     """Policy file in its place."""
     out: Path | None = None
@@ -76,9 +77,7 @@ def finetune_routing(args: Args) -> Outcome:
     """Continue the router's weights on logged decisions."""
     scenario = load_scenario(args.scenario)
     registry = mlflow_lookup(args.registry) if args.registry else None
-    champion, source = resolve_champion(
-        "routing", scenario.name, path=args.champion, registry=registry
-    )
+    champion, source = champion_or_rule(scenario, args.champion, registry)
     decisions, digest = read_log(args.log)
     made_by = {**lineage(), "trace_sha256": digest}
     found = of_routing.finetune(champion, decisions, scenario, args, made_by)

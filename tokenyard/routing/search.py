@@ -15,12 +15,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
 from tokenyard import metrics
+from tokenyard.artifact import NoChampionError, RegistryLookup
 from tokenyard.cross_entropy import CrossEntropy
-from tokenyard.routing.artifact import PolicyArtifact, length_predictor
+from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
@@ -247,3 +249,18 @@ class PolicySearch(CrossEntropy):
         if self.order.any():
             arrays["order"] = self.order
         return PolicyArtifact(metadata, arrays)
+
+
+def champion_or_rule(
+    scenario: Scenario, path: str | Path | None = None, registry: RegistryLookup | None = None
+) -> tuple[PolicyArtifact, str]:
+    """The champion, and where it was found; where there is none, the rule that a search begins at.
+
+    Raises:
+        ArtifactError: What was found cannot be used.
+    """
+    try:
+        return resolve_champion("routing", scenario.name, path, registry)
+    except NoChampionError:
+        rule = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig()))
+        return rule.artifact(), "no champion, but the best rule that a search begins at"
