@@ -194,7 +194,8 @@ class Follower:
 
     def follow(self, sim: Simulator, copy: int) -> int:
         """Take what was taken."""
-        chosen, snapshots = self._workers[sim.current(copy)], sim.snapshots(copy)
+        chosen = self._workers[sim.current(copy)]
+        snapshots = sim.snapshots(copy, self._rule.prompt_block_tokens)
         costs = self._rule.costs(sim.request(copy), snapshots)
         self.num_same += chosen in cheapest_of(range(len(snapshots)), costs)
         return chosen

@@ -52,7 +52,7 @@ def compile_batching() -> None:
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
     sim.best_ahead(0, 1.0)
-    sim.snapshots().prompt_blocks(1)
+    sim.snapshots(0, 1)
     _play(sim)
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)

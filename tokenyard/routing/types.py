@@ -162,8 +162,8 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
         """Different blocks of this router's prompts in flight, with the one to be placed.
 
         A request is in flight from the decision to its last token. Prompts share the blocks of a
-        common prefix, as far as the prefix cache's own blocks tell. It is counted when it is asked
-        for, at the decision: who does not ask pays nothing.
+        common prefix, as far as the prefix cache's own blocks tell. A simulator counts them only
+        for policies that say in which blocks (`counted_in`).
 
         Args:
             block_tokens: Tokens of a block.
@@ -223,6 +223,16 @@ class OrderingPolicy(RoutingPolicy, Protocol):
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""
         ...
+
+
+def counted_in(policy: RoutingPolicy) -> int:
+    """Size of the blocks that a policy wants prompts counted in, tokens; 0: it wants no count.
+
+    That is its attribute `prompt_block_tokens`, or that of the placement that it asks.
+    """
+    asked = getattr(policy, "placement", policy)
+    tokens: int = getattr(asked, "prompt_block_tokens", 0)
+    return tokens
 
 
 class PolicyRunner(Protocol):

@@ -60,7 +60,7 @@ def test_blocks_in_flight_are_those_of_a_slow_count(name, block_tokens):
         expected = prompt_blocks(
             pieces, server, outcomes[:, lay.FINISH_S], current, scenario.num_servers, block_tokens
         )
-        found = sim.snapshots().prompt_blocks(block_tokens)
+        found = sim.snapshots(0, block_tokens).prompt_blocks(block_tokens)
         assert found.tolist() == expected[sim.offered()].tolist()
         most = max(most, float(found.max()))
         shared += sum(outcomes[:, lay.HIT_TOKENS] > 0)
@@ -75,8 +75,8 @@ def test_dynamo_counts_prompts_where_they_are_known_and_memory_in_use_elsewhere(
     product = make_policy("dynamo_lmetric", context)
     cost = DynamoCost(np.random.default_rng(0), prefill_load_scale=0.0)
     for _ in range(NUM // 2):
-        sim.step(np.array([cost.route(sim.request(), sim.snapshots())]))
-    request, snapshots = sim.request(), sim.snapshots()
+        sim.step(np.array([cost.route(sim.request(), sim.snapshots(0, 16))]))
+    request, snapshots = sim.request(), sim.snapshots(0, 16)
     counted = snapshots.prompt_blocks(16)
     assert cost.costs(request, snapshots).tolist() == counted.tolist()
     prefill = DynamoCost(np.random.default_rng(0)).costs(request, snapshots) - counted

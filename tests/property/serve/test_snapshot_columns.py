@@ -16,10 +16,11 @@ from serve_app.cluster import EngineProfile
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.ties import least_recently_used
 from tokenyard.routing import observation as ob
-from tokenyard.routing.artifact import learned_policy, resolve_champion
+from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.policies.delay import finish_times_s, mark_safe
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import champion_or_rule
 from tokenyard.routing.types import Request, ScoringPolicy
 
 MEANS = (100.0, 30.0)
@@ -177,7 +178,7 @@ def a_policy(name, num_replicas):
         rng = np.random.default_rng(0)
         context = PolicyContext(SCENARIO.name, SCENARIO.slo, rng, num_replicas)
         return make_policy(name, context)
-    return learned_policy(resolve_champion("routing", name)[0])
+    return learned_policy(champion_or_rule(load_scenario(name))[0])
 
 
 @pytest.mark.parametrize("name", [*RULES, *CHAMPIONS])

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from importlib.resources import files
 
 import httpx
 import numpy as np
@@ -544,6 +545,8 @@ def test_routing_without_sending_follows_the_active_policy():
             "num_waiting": 0, "num_running": 0, "tokens_in_flight": 0.0,
         }  # fmt: skip
         body = {"request": {"context_tokens": 5}, "snapshots": [snapshot]}
+        for_engines = str(files("tokenyard") / "artifacts" / "routing" / "azure_code_slo.npz")
+        await client.post("/v1/policy", json={"policy": for_engines})
         incompatible = await client.post("/v1/route", json=body)
         assert incompatible.status_code == 422
         await client.post("/v1/policy", json={"policy": "sed"})

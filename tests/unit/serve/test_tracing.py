@@ -13,6 +13,7 @@ from unit.serve.test_serve_carriers import a_site as a_carried_site
 
 from serve_app.gateway.carrier_wire import read_place, write_place
 from serve_app.gateway.tracing import Tracing, tracing_of
+from tokenyard.routing.artifact import rule_for
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NAMED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: a=b\r\n".encode()
@@ -87,7 +88,7 @@ def test_a_span_tells_the_decision_and_the_endpoint_works_below_it(traced):
         told = span.attributes
         assert told["tokenyard.replica"] == endpoints[1].url
         assert (told["tokenyard.pool"], told["tokenyard.retries"]) == ("theirs", 1)
-        assert told["tokenyard.policy"].partition("@")[0] == "champion"
+        assert told["tokenyard.policy"].partition("@")[0] == rule_for("conversation_mixed_gpus")
         assert told["tokenyard.decision_us"] > 0
         assert told["gen_ai.usage.output_tokens"] == 2
         assert told["gen_ai.response.finish_reasons"] == ("stop",)

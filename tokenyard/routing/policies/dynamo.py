@@ -38,6 +38,8 @@ class DynamoCost(LeastCost):
     `KvRouterConfig` of ai-dynamo-runtime 1.6.1.
     """
 
+    prompt_block_tokens = BLOCK_TOKENS
+
     def __init__(
         self,
         rng: np.random.Generator,

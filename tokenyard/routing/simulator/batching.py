@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -503,11 +502,18 @@ class BatchingSim:
         routable = self.arrays.tables[copy, :, observation.ROUTABLE].tolist()
         return [i for i, told in enumerate(routable) if told] or [*range(len(routable))]
 
-    def snapshots(self, copy: int = 0) -> TableSnapshots:
-        """What a policy may know now of the replicas that are `offered`."""
+    def snapshots(self, copy: int = 0, block_tokens: int = 0) -> TableSnapshots:
+        """What a policy may know now of the replicas that are `offered`.
+
+        Args:
+            copy: Which copy.
+            block_tokens: Count the prompts in flight in blocks of so many tokens; 0: do not count.
+        """
         offered, table = self.offered(copy), self.arrays.tables[copy]
-        count_blocks = partial(self._prompt_blocks, copy)
-        return TableSnapshots(self._names, table, offered, self.now_s(copy), count_blocks)
+        blocks = self._prompt_blocks(copy, block_tokens) if block_tokens else None
+        return TableSnapshots(
+            self._names, table, offered, self.now_s(copy), True, block_tokens, blocks
+        )
 
     def _prompt_blocks(self, copy: int, block_tokens: int) -> FloatArray:
         """Blocks of the prompts in flight at every replica, shape (num_servers,)."""

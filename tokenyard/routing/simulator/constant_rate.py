@@ -324,10 +324,10 @@ class ClusterSim:
             due_s=self.scenario.slo_response_s,
         )
 
-    def snapshots(self, copy: int = 0) -> Sequence[ReplicaSnapshot]:
-        """What a policy may know of one copy's servers now."""
+    def snapshots(self, copy: int = 0, block_tokens: int = 0) -> Sequence[ReplicaSnapshot]:
+        """What a policy may know of one copy's servers now; they have no blocks to count."""
         offered, table = self.offered(copy), self.tables[copy]
-        return TableSnapshots(self._names, table, offered, self.now_s(copy))
+        return TableSnapshots(self._names, table, offered, self.now_s(copy), False)
 
     def queue(self, copy: int, server: int) -> WaitingQueue:
         """What waits at a server of one copy, in the order in which it will start."""

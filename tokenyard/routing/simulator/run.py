@@ -14,7 +14,7 @@ from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
-from tokenyard.routing.types import OrderingPolicy, RoutingPolicy
+from tokenyard.routing.types import OrderingPolicy, RoutingPolicy, counted_in
 from tokenyard.types import FloatArray, IntArray
 
 PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
@@ -45,14 +45,17 @@ def choosing(policy: RoutingPolicy) -> Chooser:
     if isinstance(policy, OrderingPolicy):
         return partial(_place, policy)
 
+    block_tokens = counted_in(policy)
+
     def choose(sim: Simulator, copy: int) -> int:
-        return sim.offered(copy)[policy.route(sim.request(copy), sim.snapshots(copy))]
+        snapshots = sim.snapshots(copy, block_tokens)
+        return sim.offered(copy)[policy.route(sim.request(copy), snapshots)]
 
     return choose
 
 
 def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
-    snapshots = sim.snapshots(copy)
+    snapshots = sim.snapshots(copy, counted_in(policy))
     if policy.sees_queues:
         offered = zip(sim.offered(copy), snapshots, strict=True)
         snapshots = [replace(one, queue=sim.queue(copy, server)) for server, one in offered]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import overload
 
@@ -21,7 +21,7 @@ class TableSnapshots(SnapshotColumns):
 
     def __init__(
         self, names: Sequence[str], table: FloatArray, offered: Sequence[int], now_s: float,
-        count_blocks: Callable[[int], FloatArray] | None = None,
+        batches: bool, block_tokens: int = 0, prompt_blocks: FloatArray | None = None,
     ) -> None:  # fmt: skip
         """Copy what is there.
 
@@ -30,11 +30,13 @@ class TableSnapshots(SnapshotColumns):
             table: Of `observation`, one row for each of them, shape (num, NUM_COLUMNS).
             offered: Which of them the policy may choose from.
             now_s: Clock time, seconds.
-            count_blocks: Of servers that batch continuously: `prompt_blocks` of all of them, as
-                long as the request is not placed. None: they do not batch.
+            batches: Whether they batch continuously.
+            block_tokens: Size of the blocks that were counted; 0: none were.
+            prompt_blocks: `prompt_blocks` of all of them in blocks of that size, shape (num,).
         """
-        self.batches = count_blocks is not None
-        self._count_blocks = count_blocks
+        self.batches = batches
+        self._block_tokens = block_tokens
+        self._prompt_blocks = None if prompt_blocks is None else prompt_blocks.take(offered)
         self._names = names
         self._offered = offered
         self._now_s = now_s
@@ -67,10 +69,10 @@ class TableSnapshots(SnapshotColumns):
         return self._now_s - self._table[:, ob.AGE_S]
 
     def prompt_blocks(self, block_tokens: int) -> FloatArray:
-        """Different blocks of the prompts in flight, shape (num,); NaN: servers do not batch."""
-        if self._count_blocks is None:
+        """Different blocks of the prompts in flight, shape (num,); NaN: they were not counted."""
+        if self._prompt_blocks is None or block_tokens != self._block_tokens:
             return np.full(len(self), np.nan)
-        return self._count_blocks(block_tokens)[self._offered]
+        return self._prompt_blocks.copy()
 
     def __len__(self) -> int:
         """Number of replicas."""
