@@ -192,7 +192,10 @@ def _file_bytes(path: str | Path) -> bytes:
 
 
 def _decoded(
-    data: bytes, source: str, make: Callable[[str, dict[str, npt.NDArray[Any]]], _Made]
+    data: bytes,
+    source: str,
+    make: Callable[[str, dict[str, npt.NDArray[Any]]], _Made],
+    again: bool = True,
 ) -> _Made:
     try:
         arrays = _arrays_in(data)
@@ -201,6 +204,12 @@ def _decoded(
         return make(str(arrays.pop(_METADATA)), arrays)
     except ArtifactError as error:
         raise ArtifactError(f"policy file {source}: {str(error)[:_LONGEST_REASON]}") from None
+    except SystemError as error:
+        # numpy parses headers as Python, and Python 3.11 may trip over its own count of depth where
+        # the garbage collector runs in between (python/cpython#106905). The file is well.
+        if not again:
+            raise ArtifactError(f"policy file {source} cannot be read: {error}") from None
+        return _decoded(data, source, make, again=False)
     except Exception as error:
         # zipfile, zlib, numpy, json and pydantic raise whatever they come upon in bytes that nobody
         # has written on purpose.

@@ -6,6 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from tokenyard import artifact as reading
 from tokenyard.allocation import artifact as of_allocation
 from tokenyard.artifact import (
     ArtifactError,
@@ -85,6 +86,25 @@ def test_a_broken_file_is_named_with_the_reason(tmp_path):
     (tmp_path / "p.npz").write_bytes(b"not a zip file at all")
     with pytest.raises(ArtifactError, match=r"p\.npz: it is no npz file"):
         PolicyArtifact.load(tmp_path / "p.npz")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stumble_of_the_interpreter_is_no_broken_file(times, tmp_path, monkeypatch):
+    path, read = tmp_path / "policy.npz", reading._arrays_in
+    a_linear_policy().save(path)
+    left = [SystemError("AST constructor recursion depth mismatch")] * times
+
+    def stumbles(data):
+        if left:
+            raise left.pop()
+        return read(data)
+
+    monkeypatch.setattr(reading, "_arrays_in", stumbles)
+    if times == 1:
+        assert PolicyArtifact.load(path).sha256 == a_linear_policy().sha256
+    else:
+        with pytest.raises(ArtifactError, match="cannot be read: AST"):
+            PolicyArtifact.load(path)
 
 
 def test_a_truncated_file_is_refused(tmp_path):
