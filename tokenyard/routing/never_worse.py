@@ -6,7 +6,7 @@ on one half of the draw's streams. Policies are judged beside it on the other ha
 worse where the 95 % interval of its paired difference lies wholly beyond `WORSE`, in the mean, the
 99th percentile or the SLO violations. Policies are rules with an order, policy files that work on
 clusters of any size, and `tuned`: the rule that is chosen as the rival is, by playing all of them,
-but on other streams, which stand for some thousand requests of one's own log.
+but on one other stream, which stands for a thousand requests of one's own log.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
 TUNED = "tuned"
-"""The best rule on streams of its own; `tuned@0.5`: at half of the load that it is judged at."""
+"""The best rule on one stream of its own; `tuned@0.5`: at half of the load that it is judged at."""
 MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
 
 
@@ -86,7 +86,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         if name.partition(KNOB)[0] == TUNED:
             # Copied, so that all that are tuned see the same requests.
             factor = float(name.partition(KNOB)[2] or 1.0)
-            own = Replay(scenario, cluster.streams(streams, deepcopy(own_rng), factor))
+            own = Replay(scenario, cluster.streams(1, deepcopy(own_rng), factor))
             rule = own.best_rules()[0]
             decide = own.rules[rule]
         else:

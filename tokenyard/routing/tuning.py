@@ -259,6 +259,8 @@ class _Search:
         knobs: dict[str, dict[str, float]] = {}
         for placement in dict.fromkeys((self._servers.hand_rule, best, IN_ORDER)):
             for order in self._servers.orders:
+                if placement == IN_ORDER and ORDERS[order].counts_replicas:
+                    continue  # It would count a request once for every replica.
                 name = placement + BETWEEN + order
                 scores[name], knobs[name] = self._tune_order(name, ORDERS[order], rules)
         return rules.model_copy(update={"order_scores": scores, "orders": knobs})

@@ -95,7 +95,7 @@ def test_what_is_played_is_what_the_name_means(seed):
         assert np.nanmean(named.outcomes.response_s) == pytest.approx(np.nanmean(played), rel=1e-6)
 
 
-def test_streams_of_its_own_choose_the_rule():
+def test_one_stream_of_its_own_chooses_the_rule():
     rows = play(7, ["tuned", "tuned@0.5", "marginal_delay"])
     assert rows == play(7, ["tuned", "tuned@0.5", "marginal_delay"])
     assert [row["policy"] for row in rows] == ["tuned", "tuned@0.5", "marginal_delay"]

@@ -66,6 +66,7 @@ def test_an_order_may_stand_behind_a_policy_file(tmp_path):
         ("champion+sjf@-1", "no number from 0 on"),
         ("sedd+sjf", r"unknown policy 'sedd'.*'sjf'"),
         ("marginal_in_order@1+sjf", "needs two weights"),
+        ("marginal_in_order+fair", "put another placement before it"),
         ("marginal_delay@1+sjf", "too many parameters, or too few"),
     ],
 )

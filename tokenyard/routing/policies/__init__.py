@@ -32,6 +32,7 @@ from tokenyard.routing.policies.order import (
     BETWEEN,
     IN_ORDER,
     KNOB,
+    ORDERS,
     MarginalInOrder,
     Ordered,
     is_order,
@@ -142,12 +143,18 @@ def make_policy(name: str, context: PolicyContext) -> RoutingPolicy:
 
 def _in_order(name: str, context: PolicyContext) -> MarginalInOrder:
     placement, _, order = name.partition(BETWEEN)
+    kind = order.partition(KNOB)[0]
+    if kind in ORDERS and ORDERS[kind].counts_replicas:
+        raise ValueError(
+            f"{name!r}: {kind} counts a request at the replica that it is sent to, and "
+            f"{IN_ORDER} asks about all of them; put another placement before it"
+        )
     if KNOB in placement:
         wait, others = (*parameters_of(placement), math.nan, math.nan)[:2]
         if math.isnan(others):
             raise ValueError(f"{placement!r} needs two weights: {IN_ORDER}{KNOB}1{AND}0.5")
     else:
-        tuned = context.order_knobs(f"{placement}{BETWEEN}{order.partition(KNOB)[0]}")
+        tuned = context.order_knobs(f"{placement}{BETWEEN}{kind}")
         wait, others = tuned.get("wait_weight", 1.0), tuned.get("others_weight", 1.0)
     return MarginalInOrder(order_of(name, context), wait, others)
 
