@@ -22,6 +22,7 @@ from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.policies.rules import StaticPlan
+from tokenyard.routing.artifact import rule_for
 
 pytestmark = pytest.mark.integration
 
@@ -31,6 +32,10 @@ if MISSING:
         f"{' and '.join(MISSING)} missing: install the packages chromium and chromium-driver",
         allow_module_level=True,
     )
+
+
+CHAMPION = rule_for("conversation_mixed_gpus")
+"""What `champion` is in the cluster of the tests."""
 
 
 class Site:
@@ -114,7 +119,7 @@ def text_of(browser, selector):
 def test_the_page_shows_live_numbers_within_two_seconds_in_both_themes(site, browser, tmp_path):
     browser.get(site.url)
     until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")
-    until(browser, lambda: "champion" in text_of(browser, "#policy"), "no policy is named")
+    until(browser, lambda: CHAMPION in text_of(browser, "#policy"), "no policy is named")
     assert {"large", "small", "spare"} <= set(text_of(browser, "#pools").split())
     until(browser, lambda: ":" in text_of(browser, "#decisions .chip.chosen"), "no scores")
     for chart in ("response", "ttft", "share"):
@@ -152,7 +157,7 @@ def test_a_canary_and_a_rollback_appear_on_the_page(site, browser):
     started_s = time.process_time()
     assert site.post("/v1/policies", {"action": "rollback"}).status_code == 200
     assert time.process_time() - started_s < 1.0
-    until(browser, lambda: text_of(browser, "#policy").startswith("champion@"), "not back")
+    until(browser, lambda: text_of(browser, "#policy").startswith(f"{CHAMPION}@"), "not back")
     assert "rolled back to" in text_of(browser, "#events")
 
 
