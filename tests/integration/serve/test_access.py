@@ -68,6 +68,12 @@ def changes(folder):
     return [json.loads(line) for line in lines]
 
 
+def used(folder):
+    """What each key has used; nothing before the state is written for the first time."""
+    file = folder / "state.json"
+    return json.loads(file.read_text())["parts"]["limits"]["keys"] if file.exists() else {}
+
+
 def test_a_quota_is_exact_for_both_carriers_and_survives_in_the_state(url, folder):
     until(lambda: ask(url, folder, "sk-ops", "/v1/tokenize").status_code in (403, 404, 405))
     answers = [ask(url, folder, "sk-ann") for _ in range(12)]
@@ -76,8 +82,7 @@ def test_a_quota_is_exact_for_both_carriers_and_survives_in_the_state(url, folde
     assert answers[-1].json()["error"]["code"] == "insufficient_quota"
     assert ask(url, folder, "sk-ops").status_code == 403
     assert ask(url, folder, None).status_code == 401
-    used = lambda: json.loads((folder / "state.json").read_text())["parts"]["limits"]  # noqa: E731
-    until(lambda: used()["keys"].get("ann", {}).get("requests", [0] * 3)[2] == 9)
+    until(lambda: used(folder).get("ann", {}).get("requests", [0] * 3)[2] == 9)
     page = httpx.get(f"{url}/metrics", verify=trusting_now(folder)).text
     assert 'tokenyard_tenant_requests_total{tenant="red"} 9.0' in page
     assert 'tokenyard_tenant_refused_total{tenant="red"} 3.0' in page
