@@ -94,10 +94,11 @@ $(CLIENTS)/%/.installed: clients/%.txt
 test-cluster: .venv/.dev ## cluster.yaml on hosts made of namespaces: needs root, sshd and rsync.
 	$(BIN)/pytest -m cluster -rs tests/cluster
 
-claims: .venv/.dev .venv/.engines ## Repeat long studies whose results stand in docs: an hour of faults, the law, the arena with 30 streams.
+claims: .venv/.dev .venv/.engines ## Repeat long studies whose results stand in docs: an hour of faults, the law, the arena with 30 streams, the data path.
 	$(BIN)/python benchmarks/soak.py --cluster emulated --minutes 60
 	$(BIN)/python benchmarks/never_worse.py --json $(STORAGE)/never_worse.json
 	$(BIN)/python pipelines/arena.py --full --json $(STORAGE)/arena.json
+	$(BIN)/python benchmarks/gateway_throughput.py --json $(STORAGE)/gateway_throughput.json
 
 drills: .venv/.dev ## Break the policy in twelve ways and the system in five, under load.
 	$(BIN)/pytest -m drills -rA --no-header tests/drills

@@ -36,7 +36,7 @@ import uvloop
 import yaml
 from rich.table import Table
 
-from serve_app.engines.base import Chunk, EngineConfig, EngineStats, Sampling
+from serve_app.engines.base import Chunk, Engine, EngineConfig, EngineStats, Sampling
 from serve_app.http.free_port import free_port
 from tokenyard.provenance import report
 
@@ -151,7 +151,7 @@ def a_page() -> bytes:
     return "\n".join([*lines[3:], *lines[:3], ""]).encode()
 
 
-class PacedEngine:
+class PacedEngine(Engine):
     """An engine of ours that repeats its prompt: one token at once, more at `TOKENS_PER_S`."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -162,9 +162,13 @@ class PacedEngine:
         """Load nothing."""
 
     async def generate(
-        self, request_id: str, token_ids: Sequence[int], sampling: Sampling
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        order_key_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """Generate all that may be."""
+        """Generate all that may be; nothing waits, so there is no order."""
         self._running.add(request_id)
         loop, most = asyncio.get_running_loop(), sampling.max_tokens
         at_s = loop.time()
@@ -257,6 +261,7 @@ class ClientProtocol(asyncio.Protocol):
         self._request = f"{head}\r\ncontent-length: {len(content)}\r\n\r\n{content}".encode()
         self.times_s: list[float] = []
         self.num_done = self.num_tokens = 0
+        self.refused: int | None = None
         self._ends = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -279,9 +284,10 @@ class ClientProtocol(asyncio.Protocol):
         self._parser.feed_data(data)
 
     def on_headers_complete(self) -> None:
-        """Refuse errors."""
+        """Note errors: what is raised here, nobody hears."""
         status = self._parser.get_status_code()
-        assert status == 200, f"answered {status}"
+        if status != 200:
+            self.refused = status
 
     def on_body(self, body: bytes) -> None:
         """Note the first byte, and tokens."""
@@ -291,9 +297,9 @@ class ClientProtocol(asyncio.Protocol):
         self.num_tokens += body.count(b'"content":')
 
     def on_message_complete(self) -> None:
-        """Ask again."""
+        """Ask again, unless something went wrong."""
         self.num_done += 1
-        if not self._ends:
+        if not self._ends and self.refused is None:
             self._ask()
 
 
@@ -353,6 +359,7 @@ async def load(server: Server, clients: int, stream: bool, block_s: float) -> Tu
     times_s = [s for one, had in zip(callers, before, strict=True) for s in one.times_s[had[2] :]]
     for one in callers:
         one.stop()
+        assert one.refused is None, f"{server.name} answered {one.refused}"
     await asyncio.sleep(0.2)
     p50_s, p99_s = np.quantile(times_s or [np.nan], (0.5, 0.99))
     per_token_s = cpu_s / max(tokens, 1) if stream else np.nan
