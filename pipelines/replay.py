@@ -43,7 +43,7 @@ from serve_app.load_generator import (
     replay,
     summarise,
 )
-from tokenyard.figures import colours, new_axes, new_figure, save_figures, words
+from tokenyard.figures import colours, log_seconds, new_axes, new_figure, save_figures, words
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.twin import agreement, simulate
@@ -108,12 +108,12 @@ def draw(answers: dict[str, list[Answer]], credit: str) -> Figure:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, what in zip(panels, ("response", "first token"), strict=True):
         new_axes(axes, f"time to the {what}, s" if what != "response" else "response time, s", "")
-        axes.set_xscale("log")
         for (policy, found), colour in zip(answers.items(), colours(), strict=False):
             times = [one.response_s if what == "response" else one.ttft_s for one in found]
             waited = np.sort(np.nan_to_num(np.array(times), nan=np.inf))
             share = np.arange(1, len(waited) + 1) / len(waited)
             axes.step(waited, 100 * share, where="post", color=colour, label=words(policy))
+        log_seconds(axes)
     panels[0].set_ylabel("requests, %", fontsize=9)
     panels[0].legend(frameon=False, fontsize=8, loc="lower right")
     return figure

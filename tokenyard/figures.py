@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from tokenyard.problem import Measure, Row
 from tokenyard.statistics.pareto import front
@@ -150,6 +150,18 @@ def new_axes(axes: Axes, x: str, y: str) -> Axes:
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.set_axisbelow(True)
     return axes
+
+
+def log_seconds(axes: Axes) -> None:
+    """Make x logarithmic, once all is drawn: labels at 1, 2 and 5, or at 1 beyond two decades.
+
+    Matplotlib labels every minor tick of a short range, and the labels run into each other.
+    """
+    axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def bars(rows: Sequence[Row], key: str, factor: float, label: str, credit: str) -> Figure:

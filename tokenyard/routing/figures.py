@@ -21,6 +21,7 @@ from tokenyard.figures import (
     VIOLATION,
     bars,
     colours,
+    log_seconds,
     new_axes,
     new_figure,
     small_bars,
@@ -69,8 +70,7 @@ def response_boxes(runs: Mapping[str, Sequence[Run]], slo_s: float, credit: str 
         boxprops={"facecolor": "#CFE3F1", "edgecolor": ON_TIME},
         medianprops={"color": "black", "linewidth": 1.4},
     )
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    log_seconds(axes)
     axes.axvline(slo_s, color=VIOLATION, linestyle="--", linewidth=1.2)
     axes.annotate(
         f"SLO {slo_s:g} s", (slo_s, 1.0), (3, 2), xycoords=("data", "axes fraction"),
@@ -93,7 +93,6 @@ def token_latencies(
     titles = ("time to first token, s", "time per output token, s", "gap between tokens, s")
     for axes, title in zip(panels, titles, strict=True):
         new_axes(axes, title, "")
-        axes.set_xscale("log")
         axes.set_yscale("log")
     for (name, some), colour, style in zip(runs.items(), colours(), _styles(), strict=False):
         outcomes = [BatchingOutcomes.of(one.outcomes) for one in some]
@@ -103,7 +102,7 @@ def token_latencies(
         _mark_slos(axes, scenario.required_fleet.classes, slo)
     panels[0].set_ylim(_LEAST_SHARE, 1.05)
     for axes in panels:
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+        log_seconds(axes)
     panels[0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{100 * y:g} %"))
     panels[0].set_ylabel("longer than that", fontsize=9)
     handles, labels = panels[0].get_legend_handles_labels()
