@@ -40,10 +40,11 @@ class Args:
     draws: int = 200
     """Clusters."""
     policies: tuple[str, ...] = (
-        "marginal_delay", "marginal_delay+sjf@60", "tuned", "tuned@0.5",
+        "marginal_delay", "marginal_delay+sjf@60", "tuned", "tuned:5", "tuned@0.5",
     )  # fmt: skip
-    """`tuned` (at a factor on the load behind `@`), `marginal_delay` or `marginal_in_order`, with
-    an order where one is wanted, or policy files (.npz)."""
+    """`tuned` (behind `:` the streams of its own, behind `@` a factor on their load),
+    `marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
+    (.npz)."""
     streams: int = STREAMS
     """Of each half of a draw."""
     workers: int = 2

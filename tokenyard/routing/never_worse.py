@@ -6,7 +6,7 @@ on one half of the draw's streams. Policies are judged beside it on the other ha
 worse where the 95 % interval of its paired difference lies wholly beyond `WORSE`, in the mean, the
 99th percentile or the SLO violations. Policies are rules with an order, policy files that work on
 clusters of any size, and `tuned`: the rule that is chosen as the rival is, by playing all of them,
-but on one other stream, which stands for a thousand requests of one's own log.
+but on other streams, each of which stands for a thousand requests of one's own log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.drawn_clusters import draw_wide
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB
+from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
@@ -45,7 +45,7 @@ _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
 TUNED = "tuned"
-"""The best rule on one stream of its own; `tuned@0.5`: at half of the load that it is judged at."""
+"""The best rule on one stream of its own; `tuned:5`: on five; `tuned@0.5`: at half of the load."""
 MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
 
 
@@ -59,7 +59,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     Args:
         draw: Number of the draw.
-        policies: `TUNED`, or names that `law_policy` knows.
+        policies: `TUNED` with what may follow it, or names that `law_policy` knows.
         seed: Of all draws.
         streams: Of each half.
 
@@ -83,10 +83,9 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     for name in policies:
         rule = name
         decide: Decide | None
-        if name.partition(KNOB)[0] == TUNED:
+        if name.startswith(TUNED):
             # Copied, so that all that are tuned see the same requests.
-            factor = float(name.partition(KNOB)[2] or 1.0)
-            own = Replay(scenario, cluster.streams(1, deepcopy(own_rng), factor))
+            own = Replay(scenario, cluster.streams(*_own_streams(name, deepcopy(own_rng))))
             rule = own.best_rules()[0]
             decide = own.rules[rule]
         else:
@@ -100,6 +99,12 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
         }  # fmt: skip
         rows.append(found | compared(ours, theirs))
     return rows
+
+
+def _own_streams(name: str, rng: np.random.Generator) -> tuple[int, np.random.Generator, float]:
+    """Number, generator and load factor of the streams that `name` is tuned on."""
+    number, _, factor = name.removeprefix(TUNED).partition(KNOB)
+    return int(number.removeprefix(AND) or 1), rng, float(factor or 1.0)
 
 
 def compared(ours: FloatArray, theirs: FloatArray) -> Row:

@@ -96,9 +96,9 @@ def test_what_is_played_is_what_the_name_means(seed):
 
 
 def test_one_stream_of_its_own_chooses_the_rule():
-    rows = play(7, ["tuned", "tuned@0.5", "marginal_delay"])
-    assert rows == play(7, ["tuned", "tuned@0.5", "marginal_delay"])
-    assert [row["policy"] for row in rows] == ["tuned", "tuned@0.5", "marginal_delay"]
+    rows = play(7, ["tuned", "tuned:2@0.5", "marginal_delay"])
+    assert rows == play(7, ["tuned", "tuned:2@0.5", "marginal_delay"])
+    assert [row["policy"] for row in rows] == ["tuned", "tuned:2@0.5", "marginal_delay"]
     assert is_rule(rows[0]["rule"])
     assert is_rule(rows[1]["rule"])
     assert rows[0]["rival"] == play(7, ["marginal_delay"])[0]["rival"]
