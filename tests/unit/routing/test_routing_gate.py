@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tokenyard.routing import gate
-from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.choice import CHANGE, LOSSES, WINS, Judge, choose
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Arrivals, load_scenario
@@ -155,7 +154,7 @@ def test_rules_without_parameters_are_left_out():
 
 
 def test_the_problem_puts_an_artifact_before_the_gate():
-    artifact, _ = resolve_champion("routing", "bursty_serial")
+    artifact = PolicySearch(load_scenario("bursty_serial")).artifact()
     rows = gate.PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
     assert {found["part"] for found in rows} >= {gate.HALF_LOAD, gate.FULL_LOAD}
     assert {found["baseline"] for found in rows} >= {"sed", "sed_reserve", "marginal_in_order+sjf"}

@@ -72,9 +72,9 @@ def test_what_ships_is_served_where_the_registry_is_not_there_and_the_card_says_
 ):
     missing = f"sqlite:///{tmp_path}/none.db"
     with pytest.raises(ArtifactError, match="there is no such file"):
-        resolve_policy(policy, "poisson_085", missing)
-    card = resolve_policy(policy, "poisson_085", missing, stand_in="sed").card
-    assert (card.name, card.source) == ("champion", "shipped routing/poisson_085")
+        resolve_policy(policy, "azure_code_slo", missing)
+    card = resolve_policy(policy, "azure_code_slo", missing, stand_in="sed").card
+    assert (card.name, card.source) == ("champion", "shipped routing/azure_code_slo")
     assert card.registry_error == f"registry {missing}: there is no such file"
     assert (card.mlflow_run, card.startup_fallback) == (None, None)
     assert not list(tmp_path.iterdir())
