@@ -18,12 +18,14 @@ import tyro
 from rich import box
 from rich.table import Table
 
+from tokenyard.artifact import NoChampionError
 from tokenyard.evaluation import compare, difference
 from tokenyard.problem import Row
 from tokenyard.provenance import report
 from tokenyard.routing.artifact import DEFAULT_RULE, resolve_champion, rule_for
-from tokenyard.routing.gate import RECORDED, rule_runs
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER
+from tokenyard.routing.gate import RECORDED, Runner, rule_runs
+from tokenyard.routing.policies import base_of
+from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
@@ -66,7 +68,7 @@ def best_rules(scenario: str) -> list[str]:
     if tuned is None:
         return [DEFAULT_RULE]
     orders = tuned.order_scores
-    sees_all = [name for name in orders if name.partition(BETWEEN)[0] == IN_ORDER]
+    sees_all = [name for name in orders if base_of(name) == IN_ORDER]
     orders_seen = [name for name in orders if name not in sees_all]
     scores = tuned.scores | orders
     best = [
@@ -81,15 +83,17 @@ def rows_of(args: Args, name: str) -> list[Row]:
     """Compare one scenario's champion with each rule on each part."""
     source = StreamSource(load_scenario(name))
     path = args.policy if args.policy.endswith(".npz") else None
-    artifact, _ = resolve_champion("routing", name, path=path)
+    sha256, run = _ours(source, path)
     parts: dict[str, StreamSet] = {"synthetic": synthetic_streams(source, args.streams, args.seed)}
     recorded = held_out_streams(source)
     if recorded is not None:
         parts[RECORDED] = recorded
     rows: list[Row] = []
     for part, streams in parts.items():
-        ours = artifact_runs(source.scenario, streams, artifact)
+        ours = run(streams)
         for rule in args.rules or best_rules(name):
+            if rule == sha256:
+                continue  # It is what ships.
             runs = {rule: rule_runs(rule, source.scenario, streams), args.policy: ours}
             theirs, row = compare(PROBLEM, source.scenario, streams, runs, rule)
             beside = {f"baseline_{key}": theirs[key] for key in (one.key for one in COMPARED)}
@@ -97,9 +101,20 @@ def rows_of(args: Args, name: str) -> list[Row]:
             p_values = {
                 one.p_key: samples[args.policy].p_value(samples[rule], one.key) for one in COMPARED
             }
-            more = {"part": part, "baseline": rule, "sha256": artifact.sha256}
+            more = {"part": part, "baseline": rule, "sha256": sha256}
             rows.append({**row, **beside, **p_values, **more})
     return rows
+
+
+def _ours(source: StreamSource, path: str | None) -> tuple[str, Runner]:
+    """Hash of the policy, or name of the rule that ships in its place, and what runs it."""
+    scenario = source.scenario
+    try:
+        artifact, _ = resolve_champion("routing", scenario.name, path=path)
+    except NoChampionError:
+        rule = rule_for(scenario.name)
+        return rule, lambda streams: rule_runs(rule, scenario, streams)
+    return artifact.sha256, lambda streams: artifact_runs(scenario, streams, artifact)
 
 
 def table(rows: list[Row]) -> Table:

@@ -58,6 +58,8 @@ class Args:
     """Who decides."""
     num_replicas: tuple[int, ...] = (4, 64, 1_000)
     """Replicas before the gateway."""
+    waiting: int = 0
+    """Requests that wait at each replica, of the four that are in flight there."""
     decisions: int = 2_000
     """Measured decisions of each policy; a tenth as many come before, unmeasured."""
     pause_ms: float = 0.0
@@ -83,7 +85,7 @@ class Fleet:
         self.name = "fleet"
         kinds = scenario.required_fleet.replicas
         self._profiles = [_profile(kinds[i % len(kinds)]) for i in range(num_replicas)]
-        self._block_tokens = args.prefix_block_tokens
+        self._block_tokens, self._waiting = args.prefix_block_tokens, args.waiting
         self._next, self._added = 0, False
         self._rng = np.random.default_rng(1)
 
@@ -96,8 +98,9 @@ class Fleet:
         for _ in range(PUBLISHED_PER_DECISION):
             number = self._next % len(self._profiles)
             state = table.replicas[f"replica-{number}"]
-            running = state.in_flight.count
-            state.publish(EngineStatus(0, running, min(running * 0.01, 1.0), now_s))
+            waiting = min(self._waiting, state.in_flight.count)
+            running = state.in_flight.count - waiting
+            state.publish(EngineStatus(waiting, running, min(running * 0.01, 1.0), now_s))
             self._next += 1
 
     def ray_replicas(self) -> tuple[Any, ...]:
@@ -204,6 +207,8 @@ def _cluster(scenario: str) -> Cluster:
             "name": "b", "description": "b", "served_model": "m", "scenario": scenario,
             "classes": [{"name": "default", "response_s": 10.0}], "pools": [pool],
             "limits": {"max_in_flight": 4},
+        # A busy machine that interrupts a decision must not end the run.
+        "circuit_breaker": {"budget_s": 1.0},
         }
     )  # fmt: skip
 

@@ -20,6 +20,8 @@ from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
 from tokenyard.routing.policies.delay import finish_times_s, mark_safe
+from tokenyard.routing.policies.in_order import MarginalInOrder
+from tokenyard.routing.policies.order import ShortestJob
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
@@ -72,6 +74,7 @@ def _read_columns() -> None:
     request = Request(0.0, 1, 2.0)
     finish_times_s(request, table)
     mark_safe(request, table, 1.0)
+    MarginalInOrder(ShortestJob()).place(request, table)
 
 
 def compile_constant_rate() -> None:

@@ -36,7 +36,6 @@ from tokenyard.routing.policies.learned import (
     ResidualPolicy,
     order_weights,
 )
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
@@ -259,8 +258,6 @@ def rule_for(scenario: str) -> str:
 def best_tuned_rule(scenario: str) -> str | None:
     """Rule with the best score on the scenario's training streams, with an order or without.
 
-    Rules that look at every request that waits are left out: no replica tells of them.
-
     Returns:
         Its name; None: none was tuned.
     """
@@ -269,8 +266,7 @@ def best_tuned_rule(scenario: str) -> str | None:
     except ValueError:
         return None
     scores = tuned.scores | tuned.order_scores
-    seen = [name for name in scores if name.partition(BETWEEN)[0] != IN_ORDER]
-    return max(seen, key=scores.__getitem__, default=None)
+    return max(scores, key=scores.__getitem__, default=None)
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.routing.artifact import DEFAULT_RULE, rule_for
+from tokenyard.routing.policies import base_of
+from tokenyard.routing.policies.order import IN_ORDER
+from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator.run import Run
@@ -121,9 +124,16 @@ class Gate:
 
 
 def rivals(scenario: Scenario) -> list[str]:
-    """Rules that no champion may lose to: what decides without one, and all that is compiled."""
+    """Rules that no champion may lose to, without repeats.
+
+    The first is what decides without a champion. Then come the tuned ones that know the order, the
+    default rule, and all that is compiled first come, first served.
+    """
+    tuned = find_tuned(scenario.name)
+    orders = () if tuned is None else tuned.order_scores
+    in_order = [name for name in orders if base_of(name) == IN_ORDER]
     compiled = server_model(scenario).compiled_rules
-    return list(dict.fromkeys((rule_for(scenario.name), DEFAULT_RULE, *compiled)))
+    return list(dict.fromkeys((rule_for(scenario.name), *in_order, DEFAULT_RULE, *compiled)))
 
 
 def load_factors(source: StreamSource) -> dict[str, float]:

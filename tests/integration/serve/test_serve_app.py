@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import numpy as np
 import psutil
 import pyarrow.parquet as pq
 import pytest
@@ -26,8 +27,10 @@ from unit.serve_builders import a_body, a_snapshot
 from pipelines import deploy
 from serve_app.app import APP_NAME, GatewayOptions, build_gateway
 from serve_app.http.free_port import free_port
-from tokenyard.routing.artifact import learned_policy, resolve_champion
+from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.types import Slo
 
 DEPLOY = Path(__file__).parents[3] / "pipelines" / "deploy.py"
 DECIDE_ONLY = ("--cluster", "none")
@@ -53,7 +56,7 @@ def read(file):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory, ray_cluster):
-    """The shipped champion behind Ray Serve, with its decision log: (url, log)."""
+    """The champion, which is a rule, behind Ray Serve, with its decision log: (url, log)."""
     port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     try:
@@ -65,13 +68,14 @@ def server(tmp_path_factory, ray_cluster):
         serve.shutdown()
 
 
-def test_the_shipped_champion_answers_over_http_as_it_decides_in_evaluation(server):
+def test_the_rule_of_a_scenario_answers_over_http_as_it_decides_in_evaluation(server):
     url, log = server
     body = a_body(predicted_total_tokens=2500.0, arrival_s=3.0)
     answer = httpx.post(f"{url}/v1/route", json=body, timeout=10).json()
-    policy = learned_policy(resolve_champion("routing", "poisson_085")[0])
+    context = PolicyContext("poisson_085", Slo(2.0), np.random.default_rng(0), 3)
+    policy = make_policy(rule_for("poisson_085"), context)
     snapshots = [ReplicaSnapshot(**fields) for fields in body["snapshots"]]
-    decided = policy.decide(Request(3.0, 2000, 2500.0), snapshots)
+    decided = policy.place(Request(3.0, 2000, 2500.0), snapshots)
     assert answer["index"] == decided.replica
     assert answer["scores"] == pytest.approx(decided.scores, rel=1e-9)
     assert rows_in(log, 1)[answer["decision_id"]]["propensity"] == 1.0

@@ -68,9 +68,9 @@ def test_a_registry_that_does_not_answer_is_refused_or_what_ships_is_served(monk
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     unreachable = "http://127.0.0.1:9"
     with pytest.raises(ArtifactError, match=f"registry {unreachable}: "):
-        resolve_policy("champion", "poisson_085", registry_uri=unreachable)
-    card = resolve_policy("champion", "poisson_085", unreachable, stand_in="sed").card
-    assert card.source == "shipped routing/poisson_085"
+        resolve_policy("champion", "azure_code_slo", registry_uri=unreachable)
+    card = resolve_policy("champion", "azure_code_slo", unreachable, stand_in="sed").card
+    assert card.source == "shipped routing/azure_code_slo"
     assert unreachable in card.registry_error
 
 

@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle.instances import a_scenario, random_stream
+from oracle.slow_in_order import SlowInOrder
 from sizes import scaled
 
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy, rows_for
 from tokenyard.routing.policies.delay import ADDED_WAIT_S, added_delays
-from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, MarginalInOrder, Ordered
+from tokenyard.routing.policies.in_order import MarginalInOrder
+from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, Ordered
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -190,6 +192,62 @@ def test_what_waits_is_those_of_the_latest_keys_of_all_that_were_sent():
     # It goes before the one of 4 s that waits, and delays it; and behind it, and waits for it.
     assert short == pytest.approx([2.0 + 1.0 + 1.0])
     assert long == pytest.approx([6.0 + 8.0])
+
+
+@st.composite
+def some_snapshots(draw, shown):
+    """A fleet as offered to one request: some of six replicas, in any order."""
+    found = []
+    for number in draw(st.permutations(range(6)))[: draw(st.integers(1, 6))]:
+        base, waiting = (SERVER, REPLICA)[number % 2], draw(st.integers(0, 6))
+        running, prefill = draw(st.integers(0, 70)), draw(st.floats(0.0, 1e5))
+        queue = None
+        if shown:
+            keys_s = sorted(draw(st.lists(st.floats(0, 500), min_size=waiting, max_size=waiting)))
+            tokens = draw(st.lists(st.integers(1, 9000), min_size=waiting, max_size=waiting))
+            queue = WaitingQueue(np.array(keys_s), np.array(tokens, dtype=float))
+        engine = base.engine and replace(
+            ENGINE, prefill_in_flight_tokens=prefill, output_in_flight_tokens=prefill,
+            match_tokens=draw(st.integers(0, 500)),
+        )  # fmt: skip
+        found.append(
+            replace(
+                base, replica_id=f"r{number}", num_waiting=waiting, num_running=running,
+                tokens_in_flight=2 * prefill, engine=engine, queue=queue,
+            )
+        )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("order", ["sjf", "wspt", "edf"])
+@pytest.mark.parametrize("shown", [False, True])
+@few
+@given(data=st.data(), knob=st.sampled_from([0.5, 20.0]), weights=st.tuples(*[st.floats(0, 4)] * 2))
+def test_queues_kept_as_numbers_cost_what_they_cost_request_by_request(
+    order, shown, data, knob, weights
+):
+    made = ORDERS[order].make(6, {ORDERS[order].knob: knob})
+    rule, slow = MarginalInOrder(made, *weights), SlowInOrder(made, *weights)
+    for request in data.draw(st.lists(requests, min_size=1, max_size=25)):
+        offered = data.draw(some_snapshots(shown))
+        decision = rule.place(request, offered)
+        assert decision.scores == pytest.approx(slow.costs(request, offered), rel=1e-6, abs=1e-6)
+        chosen = offered[decision.replica]
+        if not shown:
+            slow.send(request, chosen)
+        assert decision.order_key_s == pytest.approx(
+            request.arrival_s + made.delay_s(request, chosen)
+        )
+
+
+def test_more_may_wait_than_there_was_room_for():
+    rule = MarginalInOrder(ORDERS["sjf"].make(1, {"service_weight": 1.0}))
+    for _ in range(300):
+        rule.place(a_request(1000), [replace(SERVER, num_waiting=1000, predicted_wait_s=400.0)])
+    full = replace(SERVER, num_waiting=1000, predicted_wait_s=400.0)
+    # All 300 of a second are behind one of half a second, and one that is longer waits for them.
+    assert rule.place(a_request(500), [full]).scores == pytest.approx([100.0 + 0.5 + 150.0])
+    assert rule.place(a_request(2000), [full]).scores == pytest.approx([400.0 + 2.0])
 
 
 def test_a_placement_may_have_parameters_of_its_own():

@@ -11,7 +11,8 @@ from sizes import scaled
 
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.policies.delay import MarginalDelay
-from tokenyard.routing.policies.order import MarginalInOrder, Ordered, ShortestJob, Wspt
+from tokenyard.routing.policies.in_order import MarginalInOrder
+from tokenyard.routing.policies.order import Ordered, ShortestJob, Wspt
 from tokenyard.routing.scores.order import FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy

@@ -1,7 +1,6 @@
 """The command that improves a policy by rollouts: what it starts from, keeps and writes."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,9 +11,9 @@ from tokenyard.rl.routing.improvement import start_policy
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.choice import Judge
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import PolicySearch
 from tokenyard.routing.simulator.streams import StreamSource
 
-ROOT = Path(__file__).parents[3]
 NAME = "azure_code_mixed_gpus_085"
 
 
@@ -49,9 +48,10 @@ def test_a_scenario_of_ones_own_starts_at_the_hand_rule_and_goes_on_where_it_sto
     assert found.sha256 == first.sha256
 
 
-def test_other_kinds_cannot_be_started_from():
+def test_other_kinds_cannot_be_started_from(tmp_path):
     source = StreamSource(load_scenario(NAME))
-    linear = ROOT / "tokenyard/artifacts/routing/bursty_serial.npz"
+    linear = tmp_path / "linear.npz"
+    PolicySearch(load_scenario("poisson_085")).artifact().save(linear)
     with pytest.raises(ValueError, match="start from a `marginal` policy"):
         start_policy(source, linear)
 

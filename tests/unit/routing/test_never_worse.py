@@ -13,7 +13,8 @@ from sizes import scaled
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.never_worse import compared, law_policy, play, verdict
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy
-from tokenyard.routing.scenario import UNPAID
+from tokenyard.routing.scenario import UNPAID, load_scenario
+from tokenyard.routing.search import PolicySearch
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.server_models import server_model
@@ -164,13 +165,18 @@ def test_too_few_streams_for_an_interval_are_refused():
         ("generic", "the law judges marginal_delay"),
         ("marginal_delay+edf", "compiled orders are"),
         ("marginal_delay+sjff@3", "did you mean 'sjf'"),
-        (str(SHIPPED / "bursty_serial.npz"), "decides between 3 replicas"),
     ],
 )
 def test_what_the_law_cannot_judge_is_refused_with_what_it_can(name, reason):
     scenario = draw_wide(np.random.default_rng(0)).scenario
     with pytest.raises(ValueError, match=reason):
         law_policy(name, scenario)
+
+
+def test_a_policy_of_so_many_servers_is_refused_on_others(tmp_path):
+    PolicySearch(load_scenario("bursty_serial")).artifact().save(tmp_path / "linear.npz")
+    with pytest.raises(ValueError, match="decides between 3 replicas"):
+        law_policy(str(tmp_path / "linear.npz"), draw_wide(np.random.default_rng(0)).scenario)
 
 
 def test_a_policy_file_is_judged_on_servers_of_its_own_kind():

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from tokenyard.routing import gate
-from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.choice import CHANGE, LOSSES, WINS, Judge, choose
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Arrivals, load_scenario
@@ -131,13 +130,21 @@ def test_nobody_is_compared_where_the_queue_only_grows():
 
 
 def test_a_judge_sets_a_policy_beside_what_decides_without_one():
-    scenario = load_scenario("poisson_085")
+    scenario = load_scenario("poisson_050")
     judge = Judge(StreamSource(scenario), 2)
-    assert judge.bar == "sed+sjf"
+    assert judge.bar == "sed_linear+sjf"
     found = judge(PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig())).artifact())
     assert found["delta_mean_fraction"] == pytest.approx(0.0, abs=1e-9), "it begins at the rule"
     assert found[WINS] == found[CHANGE] == 0.0
     assert judge.bar_p99_s == pytest.approx(found["p99_response_s"])
+
+
+def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
+    assert gate.rivals(load_scenario("poisson_085"))[0] == "marginal_in_order+sjf"
+    # There another rule has the better score.
+    first, *others = gate.rivals(load_scenario("two_speeds"))
+    assert (first, others[0]) == ("sed_linear+sjf", "marginal_in_order+sjf")
+    assert not any("in_order" in name for name in gate.rivals(load_scenario(FLEET)))
 
 
 def test_rules_without_parameters_are_left_out():
@@ -147,8 +154,8 @@ def test_rules_without_parameters_are_left_out():
 
 
 def test_the_problem_puts_an_artifact_before_the_gate():
-    artifact, _ = resolve_champion("routing", "bursty_serial")
+    artifact = PolicySearch(load_scenario("bursty_serial")).artifact()
     rows = gate.PROBLEM.gate(load_scenario("bursty_serial"), 2)(artifact)
     assert {found["part"] for found in rows} >= {gate.HALF_LOAD, gate.FULL_LOAD}
-    assert {found["baseline"] for found in rows} >= {"sed", "sed_reserve", "sed_dump", "sed+sjf"}
+    assert {found["baseline"] for found in rows} >= {"sed", "sed_reserve", "marginal_in_order+sjf"}
     assert {found["loses"] for found in rows} <= {0, 1}

@@ -72,9 +72,9 @@ def test_what_ships_is_served_where_the_registry_is_not_there_and_the_card_says_
 ):
     missing = f"sqlite:///{tmp_path}/none.db"
     with pytest.raises(ArtifactError, match="there is no such file"):
-        resolve_policy(policy, "poisson_085", missing)
-    card = resolve_policy(policy, "poisson_085", missing, stand_in="sed").card
-    assert (card.name, card.source) == ("champion", "shipped routing/poisson_085")
+        resolve_policy(policy, "azure_code_slo", missing)
+    card = resolve_policy(policy, "azure_code_slo", missing, stand_in="sed").card
+    assert (card.name, card.source) == ("champion", "shipped routing/azure_code_slo")
     assert card.registry_error == f"registry {missing}: there is no such file"
     assert (card.mlflow_run, card.startup_fallback) == (None, None)
     assert not list(tmp_path.iterdir())
@@ -91,7 +91,7 @@ def untuned(tmp_path, scenario):
 @pytest.mark.parametrize(
     ("scenario", "rule"),
     [("poisson_070", "sed_linear+sjf"), ("local_cpu", "marginal_delay"),
-     ("multi_turn_measured_gpus", "tuned_marginal_delay+sjf"), ("poisson_085", DEFAULT_RULE),
+     ("multi_turn_measured_gpus", "marginal_in_order+sjf"), ("poisson_085", DEFAULT_RULE),
      ("churn", DEFAULT_RULE)],
 )  # fmt: skip
 def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, tmp_path):

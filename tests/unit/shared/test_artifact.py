@@ -174,16 +174,16 @@ def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):
     a_linear_policy(trainer="ppo").save(named)
     a_linear_policy(trainer="dqn").save(registered)
     version = RegisteredPolicy(registered, "1", "champion", None)
-    by_path = resolve_champion("routing", "bursty_serial", named, lambda name: version)
+    by_path = resolve_champion("routing", "azure_code_slo", named, lambda name: version)
     assert (by_path[0].metadata.trainer, by_path[1]) == ("ppo", f"file {named}")
     asked = []
     lookup = lambda name: asked.append(name) or version  # noqa: E731
-    found, source = resolve_champion("routing", "bursty_serial", registry=lookup)
+    found, source = resolve_champion("routing", "azure_code_slo", registry=lookup)
     assert found.metadata.trainer == "dqn"
-    assert asked == ["tokenyard-routing-bursty_serial"]
-    assert source == "registry tokenyard-routing-bursty_serial@champion"
-    _, source = resolve_champion("routing", "bursty_serial", registry=lambda name: None)
-    assert source == "shipped routing/bursty_serial"
+    assert asked == ["tokenyard-routing-azure_code_slo"]
+    assert source == "registry tokenyard-routing-azure_code_slo@champion"
+    _, source = resolve_champion("routing", "azure_code_slo", registry=lambda name: None)
+    assert source == "shipped routing/azure_code_slo"
 
 
 def test_champion_of_nothing_says_what_to_do():
@@ -199,7 +199,7 @@ def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
 
     with pytest.raises(NoChampionError) as tuned:
         find("poisson_085")
-    assert tuned.value.rule == "sed+sjf"
+    assert tuned.value.rule == "marginal_in_order+sjf"
     with pytest.raises(NoChampionError) as untuned:
         find("nowhere")
     assert untuned.value.rule is None

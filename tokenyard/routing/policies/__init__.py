@@ -26,6 +26,7 @@ from tokenyard.routing.policies.delay import (
     SedReserve,
     ShortestExpectedDelay,
 )
+from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.oblivious import Random, RoundRobin, WeightedRandom
 from tokenyard.routing.policies.order import (
     AND,
@@ -33,7 +34,6 @@ from tokenyard.routing.policies.order import (
     IN_ORDER,
     KNOB,
     ORDERS,
-    MarginalInOrder,
     Ordered,
     is_order,
     order_of,

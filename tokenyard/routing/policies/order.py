@@ -15,8 +15,6 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from bisect import insort
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,20 +24,13 @@ from tokenyard.config import did_you_mean
 from tokenyard.routing.observation import (
     ITERATION_S,
     MATCH_TOKENS,
-    NUM_RUNNING,
-    NUM_SLOTS,
-    NUM_WAITING,
-    PREFILL_IN_FLIGHT,
     PREFILL_TOKEN_S,
-    TOKENS_PER_S,
     unranked_columns,
 )
 from tokenyard.routing.policies.context import PolicyContext
-from tokenyard.routing.policies.cost import cheapest
 from tokenyard.routing.policies.delay import (
     ADDED_DECODE_S,
     ADDED_FIRST_TOKEN_S,
-    ADDED_OTHERS_S,
     ADDED_WAIT_S,
     added_delays,
 )
@@ -53,8 +44,6 @@ from tokenyard.routing.types import (
     Request,
     RoutingPolicy,
     ScoringPolicy,
-    SnapshotColumns,
-    WaitingQueue,
 )
 from tokenyard.types import FloatArray
 
@@ -257,85 +246,6 @@ class Ordered:
             replica = placement.route(request, snapshots)
         delay_s = self._order.delay_s(request, snapshots[replica])
         return Decision(replica, scores, request.arrival_s + delay_s)
-
-
-class MarginalInOrder:
-    """Least marginal delay that knows where in each queue the request would stand.
-
-    It waits for those whose key is not above its own, and delays only those behind it: the cost is
-    the wait for the former, its own service, and that service for each of the latter. Where
-    replicas batch, the share of prompts that would be behind is taken off the wait, and the share
-    of requests that would be before it off what the others are delayed by.
-
-    A simulator shows what waits. Live replicas say only how many do: then the rule takes them to be
-    those with the latest keys of all that it has sent there, as the earliest start first.
-    """
-
-    sees_queues = True
-
-    def __init__(self, order: Order, wait_weight: float = 1.0, others_weight: float = 1.0) -> None:
-        """Let requests wait as `order` says; weights as those of `MarginalDelay`."""
-        self._order = order
-        self._wait_weight = wait_weight
-        self._others_weight = others_weight
-        self._sent: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-        """Keys and tokens of what was sent to each replica and may wait there, in order of keys."""
-
-    def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        """Return the index of the choice."""
-        return self.place(request, snapshots).replica
-
-    def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the replica of least cost, with the order key there."""
-        columns, delays = unranked_columns(snapshots), added_delays(request, snapshots)
-        keys_s = request.arrival_s + self._order.delays_s(request, snapshots)
-        is_shown = not isinstance(snapshots, SnapshotColumns) and snapshots[0].queue is not None
-        costs = (
-            self._wait_weight * delays[:, ADDED_WAIT_S]
-            + _services_s(delays)
-            + self._others_weight * delays[:, ADDED_OTHERS_S]
-        )
-        names = snapshots.replica_ids if isinstance(snapshots, SnapshotColumns) else None
-        for i in range(len(costs)):
-            queue = snapshots[i].queue if is_shown else None
-            if queue is None:
-                name = snapshots[i].replica_id if names is None else names[i]
-                queue = self._waiting(name, int(columns[i, NUM_WAITING]))
-            if queue is not None and len(queue.tokens):
-                costs[i] = self._cost_s(columns[i], delays[i], queue, keys_s[i])
-        chosen = cheapest(costs)
-        if not is_shown:
-            batches = columns[chosen, ITERATION_S] > 0.0
-            tokens = request.context_tokens if batches else request.predicted_total_tokens
-            name = snapshots[chosen].replica_id if names is None else names[chosen]
-            insort(self._sent[name], (float(keys_s[chosen]), tokens))
-        return Decision(chosen, costs, float(keys_s[chosen]))
-
-    def _waiting(self, name: str, num_waiting: int) -> WaitingQueue | None:
-        """What of all that was sent to a replica may wait there; None: nothing."""
-        sent = self._sent.get(name)
-        if not sent:
-            return None
-        del sent[: max(len(sent) - num_waiting, 0)]
-        found = np.array(sent, dtype=np.float64).reshape(-1, 2)
-        return WaitingQueue(found[:, 0], found[:, 1])
-
-    def _cost_s(
-        self, row: FloatArray, delays: FloatArray, queue: WaitingQueue, key_s: float
-    ) -> float:
-        wait_s, others_s = float(delays[ADDED_WAIT_S]), float(delays[ADDED_OTHERS_S])
-        service_s = float(delays[ADDED_FIRST_TOKEN_S] + delays[ADDED_DECODE_S]) - wait_s
-        behind = queue.order_keys_s > key_s
-        tokens, num_behind = float(queue.tokens[behind].sum()), int(behind.sum())
-        if row[ITERATION_S] > 0.0:
-            wait_s *= 1.0 - min(tokens / max(float(row[PREFILL_IN_FLIGHT]), 1.0), 1.0)
-            num, num_before = len(behind), len(behind) - num_behind
-            outstanding = float(row[NUM_WAITING] + row[NUM_RUNNING])
-            others_s *= 1.0 - num_before / max(outstanding, num, 1)
-        else:
-            wait_s = max(wait_s - tokens / float(row[TOKENS_PER_S] * row[NUM_SLOTS]), 0.0)
-            others_s = service_s * num_behind / float(row[NUM_SLOTS])
-        return self._wait_weight * wait_s + service_s + self._others_weight * others_s
 
 
 @dataclass(frozen=True)

@@ -539,7 +539,7 @@ def _cost_in_order(row, rules, requests, outcomes, index, asked_s, table_row):
 
 @compiled
 def run_in_order(params, rules, state, clock, requests, outcomes, tables, order):
-    """Run every copy's whole stream under `policies.order.MarginalInOrder`."""
+    """Run every copy's whole stream under `policies.in_order.MarginalInOrder`."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):

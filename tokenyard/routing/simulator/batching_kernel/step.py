@@ -233,7 +233,7 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, reward
 
 @compiled
 def _cost_in_order(fleet, copy, server, order, wait_weight, others_weight):
-    """Cost of `policies.order.MarginalInOrder` at one replica."""
+    """Cost of `policies.in_order.MarginalInOrder` at one replica."""
     row = fleet.state[copy, server]
     table_row = fleet.tables[copy, server]
     requests = fleet.requests[copy]
@@ -266,7 +266,7 @@ def _cost_in_order(fleet, copy, server, order, wait_weight, others_weight):
 
 @compiled
 def run_in_order(fleet, order, wait_weight, others_weight, rewards):
-    """Run every copy's whole stream under `policies.order.MarginalInOrder`."""
+    """Run every copy's whole stream under `policies.in_order.MarginalInOrder`."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
