@@ -180,6 +180,9 @@ class TrafficClass(FrozenModel):
     """Mean time after which a client hangs up, exponentially distributed; None: never."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Time after which every client hangs up; None: never."""
+    max_wait_s: Annotated[float, Field(gt=0)] | None = None
+    """Time after which a request is given up that no replica has begun; None: it waits on. With the
+    SLO of the first token this is deadline-or-drop."""
 
 
 class Tenant(FrozenModel):
