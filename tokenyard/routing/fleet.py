@@ -264,6 +264,11 @@ class Fleet(FrozenModel):
     tenants: Annotated[tuple[Tenant, ...], Field(min_length=1)] = (Tenant(name="default"),)
     churn: Churn | None = None
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether nobody waits for ever, so that no queue only grows."""
+        return all(one.max_wait_s or one.timeout_s for one in self.classes)
+
     @model_validator(mode="after")
     def _blocks_are_whole_pages(self) -> Self:
         if self.prefix_block_tokens % self.page_tokens:
