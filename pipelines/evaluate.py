@@ -147,7 +147,7 @@ def evaluate(
         console.print(line)
     for table in level_tables(problem, scenario, rows):
         console.print(table)
-    overload = problem.overload(streams)
+    overload = problem.overload(scenario, streams)
     if overload is not None:
         rows, beside = [_without_differences(row) for row in rows], []
         console.print(

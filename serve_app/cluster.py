@@ -211,6 +211,9 @@ class SloClass(FrozenModel):
     admitted_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of `max_in_flight` that may be taken when a request of this class is let in: below 1
     keeps room for the other classes."""
+    max_wait_s: Annotated[float, Field(gt=0)] | None = None
+    """Longest time that one of this class waits at the gateway for a replica to have room, in place
+    of the queue's; then it gets 429."""
 
 
 class Limits(FrozenModel):
@@ -388,6 +391,13 @@ class Cluster(FrozenModel):
             twice = {name for name in names if names.count(name) > 1}
             if twice:
                 raise ValueError(f"{what} {min(twice)!r} appears more than once")
+        return self
+
+    @model_validator(mode="after")
+    def _waits_where_there_is_a_queue(self) -> Self:
+        waits = [one.name for one in self.classes if one.max_wait_s is not None]
+        if waits and self.queue is None:
+            raise ValueError(f"class {waits[0]!r} has max_wait_s, but nothing waits: give a queue")
         return self
 
     @model_validator(mode="after")

@@ -300,8 +300,8 @@ class Problem(Protocol[S, A, D, R]):
             )
         return self.streams(scenario, "evaluation", options.count, options.seed), []
 
-    def overload(self, streams: D) -> float | None:
-        """Offered load of streams that the scenario can't serve, above 1; None: it can."""
+    def overload(self, scenario: S, streams: D) -> float | None:
+        """Offered load above 1, at which the queue only grows; None: it does not."""
         return None
 
     def validation(

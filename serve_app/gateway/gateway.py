@@ -453,7 +453,7 @@ class Gateway:
         try:
             return await self._placement.pick(answer)
         except ReplicaFull:
-            return await self.holding.place(answer)
+            return await self.holding.place(answer, answer.service_class.max_wait_s)
 
 
 class _Attempt:

@@ -61,10 +61,14 @@ class Holding:
         self._line: WaitingLine[_Held] = WaitingLine()
         self._looking: asyncio.TimerHandle | None = None
 
-    async def place(self, asked: Placeable) -> Pick:
+    async def place(self, asked: Placeable, max_wait_s: float | None = None) -> Pick:
         """Wait until a replica has room, and return it, with a place that is reserved.
 
         Being cancelled gives the place up.
+
+        Args:
+            asked: What waits.
+            max_wait_s: At most so long; None: as long as the line lets anyone.
 
         Raises:
             QueueFull: As many wait as may.
@@ -79,12 +83,12 @@ class Holding:
         self._line.add(held, asked.arrival_s if key_s is None else key_s)
         self._look_later()
         try:
-            return await self._wait(held)
+            return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:
             self._end(held)
 
-    async def _wait(self, held: _Held) -> Pick:
-        most_s, placed = self._settings.max_wait_s, held.placed
+    async def _wait(self, held: _Held, most_s: float) -> Pick:
+        placed = held.placed
         limit = asyncio.timeout(most_s)
         try:
             async with limit:

@@ -51,6 +51,7 @@ def jobs(draw, max_size: int = 12, patient: bool = False, ordered: bool = False)
         submit_s += draw(st.sampled_from([0.0, 0.0, 0.25, 1.0, 5.0]))
         added = draw(added_s)
         waits = draw(st.sampled_from([float("inf"), float("inf"), 0.0, 2.0, 8.0]))
+        at_most = draw(st.sampled_from([float("inf"), float("inf"), 0.5, 3.0]))
         job = Job(
             submit_s=submit_s,
             context=draw(st.integers(1, 16)),
@@ -58,6 +59,7 @@ def jobs(draw, max_size: int = 12, patient: bool = False, ordered: bool = False)
             priority=draw(st.integers(0, 1)),
             order_key_s=None if added is None else submit_s + added,
             abandon_s=float("inf") if patient else submit_s + waits,
+            max_wait_s=float("inf") if patient else at_most,
             chain=draw(chains()),
         )
         drawn.append(job)

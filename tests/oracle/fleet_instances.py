@@ -95,6 +95,7 @@ def a_stream(
         row[lay.CONTEXT], row[lay.OUTPUT] = ask.context, ask.output
         row[lay.PREDICTED_OUTPUT], row[lay.ROUTER] = ask.predicted_output, ask.router
         row[lay.PRIORITY], row[lay.ABANDON_S] = ask.priority, ask.abandon_s
+        row[lay.MAX_WAIT_S] = ask.max_wait_s
         row[lay.CHAIN_AT], row[lay.CHAIN_LENGTH] = len(chains), len(ask.chain)
         row[lay.SLO_RESPONSE_S : lay.SLO_TPOT_S + 1] = ask.slo_s
         row[lay.CLASS], row[lay.TENANT] = ask.traffic_class, ask.tenant

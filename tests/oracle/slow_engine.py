@@ -44,6 +44,7 @@ class Job:
     order_key_s: float | None = None
     """Place in the queue of its priority; None: when it was submitted."""
     abandon_s: float = math.inf
+    max_wait_s: float = math.inf
     chain: tuple[int, ...] = ()
 
 
@@ -133,6 +134,11 @@ class _Run:
     def in_prefill(self) -> bool:
         return self.kv < self.to_prefill
 
+    def leaves(self, now_s: float, waits: bool) -> bool:
+        never_begun = waits and self.key_s > -math.inf
+        late = self.job.submit_s + self.job.max_wait_s <= now_s
+        return self.job.abandon_s <= now_s or (never_begun and late)
+
 
 class _Replica:
     def __init__(self, engine: Engine) -> None:
@@ -206,13 +212,12 @@ class _Replica:
 
     def abandon(self, now_s: float) -> None:
         waiting = itertools.chain.from_iterable(self.waiting.values())
-        held = [*waiting, *self.running]
-        for run in sorted(held, key=lambda run: run.order):
-            if run.job.abandon_s <= now_s:
-                self.over(run.index, now_s)
+        late = [run for run in waiting if run.leaves(now_s, waits=True)]
+        gone = [run for run in self.running if run.leaves(now_s, waits=False)]
+        for run in sorted(late + gone, key=lambda run: run.order):
+            self.over(run.index, now_s)
         for priority, queue in self.waiting.items():
-            self.waiting[priority] = deque(run for run in queue if run.job.abandon_s > now_s)
-        gone = [run for run in self.running if run.job.abandon_s <= now_s]
+            self.waiting[priority] = deque(run for run in queue if run not in late)
         for run in sorted(gone, key=lambda run: run.order):
             self.release(run)
 
@@ -446,6 +451,9 @@ def simulate_cluster(
                     send(run.index, now_s + retry_delay_s)
             else:
                 job = jobs[what]
+                if len(left[what]) < len(attempts[what]) and job.abandon_s <= now_s:
+                    over(what, now_s)
+                    continue
                 run = _Run(what, job, fates[what], next(order), key_of(job, now_s))
                 if not replicas[left[what].popleft()].take(run, now_s):
                     send(what, now_s + retry_delay_s)

@@ -180,6 +180,9 @@ class TrafficClass(FrozenModel):
     """Mean time after which a client hangs up, exponentially distributed; None: never."""
     timeout_s: Annotated[float, Field(gt=0)] | None = None
     """Time after which every client hangs up; None: never."""
+    max_wait_s: Annotated[float, Field(gt=0)] | None = None
+    """Time after which a request is given up that no replica has begun; None: it waits on. With the
+    SLO of the first token this is deadline-or-drop."""
 
 
 class Tenant(FrozenModel):
@@ -260,6 +263,11 @@ class Fleet(FrozenModel):
     )
     tenants: Annotated[tuple[Tenant, ...], Field(min_length=1)] = (Tenant(name="default"),)
     churn: Churn | None = None
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether nobody waits for ever, so that no queue only grows."""
+        return all(one.max_wait_s or one.timeout_s for one in self.classes)
 
     @model_validator(mode="after")
     def _blocks_are_whole_pages(self) -> Self:

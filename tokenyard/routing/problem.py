@@ -140,10 +140,11 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
             f"output length known to the router: {scenario.output_length}",
         ]
 
-    def overload(self, streams: StreamSet) -> float | None:
-        """Load above 1, but for sessions, much of whose prompts is cached."""
-        load = streams.offered_load
-        return load if load > 1.0 and not streams.has_prefixes else None
+    def overload(self, scenario: Scenario, streams: StreamSet) -> float | None:
+        """Load above 1, unless much of the prompts is cached, or whoever waits long is given up."""
+        load, fleet = streams.offered_load, scenario.fleet
+        ends = fleet is not None and fleet.gives_up
+        return load if load > 1.0 and not streams.has_prefixes and not ends else None
 
     def validation(
         self, scenario: Scenario, num_streams: int, seed: int = 0

@@ -41,7 +41,7 @@ def mean_response_s(sim: BatchingSim, output: np.ndarray, rate_per_s: float, see
     rows[:, lay.CONTEXT] = 1
     rows[:, lay.OUTPUT] = output
     rows[:, lay.PREDICTED_OUTPUT] = output.mean()
-    rows[:, [lay.ABANDON_S, lay.SLO_RESPONSE_S]] = np.inf
+    rows[:, [lay.ABANDON_S, lay.MAX_WAIT_S, lay.SLO_RESPONSE_S]] = np.inf
     stream = BatchingStream(rows, np.zeros(0, np.int64), np.zeros((0, lay.NUM_EVENT)))
     sim.load(0, stream)
     sim.run_linear(np.zeros(sim.num_weights), 1.0)

@@ -22,9 +22,11 @@ def an_instance(seed: int, impatient: bool) -> tuple[list[Ask], Loop, list[list[
         for turn in range(num_turns):
             at_s = float(rng.uniform(0, 3))
             patience_s = float(rng.exponential(4.0)) if impatient else np.inf
+            wait_s = float(rng.exponential(2.0)) if impatient else np.inf
             context, output = int(rng.integers(1, 60)), int(rng.integers(1, 25))
             chain = tuple(100 * session + k for k in range((context + output) // 8))
-            asks.append(Ask(at_s, context, output, abandon_s=at_s + patience_s, chain=chain))
+            given_up_s = {"abandon_s": at_s + patience_s, "max_wait_s": wait_s}
+            asks.append(Ask(at_s, context, output, chain=chain, **given_up_s))
             following.append(len(asks) if turn < num_turns - 1 else -1)
     think_s = rng.exponential(2.0, len(asks)).tolist()
     routes = rng.integers(2, size=(len(asks), 2)).tolist()

@@ -44,7 +44,9 @@ def test_every_class_gets_its_share_its_priority_and_its_slos():
         replicas=(REPLICA,),
         classes=(
             TrafficClass(name="chat", share=3, ttft_s=0.5, tpot_s=0.05),
-            TrafficClass(name="batch", share=1, priority=2, response_s=60, timeout_s=90),
+            TrafficClass(
+                name="batch", share=1, priority=2, response_s=60, timeout_s=90, max_wait_s=5
+            ),
         ),
         tenants=(Tenant(name="a", share=1), Tenant(name="b", share=4)),
         num_routers=2,
@@ -60,6 +62,8 @@ def test_every_class_gets_its_share_its_priority_and_its_slos():
     assert set(rows[batch, lay.PRIORITY]) == {2.0}
     waits_s = rows[batch, lay.ABANDON_S] - rows[batch, lay.ARRIVAL_S]
     assert waits_s == pytest.approx(np.full(len(waits_s), 90.0))
+    assert set(rows[chat, lay.MAX_WAIT_S]) == {np.inf}
+    assert set(rows[batch, lay.MAX_WAIT_S]) == {5.0}
     assert rows[:, lay.TENANT].mean() == pytest.approx(0.8, abs=0.03)
     assert rows[:, lay.ROUTER].mean() == pytest.approx(0.5, abs=0.03)
 

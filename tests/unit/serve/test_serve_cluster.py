@@ -57,6 +57,15 @@ def test_a_cluster_has_pools_or_only_decides(changes, reason, tmp_path):
         load_cluster(a_file(tmp_path / "c.yaml", changes))
 
 
+def test_a_class_waits_only_where_there_is_a_queue(tmp_path):
+    hasty = {"name": "hasty", "response_s": 5, "max_wait_s": 1}
+    changes = {"classes": [{"name": "default", "response_s": 30}, hasty]}
+    with pytest.raises(ValueError, match="class 'hasty' has max_wait_s, but nothing waits"):
+        load_cluster(a_file(tmp_path / "c.yaml", changes))
+    found = load_cluster(a_file(tmp_path / "d.yaml", changes | {"queue": {}}))
+    assert found.classes[1].max_wait_s == 1
+
+
 @pytest.mark.parametrize("version", [0, 2, "one", [1]])
 def test_a_cluster_file_of_another_release_says_which_one_is_read(version, tmp_path):
     with pytest.raises(ValueError, match=r"has format version .*; this release reads 1"):

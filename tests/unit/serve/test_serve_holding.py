@@ -151,6 +151,22 @@ def test_a_full_queue_and_a_long_wait_are_429_and_say_when_to_come_back():
     run(test, queue={"max_requests": 2, "max_wait_s": 0.3})
 
 
+def test_a_class_waits_no_longer_than_it_may():
+    async def test(client, gateway, pools):
+        first, held = await hold(client, gateway, pools, ["one"])
+        late = await client.post("/v1/completions", json=a_body(service_tier="hasty"))
+        assert late.status_code == 429
+        assert late.json()["error"]["message"] == "no replica had room within 0.2 s"
+        pools["a"].may_go_on.set()
+        assert [(await one).status_code for one in [*first, *held]] == [200, 200]
+
+    classes = [
+        {"name": "default", "response_s": 9.0},
+        {"name": "hasty", "response_s": 5.0, "ttft_s": 0.2, "max_wait_s": 0.2},
+    ]
+    run(test, classes=classes)
+
+
 def test_callers_that_leave_while_they_wait_leave_no_hole():
     async def test(client, gateway, pools):
         first, held = await hold(client, gateway, pools, ["one", "two", "three"])

@@ -189,7 +189,23 @@ def test_what_may_be_cached_is_no_overload(capsys):
         scenario.model_copy(update={"requests_per_stream": 10}), "evaluation", 1, 0
     )
     assert streams.offered_load > 1
-    assert PROBLEM.overload(streams) is None
+    assert PROBLEM.overload(scenario, streams) is None
+
+
+def test_where_all_who_wait_long_are_given_up_more_than_capacity_is_compared(tmp_path, capsys):
+    shipped = ROOT / "tokenyard/scenarios/routing/azure_code_slo.yaml"
+    known = yaml.safe_load(shipped.read_text())
+    known["requests_per_stream"] = 400
+    known["fleet"]["classes"][0]["max_wait_s"] = 1.0
+    file = tmp_path / "hasty.yaml"
+    file.write_text(yaml.safe_dump(known))
+    args = dict(policies="sed,least_loaded", streams=2, load=1.3, source="synthetic")
+    evaluate.main(evaluate.Args(scenario=str(file), **args))
+    assert "difference to sed" in capsys.readouterr().out
+    known["fleet"]["classes"][0].pop("max_wait_s")
+    file.write_text(yaml.safe_dump(known))
+    evaluate.main(evaluate.Args(scenario=str(file), **args))
+    assert "the queue only grows" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,7 @@ def _draw_classes(
         patience_s = patience[mine] * one.patience_s if one.patience_s else np.inf
         waits_s = np.minimum(patience_s, one.timeout_s or np.inf)
         rows[mine, lay.ABANDON_S] = rows[mine, lay.ARRIVAL_S] + waits_s
+        rows[mine, lay.MAX_WAIT_S] = one.max_wait_s or np.inf
 
 
 def _number_blocks(rows: FloatArray, trace: Trace | None) -> IntArray:

@@ -78,7 +78,8 @@ def submit(replica, index, now, key):
         return False
     if largest > replica.params[lay.NUM_PAGES]:
         return False
-    row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], requests[index, lay.ABANDON_S])
+    leaves_s = min(requests[index, lay.ABANDON_S], lay.start_by_s(requests, index))
+    row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], leaves_s)
     enqueue(row, rules, requests, index, 0.0, key)
     if not row[lay.BUSY]:
         begin(replica, now, now)

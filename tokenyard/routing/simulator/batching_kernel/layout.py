@@ -60,8 +60,9 @@ DOWN, DRAINING, UP = range(3)
 # requests; the scaled features follow
 (
     DISPATCH_S, ARRIVAL_S, CONTEXT, OUTPUT, PREDICTED_OUTPUT, PRIORITY, ABANDON_S, ROUTER,
-    CHAIN_AT, CHAIN_LENGTH, SLO_RESPONSE_S, SLO_TTFT_S, SLO_TPOT_S, CLASS, TENANT, FEATURES,
-) = range(16)  # fmt: skip
+    CHAIN_AT, CHAIN_LENGTH, SLO_RESPONSE_S, SLO_TTFT_S, SLO_TPOT_S, CLASS, TENANT, MAX_WAIT_S,
+    FEATURES,
+) = range(17)  # fmt: skip
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # turns of sessions: the request after this one (-1: the session ends), whether it is the first that
@@ -179,6 +180,12 @@ def replica_of(fleet, copy, server):
         fleet.latencies[copy], fleet.turns[copy], fleet.pending[copy], fleet.factors[copy, server],
         True,
     )  # fmt: skip
+
+
+@compiled
+def start_by_s(requests, index):
+    """Time at which a request is given up that still waits for its prompt to begin."""
+    return requests[index, ARRIVAL_S] + requests[index, MAX_WAIT_S]
 
 
 @compiled

@@ -222,9 +222,9 @@ def _abandon(replica, index, generated, now):
 
 @compiled
 def _next_impatient(replica, now):
-    """Earliest submitted of the held requests whose client has hung up, and where it is held.
+    """Earliest submitted of those whose client has hung up or that have waited too long.
 
-    Also renews the time at which the next client hangs up.
+    Also renews the time at which the next one leaves.
 
     Returns:
         Index of the request (-1: none), 0 decoding, 1 in prefill or 2 waiting, and its place.
@@ -252,8 +252,12 @@ def _next_impatient(replica, now):
             elif k == 1:
                 index = int(row[at + lay.PREFILL_FIELDS * which + lay.P_INDEX])
             else:
-                index = int(row[waiting_at(row, rules, which) + lay.W_INDEX])
+                slot = waiting_at(row, rules, which)
+                index = int(row[slot + lay.W_INDEX])
             abandon = replica.requests[index, lay.ABANDON_S]
+            # Who was preempted has begun.
+            if k == 2 and row[slot + lay.W_KEY_S] > -math.inf:
+                abandon = min(abandon, lay.start_by_s(replica.requests, index))
             row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], abandon)
             submitted = replica.outcomes[index, lay.SUBMITTED]
             if abandon <= now and submitted < earliest:
@@ -266,7 +270,7 @@ def _next_impatient(replica, now):
 
 @compiled
 def abandon_impatient(replica, now):
-    """Remove every request whose client has hung up by now."""
+    """Remove every request whose client has hung up by now, or that has waited too long."""
     row = replica.row
     rules = replica.rules
     while True:
