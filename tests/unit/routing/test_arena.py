@@ -59,7 +59,8 @@ def test_sealed_cells_are_drawn_from_their_seed_alone():
     assert sealed[0] != sealed[2]
 
 
-def test_every_entry_of_a_cell_can_play(cell, tmp_path):
+def test_every_entry_of_a_cell_can_play(tmp_path):
+    cell = Cell("azure_code_slo at 0.50", load_scenario("azure_code_slo"), 0.5)
     mine = tmp_path / "mine.py"
     mine.write_text("class Mine:\n    def route(self, request, snapshots):\n        return 0\n")
     entries = entries_of(cell, [str(mine)])
