@@ -80,14 +80,11 @@ def tune_public_rules(
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
     others = [name for name in rules.scores if name.removeprefix(TUNED_PREFIX) not in PUBLIC_RULES]
-    first, told = rules.tuned_on.partition("; ")[0], _told(scenario, num_streams, seed)
-    kept = rules.model_copy(
-        update={
-            "scores": {name: search.score_of(name, rules) for name in others},
-            "tuned_on": told if told == first else f"{first}; public rules, and all scores: {told}",
-        }
-    )
-    return search.with_public_rules(kept)
+    told = _told(scenario, num_streams, seed)
+    found = search.with_public_rules(search.scored_anew(rules, others, "public rules", told))
+    # An order may stand beside a public rule, whose knobs are others now.
+    orders = {name: search.score_of(name, found) for name in found.order_scores}
+    return found.model_copy(update={"order_scores": orders})
 
 
 def _told(scenario: Scenario, num_streams: int, seed: int) -> str:
@@ -99,10 +96,13 @@ def _told(scenario: Scenario, num_streams: int, seed: int) -> str:
 def tune_orders(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:
     """Search the knobs of orders anew and keep what is known of the rules that they stand beside.
 
-    Every order stands beside the hand rule and the best tuned rule, on the same streams.
+    Every order stands beside the hand rule and the best tuned rule, on the same streams. The other
+    rules keep their parameters and are scored on these streams too: scores are compared.
     """
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
-    return _Search(scenario, streams).with_orders(rules)
+    search = _Search(scenario, streams)
+    told = _told(scenario, num_streams, seed)
+    return search.with_orders(search.scored_anew(rules, list(rules.scores), "orders", told))
 
 
 def coordinate_descent(
@@ -175,6 +175,25 @@ class _Search:
 
     def _mean_score(self, runs: Sequence[Run]) -> float:
         return mean_summary(self._scenario, runs)["score"]
+
+    def scored_anew(
+        self, rules: TunedRules, names: Sequence[str], tuned: str, told: str
+    ) -> TunedRules:
+        """Score rules on these streams, with the parameters that they have.
+
+        Args:
+            rules: Of the scenario.
+            names: Which of them are scored; the scores of others are dropped.
+            tuned: What is tuned on these streams, in words.
+            told: The streams, in words.
+        """
+        first = rules.tuned_on.partition("; ")[0]
+        return rules.model_copy(
+            update={
+                "scores": {name: self.score_of(name, rules) for name in names},
+                "tuned_on": told if told == first else f"{first}; {tuned}, and all scores: {told}",
+            }
+        )
 
     def reserve_above_tokens(self) -> tuple[float, float]:
         """Best size for SED-reserve, and its score; the largest size bars nothing."""

@@ -144,7 +144,7 @@ def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
     # There another rule has the better score.
     first, *others = gate.rivals(load_scenario("two_speeds"))
     assert (first, others[0]) == ("sed_linear+sjf", "marginal_in_order+sjf")
-    assert not any("in_order" in name for name in gate.rivals(load_scenario(FLEET)))
+    assert not any("in_order" in name for name in gate.rivals(load_scenario("conversation")))
 
 
 def test_rules_without_parameters_are_left_out():

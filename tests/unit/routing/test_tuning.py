@@ -10,7 +10,7 @@ from tokenyard.routing.policies.tuned import FLEET_GRIDS
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.tuning import coordinate_descent, tune_public_rules, tune_rules
+from tokenyard.routing.tuning import coordinate_descent, tune_orders, tune_public_rules, tune_rules
 
 FLEET = {
     "name": "small",
@@ -134,14 +134,21 @@ def test_rules_of_prefixes_are_not_tuned_where_there_is_no_cache():
     assert "prefix_weight" not in grid_of("llmd_blend", Needs.BATCHING)
 
 
-def test_rules_that_are_kept_are_scored_on_the_streams_of_those_that_are_tuned_anew(tuned):
+@pytest.mark.parametrize(
+    ("tune", "what"), [(tune_public_rules, "public rules"), (tune_orders, "orders")]
+)
+def test_rules_that_are_kept_are_scored_on_the_streams_of_those_that_are_tuned_anew(
+    tuned, tune, what
+):
     scenario, rules = tuned
-    anew = tune_public_rules(scenario, rules, num_streams=1, seed=7)
+    anew = tune(scenario, rules, num_streams=1, seed=7)
     assert anew.scores.keys() == rules.scores.keys()
+    assert anew.order_scores.keys() >= {"tuned_marginal_delay+wspt", "marginal_in_order+wspt"}
     streams = synthetic_streams(StreamSource(scenario), 1, 7, "training")
-    for name in ("sed", "tuned_marginal_delay", "tuned_lmetric"):
-        assert anew.scores[name] == score_of(name, scenario, streams, anew)
+    kept = ("sed", "tuned_marginal_delay", "tuned_lmetric")
+    for name, score in [(name, anew.scores[name]) for name in kept] + [*anew.order_scores.items()]:
+        assert score == score_of(name, scenario, streams, anew), name
     assert (anew.fleet, anew.sita_cuts_tokens) == (rules.fleet, rules.sita_cuts_tokens)
-    assert anew.tuned_on == f"{rules.tuned_on}; public rules, and all scores: " + (
+    assert anew.tuned_on == f"{rules.tuned_on}; {what}, and all scores: " + (
         "1 training streams of 60 requests, seed 7"
     )

@@ -90,7 +90,7 @@ def untuned(tmp_path, scenario):
 
 @pytest.mark.parametrize(
     ("scenario", "rule"),
-    [("poisson_070", "sed_linear+sjf"), ("local_cpu", "marginal_delay"),
+    [("poisson_070", "sed_linear+sjf"), ("local_cpu", "tuned_marginal_delay+wspt"),
      ("multi_turn_measured_gpus", "marginal_in_order+sjf"), ("poisson_085", DEFAULT_RULE),
      ("churn", DEFAULT_RULE)],
 )  # fmt: skip
