@@ -54,7 +54,7 @@ class BatchingOutcomes(Outcomes):
     kv_seen: FloatArray
     """Mean over replicas of the share of KV memory that requests held when this one was placed."""
     gave_up: IntArray
-    """1 where the client hung up."""
+    """1 where the client hung up, or the request waited too long."""
     latency_counts: FloatArray
     """Gaps between the tokens of a request, counted by bin over the whole stream, shape
     (lay.LATENCY_BINS,)."""
