@@ -267,7 +267,8 @@ class Fleet(FrozenModel):
     @property
     def gives_up(self) -> bool:
         """Whether nobody waits for ever, so that no queue only grows."""
-        return all(one.max_wait_s or one.timeout_s for one in self.classes)
+        ends = [one.max_wait_s or one.timeout_s or one.patience_s for one in self.classes]
+        return None not in ends
 
     @model_validator(mode="after")
     def _blocks_are_whole_pages(self) -> Self:
