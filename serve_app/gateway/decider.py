@@ -144,7 +144,7 @@ class _Carried:
     async def write(self, data: bytes) -> None:
         raise NotImplementedError
 
-    def write_now(self, data: bytes) -> bool:
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
         raise NotImplementedError
 
 

@@ -98,8 +98,13 @@ class Downstream(Protocol):
         """Send some of the body; waits while the caller reads more slowly than it comes."""
         ...
 
-    def write_now(self, data: bytes) -> bool:
-        """Send some of a body that has begun; False: nothing was sent, since that may wait."""
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
+        """Send some of a body that has begun; False: nothing was sent, since that may wait.
+
+        Args:
+            data: What is sent.
+            chunk: The same as a chunk of HTTP/1.1, where it is there.
+        """
         ...
 
 

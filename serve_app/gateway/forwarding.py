@@ -192,10 +192,10 @@ async def _hand_on_events(connection: Connection, attempt: Attempt, patience: Pa
     """Hand on a stream, from its first token on: until then another endpoint can still answer."""
     peek, downstream, held = EventPeek(), attempt.downstream, bytearray()
 
-    def take(piece: bytes) -> bool:
+    def take(piece: bytes, chunk: bytes | None) -> bool:
         """Hand on what is nothing but tokens, if that need not wait: no task is woken for it."""
         num_tokens = peek.count_plain(piece)
-        if not num_tokens or not downstream.write_now(piece):
+        if not num_tokens or not downstream.write_now(piece, chunk):
             return False
         peek.num_tokens += num_tokens
         attempt.take(peek.num_tokens)

@@ -35,6 +35,13 @@ _GONE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 _CLOSED = "closed its connection"
+_MAX_SIZE_DIGITS = 8
+"""Of a chunk's length."""
+_HEXADECIMAL = b"0123456789abcdefABCDEF"
+
+Take = Callable[[bytes, bytes | None], bool]
+"""Is given a piece of a body, and the chunk of HTTP/1.1 that it came as where it came as one. Says
+whether it takes the piece."""
 
 
 class UpstreamError(ConnectionError):
@@ -114,7 +121,9 @@ class Connection(asyncio.Protocol):
         self._error: Exception | None = None
         self._pieces: list[bytes] = []
         self._num_unread = self._num_head = 0
-        self._take: Callable[[bytes], bool] | None = None
+        self._take: Take | None = None
+        self._between_chunks = False
+        """Whether the parser expects the head of a chunk next."""
 
     @property
     def is_waiting(self) -> bool:
@@ -157,7 +166,7 @@ class Connection(asyncio.Protocol):
                 raise self._error
             await self._wait()
 
-    async def read(self, take: Callable[[bytes], bool] | None = None) -> bytes:
+    async def read(self, take: Take | None = None) -> bytes:
         """Return all that has come of the body since the last time; empty: that was all.
 
         Args:
@@ -218,6 +227,8 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self.heard = True
+        if self._take is not None and self._between_chunks and self._is_chunk_taken(data):
+            return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -230,14 +241,26 @@ class Connection(asyncio.Protocol):
                 self.fail(UpstreamError("sent headers that are too long"))
         self._wake()
 
-    def _is_taken(self, take: Callable[[bytes], bool]) -> bool:
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a piece, who has not been woken."""
+        return self._waiter is not None and not self._waiter.done() and self._error is None
+
+    def _is_chunk_taken(self, data: bytes) -> bool:
+        """Give away what is one whole chunk, which the parser then need not see."""
+        take, body = self._take, _body_of_chunk(data)
+        if not body or take is None or self._pieces or not self._is_awaited:
+            return False
+        return take(body, data)
+
+    def _is_taken(self, take: Take) -> bool:
         """Give away what has come; False: whoever reads has to look."""
-        pieces, waiter = self._pieces, self._waiter
-        if self._done or self._error is not None or waiter is None or waiter.done():
+        pieces = self._pieces
+        if self._done or not self._is_awaited:
             return False
         if pieces:
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            if not take(piece):
+            if not take(piece, None):
                 # What follows has to come after it.
                 self._take = None
                 return False
@@ -278,6 +301,15 @@ class Connection(asyncio.Protocol):
         names = [name for name, _ in self.headers]
         sized = b"content-length" in names or b"transfer-encoding" in names
         self._until_close = not sized and status not in _BODILESS
+        self._between_chunks = b"transfer-encoding" in names
+
+    def on_chunk_header(self) -> None:
+        """Begin a chunk."""
+        self._between_chunks = False
+
+    def on_chunk_complete(self) -> None:
+        """End a chunk."""
+        self._between_chunks = True
 
     def on_body(self, body: bytes) -> None:
         """Keep a piece of the body; have the endpoint wait where too much is unread."""
@@ -291,6 +323,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Note the end of the answer."""
+        self._between_chunks = False
         if not self._head_done:
             self.headers = []
             return
@@ -404,6 +437,17 @@ class UpstreamClient:
             raise UpstreamError(f"takes no connection: {error.strerror or error}") from None
         self._made.add(connection)
         return connection
+
+
+def _body_of_chunk(data: bytes) -> bytes | None:
+    """What a chunk has in it, if that is what some bytes are, and the chunk is not the last."""
+    end = data.find(b"\r\n", 1, _MAX_SIZE_DIGITS + 2)
+    # `int` also takes signs, blanks, underscores and a prefix.
+    if end < 0 or data[:end].strip(_HEXADECIMAL):
+        return None
+    size = int(data[:end], 16)
+    is_whole = size > 0 and len(data) == end + size + 4 and data.endswith(b"\r\n")
+    return data[end + 2 : -2] if is_whole else None
 
 
 def _notice_lost_host(sock: socket.socket) -> None:

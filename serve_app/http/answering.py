@@ -53,9 +53,9 @@ class AsgiDownstream:
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
-    def write_now(self, data: bytes) -> bool:
+    def write_now(self, data: bytes, chunk: bytes | None = None) -> bool:
         """Send a piece of the body; False: it was not sent, since the caller reads too slowly."""
-        if self._connection is None or not self._connection.write(data):
+        if self._connection is None or not self._connection.write(data, chunk):
             return False
         self._ends_line = data.endswith((b"\n\n", b"\r\n\r\n"))
         return True

@@ -49,12 +49,17 @@ class CallerConnection:
         self._protocol.leave = leave
         return True
 
-    def write(self, data: bytes) -> bool:
-        """Write a piece, if the body has begun, is chunked and its reader keeps up."""
+    def write(self, data: bytes, chunk: bytes | None = None) -> bool:
+        """Write a piece, if the body has begun, is chunked and its reader keeps up.
+
+        Args:
+            data: The piece.
+            chunk: The same with the length before it, as it goes out, where somebody has it.
+        """
         cycle = self._cycle
         if not cycle.chunked_encoding or cycle.flow.write_paused or cycle.disconnected:
             return False
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        cycle.transport.write(chunk or b"%x\r\n%b\r\n" % (len(data), data))
         return True
 
 
