@@ -46,7 +46,10 @@ class TooMuch(Exception):
 
 def are_too_large(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Whether headers are longer together than `MAX_HEADER_BYTES`."""
-    return sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES
+    num_bytes = 0
+    for name, value in headers:
+        num_bytes += len(name) + len(value)
+    return num_bytes > MAX_HEADER_BYTES
 
 
 class PendingBodies:
@@ -177,7 +180,10 @@ def _has_body(scope: Scope) -> bool:
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
-    return next((value for key, value in scope["headers"] if key.lower() == name), None)
+    for key, value in scope["headers"]:
+        if key == name:  # Servers write names in small letters, as ASGI asks.
+            return bytes(value)
+    return None
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

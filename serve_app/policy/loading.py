@@ -38,6 +38,7 @@ from tokenyard.routing.policies.order import (
     order_of,
 )
 from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import (
     EngineSnapshot,
     ReplicaSnapshot,
@@ -199,10 +200,13 @@ def warm_up(loaded: LoadedPolicy) -> None:
     engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
     request = Request(0.0, 1, 2.0)
     kinds = {True: (engine,), False: (None,), None: (engine, None)}
+    num = loaded.card.num_replicas or 1
     for kind in kinds[loaded.card.needs_engine]:
         idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
         policy = loaded.make(np.random.default_rng(0))
-        policy.route(request, [idle] * (loaded.card.num_replicas or 1))
+        policy.route(request, [idle] * num)
+        if kind is not None:
+            policy.route(request, SnapshotTable.idle(num))  # As a gateway shows its replicas.
         mark_safe(request, [idle], loaded.card.slo_response_s)  # Exploration asks it.
         least_recently_used([idle], 0, [0.0])
 

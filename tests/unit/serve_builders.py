@@ -12,7 +12,7 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import PolicyCard
-from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline
+from serve_app.policy.loading import LoadedPolicy, from_artifact, from_baseline, warm_up
 from serve_app.policy.manager import PolicyManager
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthPredictor
@@ -100,9 +100,11 @@ def a_baseline(name="sed"):
 
 
 def a_trained_policy(artifact=None):
-    return from_artifact(
+    loaded = from_artifact(
         "test", artifact or linear_artifact(), "a test", load_scenario("poisson_085")
     )
+    warm_up(loaded)  # As when it is served: to compile takes longer than a decision may.
+    return loaded
 
 
 class Faulty:

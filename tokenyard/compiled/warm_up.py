@@ -19,9 +19,9 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
-from tokenyard.routing.policies.delay import finish_times_s, mark_safe
+from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
-from tokenyard.routing.policies.order import ShortestJob
+from tokenyard.routing.policies.order import Ordered, ShortestJob
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
@@ -31,10 +31,8 @@ from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
-    NUM_FIXED,
     NUM_LIVE,
     NUM_STATE,
-    Candidates,
     SnapshotTable,
     fill_live,
     keep_with_room,
@@ -70,11 +68,11 @@ def _read_columns() -> None:
     live = np.empty((1, NUM_LIVE))
     fill_live(state, rows, np.zeros(1, dtype=np.int64), 1.0, 1.0, live)
     keep_with_room(state, rows, np.ones(1), rows.copy())
-    table = SnapshotTable(Candidates(("r",), ("p",), np.ones((1, NUM_FIXED))), live)
-    request = Request(0.0, 1, 2.0)
+    table, request = SnapshotTable.idle(1), Request(0.0, 1, 2.0)
     finish_times_s(request, table)
     mark_safe(request, table, 1.0)
     MarginalInOrder(ShortestJob()).place(request, table)
+    Ordered(MarginalDelay(), ShortestJob()).place(request, table)
 
 
 def compile_constant_rate() -> None:

@@ -230,6 +230,13 @@ class SnapshotTable(SnapshotColumns):
         self._count_blocks = count_blocks
         self._columns: FloatArray | None = None
 
+    @classmethod
+    def idle(cls, num: int) -> SnapshotTable:
+        """Replicas that are alike and hold nothing: for those who want compiled code ready."""
+        names = tuple(f"idle-{i}" for i in range(num))
+        candidates = Candidates(names, names, np.ones((num, NUM_FIXED)))
+        return cls(candidates, np.zeros((num, NUM_LIVE)))
+
     @property
     def replica_ids(self) -> tuple[str, ...]:
         """Names of the replicas."""

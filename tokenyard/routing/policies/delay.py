@@ -137,18 +137,34 @@ class MarginalDelay(LeastCost):
 
     def __init__(self, wait_weight: float = 1.0, others_weight: float = 1.0) -> None:
         """Count all delays alike, or the request's wait and that of others with tuned weights."""
-        self._wait_weight = wait_weight
-        self._others_weight = others_weight
+        self._wait_weight = float(wait_weight)
+        self._others_weight = float(others_weight)
 
     def costs(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
         """Return the request's own time and what it delays others by at every replica, seconds."""
         columns = unranked_columns(snapshots)
-        delays = _delays(request, columns)
-        own_s = delays[:, ADDED_FIRST_TOKEN_S] + delays[:, ADDED_DECODE_S]
-        if not columns[:, ITERATION_S].any():
-            return own_s
-        own_s += (self._wait_weight - 1.0) * delays[:, ADDED_WAIT_S]
-        return own_s + self._others_weight * delays[:, ADDED_OTHERS_S]
+        delays, costs = _delays(request, columns), np.empty(len(columns))
+        _fill_marginal(columns, delays, self._wait_weight, self._others_weight, costs)
+        return costs
+
+
+@compiled
+def _fill_marginal(
+    columns: FloatArray,
+    delays: FloatArray,
+    wait_weight: float,
+    others_weight: float,
+    out: FloatArray,
+) -> None:
+    batches = False
+    for i in range(columns.shape[0]):
+        batches = batches or columns[i, ITERATION_S] != 0.0
+    for i in range(columns.shape[0]):
+        cost = delays[i, ADDED_FIRST_TOKEN_S] + delays[i, ADDED_DECODE_S]
+        if batches:
+            cost += (wait_weight - 1.0) * delays[i, ADDED_WAIT_S]
+            cost += others_weight * delays[i, ADDED_OTHERS_S]
+        out[i] = cost
 
 
 class SedLinear(LeastCost):

@@ -38,12 +38,19 @@ from tokenyard.routing.policies.signals import (
     miss_tokens,
     prefill_token_s,
 )
+from tokenyard.routing.scores.order import (
+    NUM_ORDER_WEIGHTS,
+    PREFILL_WEIGHT,
+    SERVICE_WEIGHT,
+    order_delay_s,
+)
 from tokenyard.routing.types import (
     Decision,
     ReplicaSnapshot,
     Request,
     RoutingPolicy,
     ScoringPolicy,
+    SnapshotColumns,
 )
 from tokenyard.types import FloatArray
 
@@ -94,8 +101,29 @@ class Order(ABC):
         """`delay_s` at every replica, shape (num_replicas,)."""
         return np.array([self.delay_s(request, one) for one in snapshots])
 
+    def delay_at(self, request: Request, snapshots: Sequence[ReplicaSnapshot], index: int) -> float:
+        """`delay_s` at one of several replicas, of which the others are not looked at, seconds."""
+        return self.delay_s(request, snapshots[index])
 
-class ShortestJob(Order):
+
+class _BySize(Order):
+    """An order by the time that a request takes: of columns it reads a row, and makes no object."""
+
+    def __init__(self, which: int, weight: float) -> None:
+        self._weights = np.zeros(NUM_ORDER_WEIGHTS)
+        self._weights[which] = weight
+
+    def delay_at(self, request: Request, snapshots: Sequence[ReplicaSnapshot], index: int) -> float:
+        """`delay_s` at one of several replicas, seconds."""
+        if not isinstance(snapshots, SnapshotColumns):
+            return super().delay_at(request, snapshots, index)
+        # Always floats: the compiled function would be compiled anew for other types.
+        context = float(request.context_tokens)
+        output = float(request.predicted_total_tokens) - context
+        return order_delay_s(self._weights, context, output, snapshots.columns[index])
+
+
+class ShortestJob(_BySize):
     """Shortest predicted service first, and older before newer: key = arrival + a x service.
 
     A second of waiting makes up for 1/a seconds of service; a = 20 is the priority
@@ -105,6 +133,7 @@ class ShortestJob(Order):
 
     def __init__(self, service_weight: float = 20.0) -> None:
         """Let a second of service count as `service_weight` seconds of waiting."""
+        super().__init__(SERVICE_WEIGHT, service_weight)
         self._service_weight = service_weight
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
@@ -116,7 +145,7 @@ class ShortestJob(Order):
         return self._service_weight * _services_s(added_delays(request, snapshots))
 
 
-class Wspt(Order):
+class Wspt(_BySize):
     """Fewest prompt tokens to compute first: the queue of NVIDIA Dynamo's router, with ageing.
 
     Dynamo orders by `(1 + priority_jump) / tokens of the prompt`, the largest first (Smith's rule,
@@ -126,6 +155,7 @@ class Wspt(Order):
 
     def __init__(self, prefill_weight: float = 20.0) -> None:
         """Let a second of prefill count as `prefill_weight` seconds of waiting."""
+        super().__init__(PREFILL_WEIGHT, prefill_weight)
         self._prefill_weight = prefill_weight
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
@@ -230,6 +260,8 @@ class Ordered:
         self.placement = placement
         """Asked alone of a request that has its order key already."""
         self._order = order
+        # Asked once: looking a protocol's methods up takes as long as a small decision.
+        self._scoring = placement if isinstance(placement, ScoringPolicy) else None
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""
@@ -237,14 +269,13 @@ class Ordered:
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the choice with its order key."""
-        placement = self.placement
         scores = None
-        if isinstance(placement, ScoringPolicy):
-            decision = placement.decide(request, snapshots)
+        if self._scoring is not None:
+            decision = self._scoring.decide(request, snapshots)
             replica, scores = decision.replica, decision.scores
         else:
-            replica = placement.route(request, snapshots)
-        delay_s = self._order.delay_s(request, snapshots[replica])
+            replica = self.placement.route(request, snapshots)
+        delay_s = self._order.delay_at(request, snapshots, replica)
         return Decision(replica, scores, request.arrival_s + delay_s)
 
 
