@@ -3,11 +3,9 @@
 # No `from __future__ import annotations` here: `serve run` reads the class of build's argument.
 import asyncio
 import errno
-import gc
 import logging
 import os
 import socket
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_policy
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
+from serve_app.gateway import interpreter
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decider import CarriedPool, Decider
@@ -43,7 +42,7 @@ from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_po
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT
 from serve_app.policy.state import STATE_FILE, Remembers, StateFile
-from serve_app.ray_serve.carrier_replica import SWITCH_S, CarrierReplica, end_with_ray
+from serve_app.ray_serve.carrier_replica import CarrierReplica, end_with_ray
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizers
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.registry import CANDIDATE
@@ -119,7 +118,7 @@ class GatewayReplica:
         """Connect to the pools and make the policy."""
         # What follows takes seconds.
         self._held = self._hold_port(options)
-        sys.setswitchinterval(SWITCH_S)
+        interpreter.share()
         registry = registry_of(options)
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(),
@@ -166,9 +165,7 @@ class GatewayReplica:
         self._reshaping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self._listener: Listener | None = None
-        # What is here stays: collections that look through it would hold requests up.
-        gc.collect()
-        gc.freeze()
+        interpreter.settle()
 
     def _hold_port(self, options: GatewayOptions) -> socket.socket | None:
         """Let callers wait, where nobody else takes them."""

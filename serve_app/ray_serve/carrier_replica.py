@@ -2,10 +2,8 @@
 
 # No `from __future__ import annotations` here: Serve reads the class's signatures.
 import asyncio
-import gc
 import logging
 import os
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from serve_app.cluster import Cluster
+from serve_app.gateway import interpreter
 from serve_app.gateway.backends import Backend, ServeBackend
 from serve_app.gateway.carrier import Carrier
 from serve_app.gateway.external import ExternalBackend
@@ -31,9 +30,6 @@ from serve_app.ray_serve.replica import load_tokenizers
 
 logger = logging.getLogger(__name__)
 
-SWITCH_S = 1e-3
-"""Time for which a thread of a gateway keeps the interpreter while another wants it; Python's own
-5 ms would be the longest part of a decision that was interrupted."""
 _PARENT_EVERY_S = 1.0
 _START_S = 120.0
 """For the decider to be there."""
@@ -77,7 +73,7 @@ class CarrierReplica:
             pools: Handles of own pools, by name.
             decider: The gateway's.
         """
-        sys.setswitchinterval(SWITCH_S)
+        interpreter.share()
         manager = PolicyManager(
             cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng()
         )
@@ -98,8 +94,7 @@ class CarrierReplica:
         self._tokenizers = load_tokenizers(cluster)
         self._listener: Listener | None = None
         self._carrier = Carrier(self._alone, self._find)
-        gc.collect()
-        gc.freeze()
+        interpreter.settle()
 
     async def reconfigure(self, address: dict[str, Any]) -> None:
         """Find the decider, and begin to listen beside the other carriers.

@@ -21,6 +21,7 @@ from serve_app.engines.profiling import start_and_measure
 from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.texts import TextEngine
 from serve_app.engines.tokenizer import HuggingFaceTokenizer, Tokenizer
+from serve_app.gateway import interpreter
 from serve_app.gateway.engine_wire import room_for_tokens
 from serve_app.gateway.host_metrics import HostMetrics
 from serve_app.gateway.upstream import url_of
@@ -68,6 +69,7 @@ class EngineReplica:
         self._listener = Listener(api, limits)
         address = ray.util.get_node_ip_address()
         self._url = url_of(address, await self._listener.start(address, 0))
+        interpreter.settle()
         # Serve awaits it. One of the class would be called where the start fails, too.
         self.__del__ = self.end
 
