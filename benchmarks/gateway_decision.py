@@ -25,6 +25,7 @@ import tyro
 from rich.table import Table
 
 from serve_app.cluster import Cluster, EngineProfile
+from serve_app.gateway import interpreter
 from serve_app.gateway.answer import Answer
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Attempt, Call, Headers, InferenceRequest
@@ -239,6 +240,8 @@ def measure(args: Args, num_replicas: int) -> list[Row]:
             for policy in args.policies
         }
         times: dict[str, list[tuple[float, float, float]]] = {policy: [] for policy in loads}
+        interpreter.share()
+        interpreter.settle()
         for number in range(args.decisions + args.decisions // 10):
             for policy, load in loads.items():
                 if args.pause_ms:
