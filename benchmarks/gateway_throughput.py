@@ -26,7 +26,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httptools
 import numpy as np
@@ -101,6 +101,9 @@ class Args:
     """Closed loops of whole answers of one token, one load each."""
     streams: int = 64
     """Streams of 50 tokens a second at a time; 0: none."""
+    servers: tuple[Literal["thin", "endpoints", "own"], ...] = ("thin", "endpoints", "own")
+    """Who takes turns with the stub: a thin Ray Serve application, the gateway before the stub, and
+    before a pool of its own. Each has a Ray of its own, which takes caches from the others."""
     carriers: tuple[int, ...] = ()
     """Numbers of carrier processes: for each a gateway before the stub, with a Ray of its own."""
     litellm: Path | None = None
@@ -538,12 +541,12 @@ def main(args: Args) -> None:
     thin = [sys.executable, "-c", THIN, str(thin_port)]
     with contextlib.ExitStack() as stack:
         alone, ports = stack.enter_context(stub())
-        servers = [
-            alone,
-            stack.enter_context(started("thin Ray Serve", thin_port, thin)),
-            stack.enter_context(gateway("tokenyard", external_pool(ports))),
-            stack.enter_context(gateway("tokenyard, own pool", own_pool())),
-        ]
+        others = {
+            "thin": lambda: started("thin Ray Serve", thin_port, thin),
+            "endpoints": lambda: gateway("tokenyard", external_pool(ports)),
+            "own": lambda: gateway("tokenyard, own pool", own_pool()),
+        }
+        servers = [alone, *(stack.enter_context(others[name]()) for name in args.servers)]
         if args.litellm is not None:
             servers.append(stack.enter_context(litellm(args.litellm, ports)))
         for number in args.carriers:
