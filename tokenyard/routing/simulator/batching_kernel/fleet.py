@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.clients import (
@@ -114,7 +114,7 @@ def kv_used(row, params):
     return 1.0 - (row[lay.FREE] + row[lay.EVICTABLE]) / params[lay.NUM_PAGES]
 
 
-@compiled
+@compiled_inline
 def _scrape(replica, now):
     """Publish what the replica holds now."""
     row = replica.row
@@ -127,7 +127,7 @@ def _scrape(replica, now):
         replica.own[router, lay.OWN_COUNT_AT_SCRAPE] = replica.own[router, lay.OWN_COUNT]
 
 
-@compiled
+@compiled_inline
 def _catch_up(replica, now):
     """Run a replica to `now`, publishing its state at the last multiple of the interval."""
     row = replica.row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.clients import ask_again
@@ -66,7 +66,7 @@ def _forget_prefilling(row, rules, which):
         row[place] = row[place + lay.PREFILL_FIELDS]
 
 
-@compiled
+@compiled_inline
 def routers_receive(replica, steps):
     """Every router gets the tokens of its own sequences as they are generated."""
     for router in range(replica.own.shape[0]):
@@ -86,7 +86,7 @@ def router_acknowledge(replica, index, generated):
         own[lay.OWN_PREFILL] -= replica.outcomes[index, lay.ASSUMED_PREFILL]
 
 
-@compiled
+@compiled_inline
 def count_latency(replica, latency_s, tokens):
     """Count tokens that came so long after the one before."""
     place = int(math.log(latency_s / lay.LATENCY_BIN_START_S) * lay.LATENCY_BINS_PER_E)
