@@ -124,8 +124,9 @@ def test_every_page_is_free_or_in_use_or_part_of_one_cached_block(instance, seed
         page, block = sim.arrays.rules[[lay.PAGE_TOKENS, lay.BLOCK_TOKENS]]
         for replica in range(NUM):
             row = sim.arrays.state[0, replica]
-            holders = sim.arrays.links[0, replica, lay.HOLDERS, 1:]
-            cached = (holders != lay.ABSENT).sum() * block / page
+            has = sim.arrays.cached[0, 0, 1:] >> replica & 1 == 1
+            holders = sim.arrays.links[0, replica, lay.HOLDERS, 1:][has]
+            cached = has.sum() * block / page
             assert row[lay.EVICTABLE] == (holders == 0).sum() * block / page
             assert row[lay.FREE] >= 0
             total = row[lay.FREE] + cached + pages_in_use(sim, replica)

@@ -230,6 +230,7 @@ class BatchingSim:
             chains=np.zeros((num_copies, 0), dtype=np.int64),
             state=np.zeros((num_copies, num, width)),
             links=np.zeros((num_copies, num, lay.NUM_LINKS, 1), dtype=np.int32),
+            cached=np.zeros((num_copies, -(-num // lay.REPLICAS_PER_WORD), 1), dtype=np.int64),
             block_s=np.zeros((num_copies, num, lay.SENT_S + routers, 1)),
             routers=np.zeros((num_copies, routers, num, lay.NUM_OWN)),
             clock=np.zeros((num_copies, lay.NUM_CLOCK)),
@@ -294,7 +295,8 @@ class BatchingSim:
         for name, axis, needed, fill in (
             ("chains", 1, len(stream.chains), 0),
             ("events", 1, len(stream.events), np.inf),
-            ("links", 3, stream.num_blocks + 1, lay.ABSENT),
+            ("links", 3, stream.num_blocks + 1, 0),
+            ("cached", 2, stream.num_blocks + 1, 0),
             ("block_s", 3, stream.num_blocks + 1, -np.inf),
             ("turns", 1, len(stream.turns), 0),
             ("pending", 1, clients, 0),

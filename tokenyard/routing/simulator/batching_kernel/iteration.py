@@ -95,7 +95,7 @@ def _pages_for_decode(row, rules, step):
     return row[phase_at(rules, -step)]
 
 
-@compiled
+@compiled_inline
 def _admission(replica):
     """Whether the next request may run now.
 
@@ -114,6 +114,9 @@ def _admission(replica):
     hit = hit_blocks(replica, index)
     pages = pages_of(rules, replica.requests[index, lay.CONTEXT] + row[slot + lay.W_GENERATED])
     spare = row[lay.FREE] + row[lay.EVICTABLE]
+    if pages <= spare:
+        # Pages of the hit that are evictable now are among those that it saves.
+        return True, hit, pages - hit * pages_per_block(rules) if hit else pages
     if hit:
         pages -= hit * pages_per_block(rules)
         chain = int(replica.requests[index, lay.CHAIN_AT])
@@ -125,7 +128,15 @@ def _admission(replica):
     return True, hit, pages
 
 
-@compiled
+@compiled_inline
+def _may_admit(replica):
+    """Whether the next request may run now, as `_admission` says."""
+    row = replica.row
+    full = row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
+    return row[lay.WAITING] > 0.0 and not full and _admission(replica)[0]
+
+
+@compiled_inline
 def _admit(replica, hit, pages, budget, now):
     """Let the first that waits run; return the tokens that it computes in this iteration."""
     row = replica.row
@@ -278,7 +289,7 @@ def begin(replica, now, until):
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
-        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0]:
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _may_admit(replica):
             break
         later = _skip_ahead(replica, now, until)
         if later == now:
@@ -302,7 +313,7 @@ def begin(replica, now, until):
             budget -= chunk
             kv += row[at + lay.P_KV]
         at += lay.PREFILL_FIELDS
-    while not preempted and budget > 0.0:
+    while not preempted and budget > 0.0 and row[lay.WAITING] > 0.0:
         may_run, hit, pages = _admission(replica)
         if not may_run:
             break
@@ -376,10 +387,16 @@ def _keep_decoding(replica, until):
 
 
 @compiled
+def _iterate(replica, until):
+    """End the iteration in progress and begin the next one."""
+    end_iteration(replica)
+    begin(replica, replica.row[lay.UNTIL_S], until)
+
+
+@compiled_inline
 def advance(replica, until):
     """Run one replica up to and including `until`."""
     row = replica.row
     while row[lay.BUSY] and row[lay.UNTIL_S] <= until:
         if not _keep_decoding(replica, until):
-            end_iteration(replica)
-            begin(replica, row[lay.UNTIL_S], until)
+            _iterate(replica, until)
