@@ -6,7 +6,11 @@ from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
-from tokenyard.routing.simulator.batching_kernel.prefix_cache import keeps_times, num_chained
+from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
+    hit_blocks,
+    keeps_times,
+    num_chained,
+)
 
 
 @compiled_inline
@@ -49,8 +53,7 @@ def _believed_blocks(replica, index):
     while match < most:
         block = replica.chains[at + match]
         there = replica.block_s[lay.CAME_S, block] <= scraped and (
-            replica.cached[block] & replica.bit
-            or replica.block_s[lay.WENT_S, block] > scraped
+            replica.cached[block] & replica.bit or replica.block_s[lay.WENT_S, block] > scraped
         )
         if not (there or replica.block_s[sent, block] > scraped):
             break
@@ -97,6 +100,18 @@ def _fill_row(replica, index, now, out):
     out[ob.AGE_S] = now - row[lay.SCRAPED_S]
     out[ob.ROUTABLE] = row[lay.SCRAPED_STATUS] == lay.UP
     out[ob.WAIT_S] = ob.batching_wait_s(out)
+
+
+@compiled_inline
+def fill_match(fleet, copy, server):
+    """Write of one replica only how much it has of the current request's prefix."""
+    replica = replica_of(fleet, copy, server)
+    index = int(fleet.clock[copy, lay.CURRENT])
+    if keeps_times(replica):
+        blocks = _believed_blocks(replica, index)
+    else:
+        blocks = hit_blocks(replica, index)
+    fleet.tables[copy, server, ob.MATCH_TOKENS] = blocks * replica.rules[lay.BLOCK_TOKENS]
 
 
 @compiled
