@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,6 @@ SIZE_TOLERANCE = 0.2
 """Sizes agree where one is within this share of the other (the larger)."""
 NO_DIFFERENCE = 0.01
 """Changes below it in both simulators are none, of whatever sign."""
-COPIES = 4
-"""Of our simulator, that are stepped together."""
 Decisions = tuple[tuple[int, ...], ...]
 """Who serves each request of each stream."""
 
@@ -204,26 +203,21 @@ class Follower:
 def our_requests_per_cpu_s(scenario: Scenario, stream: Stream) -> dict[str, float]:
     """Requests per CPU second on a stream: round robin, and a rule that looks at every replica.
 
-    The rule is least marginal delay, which is compiled. Round robin is stepped from Python, in as
-    many copies as pay.
+    The rule is least marginal delay. Both are run whole by the compiled simulator.
     """
     num = len(stream)
-    sims = {copies: BatchingSim(scenario, copies, num) for copies in (1, COPIES)}
+    sim = BatchingSim(scenario, 1, num)
+    in_turn = np.arange(num)[None] % scenario.num_servers
+    runs: dict[str, Callable[[], object]] = {
+        "round_robin": lambda: sim.run_given(in_turn),
+        "kv_router": lambda: sim.run_linear(np.zeros(sim.num_weights), 1.0),
+    }
 
-    def in_turn() -> None:
-        for copy in range(COPIES):
-            sims[COPIES].load(copy, stream)
-        for which in range(num):
-            sims[COPIES].step(np.full(COPIES, which % scenario.num_servers))
-        sims[COPIES].drain()
+    def run(name: str) -> None:
+        sim.load(0, stream)
+        runs[name]()
 
-    def ruled() -> None:
-        sims[1].load(0, stream)
-        sims[1].run_linear(np.zeros(sims[1].num_weights), 1.0)
-
-    return {
-        "round_robin": COPIES * num / cpu_seconds(in_turn), "kv_router": num / cpu_seconds(ruled)
-    }  # fmt: skip
+    return {name: num / cpu_seconds(partial(run, name)) for name in runs}
 
 
 def cpu_seconds(run: Callable[[], None]) -> float:

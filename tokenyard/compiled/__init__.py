@@ -39,6 +39,13 @@ def compiled(function: Function) -> Function:
     return result
 
 
+def compiled_inline(function: Function) -> Function:
+    """Compile a function that allocates nothing into every caller: where passing arrays costs."""
+    options: dict[str, Any] = {"error_model": "numpy", "_nrt": False, "forceinline": True}
+    result: Function = numba.njit(cache=True, **options)(function)
+    return result
+
+
 def compiled_with_arrays(function: Function) -> Function:
     """Compile a function that may create arrays; slicing costs it a count of references."""
     options: dict[str, Any] = {"cache": True, "error_model": "numpy"}

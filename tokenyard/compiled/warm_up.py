@@ -54,6 +54,7 @@ def compile_batching() -> None:
     sim.best_ahead(0, 1.0)
     sim.snapshots(0, 1)
     _play(sim)
+    sim.run_given(np.zeros((1, _NUM_REQUESTS), dtype=np.int64))
     size, hidden = LAYOUT.num_inputs, 4
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)

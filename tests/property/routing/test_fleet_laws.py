@@ -124,8 +124,9 @@ def test_every_page_is_free_or_in_use_or_part_of_one_cached_block(instance, seed
         page, block = sim.arrays.rules[[lay.PAGE_TOKENS, lay.BLOCK_TOKENS]]
         for replica in range(NUM):
             row = sim.arrays.state[0, replica]
-            holders = sim.arrays.links[0, replica, lay.HOLDERS, 1:]
-            cached = (holders != lay.ABSENT).sum() * block / page
+            has = sim.arrays.cached[0, 0, 1:] >> replica & 1 == 1
+            holders = sim.arrays.links[0, replica, lay.HOLDERS, 1:][has]
+            cached = has.sum() * block / page
             assert row[lay.EVICTABLE] == (holders == 0).sum() * block / page
             assert row[lay.FREE] >= 0
             total = row[lay.FREE] + cached + pages_in_use(sim, replica)
@@ -217,6 +218,23 @@ def test_a_copy_among_many_lives_the_life_it_would_live_alone(drawn, seed):
             assert one_observation[0].tobytes() == observations[copy].tobytes()
     for copy, sim in enumerate(alone):
         assert sim.arrays.outcomes[0].tobytes() == many.arrays.outcomes[copy].tobytes()
+
+
+@few
+@given(instance=fleets(), seed=seeds)
+def test_given_decisions_are_played_as_they_would_be_stepped(instance, seed):
+    stepped, played = loaded(instance), loaded(instance)
+    servers = np.random.default_rng(seed).integers(0, NUM, played.arrays.outcomes.shape[:2])
+    rewards = np.zeros(servers.shape)
+    while (index := stepped.current()) >= 0:
+        rewards[0, index] += stepped.step(servers[:, index])[0]
+    rewards[:, -1] += stepped.drain()
+    assert played.run_given(servers).tobytes() == rewards.tobytes()
+    assert played.arrays.outcomes.tobytes() == stepped.arrays.outcomes.tobytes()
+    assert played.arrays.state.tobytes() == stepped.arrays.state.tobytes()
+    for wrong in (servers[:, 1:], servers - NUM, servers + NUM):
+        with pytest.raises(ValueError, match="decision"):
+            played.run_given(wrong)
 
 
 @few

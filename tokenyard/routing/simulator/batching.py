@@ -10,7 +10,7 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.routing import observation
-from tokenyard.routing.fleet import Fleet, Randomisation
+from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
@@ -20,9 +20,9 @@ from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
 from tokenyard.routing.simulator.batching_kernel.prompts import prompt_blocks
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
-from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
@@ -142,54 +142,6 @@ def _of_groups(scenario: Scenario, outcomes: BatchingOutcomes) -> dict[str, floa
     }
 
 
-def _replica_params(fleet: Fleet, capacities: tuple[float, ...]) -> FloatArray:
-    params = np.zeros((len(fleet.replicas), lay.NUM_PARAMS))
-    for row, config, tokens_per_s in zip(params, fleet.replicas, capacities, strict=True):
-        row[lay.ITERATION_S : lay.KV_TOKEN_S + 1] = config.iteration
-        row[lay.MAX_BATCH] = config.max_batch
-        row[lay.TOKEN_BUDGET] = config.token_budget
-        row[lay.NUM_PAGES] = config.kv_capacity_tokens // fleet.page_tokens
-        row[lay.WARM_UP_FACTOR] = 1.0
-        if fleet.churn is not None:
-            row[lay.WARM_UP_S] = fleet.churn.warm_up_s
-            row[lay.WARM_UP_FACTOR] = fleet.churn.warm_up_factor
-        # Of one place in the batch, as of one slot of a server: the full speed is all of them.
-        row[lay.TOKENS_PER_S] = tokens_per_s / config.max_batch
-        row[lay.IDLE_W] = config.idle_w
-        row[lay.ITERATION_J : lay.KV_TOKEN_J + 1] = config.energy
-        row[lay.SCRAPE_INTERVAL_S] = fleet.scrape_interval_s
-    params[:, lay.RANK] = _ranks(params)
-    return params
-
-
-def _ranks(params: FloatArray) -> FloatArray:
-    """Rank of every replica by its full speed, shape (num_replicas,)."""
-    full = params[:, lay.TOKENS_PER_S] * params[:, lay.MAX_BATCH]
-    return observation.speed_ranks(full)
-
-
-def _rules(
-    fleet: Fleet, reward: RewardWeights, stream_length: int, expected_finish: bool
-) -> FloatArray:
-    most = max(config.max_batch for config in fleet.replicas)
-    rules = np.zeros(lay.NUM_RULES)
-    rules[:NUM_REWARDS] = reward_rules(reward)
-    rules[lay.PAGE_TOKENS] = fleet.page_tokens
-    rules[lay.BLOCK_TOKENS] = fleet.prefix_block_tokens
-    rules[lay.QUEUE_LIMIT] = fleet.queue_limit
-    rules[lay.PREFILL_AT] = lay.NUM_SCALARS + fleet.page_tokens
-    rules[lay.DECODE_AT] = rules[lay.PREFILL_AT] + lay.PREFILL_FIELDS * most
-    rules[lay.RING_AT] = rules[lay.DECODE_AT] + lay.DECODE_FIELDS * most
-    # Preempted sequences join those that wait.
-    rules[lay.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
-    rules[lay.RETRY_DELAY_S] = fleet.retry_delay_s
-    rules[lay.MAX_RETRIES] = fleet.max_retries
-    rules[lay.EXPECTED_FINISH] = expected_finish
-    rules[lay.ENERGY] = reward.energy
-    rules[lay.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
-    return rules
-
-
 class BatchingSim:
     """Independent copies of one fleet, each with its own stream of requests.
 
@@ -217,8 +169,8 @@ class BatchingSim:
         self.scenario = scenario
         fleet = scenario.required_fleet
         num = scenario.num_servers
-        self._params = _replica_params(fleet, scenario.server_capacities_tokens_per_s)
-        rules = _rules(fleet, reward or scenario.reward, stream_length, expected_finish)
+        self._params = replica_params(fleet, scenario.server_capacities_tokens_per_s)
+        rules = fleet_rules(fleet, reward or scenario.reward, stream_length, expected_finish)
         rules[lay.MAX_OVERTAKING_S] = scenario.max_overtaking_s
         width = int(rules[lay.RING_AT]) + 2 + lay.WAITING_FIELDS * int(rules[lay.RING_SIZE])
         routers = fleet.num_routers
@@ -230,6 +182,7 @@ class BatchingSim:
             chains=np.zeros((num_copies, 0), dtype=np.int64),
             state=np.zeros((num_copies, num, width)),
             links=np.zeros((num_copies, num, lay.NUM_LINKS, 1), dtype=np.int32),
+            cached=np.zeros((num_copies, -(-num // lay.REPLICAS_PER_WORD), 1), dtype=np.int64),
             block_s=np.zeros((num_copies, num, lay.SENT_S + routers, 1)),
             routers=np.zeros((num_copies, routers, num, lay.NUM_OWN)),
             clock=np.zeros((num_copies, lay.NUM_CLOCK)),
@@ -294,7 +247,8 @@ class BatchingSim:
         for name, axis, needed, fill in (
             ("chains", 1, len(stream.chains), 0),
             ("events", 1, len(stream.events), np.inf),
-            ("links", 3, stream.num_blocks + 1, lay.ABSENT),
+            ("links", 3, stream.num_blocks + 1, 0),
+            ("cached", 2, stream.num_blocks + 1, 0),
             ("block_s", 3, stream.num_blocks + 1, -np.inf),
             ("turns", 1, len(stream.turns), 0),
             ("pending", 1, clients, 0),
@@ -318,7 +272,7 @@ class BatchingSim:
         factors = np.exp(rng.uniform(low, high, len(params)))
         params[:, lay.ITERATION_S : lay.KV_TOKEN_S + 1] /= factors[:, None]
         params[:, lay.TOKENS_PER_S] *= factors
-        params[:, lay.RANK] = _ranks(params)
+        params[:, lay.RANK] = ranks(params)
         if randomisation.scrape_interval_s is not None:
             params[:, lay.SCRAPE_INTERVAL_S] = rng.uniform(*randomisation.scrape_interval_s)
         self.clear(copy)
@@ -397,6 +351,28 @@ class BatchingSim:
         """
         kernel.drain(self.arrays, self.rewards)
         return self.rewards
+
+    def run_given(self, servers: IntArray) -> FloatArray:
+        """Run all streams to the end with decisions that are given.
+
+        Args:
+            servers: Replica of each request, as often as it is placed, shape (num_copies,
+                stream_length).
+
+        Returns:
+            Reward earned from each decision to the next, of the same shape.
+
+        Raises:
+            ValueError: The decisions have another shape, or one names no replica.
+        """
+        shape, num = self.arrays.outcomes.shape[:2], self.scenario.num_servers
+        if servers.shape != shape:
+            raise ValueError(f"decisions of shape {servers.shape} given; give {shape}")
+        if servers.min() < 0 or servers.max() >= num:
+            raise ValueError(f"a decision names no replica; choose 0..{num - 1}")
+        rewards = np.empty(shape)
+        kernel.run_given(self.arrays, servers, rewards)
+        return rewards
 
     def run_linear(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME

@@ -178,6 +178,8 @@ def _branch(fleet: FleetArrays, first: int, last: int) -> None:
             _copy(fleet.links[_PLAYED, server, kind], fleet.links[_AHEAD, server, kind])
         for kind in range(fleet.block_s.shape[2]):
             _copy(fleet.block_s[_PLAYED, server, kind], fleet.block_s[_AHEAD, server, kind])
+    for word in range(fleet.cached.shape[1]):
+        _copy(fleet.cached[_PLAYED, word], fleet.cached[_AHEAD, word])
     _copy(fleet.clock[_PLAYED], fleet.clock[_AHEAD])
     size = fleet.retries.shape[1]
     for ahead in range(int(fleet.clock[_PLAYED, lay.RETRY_COUNT])):

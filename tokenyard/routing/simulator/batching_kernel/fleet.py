@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.clients import (
@@ -16,6 +16,7 @@ from tokenyard.routing.simulator.batching_kernel.clients import (
 )
 from tokenyard.routing.simulator.batching_kernel.iteration import advance, begin
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, replica_of
+from tokenyard.routing.simulator.batching_kernel.prefix_cache import keeps_times
 from tokenyard.routing.simulator.batching_kernel.queue import enqueue, waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import (
     count_latency,
@@ -34,7 +35,6 @@ def _empty_replica(row, params, links, status, warm_until):
     row[lay.NEXT_ABANDON_S] = math.inf
     row[lay.FREE] = params[lay.NUM_PAGES]
     row[lay.WARM_UNTIL_S] = warm_until
-    links[lay.HOLDERS, :] = lay.ABSENT
     links[lay.BEFORE, lay.ANCHOR] = lay.ANCHOR
     links[lay.AFTER, lay.ANCHOR] = lay.ANCHOR
 
@@ -50,7 +50,9 @@ def clear(fleet, copy):
         )
         row[lay.SCRAPED_S] = -math.inf
         row[lay.SCRAPED_STATUS] = lay.UP
-    fleet.block_s[copy] = -math.inf
+        if fleet.replica_params[copy, server, lay.SCRAPE_INTERVAL_S] > 0.0:
+            fleet.block_s[copy, server] = -math.inf
+    fleet.cached[copy] = 0
     fleet.routers[copy] = 0.0
     fleet.routers[copy, :, :, lay.OWN_RESPONSE_S] = math.nan
     fleet.clock[copy] = 0.0
@@ -101,6 +103,8 @@ def track_request(replica, index, match_tokens):
 @compiled
 def note_sent_blocks(replica, index, now):
     """Let the router of a request believe that its prefix will be cached here."""
+    if not keeps_times(replica):
+        return
     requests = replica.requests
     sent = lay.SENT_S + int(requests[index, lay.ROUTER])
     at = int(requests[index, lay.CHAIN_AT])
@@ -114,7 +118,7 @@ def kv_used(row, params):
     return 1.0 - (row[lay.FREE] + row[lay.EVICTABLE]) / params[lay.NUM_PAGES]
 
 
-@compiled
+@compiled_inline
 def _scrape(replica, now):
     """Publish what the replica holds now."""
     row = replica.row
@@ -127,7 +131,7 @@ def _scrape(replica, now):
         replica.own[router, lay.OWN_COUNT_AT_SCRAPE] = replica.own[router, lay.OWN_COUNT]
 
 
-@compiled
+@compiled_inline
 def _catch_up(replica, now):
     """Run a replica to `now`, publishing its state at the last multiple of the interval."""
     row = replica.row
@@ -249,8 +253,10 @@ def _stop(replica, now):
         if row[lay.DECODING] > 0.0:
             count_latency(replica, row[lay.TAKES_S], -row[lay.DECODING])
     for block in range(1, replica.links.shape[1]):
-        if replica.links[lay.HOLDERS, block] != lay.ABSENT:
-            replica.block_s[lay.WENT_S, block] = now
+        if replica.cached[block] & replica.bit:
+            replica.cached[block] &= ~replica.bit
+            if keeps_times(replica):
+                replica.block_s[lay.WENT_S, block] = now
     replica.own[:, lay.OWN_DECODING] = 0.0
     row[lay.LOOKED_J] = row[lay.BUSY_J]
     _empty_replica(row, replica.params, replica.links, lay.DOWN, -math.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import pages_of, pages_per_block, phase_at
 from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
@@ -95,7 +95,7 @@ def _pages_for_decode(row, rules, step):
     return row[phase_at(rules, -step)]
 
 
-@compiled
+@compiled_inline
 def _admission(replica):
     """Whether the next request may run now.
 
@@ -114,6 +114,9 @@ def _admission(replica):
     hit = hit_blocks(replica, index)
     pages = pages_of(rules, replica.requests[index, lay.CONTEXT] + row[slot + lay.W_GENERATED])
     spare = row[lay.FREE] + row[lay.EVICTABLE]
+    if pages <= spare:
+        # Pages of the hit that are evictable now are among those that it saves.
+        return True, hit, pages - hit * pages_per_block(rules) if hit else pages
     if hit:
         pages -= hit * pages_per_block(rules)
         chain = int(replica.requests[index, lay.CHAIN_AT])
@@ -125,7 +128,15 @@ def _admission(replica):
     return True, hit, pages
 
 
-@compiled
+@compiled_inline
+def _may_admit(replica):
+    """Whether the next request may run now, as `_admission` says."""
+    row = replica.row
+    full = row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
+    return row[lay.WAITING] > 0.0 and not full and _admission(replica)[0]
+
+
+@compiled_inline
 def _admit(replica, hit, pages, budget, now):
     """Let the first that waits run; return the tokens that it computes in this iteration."""
     row = replica.row
@@ -155,13 +166,13 @@ def _admit(replica, hit, pages, budget, now):
     return chunk, cached
 
 
-@compiled
+@compiled_inline
 def time_of(base, growth, count):
     """Time of `count` iterations, the first of which takes `base`, each `growth` more."""
     return count * base + growth * count * (count - 1.0) / 2.0
 
 
-@compiled
+@compiled_inline
 def _whole_iterations(base, growth, time, most):
     """Most iterations, up to `most`, that fit into `time`."""
     if time_of(base, growth, most) <= time:
@@ -176,18 +187,26 @@ def _whole_iterations(base, growth, time, most):
     return min(count, most)
 
 
-@compiled
-def _pages_of_steps(row, rules, steps):
-    """Pages that the decoding sequences need for so many more tokens each."""
+@compiled_inline
+def _pages_of_steps(row, rules, step, steps):
+    """Pages that the decoding sequences need for so many more tokens each, after `step`."""
     page = int(rules[lay.PAGE_TOKENS])
-    whole = steps // page
-    pages = whole * row[lay.DECODING]
-    for ahead in range(int(steps - whole * page)):
-        pages += _pages_for_decode(row, rules, row[lay.STEP] + ahead)
+    left = int(steps)
+    pages = 0.0
+    if left >= page:
+        pages = left // page * row[lay.DECODING]
+        left %= page
+    phase = phase_at(rules, -step)
+    end = lay.NUM_SCALARS + page
+    for _ in range(left):
+        pages += row[phase]
+        phase += 1
+        if phase == end:
+            phase = lay.NUM_SCALARS
     return pages
 
 
-@compiled
+@compiled_inline
 def _account_work(replica, iterations, prefill, decoding, kv, duration):
     """Add up time and energy of iterations with these sums over them."""
     row = replica.row
@@ -238,7 +257,7 @@ def _skip_ahead(replica, now, until):
         if now + time_of(base, growth, starts) < limit:
             starts += 1.0
         steps = min(steps, starts)
-    pages = _pages_of_steps(row, replica.rules, steps)
+    pages = _pages_of_steps(row, replica.rules, row[lay.STEP], steps)
     spare = row[lay.FREE] + row[lay.EVICTABLE]
     if pages > spare:
         steps = 0.0
@@ -270,7 +289,7 @@ def begin(replica, now, until):
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
-        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _admission(replica)[0]:
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _may_admit(replica):
             break
         later = _skip_ahead(replica, now, until)
         if later == now:
@@ -294,7 +313,7 @@ def begin(replica, now, until):
             budget -= chunk
             kv += row[at + lay.P_KV]
         at += lay.PREFILL_FIELDS
-    while not preempted and budget > 0.0:
+    while not preempted and budget > 0.0 and row[lay.WAITING] > 0.0:
         may_run, hit, pages = _admission(replica)
         if not may_run:
             break
@@ -319,10 +338,65 @@ def begin(replica, now, until):
     row[lay.UNTIL_S] = now + duration
 
 
+@compiled_inline
+def _keep_decoding(replica, until):
+    """End the iteration in progress, and cross all that end by `until`, where all only decode.
+
+    The same as `end_iteration` and `begin`, whose many questions have the answer no. Returns False,
+    and does nothing, where one may not: requests come or go, or pages have to be evicted.
+    """
+    row, params = replica.row, replica.params
+    now = row[lay.UNTIL_S]
+    decoding = row[lay.DECODING]
+    step = row[lay.STEP] + 1.0
+    most = row[lay.MIN_FINISH] - step - 1.0
+    if (
+        row[lay.PREFILLING] > 0.0 or row[lay.WAITING] > 0.0 or decoding == 0.0 or most < 0.0
+        or row[lay.NEXT_ABANDON_S] <= until or now < row[lay.WARM_UNTIL_S]
+        or replica.factors.shape[0] > 0
+    ):  # fmt: skip
+        return False
+    kv = row[lay.KV_SUM] + decoding
+    fixed = params[lay.ITERATION_S] + params[lay.SEQUENCE_S] * decoding
+    base = fixed + params[lay.KV_TOKEN_S] * kv
+    growth = params[lay.KV_TOKEN_S] * decoding
+    steps, skipped_s, skipped_kv = 0.0, 0.0, 0.0
+    if most >= 1.0 and now + base <= until:
+        steps = _whole_iterations(base, growth, until - now, most)
+    pages = _pages_of_steps(row, replica.rules, step, steps + 1.0)
+    if steps > 0.0:
+        skipped_s = time_of(base, growth, steps)
+        skipped_kv = steps * kv + decoding * steps * (steps - 1.0) / 2.0
+        kv += steps * decoding
+        base = fixed + params[lay.KV_TOKEN_S] * kv
+        # By rounding one more may end in time.
+        if most - steps >= 1.0 and now + skipped_s + base <= until:
+            return False
+    if pages > row[lay.FREE]:
+        return False
+    if steps > 0.0:
+        _account_work(replica, steps, 0.0, steps * decoding, skipped_kv, skipped_s)
+    _account_work(replica, 1.0, 0.0, decoding, kv, base)
+    row[lay.FREE] -= pages
+    row[lay.STEP] = step + steps
+    row[lay.KV_SUM] = kv
+    row[lay.UNTIL_S] = now + skipped_s + base
+    if replica.real:
+        routers_receive(replica, 1.0 + steps)
+    return True
+
+
 @compiled
+def _iterate(replica, until):
+    """End the iteration in progress and begin the next one."""
+    end_iteration(replica)
+    begin(replica, replica.row[lay.UNTIL_S], until)
+
+
+@compiled_inline
 def advance(replica, until):
     """Run one replica up to and including `until`."""
     row = replica.row
     while row[lay.BUSY] and row[lay.UNTIL_S] <= until:
-        end_iteration(replica)
-        begin(replica, row[lay.UNTIL_S], until)
+        if not _keep_decoding(replica, until):
+            _iterate(replica, until)

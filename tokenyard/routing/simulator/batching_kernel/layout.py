@@ -10,6 +10,7 @@ B blocks in all chains of a stream, N clients of a closed process, F factors.
     chains    (C, B)              ids of the prefix blocks of all requests, one after the other
     state     (C, S, width)       what a replica holds, row by row as below
     links     (C, S, NUM_LINKS, I + 1)  prefix cache: holders, and the list of evictable blocks
+    cached    (C, ceil(S / 64), I + 1) who has a block: a bit for each replica
     block_s   (C, S, 2 + K, I + 1) when a block came, when it went, when each router last sent it
     routers   (C, K, S, NUM_OWN)  what each router knows of what it sent
     clock     (C, NUM_CLOCK)      where a copy stands
@@ -33,7 +34,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled_inline
 from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.rewards import NUM_REWARDS
 from tokenyard.types import FloatArray, IntArray
@@ -91,10 +92,11 @@ D_INDEX, D_ORDER, D_BASE, D_FINISH, D_HELD, DECODE_FIELDS = range(6)
 # a waiting request: its number, the tokens generated so far, and the key that it waits by
 W_INDEX, W_GENERATED, W_KEY_S, WAITING_FIELDS = range(4)
 
-# links of the prefix cache; ids begin at 1, and 0 is the anchor of the list of evictable blocks
+# links of the prefix cache; ids begin at 1, and 0 is the anchor of the list of evictable blocks.
+# They hold for blocks that are cached; what they are for others is left from before.
 HOLDERS, BEFORE, AFTER, NUM_LINKS = range(4)
-ABSENT = -1
 ANCHOR = 0
+REPLICAS_PER_WORD = 64
 
 # times of a block
 CAME_S, WENT_S, SENT_S = range(3)
@@ -133,7 +135,9 @@ class FleetArrays(NamedTuple):
     chains: IntArray
     state: FloatArray
     links: npt.NDArray[np.int32]
+    cached: IntArray
     block_s: FloatArray
+    """Kept of replicas that are scraped at intervals; others are seen as they are."""
     routers: FloatArray
     clock: FloatArray
     retries: IntArray
@@ -159,6 +163,9 @@ class Replica(NamedTuple):
     requests: FloatArray
     chains: IntArray
     links: npt.NDArray[np.int32]
+    cached: IntArray
+    bit: int
+    """The replica's, in `cached`."""
     block_s: FloatArray
     own: FloatArray
     outcomes: FloatArray
@@ -170,37 +177,38 @@ class Replica(NamedTuple):
     """False in a look ahead: nothing outside the row may change."""
 
 
-@compiled
+@compiled_inline
 def replica_of(fleet, copy, server):
     """One replica of one copy, whose arrays are views."""
     return Replica(
         fleet.state[copy, server], fleet.replica_params[copy, server], fleet.rules,
         fleet.requests[copy], fleet.chains[copy], fleet.links[copy, server],
+        fleet.cached[copy, server // REPLICAS_PER_WORD], 1 << (server % REPLICAS_PER_WORD),
         fleet.block_s[copy, server], fleet.routers[copy, :, server], fleet.outcomes[copy],
         fleet.latencies[copy], fleet.turns[copy], fleet.pending[copy], fleet.factors[copy, server],
         True,
     )  # fmt: skip
 
 
-@compiled
+@compiled_inline
 def start_by_s(requests, index):
     """Time at which a request is given up that still waits for its prompt to begin."""
     return requests[index, ARRIVAL_S] + requests[index, MAX_WAIT_S]
 
 
-@compiled
+@compiled_inline
 def pages_of(rules, tokens):
     """Pages that so many tokens take."""
     return math.ceil(tokens / rules[PAGE_TOKENS])
 
 
-@compiled
+@compiled_inline
 def pages_per_block(rules):
     """Pages that a block of a prefix takes."""
     return rules[BLOCK_TOKENS] / rules[PAGE_TOKENS]
 
 
-@compiled
+@compiled_inline
 def phase_at(rules, tokens):
     """Place in `row` that counts sequences whose KV fills its pages when STEP = -tokens."""
     page = int(rules[PAGE_TOKENS])

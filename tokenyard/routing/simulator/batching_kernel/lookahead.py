@@ -48,8 +48,8 @@ def copied(replica, scratch):
     copy_row(replica.row, replica.rules, scratch)
     return Replica(
         scratch, replica.params, replica.rules, replica.requests, replica.chains, replica.links,
-        replica.block_s, replica.own, replica.outcomes, replica.latencies, replica.turns,
-        replica.pending, replica.factors, False,
+        replica.cached, replica.bit, replica.block_s, replica.own, replica.outcomes,
+        replica.latencies, replica.turns, replica.pending, replica.factors, False,
     )  # fmt: skip
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled_inline
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import pages_per_block
 
 
-@compiled
+@compiled_inline
 def _unlink(links, block):
     before = links[lay.BEFORE, block]
     after = links[lay.AFTER, block]
@@ -15,7 +15,7 @@ def _unlink(links, block):
     links[lay.BEFORE, after] = before
 
 
-@compiled
+@compiled_inline
 def _link_last(links, block):
     """Make a block the last one to be evicted."""
     last = links[lay.BEFORE, lay.ANCHOR]
@@ -25,7 +25,13 @@ def _link_last(links, block):
     links[lay.BEFORE, lay.ANCHOR] = block
 
 
-@compiled
+@compiled_inline
+def keeps_times(replica):
+    """Whether its router may know less of its cache than is true."""
+    return replica.params[lay.SCRAPE_INTERVAL_S] > 0.0
+
+
+@compiled_inline
 def take_pages(replica, pages, now):
     """Use so many pages, evicting what is oldest where too few are free."""
     row = replica.row
@@ -34,14 +40,15 @@ def take_pages(replica, pages, now):
         if replica.real:
             block = replica.links[lay.AFTER, lay.ANCHOR]
             _unlink(replica.links, block)
-            replica.links[lay.HOLDERS, block] = lay.ABSENT
-            replica.block_s[lay.WENT_S, block] = now
+            replica.cached[block] &= ~replica.bit
+            if keeps_times(replica):
+                replica.block_s[lay.WENT_S, block] = now
         row[lay.EVICTABLE] -= size
         row[lay.FREE] += size
     row[lay.FREE] -= pages
 
 
-@compiled
+@compiled_inline
 def num_chained(replica, index, tokens):
     """Blocks of a request's chain that lie within so many tokens."""
     size = replica.rules[lay.BLOCK_TOKENS]
@@ -50,7 +57,7 @@ def num_chained(replica, index, tokens):
     return min(int(tokens // size), int(replica.requests[index, lay.CHAIN_LENGTH]))
 
 
-@compiled
+@compiled_inline
 def hit_blocks(replica, index):
     """Length of the longest prefix of a request's chain that the cache holds, in blocks.
 
@@ -59,12 +66,12 @@ def hit_blocks(replica, index):
     most = num_chained(replica, index, replica.requests[index, lay.CONTEXT] - 1.0)
     at = int(replica.requests[index, lay.CHAIN_AT])
     hit = 0
-    while hit < most and replica.links[lay.HOLDERS, replica.chains[at + hit]] != lay.ABSENT:
+    while hit < most and replica.cached[replica.chains[at + hit]] & replica.bit:
         hit += 1
     return hit
 
 
-@compiled
+@compiled_inline
 def hold_blocks(replica, index, hit):
     """Hold the first `hit` blocks of a request's chain, all of which are cached."""
     at = int(replica.requests[index, lay.CHAIN_AT])
@@ -77,7 +84,7 @@ def hold_blocks(replica, index, hit):
             replica.links[lay.HOLDERS, block] += 1
 
 
-@compiled
+@compiled_inline
 def register_blocks(replica, index, held, tokens, now):
     """Turn the pages of chained blocks within `tokens` into cached ones; return blocks held."""
     most = num_chained(replica, index, tokens)
@@ -86,14 +93,16 @@ def register_blocks(replica, index, held, tokens, now):
     at = int(replica.requests[index, lay.CHAIN_AT])
     size = pages_per_block(replica.rules)
     for block in replica.chains[at + held : at + most]:
-        holders = replica.links[lay.HOLDERS, block]
-        if holders == lay.ABSENT:
+        if not replica.cached[block] & replica.bit:
+            replica.cached[block] |= replica.bit
             replica.links[lay.HOLDERS, block] = 1
             # One that went since the last scrape was there at that scrape.
-            if replica.block_s[lay.WENT_S, block] <= replica.row[lay.SCRAPED_S]:
+            if keeps_times(replica) and (
+                replica.block_s[lay.WENT_S, block] <= replica.row[lay.SCRAPED_S]
+            ):
                 replica.block_s[lay.CAME_S, block] = now
             continue
-        if holders == 0:
+        if replica.links[lay.HOLDERS, block] == 0:
             _unlink(replica.links, block)
             replica.row[lay.EVICTABLE] -= size
         replica.links[lay.HOLDERS, block] += 1
@@ -101,7 +110,7 @@ def register_blocks(replica, index, held, tokens, now):
     return most
 
 
-@compiled
+@compiled_inline
 def release_pages(replica, index, held, pages):
     """Give back the pages of a sequence, of which the first `held` blocks may stay cached."""
     size = pages_per_block(replica.rules)

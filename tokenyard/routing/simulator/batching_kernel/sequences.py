@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.clients import ask_again
@@ -24,7 +24,7 @@ def update_min_finish(row, rules):
     row[lay.MIN_FINISH] = least
 
 
-@compiled
+@compiled_inline
 def remove_decoding(replica, which):
     """Take a sequence out of the batch and release what it holds."""
     row = replica.row
@@ -66,7 +66,7 @@ def _forget_prefilling(row, rules, which):
         row[place] = row[place + lay.PREFILL_FIELDS]
 
 
-@compiled
+@compiled_inline
 def routers_receive(replica, steps):
     """Every router gets the tokens of its own sequences as they are generated."""
     for router in range(replica.own.shape[0]):
@@ -74,7 +74,7 @@ def routers_receive(replica, steps):
         own[lay.OWN_GENERATED] += own[lay.OWN_DECODING] * steps
 
 
-@compiled
+@compiled_inline
 def router_acknowledge(replica, index, generated):
     """A request has left the replica: its router counts it as in flight no longer."""
     own = replica.own[int(replica.requests[index, lay.ROUTER])]
@@ -86,14 +86,14 @@ def router_acknowledge(replica, index, generated):
         own[lay.OWN_PREFILL] -= replica.outcomes[index, lay.ASSUMED_PREFILL]
 
 
-@compiled
+@compiled_inline
 def count_latency(replica, latency_s, tokens):
     """Count tokens that came so long after the one before."""
     place = int(math.log(latency_s / lay.LATENCY_BIN_START_S) * lay.LATENCY_BINS_PER_E)
     replica.latencies[min(max(place, 0), lay.LATENCY_BINS - 1)] += tokens
 
 
-@compiled
+@compiled_inline
 def _met(requests, outcomes, index):
     """Whether a request that is done attained every SLO of its class."""
     ttft = outcomes[index, lay.FIRST_TOKEN_S] - requests[index, lay.ARRIVAL_S]
@@ -107,7 +107,7 @@ def _met(requests, outcomes, index):
     )
 
 
-@compiled
+@compiled_inline
 def _finish(replica, index, now):
     """Note that a request is held no longer, for the sum over those that are."""
     row = replica.row
@@ -119,7 +119,7 @@ def _finish(replica, index, now):
         row[lay.LOOKED_FINISH_S] = now
 
 
-@compiled
+@compiled_inline
 def _complete(replica, which, now):
     row = replica.row
     requests = replica.requests
@@ -148,7 +148,7 @@ def _complete(replica, which, now):
         row[lay.EARNED] += replica.rules[pay.SLO_AT_COMPLETION]
 
 
-@compiled
+@compiled_inline
 def end_prefill(replica, which, now):
     """A sequence has computed all it lacked: it has a token, and decodes from now on."""
     row = replica.row

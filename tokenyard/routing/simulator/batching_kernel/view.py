@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from tokenyard.compiled import compiled
+from tokenyard.compiled import compiled, compiled_inline
 from tokenyard.routing import observation as ob
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
-from tokenyard.routing.simulator.batching_kernel.prefix_cache import num_chained
+from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
+    hit_blocks,
+    keeps_times,
+    num_chained,
+)
+
+
+@compiled_inline
+def _find_hits(fleet, copy, index):
+    """Write the tokens of a request's prefix that each replica has cached; all in one walk."""
+    rules = fleet.rules
+    num = fleet.replica_params.shape[1]
+    table = fleet.tables[copy]
+    for first in range(0, num, lay.REPLICAS_PER_WORD):
+        replica = replica_of(fleet, copy, first)
+        most = num_chained(replica, index, replica.requests[index, lay.CONTEXT] - 1.0)
+        at = int(replica.requests[index, lay.CHAIN_AT])
+        end = min(num, first + lay.REPLICAS_PER_WORD)
+        table[first:end, ob.MATCH_TOKENS] = most * rules[lay.BLOCK_TOKENS]
+        has = -1
+        for k in range(most):
+            still = has & replica.cached[replica.chains[at + k]]
+            if still == has:
+                continue
+            for server in range(first, end):
+                if (has ^ still) >> (server - first) & 1:
+                    table[server, ob.MATCH_TOKENS] = k * rules[lay.BLOCK_TOKENS]
+            has = still
+            if has == 0:
+                break
 
 
 @compiled
-def _match_blocks(replica, index):
+def _believed_blocks(replica, index):
     """Blocks of a request's prefix that its router believes to be cached.
 
     It knows the blocks that were there at the last scrape, and those it has sent since.
@@ -24,8 +53,7 @@ def _match_blocks(replica, index):
     while match < most:
         block = replica.chains[at + match]
         there = replica.block_s[lay.CAME_S, block] <= scraped and (
-            replica.links[lay.HOLDERS, block] != lay.ABSENT
-            or replica.block_s[lay.WENT_S, block] > scraped
+            replica.cached[block] & replica.bit or replica.block_s[lay.WENT_S, block] > scraped
         )
         if not (there or replica.block_s[sent, block] > scraped):
             break
@@ -33,7 +61,7 @@ def _match_blocks(replica, index):
     return match
 
 
-@compiled
+@compiled_inline
 def _fill_row(replica, index, now, out):
     row = replica.row
     params = replica.params
@@ -67,10 +95,23 @@ def _fill_row(replica, index, now, out):
     out[ob.TOKEN_BUDGET] = params[lay.TOKEN_BUDGET]
     out[ob.KV_CAPACITY_TOKENS] = params[lay.NUM_PAGES] * replica.rules[lay.PAGE_TOKENS]
     out[ob.KV_USED_FRACTION] = row[lay.SCRAPED_KV]
-    out[ob.MATCH_TOKENS] = _match_blocks(replica, index) * replica.rules[lay.BLOCK_TOKENS]
+    if keeps_times(replica):
+        out[ob.MATCH_TOKENS] = _believed_blocks(replica, index) * replica.rules[lay.BLOCK_TOKENS]
     out[ob.AGE_S] = now - row[lay.SCRAPED_S]
     out[ob.ROUTABLE] = row[lay.SCRAPED_STATUS] == lay.UP
     out[ob.WAIT_S] = ob.batching_wait_s(out)
+
+
+@compiled_inline
+def fill_match(fleet, copy, server):
+    """Write of one replica only how much it has of the current request's prefix."""
+    replica = replica_of(fleet, copy, server)
+    index = int(fleet.clock[copy, lay.CURRENT])
+    if keeps_times(replica):
+        blocks = _believed_blocks(replica, index)
+    else:
+        blocks = hit_blocks(replica, index)
+    fleet.tables[copy, server, ob.MATCH_TOKENS] = blocks * replica.rules[lay.BLOCK_TOKENS]
 
 
 @compiled
@@ -79,6 +120,7 @@ def fill_table(fleet, copy):
     index = int(fleet.clock[copy, lay.CURRENT])
     if index < 0:
         return
+    _find_hits(fleet, copy, index)
     for server in range(fleet.replica_params.shape[1]):
         replica = replica_of(fleet, copy, server)
         _fill_row(replica, index, fleet.clock[copy, lay.NOW_S], fleet.tables[copy, server])
