@@ -1,15 +1,20 @@
 """Champions of routing beside the best rules, on streams that nothing was chosen on.
 
 python benchmarks/fresh_seeds.py --json fresh_seeds.json
+python benchmarks/fresh_seeds.py --scenario azure_code_slo --loads 0.5 0.7 0.95 1.05
 
 The rules are the best that orders, the best first come, first served, and the best that looks at
 all who wait, each by its score on the training streams that it was tuned on. Streams are synthetic
-ones of a fresh seed and, where the scenario has one, the recorded test part. All p-values of the
-table are one family (Holm).
+ones of a fresh seed and, where the scenario has one, the recorded test part. With `--loads` the
+rules of each load are the best in hindsight: of all placements, orders and knobs, and the
+scenario's tuned rules, those with the best score and with the lowest mean on training streams of
+that very load. All p-values of the table are one family (Holm).
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -28,7 +33,9 @@ from tokenyard.routing.policies import base_of
 from tokenyard.routing.policies.order import IN_ORDER
 from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.problem import PROBLEM
-from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.rule_replay import Replay
+from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.server_models import COMPARED
 from tokenyard.routing.simulator.streams import (
     StreamSet,
@@ -36,7 +43,7 @@ from tokenyard.routing.simulator.streams import (
     held_out_streams,
     synthetic_streams,
 )
-from tokenyard.routing.validation import artifact_runs
+from tokenyard.routing.validation import artifact_runs, outcome_runs
 from tokenyard.statistics.intervals import holm
 
 
@@ -50,6 +57,10 @@ class Args:
     """`champion`, or the path of a policy file."""
     rules: tuple[str, ...] = ()
     """Names; none: the best that orders, first come, first served, and that sees all who wait."""
+    loads: tuple[float, ...] = ()
+    """Offered loads, each with best rules of its own; none: the scenario's load and `rules`."""
+    choosing: int = 6
+    """Training streams that the rules of a load are found on."""
     seed: int = 52711
     streams: int = 30
     json: Path | None = None
@@ -80,10 +91,13 @@ def best_rules(scenario: str) -> list[str]:
 
 
 def rows_of(args: Args, name: str) -> list[Row]:
-    """Compare one scenario's champion with each rule on each part."""
+    """Compare one scenario's champion with each rule on each part, or at each load."""
     source = StreamSource(load_scenario(name))
     path = args.policy if args.policy.endswith(".npz") else None
     sha256, run = _ours(source, path)
+    if args.loads:
+        at_loads = [row for load in args.loads for row in _rows_at(args, source, load, run)]
+        return [{**row, "sha256": sha256} for row in at_loads]
     parts: dict[str, StreamSet] = {"synthetic": synthetic_streams(source, args.streams, args.seed)}
     recorded = held_out_streams(source)
     if recorded is not None:
@@ -94,16 +108,41 @@ def rows_of(args: Args, name: str) -> list[Row]:
         for rule in args.rules or best_rules(name):
             if rule == sha256:
                 continue  # It is what ships.
-            runs = {rule: rule_runs(rule, source.scenario, streams), args.policy: ours}
-            theirs, row = compare(PROBLEM, source.scenario, streams, runs, rule)
-            beside = {f"baseline_{key}": theirs[key] for key in (one.key for one in COMPARED)}
-            samples = PROBLEM.samples(source.scenario, streams, runs, rule)
-            p_values = {
-                one.p_key: samples[args.policy].p_value(samples[rule], one.key) for one in COMPARED
-            }
-            more = {"part": part, "baseline": rule, "sha256": sha256}
-            rows.append({**row, **beside, **p_values, **more})
+            theirs = rule_runs(rule, source.scenario, streams)
+            row = _compared(source.scenario, streams, {rule: theirs, args.policy: ours})
+            rows.append({**row, "part": part, "sha256": sha256})
     return rows
+
+
+def _rows_at(args: Args, source: StreamSource, load: float, run: Runner) -> list[Row]:
+    """Compare the champion with the best rules in hindsight at one offered load."""
+    scenario, factor = source.scenario, load / source.offered_load
+    training = synthetic_streams(source, args.choosing, args.seed, "training", factor)
+    replay = Replay(scenario, training.requests, tuned=True)
+    best = [replay.best_rules(by)[0] for by in ("score", "mean_response_s")]
+    streams = synthetic_streams(source, args.streams, args.seed, load_factor=factor)
+    ours, rows = run(streams), []
+    for rule in dict.fromkeys(best):
+        theirs = outcome_runs(scenario, streams, replay.rules[rule])
+        row = _compared(scenario, streams, {rule: theirs, args.policy: ours})
+        chosen_by = " and ".join(
+            by for by, name in zip(("score", "mean"), best, strict=True) if name == rule
+        )
+        rows.append(
+            {**row, "part": f"load {load:g}", "offered_load": load, "chosen_by": chosen_by}
+        )  # fmt: skip
+    print(f"{scenario.name} at {load:g}: {best}", file=sys.stderr, flush=True)
+    return rows
+
+
+def _compared(scenario: Scenario, streams: StreamSet, runs: Mapping[str, list[Run]]) -> Row:
+    """What a policy and a rule do, with the difference; the rule is the first of `runs`."""
+    rule, policy = runs
+    theirs, row = compare(PROBLEM, scenario, streams, runs, rule)
+    beside = {f"baseline_{key}": theirs[key] for key in (one.key for one in COMPARED)}
+    samples = PROBLEM.samples(scenario, streams, runs, rule)
+    p_values = {one.p_key: samples[policy].p_value(samples[rule], one.key) for one in COMPARED}
+    return {**row, **beside, **p_values, "baseline": rule}
 
 
 def _ours(source: StreamSource, path: str | None) -> tuple[str, Runner]:

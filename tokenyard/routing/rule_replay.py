@@ -21,16 +21,17 @@ from tokenyard.types import FloatArray
 
 _FIRST_STREAMS, _FINALISTS = 2, 5
 """Streams that every rule is tried on, and how many of the best rules are tried on all."""
-_SCORE = NAMES.index("score")
 
 
 class Replay:
     """Streams of one scenario, on which anything may be run."""
 
-    def __init__(self, scenario: Scenario, streams: Sequence[Stream]) -> None:
-        """Take streams of equal length."""
+    def __init__(self, scenario: Scenario, streams: Sequence[Stream], tuned: bool = False) -> None:
+        """Take streams of equal length; `tuned`: the rules that ship for the scenario play too."""
         self._scenario, self._streams = scenario, streams
+        self._tuned = server_model(scenario).tuned_variants() if tuned else {}
         self._sims: dict[int, Simulator] = {}
+        self._means: dict[tuple[str, int], FloatArray] = {}
 
     def rows(self, decide: Decide, count: int | None = None) -> FloatArray:
         """What a policy does on the first `count` streams, or on all, shape (count, len(NAMES))."""
@@ -40,11 +41,14 @@ class Replay:
         slo_s = self._scenario.slo_response_s
         return np.array([outcome_row(sim.outcomes(copy), slo_s) for copy in range(count)])
 
-    def best_rules(self) -> list[str]:
+    def best_rules(self, by: str = "score") -> list[str]:
         """Names of the rules of the best mean scores (`metrics.score`), the best first.
 
         Placements are tried first come first served and with the default knob of their orders; the
-        best of them with all knobs; and the best rules on all streams.
+        best of them with all knobs, and tuned rules; and the best of these on all streams.
+
+        Args:
+            by: One of `NAMES`; what is not the score is better where it is lower.
         """
         few = min(_FIRST_STREAMS, len(self._streams))
         found: dict[str, float] = {}
@@ -52,26 +56,33 @@ class Replay:
         def best(names: Iterable[str], most: int) -> list[str]:
             for name in names:
                 if name not in found:
-                    found[name] = self._score(name, few)
+                    found[name] = self._score(name, few, by)
             return sorted(found, key=found.__getitem__, reverse=True)[:most]
 
         default = f"{KNOB}{ORDERS['sjf'].default:g}"
         leading = best(
-            (one for one in self.rules if BETWEEN not in one or one.endswith(default)), 4
+            (one for one in self._variants if BETWEEN not in one or one.endswith(default)), 4
         )
         placements = {name.partition(BETWEEN)[0] for name in leading}
-        all_knobs = (name for name in self.rules if name.partition(BETWEEN)[0] in placements)
-        finalists = best(all_knobs, _FINALISTS)
-        scores = {name: self._score(name, len(self._streams)) for name in finalists}
+        all_knobs = [name for name in self._variants if name.partition(BETWEEN)[0] in placements]
+        finalists = best([*all_knobs, *self._tuned], _FINALISTS)
+        scores = {name: self._score(name, len(self._streams), by) for name in finalists}
         return sorted(finalists, key=scores.__getitem__, reverse=True)
 
     @cached_property
     def rules(self) -> dict[str, Decide]:
         """Name of every rule to what runs it: all placements, orders and knobs."""
+        return self._variants | self._tuned
+
+    @cached_property
+    def _variants(self) -> dict[str, Decide]:
         return server_model(self._scenario).rule_variants(self._simulator(len(self._streams)))
 
-    def _score(self, name: str, count: int) -> float:
-        return float(self.rows(self.rules[name], count)[:, _SCORE].mean())
+    def _score(self, name: str, count: int, by: str) -> float:
+        if (name, count) not in self._means:
+            self._means[name, count] = self.rows(self.rules[name], count).mean(axis=0)
+        found = float(self._means[name, count][NAMES.index(by)])
+        return found if by == "score" else -found
 
     def _simulator(self, count: int) -> Simulator:
         if count not in self._sims:

@@ -181,6 +181,19 @@ class _Servers:
                     found[f"{name}{BETWEEN}{behind}"] = partial(place, order=weights)
         return found
 
+    def tuned_variants(self) -> dict[str, Decide]:
+        """The scenario's tuned rules that run compiled, and its tuned orders with every knob."""
+        tuned = find_tuned(self.scenario.name)
+        if tuned is None:
+            return {}
+        knobs = ("", *(f"{KNOB}{knob:g}" for knob in VARIANT_KNOBS))
+        rules = {name: self.compiled_rule(name) for name in self.compiled_rules} | {
+            name + knob: self.compiled_order(name + knob, tuned)
+            for name in tuned.orders
+            for knob in knobs
+        }
+        return {name: decide for name, decide in rules.items() if decide is not None}
+
     def in_order(self) -> Mapping[str, Place]:
         """The placement that knows the order, with several parameters."""
         return {IN_ORDER: lambda sim, order: sim.run_in_order(order)}
