@@ -59,9 +59,9 @@ class Replay:
                     found[name] = self._score(name, few, by)
             return sorted(found, key=found.__getitem__, reverse=True)[:most]
 
-        default = f"{KNOB}{ORDERS['sjf'].default:g}"
+        defaults = tuple(f"{name}{KNOB}{order.default:g}" for name, order in ORDERS.items())
         leading = best(
-            (one for one in self._variants if BETWEEN not in one or one.endswith(default)), 4
+            (one for one in self._variants if BETWEEN not in one or one.endswith(defaults)), 4
         )
         placements = {name.partition(BETWEEN)[0] for name in leading}
         all_knobs = [name for name in self._variants if name.partition(BETWEEN)[0] in placements]

@@ -12,6 +12,7 @@ from oracle.instances import a_poisson_stream, a_scenario, loaded, one
 from sizes import is_thorough
 
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, SERVICE_WEIGHT
 
 # Of a quarter of the requests the mean is half as sure.
 NUM_REQUESTS, BAND = (400_000, 1) if is_thorough() else (100_000, 2)
@@ -20,14 +21,18 @@ MEAN_TOKENS = 500.0
 SERVICE_S = MEAN_TOKENS / SPEED
 
 
-def outcomes_under(tokens, load, discipline="serial", concurrency=1, servers=1, seed=0):
+def outcomes_under(
+    tokens, load, discipline="serial", concurrency=1, servers=1, seed=0, order=FIRST_COME
+):
     """Send Poisson traffic to equal servers, under shortest expected delay."""
-    scenario = a_scenario([(SPEED, concurrency)] * servers, discipline, queue_limit=3000)
+    scenario = a_scenario(
+        [(SPEED, concurrency)] * servers, discipline, queue_limit=3000, max_overtaking_s=1e6
+    )
     slots = concurrency if discipline == "parallel_full" else 1
     rate_per_s = load * slots * servers / SERVICE_S
     rng = np.random.default_rng(seed)
     sim = loaded(scenario, a_poisson_stream(rng, len(tokens), rate_per_s, tokens))
-    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), MEAN_TOKENS)
+    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), MEAN_TOKENS, order)
     return sim.outcomes(), rate_per_s
 
 
@@ -101,6 +106,25 @@ def test_mean_wait_under_shortest_job_first_is_that_of_phipps(load):
     load_below = rate_per_s * np.cumsum(service_s) / len(service_s)
     expected = np.mean(in_progress_s / (1 - load_below) ** 2)
     assert mean_wait_s(outcomes) == pytest.approx(expected, rel=0.04 * BAND)
+
+
+def test_a_boost_has_a_lighter_tail_and_a_lower_mean_than_first_come_in_m_m_1():
+    """And shortest first has the lowest mean for a heavier tail (Yu and Scully 2024)."""
+    load = 0.8
+    decay_per_s = (1 - load) / SERVICE_S  # Of response times of M/M/1, first come, first served.
+    found = {}
+    for name, place, knob in (
+        ("first come", BOOST_S, 0.0), ("boost", BOOST_S, 1 / decay_per_s),
+        ("sjf", SERVICE_WEIGHT, 1e3),
+    ):  # fmt: skip
+        order = FIRST_COME.copy()
+        order[place] = knob
+        response_s = outcomes_under(exponential_tokens(), load, order=order)[0].response_s
+        found[name] = float(response_s.mean()), float(np.quantile(response_s, 0.999))
+    (mean, tail), (boost_mean, boost_tail), (sjf_mean, sjf_tail) = found.values()
+    assert tail == pytest.approx(math.log(1000) / decay_per_s, rel=0.1 * BAND)
+    assert sjf_mean < boost_mean < 0.8 * mean
+    assert boost_tail < tail < sjf_tail
 
 
 def test_mean_waits_of_two_classes_are_those_of_cobham():

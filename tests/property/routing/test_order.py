@@ -123,6 +123,16 @@ def test_a_prompt_counts_without_what_the_replica_has_cached():
     assert wspt.delay_s(a_request(1000), cached) == pytest.approx(1.2)
 
 
+def test_a_boost_tells_short_requests_apart_by_their_ratio_and_long_ones_hardly():
+    boost = ORDERS["boost"].make(3, {"boost_s": 10.0})
+    delays = [boost.delay_s(a_request(n), SERVER) for n in (1, 10, 100, 200, 400, 100_000)]
+    assert delays[:2] == [0.0, 0.0]
+    assert np.diff(delays[2:5]) == pytest.approx(10.0 * math.log(2.0), rel=0.02)
+    assert delays[5] == pytest.approx(10.0 * math.log(1000.0), rel=0.001)
+    key_s = [10.0 * math.log(1.0 - math.exp(-n / 1e4)) for n in (100, 100_000)]
+    assert delays[5] - delays[2] == pytest.approx(key_s[1] - key_s[0])
+
+
 def test_the_slo_orders_by_deadline_and_by_slack():
     edf, slack = (ORDERS[name].make(3, {}) for name in ("edf", "slack"))
     assert edf.delay_s(a_request(due_s=7.0), REPLICA) == 7.0
@@ -167,7 +177,7 @@ def test_the_placement_that_knows_the_order_counts_who_is_before_and_who_is_behi
 
 
 @pytest.mark.parametrize("scenario_name", ["poisson_085", "homogeneous"])
-@pytest.mark.parametrize("order", ["sjf@5", "wspt@1"])
+@pytest.mark.parametrize("order", ["sjf@5", "wspt@1", "boost@2"])
 def test_what_waits_is_known_from_what_was_sent_and_from_how_many_wait(scenario_name, order):
     """Where states are current, and no key is bounded, what is taken to wait is what waits."""
     scenario = load_scenario(scenario_name).model_copy(update={"max_overtaking_s": 1e6})

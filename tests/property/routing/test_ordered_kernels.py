@@ -12,14 +12,14 @@ from sizes import scaled
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.policies.delay import MarginalDelay
 from tokenyard.routing.policies.in_order import MarginalInOrder
-from tokenyard.routing.policies.order import Ordered, ShortestJob, Wspt
-from tokenyard.routing.scores.order import FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
+from tokenyard.routing.policies.order import Boost, Ordered, ShortestJob, Wspt
+from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 
-ORDERS = [(ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT)]
+ORDERS = [(ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S)]
 # Nor their ratios simple: sums in another order would break ties between equal costs.
 SERVERS = [(3011.0, 3), (5003.0, 5), (7307.0, 4)]
 # Of the law's draws some with one replica, many, several routers, prefix caches, failures.

@@ -30,7 +30,12 @@ from tokenyard.routing.policies.tuned import (
     load_tuned,
 )
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.order import FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
+from tokenyard.routing.scores.order import (
+    BOOST_S,
+    FIRST_COME,
+    PREFILL_WEIGHT,
+    SERVICE_WEIGHT,
+)
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import Stream, dispatch_s, encode_for_fleet
@@ -40,13 +45,11 @@ from tokenyard.workload.trace import Trace
 
 _MOST_SHARES = 8
 """Servers up to which the share of each is printed."""
-ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT}
+ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT, "boost": BOOST_S}
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
 DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
 _SERVICE = 2
 """Place of the weight of the service time among those of `observation.linear_scores`."""
-VARIANT_KNOBS = (1.0, 5.0, 20.0, 60.0, 200.0)
-"""Knobs of an order that a search compares itself with."""
 
 
 def order_weights_of(order: str) -> FloatArray:
@@ -62,6 +65,11 @@ def order_weights_of(order: str) -> FloatArray:
     weights = FIRST_COME.copy()
     weights[ORDER_WEIGHTS[name]] = float(knob) if given else ORDERS[name].default
     return weights
+
+
+def _few_knobs(order: str) -> list[str]:
+    """What stands behind an order's name where every rule is played."""
+    return [f"{KNOB}{knob:g}" for knob in ORDERS[order].few]
 
 
 class _Servers:
@@ -154,7 +162,7 @@ class _Servers:
     @property
     def orders(self) -> tuple[str, ...]:
         """Orders that are tuned beside `hand_rule` and the best tuned rule."""
-        return ("sjf",)
+        return ("sjf", "boost")
 
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
@@ -174,8 +182,8 @@ class _Servers:
             name: partial(place, order=FIRST_COME) for name, place in placements.items()
         }
         for order in (one for one in ORDER_WEIGHTS if one in self.orders):
-            for knob in VARIANT_KNOBS:
-                behind = f"{order}{KNOB}{knob:g}"
+            for knob in _few_knobs(order):
+                behind = order + knob
                 weights = order_weights_of(behind)
                 for name, place in [*placements.items(), *self.in_order().items()]:
                     found[f"{name}{BETWEEN}{behind}"] = partial(place, order=weights)
@@ -186,11 +194,10 @@ class _Servers:
         tuned = find_tuned(self.scenario.name)
         if tuned is None:
             return {}
-        knobs = ("", *(f"{KNOB}{knob:g}" for knob in VARIANT_KNOBS))
         rules = {name: self.compiled_rule(name) for name in self.compiled_rules} | {
             name + knob: self.compiled_order(name + knob, tuned)
             for name in tuned.orders
-            for knob in knobs
+            for knob in ("", *_few_knobs(name.partition(BETWEEN)[2]))
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 
@@ -409,7 +416,7 @@ class Batching(_Servers):
         fleet = self.scenario.required_fleet
         several = len(fleet.classes) > len({one.priority for one in fleet.classes})
         return (
-            *("sjf", "wspt"),
+            *("sjf", "wspt", "boost"),
             *(("edf", "slack") if several else ()),
             *(("fair",) if len(fleet.tenants) > 1 else ()),
         )
