@@ -288,8 +288,7 @@ class _Search:
         self, name: str, order: OrderRule, rules: TunedRules
     ) -> tuple[float, dict[str, float]]:
         start, grid = {order.knob: order.default}, {order.knob: order.grid}
-        if name.startswith(IN_ORDER) and self._servers.has >= Needs.BATCHING:
-            # Of servers that do not batch the delays are no estimates, so nothing is weighed.
+        if name.startswith(IN_ORDER):
             start |= rules.fleet.model_dump()
             grid |= FLEET_GRIDS["tuned_marginal_delay"]
 

@@ -13,12 +13,14 @@ from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.policies.delay import MarginalDelay
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.order import Boost, Ordered, ShortestJob, Wspt
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 
+WEIGHED = FleetRules(wait_weight=3.0, others_weight=0.5)
 ORDERS = [(ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S)]
 # Nor their ratios simple: sums in another order would break ties between equal costs.
 SERVERS = [(3011.0, 3), (5003.0, 5), (7307.0, 4)]
@@ -54,6 +56,10 @@ def check(scenario, stream, knob):
         for decide, policy in (
             (lambda sim, weights=weights: hand(sim, weights), Ordered(MarginalDelay(), order)),
             (lambda sim, weights=weights: sim.run_in_order(weights), MarginalInOrder(order)),
+            (
+                lambda sim, weights=weights: sim.run_in_order(weights, WEIGHED),
+                MarginalInOrder(order, WEIGHED.wait_weight, WEIGHED.others_weight),
+            ),
         ):
             compiled = sent_and_done(scenario, stream, decide)
             plain = as_policy(scenario, stream, policy)

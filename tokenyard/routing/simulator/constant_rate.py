@@ -282,11 +282,12 @@ class ClusterSim:
 
         Args:
             order: Weights of an order.
-            fleet: Nothing is weighed where servers do not batch.
+            fleet: Weights of the waits and of others' delays.
         """
+        fleet = fleet or FleetRules()
         kernel.run_in_order(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, order,
+            self.outcome_table, self.tables, order, fleet.wait_weight, fleet.others_weight,
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

@@ -519,8 +519,10 @@ def run_delay_rule(
 
 
 @compiled
-def _cost_in_order(row, rules, requests, outcomes, index, asked_s, table_row):
-    """Wait for those that would be before, own service, and what those behind are delayed by."""
+def _cost_in_order(
+    row, rules, requests, outcomes, index, asked_s, table_row, wait_weight, others_weight
+):
+    """Cost of `policies.in_order.MarginalInOrder` at one server."""
     ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
     tokens = 0.0
     behind = 0
@@ -534,11 +536,13 @@ def _cost_in_order(row, rules, requests, outcomes, index, asked_s, table_row):
     speed = table_row[ob.TOKENS_PER_S]
     wait_s = max(table_row[ob.WAIT_S] - tokens / (speed * slots), 0.0)
     service_s = requests[index, PREDICTED_TOTAL] / speed
-    return wait_s + service_s + service_s * behind / slots
+    return wait_weight * wait_s + service_s + others_weight * service_s * behind / slots
 
 
 @compiled
-def run_in_order(params, rules, state, clock, requests, outcomes, tables, order):
+def run_in_order(
+    params, rules, state, clock, requests, outcomes, tables, order, wait_weight, others_weight
+):
     """Run every copy's whole stream under `policies.in_order.MarginalInOrder`."""
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
@@ -552,6 +556,7 @@ def run_in_order(params, rules, state, clock, requests, outcomes, tables, order)
                 cost = _cost_in_order(
                     state[copy, server], rules, requests[copy], outcomes[copy], index,
                     _asked_s(order, requests[copy], index, table[server]), table[server],
+                    wait_weight, others_weight,
                 )  # fmt: skip
                 if cost < least:
                     best, least = server, cost

@@ -202,8 +202,13 @@ class _Servers:
         return {name: decide for name, decide in rules.items() if decide is not None}
 
     def in_order(self) -> Mapping[str, Place]:
-        """The placement that knows the order, with several parameters."""
-        return {IN_ORDER: lambda sim, order: sim.run_in_order(order)}
+        """The placement that knows the order, with weights of the wait and of others' delays."""
+        return {
+            f"{IN_ORDER}{KNOB}{wait:g}{AND}{others:g}": partial(
+                _run_in_order, fleet=FleetRules(wait_weight=wait, others_weight=others)
+            )
+            for wait, others in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 2.0))
+        }
 
 
 class ConstantRate(_Servers):
@@ -390,14 +395,6 @@ class Batching(_Servers):
             f"marginal_delay{KNOB}{wait:g}{AND}{others:g}": self._marginal(wait, others)
             for wait, others in weights
         }
-
-    def in_order(self) -> Mapping[str, Place]:
-        """With three weights of others' delays."""
-        found: dict[str, Place] = {}
-        for others in (0.5, 1.0, 2.0):
-            rules = FleetRules(others_weight=others)
-            found[f"{IN_ORDER}{KNOB}1{AND}{others:g}"] = partial(_run_in_order, fleet=rules)
-        return found
 
     def _marginal(self, wait_weight: float, others_weight: float) -> Place:
         rules = FleetRules(wait_weight=wait_weight, others_weight=others_weight)
