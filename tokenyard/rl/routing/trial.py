@@ -16,6 +16,7 @@ from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, 
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SCORE_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
@@ -113,9 +114,11 @@ class RoutingTrialConfig(TrialConfig):
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
         self.make_env_known()
+        source = StreamSource(scenario)
+        units = scenario.slo_response_s, source.mean_total_tokens
         return RllibTraining(
-            self._algorithm_config(adapted, self._rule_weights(scenario)),
-            StreamSource(scenario),
+            self._algorithm_config(adapted, self._rule_weights(scenario), units),
+            source,
             self.algorithm,
             adapted.reward_scale,
         )
@@ -125,14 +128,17 @@ class RoutingTrialConfig(TrialConfig):
         return started_at_best_rule(scenario, config)
 
     def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
-        """Weights of the rule that a network for a fleet begins with."""
-        if scenario.fleet is None:
+        """Weights of the rule that a network for a fleet, or a linear policy, begins with."""
+        if recipe(self.recipe).network == "flat":
             return MARGINAL_DELAY
+        size = NUM_SCORE_WEIGHTS if scenario.fleet is None else NUM_MARGINAL_WEIGHTS
+        config = started_at_best_rule(scenario, SearchConfig(), orders=False)  # no network orders
+        assert config.start is not None
+        start = config.start[:size]
         if not self.warm_start_generations:
-            return tuned_weights(scenario)
-        first_come = SearchConfig(  # no network orders
-            start=tuned_weights(scenario), order_std=0.0,
-            num_generations=self.warm_start_generations,
+            return start
+        first_come = replace(
+            config, start=start, num_generations=self.warm_start_generations,
             randomisation=recipe(self.recipe).randomisation,
         )  # fmt: skip
         search = PolicySearch(scenario, first_come, self.seed)
@@ -144,7 +150,10 @@ class RoutingTrialConfig(TrialConfig):
         return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)
 
     def _algorithm_config(
-        self, adapted: Recipe, rule_weights: Sequence[float] = MARGINAL_DELAY
+        self,
+        adapted: Recipe,
+        rule_weights: Sequence[float] = MARGINAL_DELAY,
+        units: tuple[float, float] = (1.0, 1.0),
     ) -> AlgorithmConfig:
         return build_config(
             self.algorithm,
@@ -153,6 +162,7 @@ class RoutingTrialConfig(TrialConfig):
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
             rule_weights,
+            units,
         )
 
 
