@@ -48,7 +48,11 @@ def linear_features(observations: Tensor, slo_s: float, mean_total_tokens: float
     """
     rest = observations[..., NUM_REQUEST_FEATURES:]
     rows = torch.expm1(rest.reshape(*rest.shape[:-1], -1, _PER_SERVER))
-    tokens_per_s, wait_s, finish_s = rows[..., _SPEED] * 1000.0, rows[..., _WAIT], rows[..., _FINISH]
+    tokens_per_s, wait_s, finish_s = (
+        rows[..., _SPEED] * 1000.0,
+        rows[..., _WAIT],
+        rows[..., _FINISH],
+    )
     service_s = finish_s - wait_s
     excess = service_s * tokens_per_s / mean_total_tokens - 1.0
     wait, service = wait_s / slo_s, service_s / slo_s
@@ -102,10 +106,11 @@ class LinearActorCritic(Observes, TorchRLModule, ValueFunctionAPI, InferenceOnly
         """
         assert isinstance(self.action_space, Discrete)
         (size,), num = self.observation_space.shape, int(self.action_space.n)
-        if size != observation_size(num, expected_finish=True):
+        expected = observation_size(num, expected_finish=True)
+        if size != expected:
             raise ValueError(
-                f"{size} numbers are not the {observation_size(num, expected_finish=True)} that are "
-                f"seen of {num} servers at a constant rate with expected_finish"
+                f"{size} numbers are not the {expected} that are seen of {num} servers at a "
+                "constant rate with expected_finish"
             )
         given = self.model_config
         self.normaliser = RunningNormaliser(size)

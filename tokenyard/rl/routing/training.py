@@ -272,12 +272,15 @@ def build_config(
             equivariant network without a residual.
     """
     if algorithm not in recipe.algorithms:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {sorted(_BUILDERS)}")
+        known = sorted(recipe.algorithms)
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {known}")
     own = recipe.algorithms[algorithm]
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
-    config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights, units)).environment(
+    config = config.rl_module(
+        rl_module_spec=_module(algorithm, recipe, rule_weights, units)
+    ).environment(
         env,
         env_config={
             **env_config,

@@ -50,9 +50,11 @@ class RoutingTrialConfig(TrialConfig):
     """Fewest environment steps between two results of an RLlib trial."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
+    fragment_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps of every copy per training batch, in place of the recipe's."""
     warm_start_generations: Annotated[int, Field(ge=0)] = 0
-    """Generations of policy search before an RLlib trial on a fleet: the network then corrects what
-    they found in place of the tuned rule. Their CPU time is the trial's own."""
+    """Generations of policy search before an RLlib trial: what they found is then corrected in
+    place of the tuned rule. Their CPU time is the trial's own. A flat network has none."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
     """Generations of policy search, or rounds of rollouts, between two results."""
 
@@ -60,13 +62,17 @@ class RoutingTrialConfig(TrialConfig):
         """The recipe with what this trial changes, for a scenario of this SLO, seconds.
 
         Raises:
-            ValueError: Unknown recipe.
+            ValueError: Unknown recipe, or it has no such algorithm.
         """
         base = recipe(self.recipe)
+        if self.algorithm not in base.algorithms:
+            known = sorted(base.algorithms)
+            raise ValueError(f"recipe {self.recipe!r} has no {self.algorithm!r}, only {known}")
         own = base.algorithms[self.algorithm]
         scale = own.residual_scale if self.residual_scale is None else self.residual_scale
         changed = replace(
             own,
+            fragment_steps=self.fragment_steps or own.fragment_steps,
             training={**own.training, **self.training},
             reward=self.reward or own.reward,
             residual_scale=scale,
@@ -111,7 +117,7 @@ class RoutingTrialConfig(TrialConfig):
             improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
             return SearchTraining(improvement, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
-        if scenario.fleet is not None and adapted.network == "flat":
+        if scenario.fleet is not None and adapted.network != "equivariant":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
         self.make_env_known()
         source = StreamSource(scenario)
