@@ -6,7 +6,8 @@ names. `ours` is what was found to work: the response time credited at the decis
 finish times in the observation, a normaliser, and the network as a correction of shortest
 expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
 them alike, as a correction of the tuned rule, and copies of the environment that share their
-traffic.
+traffic. `linear` learns the weights of the linear policy on servers at a constant rate, from the
+best tuned rule on and with such copies.
 """
 
 from __future__ import annotations
@@ -333,7 +334,9 @@ def _module(
         LEARNS_RULE: recipe.algorithms[algorithm].learns_rule,
     }
     critic, q_network = _MODULES[recipe.network]
-    return module_spec(q_network if algorithm == "dqn" else critic, recipe.hidden, **extra)
+    module = q_network if algorithm == "dqn" else critic
+    assert module is not None, "a recipe without a Q-network has no DQN"
+    return module_spec(module, recipe.hidden, **extra)
 
 
 _MODULES: dict[str, tuple[type[Any], type[Any] | None]] = {
