@@ -12,7 +12,8 @@ schedules that end with it. Every trainer has `--checkpoints` candidates, taken 
 its budget. The one with the best score on validation streams is judged on fresh streams.
 
 A cell is level where the 95 % interval of PPO's score less search's, over training seeds, is not
-wholly below 0; it is better where the mean is above 0.
+wholly below 0; it is better where the mean is not. Fewer than five seeds have no such interval, and
+that over streams, of the mean over seeds, decides.
 """
 
 from __future__ import annotations
@@ -235,7 +236,8 @@ def compared(
                 "seeds_ci_low": over_seeds.low, "seeds_ci_high": over_seeds.high,
                 "streams_ci_low": over_streams.low, "streams_ci_high": over_streams.high,
             }  # fmt: skip
-            row["verdict"] = _verdict(*over_seeds)
+            known = over_streams if np.isnan(over_seeds.high) else over_seeds
+            row["verdict"] = _verdict(*known)
         yield row
 
 
@@ -244,10 +246,9 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int, str]:
 
 
 def _verdict(mean: float, low: float, high: float) -> str:
-    """Few seeds have no interval; the sign of the mean decides alone then."""
     if mean >= 0.0:
         return "better"
-    return "level" if high >= 0.0 else "worse"
+    return "worse" if high < 0.0 else "level"
 
 
 def table_of(summary: Sequence[Mapping[str, Any]]) -> Table:
@@ -262,9 +263,9 @@ def table_of(summary: Sequence[Mapping[str, Any]]) -> Table:
     for row in summary:
         beyond = ""
         if "verdict" in row:
-            mean, low, high = (
-                row[key] for key in ("delta_score_to_search", "seeds_ci_low", "seeds_ci_high")
-            )
+            over = "streams" if np.isnan(row["seeds_ci_high"]) else "seeds"
+            keys = ("delta_score_to_search", f"{over}_ci_low", f"{over}_ci_high")
+            mean, low, high = (row[key] for key in keys)
             beyond = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}] {row['verdict']}"
         table.add_row(
             row["cell"], row["trainer"], str(row["seeds"]), f"{row['env_steps']:,.0f}",
@@ -285,6 +286,13 @@ def main(args: Args) -> None:
         address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",
     )  # fmt: skip
+    try:
+        _compare(args)
+    finally:
+        ray.shutdown()
+
+
+def _compare(args: Args) -> None:
     rows: list[dict[str, Any]] = []
     streams: list[list[float]] = []
     if args.json is not None and args.json.exists():
@@ -307,7 +315,6 @@ def main(args: Args) -> None:
     width = None if sys.stdout.isatty() else 180
     summary = list(compared(rows, streams))
     Console(width=width, highlight=False).print(table_of(summary))
-    ray.shutdown()
 
 
 if __name__ == "__main__":
