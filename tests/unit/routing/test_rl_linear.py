@@ -19,6 +19,7 @@ from tokenyard.routing.observation import (
     snapshot_columns,
 )
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
@@ -101,3 +102,13 @@ def test_trials_that_the_linear_recipe_is_not_for_are_refused():
         trial("ppo", "local_cpu").make_training(load_scenario("local_cpu"))
     with pytest.raises(ValueError, match="recipe 'linear' has no 'dqn'"):
         trial("dqn", "poisson_085").make_training(load_scenario("poisson_085"))
+
+
+def test_a_search_without_orders_begins_first_come_first_served_and_stays_so():
+    scenario = load_scenario("two_speeds")
+    assert any(started_at_best_rule(scenario, SearchConfig()).order)
+    config = started_at_best_rule(scenario, SearchConfig(population=4, num_elites=2), orders=False)
+    search = PolicySearch(scenario, config)
+    assert search.weights.any(), "the best rule there has a weight"
+    search.step()
+    assert not search.order.any()
