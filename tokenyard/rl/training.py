@@ -23,8 +23,10 @@ from tokenyard.rl.routing.export import (
     Equivariant,
     RouterModule,
     export_correction,
+    export_linear,
     export_network,
 )
+from tokenyard.rl.routing.linear import LinearActorCritic
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.simulator.streams import StreamSource
 
@@ -250,5 +252,7 @@ class RllibTraining(RllibLearner[StreamSource]):
         made = (self._trained_for, self._trainer)
         if isinstance(module, Equivariant):
             return export_correction(module, *made, metrics, lineage)
+        if isinstance(module, LinearActorCritic):
+            return export_linear(module, *made, metrics, lineage)
         expected_finish = bool(self._config.env_config["expected_finish"])
         return export_network(module, *made, expected_finish, metrics, lineage)

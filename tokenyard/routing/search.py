@@ -102,15 +102,22 @@ class SearchConfig:
     the scenario's suits more of what comes."""
 
 
-def started_at_best_rule(scenario: Scenario, config: SearchConfig) -> SearchConfig:
+def started_at_best_rule(
+    scenario: Scenario, config: SearchConfig, orders: bool = True
+) -> SearchConfig:
     """Start where the best tuned rule is that the linear policy can be, by its training score.
 
     That is a placement that its weights can be, first come, first served or with an order by size.
     Where none was tuned, it is the placement without learned weights, first come, first served.
+
+    Args:
+        scenario: Whose rules were tuned.
+        config: What else is searched, and how.
+        orders: Whether orders are searched too; else all is first come, first served.
     """
     servers, tuned = server_model(scenario), find_tuned(scenario.name)
     placements = servers.linear_placements(tuned)
-    scores = {} if tuned is None else tuned.scores | tuned.order_scores
+    scores = {} if tuned is None else tuned.scores | (tuned.order_scores if orders else {})
     first, *_ = placements
     best, best_score = (first, ""), -math.inf
     for name, score in scores.items():
@@ -123,7 +130,8 @@ def started_at_best_rule(scenario: Scenario, config: SearchConfig) -> SearchConf
         knob = tuned.orders[placement + BETWEEN + order][ORDERS[order].knob]
         weights = order_weights_of(f"{order}{KNOB}{knob}")
     start = (*placements[placement], *(0.0,) * servers.num_slo_weights)
-    return replace(config, start=start, order=tuple(weights.tolist()))
+    order_std = config.order_std if orders else 0.0
+    return replace(config, start=start, order=tuple(weights.tolist()), order_std=order_std)
 
 
 class PolicySearch(CrossEntropy):

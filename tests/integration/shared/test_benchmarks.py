@@ -69,6 +69,27 @@ def test_a_benchmark_with_a_ray_of_its_own_writes_them_too(
     check_rows(tmp_path / "rows.json", keys)
 
 
+def test_ppo_and_search_are_compared_run_by_run(own_ray, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    script, path = load_script("benchmarks/ppo_and_search.py"), tmp_path / "rows.json"
+    small = ["--scenario", "poisson_085", "local_cpu", "--budget-cpu-s", "0.3", "--seeds", "1"]
+    small += ["--checkpoints", "2", "--validation-streams", "1", "--streams", "5", "--json", path]
+    call(script, *small, "--trainers", "policy_search")
+    call(script, *small)
+    result = json.loads(path.read_text(encoding="utf-8"))
+    keys = {"cpu_s", "env_steps", "score", "mean_response_s", "p99_response_s"}
+    keys |= {"slo_violation_fraction", "delta_score_to_rule", "delta_p99_fraction_to_rule"}
+    assert all(keys <= set(row) for row in result["rows"])
+    assert all(row["cpu_s"] >= 0.3 for row in result["rows"])
+    # What the file had already was not run again.
+    runs = [(row["cell"], row["trainer"]) for row in result["rows"]]
+    assert len(runs) == len(set(runs)) == 6
+    summary = {(row["cell"], row["trainer"]): row for row in result["cells"]}
+    for cell in ("poisson_085", "local_cpu"):
+        less = summary[cell, "ppo"]["score"] - summary[cell, "policy_search"]["score"]
+        assert summary[cell, "ppo"]["delta_score_to_search"] == pytest.approx(less)
+
+
 @pytest.mark.integration
 def test_a_benchmark_is_a_command(tmp_path):
     path = tmp_path / "rows.json"

@@ -18,13 +18,14 @@ from tokenyard.rl.modules import (
     weights_of,
 )
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic, EquivariantQNetwork
+from tokenyard.rl.routing.linear import LinearActorCritic
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
 
 Equivariant = EquivariantActorCritic | EquivariantQNetwork
-RouterModule = RouterActorCritic | RouterQNetwork | Equivariant
+RouterModule = RouterActorCritic | RouterQNetwork | Equivariant | LinearActorCritic
 """A module that can be exported."""
 
 
@@ -81,6 +82,28 @@ def export_correction(
     arrays |= moment_arrays(module.normaliser.replica, "replica_")
     arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
     return PolicyArtifact(metadata, arrays | layer_arrays([*hidden, last]))
+
+
+def export_linear(
+    module: LinearActorCritic,
+    source: StreamSource,
+    trainer: str,
+    metrics: Mapping[str, float] | None = None,
+    lineage: Mapping[str, str] | None = None,
+) -> PolicyArtifact:
+    """Export the greedy policy of an actor that has weights alone, kind `linear`.
+
+    Args:
+        module: The learner's module.
+        source: Traffic it was trained on.
+        trainer: Algorithm that trained it.
+        metrics: What it scored, for the record.
+        lineage: What it was made from, for the record.
+    """
+    num = source.scenario.num_servers
+    metadata = _metadata(source, trainer, metrics, lineage, kind="linear", num_replicas=num)
+    weights = module.weights.detach().cpu().numpy().astype(np.float64)
+    return PolicyArtifact(metadata, {"weights": weights})
 
 
 def _metadata(

@@ -6,7 +6,8 @@ names. `ours` is what was found to work: the response time credited at the decis
 finish times in the observation, a normaliser, and the network as a correction of shortest
 expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
 them alike, as a correction of the tuned rule, and copies of the environment that share their
-traffic.
+traffic. `linear` learns the weights of the linear policy on servers at a constant rate, from the
+best tuned rule on and with such copies.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tokenyard.rl.routing.equivariant import (
     EquivariantActorCritic,
     EquivariantQNetwork,
 )
+from tokenyard.rl.routing.linear import UNITS, LinearActorCritic
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
@@ -92,8 +94,9 @@ class Recipe:
     num_envs: int
     """Copies of the environment that one env runner steps at once."""
     algorithms: Mapping[str, AlgorithmRecipe]
-    network: Literal["flat", "equivariant"] = "flat"
-    """`flat` reads the whole observation and is tied to number and order of the replicas."""
+    network: Literal["flat", "equivariant", "linear"] = "flat"
+    """`flat` reads the whole observation and is tied to number and order of the replicas; `linear`
+    has no network but the critic's, and learns the weights of the linear policy."""
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the networks' hidden layers."""
     copies_per_stream: int = 1
@@ -206,7 +209,30 @@ def fleet() -> Recipe:
     )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"paper": paper, "ours": ours, "fleet": fleet}
+def linear() -> Recipe:
+    """For servers at a constant rate: the weights that policy search searches, by gradients."""
+    ppo = {"lr": 3e-3, "gamma": 0.998, "lambda_": 0.97, "minibatch_size": 1024, "num_epochs": 3}
+    return Recipe(
+        reward_scale=0.3,
+        expected_finish=True,
+        normalise=True,
+        num_envs=128,
+        algorithms={
+            "ppo": AlgorithmRecipe(32, ppo, SCORE_REWARD, residual_scale=30.0, anneal=True),
+        },
+        network="linear",
+        hidden=(64, 64),
+        copies_per_stream=8,
+        centre_rewards=True,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    "paper": paper,
+    "ours": ours,
+    "fleet": fleet,
+    "linear": linear,
+}
 
 
 def recipe(name: str) -> Recipe:
@@ -227,6 +253,7 @@ def build_config(
     env_config: Mapping[str, Any],
     settings: TrainingSettings = DEFAULT_SETTINGS,
     rule_weights: Sequence[float] = MARGINAL_DELAY,
+    units: tuple[float, float] = (1.0, 1.0),
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -238,19 +265,23 @@ def build_config(
         env_config: What the environment is made from; reward, expected finish times, length of
             an episode, randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
-        rule_weights: Of the rule that an equivariant network begins with.
+        rule_weights: Of the rule that an equivariant network or a linear policy begins with.
+        units: Of a linear policy: the SLO, seconds, and the mean size of requests, tokens.
 
     Raises:
         ValueError: Unknown algorithm, a residual without finish times in the observation, or an
             equivariant network without a residual.
     """
     if algorithm not in recipe.algorithms:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {sorted(_BUILDERS)}")
+        known = sorted(recipe.algorithms)
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {known}")
     own = recipe.algorithms[algorithm]
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
-    config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
+    config = config.rl_module(
+        rl_module_spec=_module(algorithm, recipe, rule_weights, units)
+    ).environment(
         env,
         env_config={
             **env_config,
@@ -292,20 +323,26 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     return RewardWeights.model_validate(weights)
 
 
-def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RLModuleSpec:
+def _module(
+    algorithm: str, recipe: Recipe, rule_weights: Sequence[float], units: tuple[float, float]
+) -> RLModuleSpec:
     extra = {
+        UNITS: units,
         NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
         RULE_WEIGHTS: tuple(rule_weights),
         LEARNS_RULE: recipe.algorithms[algorithm].learns_rule,
     }
     critic, q_network = _MODULES[recipe.network]
-    return module_spec(q_network if algorithm == "dqn" else critic, recipe.hidden, **extra)
+    module = q_network if algorithm == "dqn" else critic
+    assert module is not None, "a recipe without a Q-network has no DQN"
+    return module_spec(module, recipe.hidden, **extra)
 
 
-_MODULES: dict[str, tuple[type[Any], type[Any]]] = {
+_MODULES: dict[str, tuple[type[Any], type[Any] | None]] = {
     "flat": (RouterActorCritic, RouterQNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
+    "linear": (LinearActorCritic, None),
 }
 
 

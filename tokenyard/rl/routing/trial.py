@@ -16,6 +16,7 @@ from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, 
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SCORE_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
@@ -49,9 +50,11 @@ class RoutingTrialConfig(TrialConfig):
     """Fewest environment steps between two results of an RLlib trial."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
     """Copies of the environment per env runner, in place of the recipe's."""
+    fragment_steps: Annotated[int, Field(ge=1)] | None = None
+    """Steps of every copy per training batch, in place of the recipe's."""
     warm_start_generations: Annotated[int, Field(ge=0)] = 0
-    """Generations of policy search before an RLlib trial on a fleet: the network then corrects what
-    they found in place of the tuned rule. Their CPU time is the trial's own."""
+    """Generations of policy search before an RLlib trial: what they found is then corrected in
+    place of the tuned rule. Their CPU time is the trial's own. A flat network has none."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
     """Generations of policy search, or rounds of rollouts, between two results."""
 
@@ -59,13 +62,17 @@ class RoutingTrialConfig(TrialConfig):
         """The recipe with what this trial changes, for a scenario of this SLO, seconds.
 
         Raises:
-            ValueError: Unknown recipe.
+            ValueError: Unknown recipe, or it has no such algorithm.
         """
         base = recipe(self.recipe)
+        if self.algorithm not in base.algorithms:
+            known = sorted(base.algorithms)
+            raise ValueError(f"recipe {self.recipe!r} has no {self.algorithm!r}, only {known}")
         own = base.algorithms[self.algorithm]
         scale = own.residual_scale if self.residual_scale is None else self.residual_scale
         changed = replace(
             own,
+            fragment_steps=self.fragment_steps or own.fragment_steps,
             training={**own.training, **self.training},
             reward=self.reward or own.reward,
             residual_scale=scale,
@@ -110,12 +117,14 @@ class RoutingTrialConfig(TrialConfig):
             improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
             return SearchTraining(improvement, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
-        if scenario.fleet is not None and adapted.network == "flat":
+        if scenario.fleet is not None and adapted.network != "equivariant":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
         self.make_env_known()
+        source = StreamSource(scenario)
+        units = scenario.slo_response_s, source.mean_total_tokens
         return RllibTraining(
-            self._algorithm_config(adapted, self._rule_weights(scenario)),
-            StreamSource(scenario),
+            self._algorithm_config(adapted, self._rule_weights(scenario), units),
+            source,
             self.algorithm,
             adapted.reward_scale,
         )
@@ -125,14 +134,17 @@ class RoutingTrialConfig(TrialConfig):
         return started_at_best_rule(scenario, config)
 
     def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
-        """Weights of the rule that a network for a fleet begins with."""
-        if scenario.fleet is None:
+        """Weights of the rule that a network for a fleet, or a linear policy, begins with."""
+        if recipe(self.recipe).network == "flat":
             return MARGINAL_DELAY
+        size = NUM_SCORE_WEIGHTS if scenario.fleet is None else NUM_MARGINAL_WEIGHTS
+        config = started_at_best_rule(scenario, SearchConfig(), orders=False)  # no network orders
+        assert config.start is not None
+        start = config.start[:size]
         if not self.warm_start_generations:
-            return tuned_weights(scenario)
-        first_come = SearchConfig(  # no network orders
-            start=tuned_weights(scenario), order_std=0.0,
-            num_generations=self.warm_start_generations,
+            return start
+        first_come = replace(
+            config, start=start, num_generations=self.warm_start_generations,
             randomisation=recipe(self.recipe).randomisation,
         )  # fmt: skip
         search = PolicySearch(scenario, first_come, self.seed)
@@ -144,7 +156,10 @@ class RoutingTrialConfig(TrialConfig):
         return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)
 
     def _algorithm_config(
-        self, adapted: Recipe, rule_weights: Sequence[float] = MARGINAL_DELAY
+        self,
+        adapted: Recipe,
+        rule_weights: Sequence[float] = MARGINAL_DELAY,
+        units: tuple[float, float] = (1.0, 1.0),
     ) -> AlgorithmConfig:
         return build_config(
             self.algorithm,
@@ -153,6 +168,7 @@ class RoutingTrialConfig(TrialConfig):
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
             rule_weights,
+            units,
         )
 
 
