@@ -42,7 +42,7 @@ class Args:
     policies: tuple[str, ...] = (
         "marginal_delay", "marginal_delay+sjf@60", "tuned", "tuned:5", "tuned@0.5",
     )  # fmt: skip
-    """`tuned` (behind `:` the streams of its own, behind `@` a factor on their load),
+    """`tuned` or `best` (behind `:` the streams of its own, behind `@` a factor on their load),
     `marginal_delay` or `marginal_in_order`, with an order where one is wanted, or policy files
     (.npz)."""
     streams: int = STREAMS

@@ -44,8 +44,9 @@ STREAMS = 5
 _LAW = 21_000
 """Keeps the law's random numbers apart from those of all searches."""
 _, _MEAN, _P99, _VIOLATIONS = range(len(NAMES))
-TUNED = "tuned"
-"""The best rule on one stream of its own; `tuned:5`: on five; `tuned@0.5`: at half of the load."""
+TUNED, BEST = "tuned", "best"
+"""The choice and the best score on one stream of its own; `tuned:5`: on five; `tuned@0.5`: at half
+of the load."""
 MEASURES = {"mean": _MEAN, "p99": _P99, "slo": _VIOLATIONS}
 
 
@@ -59,7 +60,7 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
 
     Args:
         draw: Number of the draw.
-        policies: `TUNED` with what may follow it, or names that `law_policy` knows.
+        policies: `TUNED` or `BEST` with what may follow, or names that `law_policy` knows.
         seed: Of all draws.
         streams: Of each half.
 
@@ -77,17 +78,22 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     scenario = cluster.scenario
     choosing, judging = (Replay(scenario, cluster.streams(streams, each)) for each in rng.spawn(2))
     own_rng = rng.spawn(1)[0]
+
+    @cache
+    def own(which: str) -> Replay:
+        # Copied, so that all that are tuned see the same requests.
+        return Replay(scenario, cluster.streams(*_own_streams(which, deepcopy(own_rng))))
+
     rival = choosing.best_rules()[0]
     theirs = judging.rows(choosing.rules[rival])
     rows = []
     for name in policies:
         rule = name
         decide: Decide | None
-        if name.startswith(TUNED):
-            # Copied, so that all that are tuned see the same requests.
-            own = Replay(scenario, cluster.streams(*_own_streams(name, deepcopy(own_rng))))
-            rule = own.best_rules()[0]
-            decide = own.rules[rule]
+        if name.startswith((TUNED, BEST)):
+            replay = own(name.removeprefix(TUNED).removeprefix(BEST))
+            rule = replay.choice() if name.startswith(TUNED) else replay.best_rules()[0]
+            decide = replay.rules[rule]
         else:
             decide = law_policy(name, scenario)
         if decide is None:
@@ -101,9 +107,9 @@ def play(draw: int, policies: Sequence[str], seed: int = 0, streams: int = STREA
     return rows
 
 
-def _own_streams(name: str, rng: np.random.Generator) -> tuple[int, np.random.Generator, float]:
-    """Number, generator and load factor of the streams that `name` is tuned on."""
-    number, _, factor = name.removeprefix(TUNED).partition(KNOB)
+def _own_streams(which: str, rng: np.random.Generator) -> tuple[int, np.random.Generator, float]:
+    """Number, generator and load factor of streams of one's own, by what follows `TUNED`."""
+    number, _, factor = which.partition(KNOB)
     return int(number.removeprefix(AND) or 1), rng, float(factor or 1.0)
 
 

@@ -1,12 +1,12 @@
 """A champion for one's own fleet and trace: the best rule there, or what a search makes of it.
 
 The first part of the trace is learned from, in three steps. All rules are played on it as it was
-recorded, and the best are kept (`tokenyard.routing.rule_replay`). A traffic model is fitted to it
-(`tokenyard.workload.fit`), and searches of placement and order go on from the best rule on streams
-of that model (`tokenyard.routing.search`), until the time is up. What they found is set beside
-the best rule, and beside the one that decides where nothing is known (`DEFAULT_RULE`), on streams
-that no search has seen: below, at and above the load, and on the recorded first part. What loses to
-a rule anywhere (`tokenyard.routing.gate.loses`) is out.
+recorded, and one of the best is kept (`tokenyard.routing.rule_replay`). A traffic model is fitted
+to it (`tokenyard.workload.fit`), and searches of placement and order go on from the best rule on
+streams of that model (`tokenyard.routing.search`), until the time is up. What they found is set
+beside the best rule, and beside the one that decides where nothing is known (`DEFAULT_RULE`), on
+streams that no search has seen: below, at and above the load, and on the recorded first part. What
+loses to a rule anywhere (`tokenyard.routing.gate.loses`) is out.
 
 The last part of the trace judges, once. What a search made is kept if its mean response time is
 below that of the best rule with an interval below zero, and neither its 99th percentile nor its
@@ -186,7 +186,7 @@ class OwnTraffic:
         """The best rule on the recorded first part."""
         count = int(np.clip(self._learned.num_requests // _REPLAYED, 1, _MOST_REPLAYED))
         replay = Replay(self.scenario, self._windows(self._learned, count).requests)
-        name = replay.best_rules()[0]
+        name = replay.choice()
         return Choice(name, replay.rules[name])
 
     def _searches(self, rule: str) -> Iterator[Choice]:

@@ -1,7 +1,8 @@
 """The best rule for some traffic, found by playing all rules on it.
 
-Nothing is learned: a few thousand requests and the replicas are enough. So are chosen the rival of
-the law (`tokenyard.routing.never_worse`) and what `tokenyard train` begins with.
+Nothing is learned: a few thousand requests and the replicas are enough. `Replay.best_rules` finds
+the rival of the law (`tokenyard.routing.never_worse`), `Replay.choice` what `tokenyard train`
+begins with.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ from tokenyard.types import FloatArray
 
 _FIRST_STREAMS, _FINALISTS = 2, 5
 """Streams that every rule is tried on, and how many of the best rules are tried on all."""
+_COMPARED = 20
+"""Rules that `Replay.choice` tries on all streams."""
+NEAR = 0.02
+"""How far below the best score a rule may be as good, for `Replay.choice`: a share of it."""
 
 
 class Replay:
@@ -50,6 +55,26 @@ class Replay:
         Args:
             by: One of `NAMES`; what is not the score is better where it is lower.
         """
+        names = self._leading(by, _FINALISTS)
+        scores = {name: self._score(name, len(self._streams), by) for name in names}
+        return sorted(names, key=scores.__getitem__, reverse=True)
+
+    def choice(self, near: float = NEAR) -> str:
+        """Name of the rule to serve: near the best score, and not far beyond others that are.
+
+        A few streams do not tell rules of nearly equal scores apart, and some of them have a mean
+        or a p99 that is a quarter below that of others. So this takes the rule that lies least
+        beyond the others in its worst measure, where those near the best score count most.
+
+        Args:
+            near: See `least_beyond`.
+        """
+        names = self._leading("score", _COMPARED)
+        means = np.array([self._mean(name, len(self._streams)) for name in names])
+        return names[least_beyond(means, near)]
+
+    def _leading(self, by: str, most: int) -> list[str]:
+        """Names of the best rules on the first streams, the best first."""
         few = min(_FIRST_STREAMS, len(self._streams))
         found: dict[str, float] = {}
 
@@ -65,9 +90,7 @@ class Replay:
         )
         placements = {name.partition(BETWEEN)[0] for name in leading}
         all_knobs = [name for name in self._variants if name.partition(BETWEEN)[0] in placements]
-        finalists = best([*all_knobs, *self._tuned], _FINALISTS)
-        scores = {name: self._score(name, len(self._streams), by) for name in finalists}
-        return sorted(finalists, key=scores.__getitem__, reverse=True)
+        return best([*all_knobs, *self._tuned], most)
 
     @cached_property
     def rules(self) -> dict[str, Decide]:
@@ -78,10 +101,13 @@ class Replay:
     def _variants(self) -> dict[str, Decide]:
         return server_model(self._scenario).rule_variants(self._simulator(len(self._streams)))
 
-    def _score(self, name: str, count: int, by: str) -> float:
+    def _mean(self, name: str, count: int) -> FloatArray:
         if (name, count) not in self._means:
             self._means[name, count] = self.rows(self.rules[name], count).mean(axis=0)
-        found = float(self._means[name, count][NAMES.index(by)])
+        return self._means[name, count]
+
+    def _score(self, name: str, count: int, by: str) -> float:
+        found = float(self._mean(name, count)[NAMES.index(by)])
         return found if by == "score" else -found
 
     def _simulator(self, count: int) -> Simulator:
@@ -91,3 +117,33 @@ class Replay:
                 sim.load(copy, stream)
             self._sims[count] = sim
         return self._sims[count]
+
+
+def beyond(ours: FloatArray, theirs: FloatArray) -> FloatArray:
+    """How far rules lie beyond others in their worst measure.
+
+    Args:
+        ours: What rules do, shape (..., len(NAMES)).
+        theirs: What others do, of a shape that broadcasts with it.
+
+    Returns:
+        The largest difference, or 0: of the mean and the p99 as a share of the other's, of SLO
+        violations as a share of all requests; shape (...).
+    """
+    _, *measures = range(len(NAMES))
+    base = np.where(np.array(NAMES) == "slo_violation_fraction", 1.0, theirs)
+    worse: FloatArray = ((ours - theirs) / base)[..., measures].max(axis=-1)
+    return np.maximum(worse, 0.0)
+
+
+def least_beyond(means: FloatArray, near: float) -> int:
+    """Index of the rule that lies least beyond the others, by their means (rules, len(NAMES)).
+
+    Others count by exp(-gap / near), where the gap to the best score is a share of it. Where no
+    score is near the best, it is the rule of that. No rule is taken that another of no lower score
+    beats in one measure and equals in the others.
+    """
+    score = means[:, NAMES.index("score")]
+    weights = np.exp((score - score.max()) / (near * abs(score.max())))
+    cost = beyond(means[:, None], means) @ weights
+    return int(np.lexsort((-score, cost))[0])

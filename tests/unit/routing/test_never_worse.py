@@ -105,6 +105,12 @@ def test_one_stream_of_its_own_chooses_the_rule():
     assert rows[0]["rival"] == play(7, ["marginal_delay"])[0]["rival"]
 
 
+def test_the_best_score_does_not_depend_on_what_else_is_judged():
+    (tuned, best), (same,) = play(0, ["tuned:2", "best:2"]), play(0, ["best:2"])
+    assert best == same
+    assert is_rule(tuned["rule"])
+
+
 def halves(factor):
     theirs = np.tile([-2.0, 1.0, 4.0, 0.1], (5, 1)) * (1 + 0.01 * np.arange(5))[:, None]
     return theirs * np.array(factor), theirs

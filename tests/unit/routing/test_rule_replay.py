@@ -4,10 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripts import call, load_script
+from sizes import scaled
 
 from tokenyard.routing.policies.tuned import load_tuned
-from tokenyard.routing.rule_replay import Replay
+from tokenyard.routing.rule_replay import Replay, beyond, least_beyond
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
@@ -43,6 +46,44 @@ def test_rules_are_ranked_by_what_is_asked_for(replay, by):
     values = [replay.rows(replay.rules[name])[:, NAMES.index(by)].mean() for name in found]
     order = np.argsort(values)[::-1] if by == "score" else np.argsort(values)
     assert [values[index] for index in order] == pytest.approx(values)
+
+
+def test_where_no_score_is_near_the_choice_has_the_best_score(replay):
+    assert replay.choice(near=1e-9) in replay.best_rules()[:1]
+    assert replay.choice() in replay.rules
+
+
+def test_of_two_equal_scores_a_third_between_them_is_chosen():
+    by_mean, by_p99 = [-1.99, 1.0, 10.0, 0.1], [-2.0, 1.3, 7.0, 0.1]
+    means = np.array([by_mean, by_p99, [-2.01, 1.1, 8.0, 0.1]])
+    assert least_beyond(means, 1e-9) == 0
+    assert least_beyond(means, 0.02) == 2
+
+
+measured = st.tuples(st.floats(-9, -1), st.floats(1, 9), st.floats(1, 9), st.floats(0, 1))
+
+
+@settings(max_examples=scaled(200))
+@given(rules=st.lists(measured, min_size=1, max_size=8), near=st.floats(0.01, 1.0))
+def test_no_rule_is_chosen_that_another_one_beats(rules, near):
+    means = np.array(rules)
+    chosen = means[least_beyond(means, near)]
+    beaten = (means[:, 1:] <= chosen[1:]).all(axis=1) & (means[:, 1:] < chosen[1:] - 1e-6).any(1)
+    # Others that are far below the best score have no weight.
+    assert not (beaten & (means[:, 0] >= chosen[0])).any()
+
+
+@pytest.mark.parametrize(
+    ("ours", "far"),
+    [
+        ([-9, 1.0, 4.0, 0.1], 0.0),
+        ([-9, 1.1, 3.0, 0.1], 0.1),
+        ([-9, 1.1, 5.0, 0.1], 0.25),
+        ([-9, 0.5, 4.0, 0.4], 0.3),
+    ],
+)
+def test_how_far_beyond_another_rule_is_told_by_the_worst_measure(ours, far):
+    assert beyond(np.array(ours), np.array([-9, 1.0, 4.0, 0.1])) == pytest.approx(far)
 
 
 def test_the_champion_is_shown_at_every_load_beside_the_best_rules_there(tmp_path):
