@@ -43,6 +43,8 @@ class Policy(search_study.SearchStudy):
     """Name or YAML path."""
     out: Path | None = None
     """Folder for <scenario>.npz; nothing is written without it."""
+    searches: Path | None = None
+    """Folder for the policy of every search, <scenario>-o<objective>-s<seed>.npz, kept or not."""
     jobs: int = 2
     """Processes."""
     json: Path | None = None
@@ -128,6 +130,10 @@ def search_policy(args: Policy) -> list[Row]:
     scenario = load_scenario(args.scenario)
     found = search_study.run_study(scenario, args, args.jobs)
     best = search_study.best_of(found)
+    objectives = (objective for objective in args.objectives for _ in range(args.seeds))
+    for one, objective in zip(found, objectives, strict=True):
+        name = f"{scenario.name}-o{objective}-s{one.row['seed']}"
+        save(one.policy, args.searches, name, quiet=True)
     found.sort(key=lambda one: float(one.row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
     table = Table("cvar99, violation, guard", "seed", *BESIDE_THE_RULE)
