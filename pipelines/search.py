@@ -130,9 +130,9 @@ def search_policy(args: Policy) -> list[Row]:
     scenario = load_scenario(args.scenario)
     found = search_study.run_study(scenario, args, args.jobs)
     best = search_study.best_of(found)
-    objectives = (objective for objective in args.objectives for _ in range(args.seeds))
-    for one, objective in zip(found, objectives, strict=True):
-        name = f"{scenario.name}-o{objective}-s{one.row['seed']}"
+    numbers = [number for number in args.objectives for _ in range(args.seeds)]
+    for one, number in zip(found, numbers, strict=True):
+        name = f"{scenario.name}-o{number}-s{one.row['seed']}"
         save(one.policy, args.searches, name, quiet=True)
     found.sort(key=lambda one: float(one.row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
