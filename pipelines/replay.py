@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import httpx
@@ -39,7 +40,7 @@ from serve_app.load_generator import (
     as_sent,
     make_asks,
     make_rows,
-    read_requests,
+    read_stretches,
     replay,
     summarise,
 )
@@ -59,7 +60,7 @@ class Args(LoadConfig):
     baseline: str | None = None
     """Policy that differences are taken to; None: the first of `compare`."""
     repeats: int = 1
-    """Times that every policy gets the same requests, in turns."""
+    """Times that every policy gets the same requests, in turns; with `--advance` the next ones."""
     url: str = LoadConfig.url
     """Where it listens; or the name of a cluster, which is served on a port of its own meanwhile
     (`deploy.py --cluster`)."""
@@ -123,17 +124,19 @@ def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> N
     """Lay out the rows."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
-    for column in ("done", "failed", "mean s", "p50 s", "p99 s", "ttft s", "p99 ttft", "tokens/s",
-                   "good/s", f"mean % to {baseline}", "p99 %"):  # fmt: skip
+    deltas = (f"mean % to {baseline}", "p99 %", "violations, points")
+    for column in ("done", "failed", "mean s", "p50 s", "p99 s", "ttft s", "p99 ttft", "good/s",
+                   "violations %", *deltas):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         keys = ("mean_response_s", "p50_response_s", "p99_response_s", "mean_ttft_s",
-                "p99_ttft_s", "output_tokens_per_s", "goodput_per_s")  # fmt: skip
-        deltas = [_delta(row, prefix) for prefix in ("delta_mean", "delta_p99")]
+                "p99_ttft_s", "goodput_per_s")  # fmt: skip
+        found = [_delta(row, key) for key in ("delta_mean", "delta_p99", "delta_slo")]
         cells = [f"{row[key]:.3g}" for key in keys]
         table.add_row(
             row["policy"], str(row["completed"]), str(row["failed"]), *cells,
-            *(["", ""] if row["policy"] == baseline else deltas),
+            f"{100 * row['slo_violation_fraction']:.1f}",
+            *([""] * len(found) if row["policy"] == baseline else found),
         )  # fmt: skip
     console.print(table)
 
@@ -141,25 +144,32 @@ def print_rows(console: Console, rows: list[dict[str, Any]], baseline: str) -> N
 def _delta(row: dict[str, Any], prefix: str) -> str:
     low, high = 100 * row[f"{prefix}_ci_low"], 100 * row[f"{prefix}_ci_high"]
     interval = "" if math.isnan(low) else f" \\[{low:+.1f}, {high:+.1f}]"
-    return f"{100 * row[f'{prefix}_fraction']:+.1f}{interval}"
+    estimate = row["delta_slo_violation" if prefix == "delta_slo" else f"{prefix}_fraction"]
+    return f"{100 * estimate:+.1f}{interval}"
 
 
 def add_simulated(
-    args: Args, scenario: Scenario, card: dict[str, Any], sent: Trace, rows: list[dict[str, Any]]
+    args: Args,
+    scenario: Scenario,
+    card: dict[str, Any],
+    sent: list[Trace],
+    rows: list[dict[str, Any]],
 ) -> None:
-    """Put what the simulator says of the same requests into the rows."""
+    """Put what the simulator says of the same requests into the rows, means over what was sent."""
     names = [row["policy"] for row in rows]
-    found = simulate(scenario, card.get("scenario") or scenario.name, sent, names, args.seed)
+    policies_of = card.get("scenario") or scenario.name
+    found = [simulate(scenario, policies_of, one, names, args.seed) for one in sent]
     for row in rows:
-        for key in ("mean_response_s", "p99_response_s", "mean_ttft_s"):
-            row[f"simulated_{key}"] = found[row["policy"]][key]
+        for key in ("mean_response_s", "p99_response_s", "mean_ttft_s", "slo_violation_fraction"):
+            row[f"simulated_{key}"] = mean(one[row["policy"]][key] for one in found)
 
 
 def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
     """Lay out measured beside simulated."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("policy", no_wrap=True)
-    for column in ("measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s"):
+    for column in ("measured mean s", "simulated mean s", "error %", "p99 s", "simulated p99 s",
+                   "violations %", "simulated violations %"):  # fmt: skip
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         error = row["simulated_mean_response_s"] / row["mean_response_s"] - 1.0
@@ -167,6 +177,7 @@ def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
             row["policy"], f"{row['mean_response_s']:.3g}",
             f"{row['simulated_mean_response_s']:.3g}", f"{100 * error:+.1f}",
             f"{row['p99_response_s']:.3g}", f"{row['simulated_p99_response_s']:.3g}",
+            *(f"{100 * row[f'{by}slo_violation_fraction']:.1f}" for by in ("", "simulated_")),
         )  # fmt: skip
     console.print(table)
     found = agreement(
@@ -181,7 +192,7 @@ def print_simulated(console: Console, rows: list[dict[str, Any]]) -> None:
 
 async def run(args: Args, console: Console) -> list[dict[str, Any]]:
     """Replay, policy by policy in turns, and return the rows."""
-    trace = read_requests(args)
+    stretches = read_stretches(args, args.repeats if args.advance else 1)
     twin = load_scenario(args.simulate) if args.simulate else None
     client = Client(args)
     try:
@@ -190,7 +201,8 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         needs_card = args.compare or args.slo_response_s is None or twin is not None
         card = await client.get("/v1/policy") if needs_card else {}
         words_per_token = await client.words_per_token()
-        asks = make_asks(args, trace, words_per_token, int(model.get("max_model_len", 4096)))
+        longest = int(model.get("max_model_len", 4096))
+        asks = [make_asks(args, one, words_per_token, longest) for one in stretches]
         names = [one.strip() for one in (args.compare or "").split(",") if one.strip()]
         before = card.get("active", card.get("name", "as served"))
         baseline = args.baseline or (names[0] if names else before)
@@ -198,22 +210,25 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             names.append(baseline)
         slo_s = args.slo_response_s or float(card["slo_response_s"])
         console.print(
-            f"{len(asks)} requests over {args.duration_s:g} s, {args.repeats} x "
+            f"{sum(map(len, asks))} requests over {args.duration_s * len(asks):g} s, "
+            f"{args.repeats // len(asks)} x "
             f"{', '.join(names or [before])}; good: answered within {slo_s:g} s",
             highlight=False,
         )
         found: dict[str, list[dict[str, float]]] = {one: [] for one in names or [before]}
         answered: dict[str, list[Answer]] = {one: [] for one in found}
+        sent: dict[int, Trace] = {}
         try:
             for turn in range(args.repeats):
-                order = list(found)
+                order, which = list(found), turn % len(asks)
                 # Each policy is once in every place, so that none always follows the same one.
                 for name in order[turn % len(order) :] + order[: turn % len(order)]:
                     if names:
                         await client.switch(name)
-                    answers, took_s = await replay(client, asks)
+                    answers, took_s = await replay(client, asks[which])
                     answered[name] += answers
-                    found[name].append(summarise(asks, answers, took_s, slo_s))
+                    found[name].append(summarise(asks[which], answers, took_s, slo_s))
+                    sent[which] = as_sent(stretches[which], answers)
                     _tell(name, turn, answers, found[name][-1])
                     await asyncio.sleep(args.pause_s)
         finally:
@@ -222,12 +237,12 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         source = args.trace or f"generated {args.workload}"
         rows = make_rows(found, baseline, source)
         if args.figure is not None:
-            credit = f"{len(asks)} requests per turn, {source}, turns: {args.repeats}"
+            credit = f"{len(asks[0])} requests in turn 1, {source}, turns: {args.repeats}"
             drawn = draw(answered, credit)
             [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
             console.print(f"picture: {path}", soft_wrap=True)
         if twin is not None:
-            add_simulated(args, twin, card, as_sent(trace, answers), rows)
+            add_simulated(args, twin, card, list(sent.values()), rows)
         return rows
     finally:
         await client.close()

@@ -43,6 +43,8 @@ class Policy(search_study.SearchStudy):
     """Name or YAML path."""
     out: Path | None = None
     """Folder for <scenario>.npz; nothing is written without it."""
+    searches: Path | None = None
+    """Folder for the policy of every search, <scenario>-o<objective>-s<seed>.npz, kept or not."""
     jobs: int = 2
     """Processes."""
     json: Path | None = None
@@ -128,6 +130,10 @@ def search_policy(args: Policy) -> list[Row]:
     scenario = load_scenario(args.scenario)
     found = search_study.run_study(scenario, args, args.jobs)
     best = search_study.best_of(found)
+    numbers = [number for number in args.objectives for _ in range(args.seeds)]
+    for one, number in zip(found, numbers, strict=True):
+        name = f"{scenario.name}-o{number}-s{one.row['seed']}"
+        save(one.policy, args.searches, name, quiet=True)
     found.sort(key=lambda one: float(one.row[CHANGE]))
     terms = ("cvar99", "violation", "tail_guard")
     table = Table("cvar99, violation, guard", "seed", *BESIDE_THE_RULE)

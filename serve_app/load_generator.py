@@ -11,7 +11,8 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
-from tokenyard.workload.model import load_model
+from tokenyard.workload.model import load_model, poisson_arrivals
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
 from tokenyard.workload.trace import Trace
@@ -38,6 +39,8 @@ WORDS = (
     " even land here must big high such follow act why ask men change went light kind off need"
 ).split()
 _RETRIES_S = (0.0, 1.0, 3.0)
+_ARRIVALS = 1 << 41
+"""Of the seed of arrivals; words have another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,12 @@ class LoadConfig:
     """Index of the first request of the trace."""
     duration_s: float = 120.0
     """Requests that arrive within so many seconds are sent."""
+    poisson: bool = False
+    """Poisson arrivals at the same mean rate, in place of the trace's own; lengths and their order
+    stay."""
+    advance: bool = False
+    """Every repeat sends the next `duration_s` of the traffic, the same to every policy, so that
+    intervals say how much other traffic would differ."""
     pause_s: float = 1.0
     """Pause between two replays."""
     timeout_s: float = 600.0
@@ -92,9 +101,18 @@ class Answer:
 
 def read_requests(config: LoadConfig) -> Trace:
     """Return the requests to send, in their own time."""
+    return read_stretches(config, 1)[0]
+
+
+def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
+    """Return `count` consecutive parts of the traffic, each `duration_s` long, from second 0 on.
+
+    Raises:
+        ValueError: The trace cannot be read, or nothing arrives in a part.
+    """
     if config.trace is None:
         rate = (config.rate or 1.0) * config.rate_scale
-        num = max(int(rate * config.duration_s * 2) + 50, 1)
+        num = max(int(rate * count * config.duration_s * 2) + 50, 1)
         trace = load_model(config.workload).generate(num, np.random.default_rng(config.seed), rate)
     else:
         path = find_trace(config.trace) if config.trace in TRACE_FILES else Path(config.trace)
@@ -103,10 +121,17 @@ def read_requests(config: LoadConfig) -> Trace:
         trace = read_trace(path)[0].tail_from(config.first)
         factor = config.rate / trace.mean_rate_per_s if config.rate else 1.0
         trace = trace.rescaled(1.0 / (factor * config.rate_scale))
-    trace = trace.window(0.0, config.duration_s)
-    if not trace.num_requests:
-        raise ValueError(f"no request arrives within {config.duration_s:g} s")
-    return trace
+    if config.poisson:
+        rng = np.random.default_rng([config.seed, _ARRIVALS])
+        arrival_s = poisson_arrivals(trace.num_requests, trace.mean_rate_per_s, rng)
+        trace = replace(trace, arrival_s=arrival_s)
+    edges_s = config.duration_s * np.arange(count + 1)
+    parts = [trace.window(*edges) for edges in pairwise(edges_s.tolist())]
+    for part, start_s in zip(parts, edges_s, strict=False):
+        if not part.num_requests:
+            after = f" after {start_s:g} s" if start_s else ""
+            raise ValueError(f"no request arrives within {config.duration_s:g} s{after}")
+    return parts
 
 
 def make_asks(config: LoadConfig, trace: Trace, words_per_token: float, longest: int) -> list[Ask]:

@@ -33,20 +33,14 @@ from tokenyard.routing.artifact import DEFAULT_RULE, PolicyArtifact, lineage_of
 from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.gate import MOST_LOAD, load_factors, loses, tail_is_longer
-from tokenyard.routing.policies.order import BETWEEN, KNOB, parameters_of
-from tokenyard.routing.policies.tuned import FleetRules
+from tokenyard.routing.policies.order import BETWEEN
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search import PolicySearch, SearchConfig, linear_weights, started_at
 from tokenyard.routing.search_study import OBJECTIVES
 from tokenyard.routing.simulator import Decide
-from tokenyard.routing.simulator.server_models import (
-    DELAY,
-    order_weights_of,
-    server_model,
-)
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, trace_streams
 from tokenyard.routing.validation import policy_runs
 from tokenyard.workload.fit import fit_own
@@ -191,19 +185,15 @@ class OwnTraffic:
 
     def _searches(self, rule: str) -> Iterator[Choice]:
         """Searches that go on from a rule and its order, one objective after another."""
-        servers = server_model(self.scenario)
-        placement, _, order = rule.partition(BETWEEN)
-        weights, *_ = servers.linear_placements(None).values()
-        if placement.startswith(f"{DELAY}{KNOB}"):
-            wait, others = parameters_of(placement)
-            weights = FleetRules(wait_weight=wait, others_weight=others).marginal_weights
+        placement, between, order = rule.partition(BETWEEN)
+        if linear_weights(self.scenario, placement) is None:
+            placement, *_ = server_model(self.scenario).linear_placements(None)
         config = SearchConfig(
-            start=(*weights, *(0.0,) * servers.num_slo_weights),
-            order=tuple((order_weights_of(order) if order else FIRST_COME).tolist()),
             requests_per_stream=_REQUESTS,
             num_generations=_GENERATIONS,
             randomisation=Randomisation(load_factor=(min(self._factors), max(self._factors))),
         )
+        config = started_at(self.scenario, placement + between + order, config)
         for number, objective in enumerate(_SEARCHED):
             if not self._left():
                 return

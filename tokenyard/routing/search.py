@@ -25,12 +25,17 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS
-from tokenyard.routing.policies.tuned import find_tuned
+from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS, parameters_of
+from tokenyard.routing.policies.tuned import FleetRules, find_tuned
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.server_models import ORDER_WEIGHTS, order_weights_of, server_model
+from tokenyard.routing.simulator.server_models import (
+    DELAY,
+    ORDER_WEIGHTS,
+    order_weights_of,
+    server_model,
+)
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.types import BoolArray, FloatArray
 
@@ -115,8 +120,8 @@ def started_at_best_rule(
         config: What else is searched, and how.
         orders: Whether orders are searched too; else all is first come, first served.
     """
-    servers, tuned = server_model(scenario), find_tuned(scenario.name)
-    placements = servers.linear_placements(tuned)
+    tuned = find_tuned(scenario.name)
+    placements = server_model(scenario).linear_placements(tuned)
     scores = {} if tuned is None else tuned.scores | (tuned.order_scores if orders else {})
     first, *_ = placements
     best, best_score = (first, ""), -math.inf
@@ -125,13 +130,41 @@ def started_at_best_rule(
         if placement in placements and order in ("", *ORDER_WEIGHTS) and score > best_score:
             best, best_score = (placement, order), score
     placement, order = best
-    weights = FIRST_COME
     if order and tuned is not None:
         knob = tuned.orders[placement + BETWEEN + order][ORDERS[order].knob]
-        weights = order_weights_of(f"{order}{KNOB}{knob}")
-    start = (*placements[placement], *(0.0,) * servers.num_slo_weights)
+        order = f"{order}{KNOB}{knob}"
     order_std = config.order_std if orders else 0.0
-    return replace(config, start=start, order=tuple(weights.tolist()), order_std=order_std)
+    return started_at(
+        scenario, f"{placement}{BETWEEN}{order}", replace(config, order_std=order_std)
+    )
+
+
+def started_at(scenario: Scenario, rule: str, config: SearchConfig) -> SearchConfig:
+    """Start where a rule is: `PLACEMENT` or `PLACEMENT+ORDER@KNOB`.
+
+    Raises:
+        ValueError: The linear policy cannot be that placement, or the order is unknown.
+    """
+    placement, _, order = rule.partition(BETWEEN)
+    servers = server_model(scenario)
+    weights = linear_weights(scenario, placement)
+    if weights is None:
+        known = sorted(servers.linear_placements(find_tuned(scenario.name)))
+        raise ValueError(f"a search cannot begin at {placement!r}; give one of {known}")
+    return replace(
+        config,
+        start=(*weights, *(0.0,) * servers.num_slo_weights),
+        order=tuple((order_weights_of(order) if order else FIRST_COME).tolist()),
+    )
+
+
+def linear_weights(scenario: Scenario, placement: str) -> tuple[float, ...] | None:
+    """Weights with which the linear policy is a placement; None: it cannot be that one."""
+    servers = server_model(scenario)
+    if servers.linear_kind == "marginal" and placement.startswith(f"{DELAY}{KNOB}"):
+        wait, others = parameters_of(placement)
+        return FleetRules(wait_weight=wait, others_weight=others).marginal_weights
+    return servers.linear_placements(find_tuned(scenario.name)).get(placement)
 
 
 class PolicySearch(CrossEntropy):

@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
-from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.scenario import Arrivals, Server, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.search import (
@@ -13,9 +13,12 @@ from tokenyard.routing.search import (
     PolicySearch,
     SearchConfig,
     StreamCosts,
+    started_at,
     started_at_best_rule,
 )
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.server_models import order_weights_of, server_model
+from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
+from tokenyard.routing.validation import policy_runs
 
 SMALL = SearchConfig(
     population=8, num_elites=3, streams_per_generation=2, requests_per_stream=500,
@@ -135,6 +138,32 @@ def test_a_search_begins_at_the_best_rule_that_it_can_be(name):
     placement, _, order = max(known, key=scores.__getitem__).partition("+")
     assert config.start[: len(placements[placement])] == placements[placement]
     assert any(config.order) == bool(order)
+
+
+def test_a_search_begins_at_the_rule_that_is_named():
+    own = load_scenario("azure_code_slo").model_copy(update={"name": "mine"})
+    config = started_at(own, "marginal_delay@0:3+wspt@60", SMALL)
+    weights = FleetRules(wait_weight=0.0, others_weight=3.0).marginal_weights
+    assert config.start[: len(weights)] == weights
+    np.testing.assert_allclose(config.order, order_weights_of("wspt@60"))
+    assert not any(started_at(own, "marginal_delay", SMALL).order)
+    for rule, reason in (
+        ("marginal_in_order+sjf", "a search cannot begin at 'marginal_in_order'"),
+        ("marginal_delay+edf", "compiled orders are"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            started_at(own, rule, SMALL)
+
+
+def test_a_search_begins_like_the_rule_that_is_named():
+    """Its first candidate decides as the rule does, request by request."""
+    scenario = load_scenario("azure_code_slo")
+    source = StreamSource(scenario)
+    streams = synthetic_streams(source, 1, seed=3)
+    search = PolicySearch(scenario, started_at(scenario, "marginal_delay@0:3+wspt@60", SMALL))
+    rule = server_model(scenario).compiled_order("marginal_delay@0:3+wspt@60")
+    ours, theirs = (policy_runs(scenario, streams, one)[0] for one in (search.artifact(), rule))
+    np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
 
 
 def test_where_nothing_was_tuned_a_search_begins_at_least_marginal_delay():

@@ -49,8 +49,12 @@ def test_the_best_is_written_and_nothing_where_no_rule_is_beaten(
     kept, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("tokenyard.routing.search_study.choose", lambda rows: 0 if kept else None)
-    args = replace(MIXED, scenario="poisson_050", out=tmp_path, json=tmp_path / "rows.json")
+    args = replace(
+        MIXED, scenario="poisson_050", out=tmp_path, searches=tmp_path / "all",
+        json=tmp_path / "rows.json",
+    )  # fmt: skip
     main(args)
+    assert PolicyArtifact.load(tmp_path / "all" / "poisson_050-o5-s0.npz").metadata.kind == "linear"
     path = tmp_path / "poisson_050.npz"
     assert path.exists() == kept
     if kept:

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from scripts import call, load_script
 
 from serve_app.load_generator import (
     Client,
@@ -18,6 +19,7 @@ from serve_app.load_generator import (
     make_asks,
     make_rows,
     read_requests,
+    read_stretches,
     replay,
     summarise,
 )
@@ -56,6 +58,34 @@ def test_a_trace_is_read_from_its_first_request_on_and_faster_where_that_is_aske
     assert sent.context_tokens[0] == 1004
 
 
+def test_stretches_follow_each_other_without_a_request_twice(trace):
+    one, two = read_stretches(LoadConfig(trace=trace, first=4, duration_s=3.0), 2)
+    assert one.context_tokens.tolist() == [1004, 1005, 1006]
+    assert two.context_tokens.tolist() == [1007, 1008, 1009]
+    assert two.arrival_s.tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(ValueError, match="no request arrives within 3 s after 15 s"):
+        read_stretches(LoadConfig(trace=trace, first=4, rate_scale=1.2, duration_s=3.0), 7)
+
+
+@pytest.mark.parametrize("rate", [None, 50.0])
+def test_poisson_arrivals_keep_the_lengths_and_the_mean_rate(tmp_path, rate):
+    rng = np.random.default_rng(0)
+    # Bursts of ten: the coefficient of variation of gaps is far above 1.
+    arrival_s = np.repeat(np.arange(2000) * 1.0, 10)
+    lengths = rng.integers(1, 1000, size=len(arrival_s))
+    rows = [f"{a},{n},1" for a, n in zip(arrival_s, lengths, strict=True)]
+    path = tmp_path / "bursts.csv"
+    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows]))
+    config = LoadConfig(trace=str(path), poisson=True, rate=rate, duration_s=100.0)
+    sent = read_requests(config)
+    assert sent.context_tokens.tolist() == lengths[: sent.num_requests].tolist()
+    wanted = rate or 10.0
+    assert sent.num_requests == pytest.approx(100 * wanted, abs=4 * np.sqrt(100 * wanted))
+    gaps_s = np.diff(sent.arrival_s)
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.0, abs=0.15)
+    assert read_requests(config).arrival_s.tolist() == sent.arrival_s.tolist()
+
+
 def test_a_file_that_is_not_there_and_a_time_without_requests_are_refused():
     with pytest.raises(ValueError, match=r"trace gone\.csv is not there"):
         read_requests(LoadConfig(trace="gone.csv"))
@@ -85,6 +115,11 @@ def test_equal_prefix_blocks_become_equal_words():
 
 class Handler(BaseHTTPRequestHandler):
     """Answers with two events and the token counts; every prompt of one word is refused."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "a"}]}')
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -133,6 +168,20 @@ def test_requests_go_out_when_they_are_due_and_what_fails_counts_as_failed(url, 
     found = summarise(asks, answers, took_s, slo_s=60.0)
     assert (found["requests"], found["completed"], found["failed"]) == (3, 2, 1)
     assert found["mean_response_s"] >= found["mean_ttft_s"] > 0
+
+
+def test_with_advance_every_repeat_sends_the_next_requests(url, trace, tmp_path):
+    path = tmp_path / "rows.json"
+    common = ("--url", url, "--trace", trace, "--slo-response-s", 60)
+    speed = ("--rate-scale", 20, "--duration-s", 0.24, "--repeats", 2, "--json", path)
+    found = []
+    for more in ((), ("--advance",)):
+        call(load_script("pipelines/replay.py"), *common, *speed, *more)
+        found.append(json.loads(path.read_text())["rows"][0])
+    assert [row["requests"] for row in found] == [10, 10]
+    assert [row["failed"] for row in found] == [0, 0]
+    # Prompts of 1000 to 1004 tokens twice; then those, and the next five.
+    assert [row["mean_prompt_tokens"] for row in found] == [1002.0, 1004.5]
 
 
 def test_differences_are_paired_by_repeat():

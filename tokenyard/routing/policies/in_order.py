@@ -63,7 +63,9 @@ class MarginalInOrder:
             rows, queues = _shown(snapshots)
         else:
             rows = self._sent.rows_of(_names(snapshots))
-            self._sent.keep_latest(rows, columns[:, NUM_WAITING])
+            # Of one replica the column is contiguous, and of several it is not: a view would be
+            # compiled anew at the first decision after warming up.
+            self._sent.keep_latest(rows, columns[:, NUM_WAITING].copy())
             queues = self._sent.queues
         costs = np.empty(len(columns))
         _fill_costs(
