@@ -132,7 +132,7 @@ def test_nobody_is_compared_where_the_queue_only_grows():
 def test_a_judge_sets_a_policy_beside_what_decides_without_one():
     scenario = load_scenario("poisson_050")
     judge = Judge(StreamSource(scenario), 2)
-    assert judge.bar == "sed_linear+sjf"
+    assert judge.bar == "sed_linear+boost"
     found = judge(PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig())).artifact())
     assert found["delta_mean_fraction"] == pytest.approx(0.0, abs=1e-9), "it begins at the rule"
     assert found[WINS] == found[CHANGE] == 0.0
@@ -140,11 +140,12 @@ def test_a_judge_sets_a_policy_beside_what_decides_without_one():
 
 
 def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
-    assert gate.rivals(load_scenario("poisson_085"))[0] == "marginal_in_order+sjf"
+    assert gate.rivals(load_scenario("poisson_085"))[0] == "marginal_in_order+boost"
     # There another rule has the better score.
-    first, *others = gate.rivals(load_scenario("two_speeds"))
-    assert (first, others[0]) == ("sed_linear+sjf", "marginal_in_order+sjf")
-    assert not any("in_order" in name for name in gate.rivals(load_scenario("conversation")))
+    first, *others = gate.rivals(load_scenario("poisson_050"))
+    assert (first, others[0]) == ("sed_linear+boost", "marginal_in_order+sjf")
+    own = load_scenario("conversation").model_copy(update={"name": "mine"})
+    assert not any("in_order" in name for name in gate.rivals(own))
 
 
 def test_rules_without_parameters_are_left_out():

@@ -90,8 +90,8 @@ def untuned(tmp_path, scenario):
 
 @pytest.mark.parametrize(
     ("scenario", "rule"),
-    [("poisson_070", "sed_linear+sjf"), ("local_cpu", "tuned_marginal_delay+wspt"),
-     ("multi_turn_measured_gpus", "marginal_in_order+sjf"), ("poisson_085", DEFAULT_RULE),
+    [("poisson_050", "sed_linear+boost"), ("local_cpu", "marginal_in_order+boost"),
+     ("conversation_mixed_gpus", "tuned_marginal_delay+wspt"), ("poisson_085", DEFAULT_RULE),
      ("churn", DEFAULT_RULE)],
 )  # fmt: skip
 def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, tmp_path):
