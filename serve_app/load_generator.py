@@ -121,9 +121,10 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
         trace = read_trace(path)[0].tail_from(config.first)
         factor = config.rate / trace.mean_rate_per_s if config.rate else 1.0
         trace = trace.rescaled(1.0 / (factor * config.rate_scale))
+        rate = trace.mean_rate_per_s
     if config.poisson:
         rng = np.random.default_rng([config.seed, _ARRIVALS])
-        arrival_s = poisson_arrivals(trace.num_requests, trace.mean_rate_per_s, rng)
+        arrival_s = poisson_arrivals(trace.num_requests, rate, rng)
         trace = replace(trace, arrival_s=arrival_s)
     edges_s = config.duration_s * np.arange(count + 1)
     parts = [trace.window(*edges) for edges in pairwise(edges_s.tolist())]
