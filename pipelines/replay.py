@@ -234,7 +234,7 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         finally:
             if names and "active" in card:
                 await client.switch(before)
-        source = args.trace or f"generated {args.workload}"
+        source = args.trace or f"generated {args.scenario}"
         rows = make_rows(found, baseline, source)
         if args.figure is not None:
             credit = f"{len(asks[0])} requests in turn 1, {source}, turns: {args.repeats}"

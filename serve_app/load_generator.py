@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 
 from tokenyard import metrics
+from tokenyard.routing.scenario import load_scenario
 from tokenyard.statistics.intervals import t_interval
 from tokenyard.types import FloatArray
 from tokenyard.workload.model import load_model, poisson_arrivals
@@ -51,8 +52,8 @@ class LoadConfig:
     """Where it listens."""
     trace: str | None = None
     """File, or name of a published trace (azure_code, azure_conv, ...); None: the generator."""
-    workload: str = "azure_conv"
-    """Fitted workload model that the generator draws from."""
+    scenario: str = "conversation"
+    """Scenario, by name or YAML path, whose workload and process of arrivals the generator has."""
     rate: float | None = None
     """Mean requests per second; None: the trace's, or 1 for the generator."""
     rate_scale: float = 1.0
@@ -63,9 +64,6 @@ class LoadConfig:
     """Index of the first request of the trace."""
     duration_s: float = 120.0
     """Requests that arrive within so many seconds are sent."""
-    poisson: bool = False
-    """Poisson arrivals at the same mean rate, in place of the trace's own; lengths and their order
-    stay."""
     advance: bool = False
     """Every repeat sends the next `duration_s` of the traffic, the same to every policy, so that
     intervals say how much other traffic would differ."""
@@ -113,7 +111,12 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
     if config.trace is None:
         rate = (config.rate or 1.0) * config.rate_scale
         num = max(int(rate * count * config.duration_s * 2) + 50, 1)
-        trace = load_model(config.workload).generate(num, np.random.default_rng(config.seed), rate)
+        scenario = load_scenario(config.scenario)
+        rng = np.random.default_rng(config.seed)
+        trace = load_model(scenario.workload).generate(num, rng, rate)
+        if scenario.arrivals.process == "poisson":
+            arrival_rng = np.random.default_rng([config.seed, _ARRIVALS])
+            trace = replace(trace, arrival_s=poisson_arrivals(num, rate, arrival_rng))
     else:
         path = find_trace(config.trace) if config.trace in TRACE_FILES else Path(config.trace)
         if path is None or not path.is_file():
@@ -121,11 +124,6 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
         trace = read_trace(path)[0].tail_from(config.first)
         factor = config.rate / trace.mean_rate_per_s if config.rate else 1.0
         trace = trace.rescaled(1.0 / (factor * config.rate_scale))
-        rate = trace.mean_rate_per_s
-    if config.poisson:
-        rng = np.random.default_rng([config.seed, _ARRIVALS])
-        arrival_s = poisson_arrivals(trace.num_requests, rate, rng)
-        trace = replace(trace, arrival_s=arrival_s)
     edges_s = config.duration_s * np.arange(count + 1)
     parts = [trace.window(*edges) for edges in pairwise(edges_s.tolist())]
     for part, start_s in zip(parts, edges_s, strict=False):

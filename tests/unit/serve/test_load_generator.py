@@ -67,23 +67,15 @@ def test_stretches_follow_each_other_without_a_request_twice(trace):
         read_stretches(LoadConfig(trace=trace, first=4, rate_scale=1.2, duration_s=3.0), 7)
 
 
-@pytest.mark.parametrize("rate", [None, 50.0])
-def test_poisson_arrivals_keep_the_lengths_and_the_mean_rate(tmp_path, rate):
-    rng = np.random.default_rng(0)
-    # Bursts of ten: the coefficient of variation of gaps is far above 1.
-    arrival_s = np.repeat(np.arange(2000) * 1.0, 10)
-    lengths = rng.integers(1, 1000, size=len(arrival_s))
-    rows = [f"{a},{n},1" for a, n in zip(arrival_s, lengths, strict=True)]
-    path = tmp_path / "bursts.csv"
-    path.write_text("\n".join(["arrival_s,context_tokens,generated_tokens", *rows]))
-    config = LoadConfig(trace=str(path), poisson=True, rate=rate, duration_s=100.0)
+def test_generated_traffic_has_the_rate_and_the_arrivals_of_its_scenario():
+    config = LoadConfig(scenario="azure_code_slo", rate=10.0, duration_s=200.0)
     sent = read_requests(config)
-    assert sent.context_tokens.tolist() == lengths[: sent.num_requests].tolist()
-    wanted = rate or 10.0
-    assert sent.num_requests == pytest.approx(100 * wanted, abs=4 * np.sqrt(100 * wanted))
+    assert sent.num_requests == pytest.approx(2000, abs=4 * np.sqrt(2000))
     gaps_s = np.diff(sent.arrival_s)
-    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.0, abs=0.15)
+    assert gaps_s.std() / gaps_s.mean() == pytest.approx(1.0, abs=0.15), "Poisson arrivals"
     assert read_requests(config).arrival_s.tolist() == sent.arrival_s.tolist()
+    bursts_s = np.diff(read_requests(replace(config, scenario="azure_code_mixed_gpus")).arrival_s)
+    assert bursts_s.std() / bursts_s.mean() > 1.3
 
 
 def test_a_file_that_is_not_there_and_a_time_without_requests_are_refused():

@@ -20,11 +20,11 @@ from tokenyard.provenance import command_line
 ROOT = Path(__file__).parents[3]
 MODULES = sorted(cli.verbs().values())
 COMMON = {
-    "baseline", "compare", "duration_s", "entry", "fleet", "full", "json", "length_scale", "live",
-    "load", "minutes", "name", "num_samples", "out", "policies", "quick", "rate_scale", "repeats",
-    "resume", "scenario", "seed", "source", "storage", "streams", "suite", "token", "trace", "url",
+    "baseline", "compare", "duration_s", "entry", "fleet", "full", "json", "live", "load",
+    "minutes", "name", "num_samples", "out", "policies", "quick", "rate_scale", "resume",
+    "scenario", "seed", "source", "storage", "streams", "suite", "token", "trace", "url",
 }  # fmt: skip
-"""Options that mean the same in every command that has them."""
+"""Options that mean the same in every command, which docs/metrics.md and the README name."""
 MOST_OWN_OPTIONS = 8
 HIDDEN = get_args(tyro.conf.Suppress[int])[1]
 

@@ -81,7 +81,7 @@ class Scorer(nn.Module):
         """
         super().__init__()
         self._scale = scale
-        self.network = _network(hidden)
+        self.network = scalar_network(LAYOUT.num_inputs, hidden)
         shrink_last_layer(self.network)
         self.rule_weights = nn.Parameter(torch.tensor(rule_weights), requires_grad=learns_rule)
 
@@ -126,7 +126,7 @@ class EquivariantActorCritic(_EquivariantParts, TorchRLModule, ValueFunctionAPI,
     def setup(self) -> None:
         """Build both networks."""
         self.scorer = self._add_parts()
-        self.critic = _network(self.model_config[HIDDEN])
+        self.critic = scalar_network(LAYOUT.num_inputs, self.model_config[HIDDEN])
 
     @property
     def policy(self) -> Scorer:
@@ -160,7 +160,7 @@ class EquivariantQNetwork(_EquivariantParts, DefaultDQNTorchRLModule):
         assert self.uses_dueling, "the value of the state needs a network of its own"
         self.encoder = nn.Identity()
         self.af = self._add_parts()
-        self.vf = _network(self.model_config[HIDDEN])
+        self.vf = scalar_network(LAYOUT.num_inputs, self.model_config[HIDDEN])
 
     @property
     def policy(self) -> Scorer:
@@ -185,9 +185,9 @@ def _value(critic: nn.Module, normalised: Observed) -> Tensor:
     return total
 
 
-def _network(hidden: list[int]) -> nn.Sequential:
+def scalar_network(num_inputs: int, hidden: list[int]) -> nn.Sequential:
+    """Network of tanh units from so many inputs to one number."""
     layers: list[nn.Module] = []
-    num_inputs = LAYOUT.num_inputs
     for width in hidden:
         layers += [nn.Linear(num_inputs, width), nn.Tanh()]
         num_inputs = width

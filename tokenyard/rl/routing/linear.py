@@ -19,7 +19,7 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from torch import Tensor, nn
 
 from tokenyard.rl.modules import RESIDUAL_SCALE, Observes, RunningNormaliser
-from tokenyard.rl.routing.equivariant import HIDDEN, RULE_WEIGHTS
+from tokenyard.rl.routing.equivariant import HIDDEN, RULE_WEIGHTS, scalar_network
 from tokenyard.routing.observation import (
     NUM_FINISH_FEATURES,
     NUM_REPLICA_FEATURES,
@@ -117,11 +117,7 @@ class LinearActorCritic(Observes, TorchRLModule, ValueFunctionAPI, InferenceOnly
         self.scale = float(given[RESIDUAL_SCALE])
         self.slo_s, self.mean_total_tokens = given[UNITS]
         self.weights = nn.Parameter(torch.tensor(given[RULE_WEIGHTS]))
-        layers: list[nn.Module] = []
-        for width in given[HIDDEN]:
-            layers += [nn.Linear(size, width), nn.Tanh()]
-            size = width
-        self.critic = nn.Sequential(*layers, nn.Linear(size, 1))
+        self.critic = scalar_network(size, given[HIDDEN])
 
     def get_non_inference_attributes(self) -> list[str]:
         """What env runners do without."""
