@@ -73,7 +73,7 @@ class PolicyOfFile:
         key_s = self._try(order_key, request, request.arrival_s)
         if not isinstance(key_s, (int, float)) or math.isnan(key_s):
             raise PolicyFileError(f"{self._file}: order_key returned {key_s!r:.50}, not seconds")
-        return Decision(replica, None, float(key_s))
+        return Decision(replica, None, OrderKey(float(key_s)))
 
     def _try(self, call: Any, *arguments: Any) -> Any:
         try:

@@ -25,7 +25,7 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.policies.order import BETWEEN, KNOB, ORDERS, parameters_of
+from tokenyard.routing.policies.order import BETWEEN, KNOB, parameters_of
 from tokenyard.routing.policies.tuned import FleetRules, find_tuned
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
@@ -130,17 +130,23 @@ def started_at_best_rule(
         if placement in placements and order in ("", *ORDER_WEIGHTS) and score > best_score:
             best, best_score = (placement, order), score
     placement, order = best
-    if order and tuned is not None:
-        knob = tuned.orders[placement + BETWEEN + order][ORDERS[order].knob]
-        order = f"{order}{KNOB}{knob}"
+    knobs = tuned.orders[placement + BETWEEN + order] if tuned is not None and order else {}
     order_std = config.order_std if orders else 0.0
     return started_at(
-        scenario, f"{placement}{BETWEEN}{order}", replace(config, order_std=order_std)
+        scenario, f"{placement}{BETWEEN}{order}", replace(config, order_std=order_std), knobs
     )
 
 
-def started_at(scenario: Scenario, rule: str, config: SearchConfig) -> SearchConfig:
-    """Start where a rule is: `PLACEMENT` or `PLACEMENT+ORDER@KNOB`.
+def started_at(
+    scenario: Scenario, rule: str, config: SearchConfig, knobs: Mapping[str, float] | None = None
+) -> SearchConfig:
+    """Start where a rule is: `PLACEMENT`, `PLACEMENT+ORDER` or `PLACEMENT+ORDER@KNOB:SET_BACK`.
+
+    Args:
+        scenario: Whose tuned placements count.
+        rule: Its name.
+        config: What else is searched, and how.
+        knobs: Of the order, where its name has none.
 
     Raises:
         ValueError: The linear policy cannot be that placement, or the order is unknown.
@@ -154,7 +160,7 @@ def started_at(scenario: Scenario, rule: str, config: SearchConfig) -> SearchCon
     return replace(
         config,
         start=(*weights, *(0.0,) * servers.num_slo_weights),
-        order=tuple((order_weights_of(order) if order else FIRST_COME).tolist()),
+        order=tuple((order_weights_of(order, knobs) if order else FIRST_COME).tolist()),
     )
 
 

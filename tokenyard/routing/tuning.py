@@ -16,7 +16,14 @@ from tokenyard.metrics import score
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import SedDump, SedReserve
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, ORDERS, OrderRule
+from tokenyard.routing.policies.order import (
+    BETWEEN,
+    IN_ORDER,
+    ORDERS,
+    SET_BACK,
+    SET_BACKS_S,
+    OrderRule,
+)
 from tokenyard.routing.policies.public import (
     ALWAYS_TUNED,
     PUBLIC_RULES,
@@ -287,7 +294,8 @@ class _Search:
     def _tune_order(
         self, name: str, order: OrderRule, rules: TunedRules
     ) -> tuple[float, dict[str, float]]:
-        start, grid = {order.knob: order.default}, {order.knob: order.grid}
+        start = {SET_BACK: 0.0, order.knob: order.default}
+        grid = {SET_BACK: SET_BACKS_S, order.knob: order.grid}
         if name.startswith(IN_ORDER):
             start |= rules.fleet.model_dump()
             grid |= FLEET_GRIDS["tuned_marginal_delay"]

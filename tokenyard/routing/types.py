@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -173,6 +173,19 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
         """
 
 
+class OrderKey(NamedTuple):
+    """Place among the requests that wait at a replica: the lower key goes first.
+
+    All times are in seconds on the clock of arrivals.
+    """
+
+    key_s: float
+    late_at_s: float = math.inf
+    """Where it has not begun by then, it waits by `late_key_s`; infinity: its place is for good."""
+    late_key_s: float = math.inf
+    """Never below `key_s`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
     """Where a request goes, and why."""
@@ -182,9 +195,8 @@ class Decision:
     scores: FloatArray | None
     """Cost of every candidate, lower is better, shape (num,); None for policies that do not
     score."""
-    order_key_s: float | None = None
-    """Place among the requests that wait at the replica, lower first, seconds on the clock of
-    arrivals; None: behind them all."""
+    order_key: OrderKey | None = None
+    """Place among the requests that wait at the replica; None: behind them all."""
 
 
 class RoutingPolicy(Protocol):

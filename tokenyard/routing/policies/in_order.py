@@ -57,7 +57,8 @@ class MarginalInOrder:
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the replica of least cost, with the order key there."""
         columns, delays = unranked_columns(snapshots), added_delays(request, snapshots)
-        keys_s = request.arrival_s + self._order.delays_s(request, snapshots)
+        delays_s = self._order.delays_s(request, snapshots)
+        keys_s = request.arrival_s + delays_s
         is_shown = not isinstance(snapshots, SnapshotColumns) and snapshots[0].queue is not None
         if is_shown:
             rows, queues = _shown(snapshots)
@@ -76,7 +77,8 @@ class MarginalInOrder:
             batches = columns[chosen, ITERATION_S] > 0.0
             tokens = request.context_tokens if batches else request.predicted_total_tokens
             self._sent.add(int(rows[chosen]), float(keys_s[chosen]), float(tokens))
-        return Decision(chosen, costs, float(keys_s[chosen]))
+        key = self._order.key_at(request, snapshots, chosen, float(delays_s[chosen]))
+        return Decision(chosen, costs, key)
 
 
 Queues = tuple[IntArray, FloatArray, FloatArray]

@@ -24,10 +24,11 @@ from tokenyard.routing.observation import (
     snapshot_columns,
     squash,
 )
-from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_delay_s
+from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_key
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
 from tokenyard.routing.types import (
     Decision,
+    OrderKey,
     ReplicaSnapshot,
     Request,
     ScoringPolicy,
@@ -64,8 +65,10 @@ class _InOrder(_TablePolicy):
             return Decision(best, costs)
         context = float(request.context_tokens)
         output = float(request.predicted_total_tokens) - context
-        delay_s = order_delay_s(order, context, output, columns[best])
-        return Decision(best, costs, request.arrival_s + delay_s)
+        key = order_key(
+            order, request.arrival_s, request.due_s, context, output, columns[best]
+        )
+        return Decision(best, costs, OrderKey(*key))
 
 
 class LinearPolicy(_TablePolicy):

@@ -5,6 +5,9 @@ that is a second by which later requests may overtake it: whatever waits long en
 every rule ages. The simulator bounds what a rule adds (`Scenario.max_overtaking_s`). Classes with a
 `priority` wait apart from each other, and an order is one within a class.
 
+Every order may set those back who are late: who cannot be within the SLO any more goes behind those
+who still can, by so many seconds (`Order.set_back_s`).
+
 A rule knows the request, what is predicted of it, and the replica that was chosen; never the true
 output. Its knob is tuned per scenario with the placement that it stands beside
 (`pipelines/tune_baselines.py`). `PLACEMENT+ORDER` names the two together: `sed+sjf`.
@@ -42,9 +45,11 @@ from tokenyard.routing.scores.order import (
     SERVICE_WEIGHT,
     fill_order_delays,
     order_delay_s,
+    prefill_time_s,
 )
 from tokenyard.routing.types import (
     Decision,
+    OrderKey,
     ReplicaSnapshot,
     Request,
     RoutingPolicy,
@@ -79,6 +84,9 @@ def prefill_s(request: Request, snapshot: ReplicaSnapshot) -> float:
 class Order(ABC):
     """Says where a request takes its place among those that wait."""
 
+    set_back_s: float = 0.0
+    """How far it goes back when it cannot be within its SLO any more, seconds; 0: not at all."""
+
     @abstractmethod
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return how much later than at its arrival the request takes its place, seconds.
@@ -95,6 +103,32 @@ class Order(ABC):
     def delay_at(self, request: Request, snapshots: Sequence[ReplicaSnapshot], index: int) -> float:
         """`delay_s` at one of several replicas, of which the others are not looked at, seconds."""
         return self.delay_s(request, snapshots[index])
+
+    def key_at(
+        self,
+        request: Request,
+        snapshots: Sequence[ReplicaSnapshot],
+        index: int,
+        delay_s: float | None = None,
+    ) -> OrderKey:
+        """Place of a request at one of several replicas.
+
+        Args:
+            request: Placed just now.
+            snapshots: Of all replicas.
+            index: Of the chosen one.
+            delay_s: `delay_at`, where it is known.
+        """
+        known = self.delay_at(request, snapshots, index) if delay_s is None else delay_s
+        key_s = request.arrival_s + known
+        if not self.set_back_s:
+            return OrderKey(key_s)
+        if isinstance(snapshots, SnapshotColumns):
+            takes_s = prefill_time_s(*_lengths(request), snapshots.columns[index])
+        else:
+            takes_s = prefill_s(request, snapshots[index])
+        late_at_s = request.arrival_s + request.due_s - takes_s
+        return OrderKey(key_s, late_at_s, key_s + self.set_back_s)
 
 
 class _BySize(Order):
@@ -169,6 +203,22 @@ class Boost(_BySize):
     def __init__(self, boost_s: float = 4.0) -> None:
         """Let sizes be short or long beside `boost_s`, b above, seconds."""
         super().__init__(BOOST_S, boost_s)
+
+
+class LateLast(Order):
+    """First come, first served, but those who are late go back by `set_back_s`.
+
+    To let late jobs go last makes the fewest late on one machine (Moore 1968, "An n job, one
+    machine sequencing algorithm for minimizing the number of late jobs").
+    """
+
+    def __init__(self, set_back_s: float = 20.0) -> None:
+        """Set those back who cannot be within their SLO any more."""
+        self.set_back_s = set_back_s
+
+    def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
+        """Return 0."""
+        return 0.0
 
 
 class EarliestDeadline(Order):
@@ -273,8 +323,7 @@ class Ordered:
             replica, scores = decision.replica, decision.scores
         else:
             replica = self.placement.route(request, snapshots)
-        delay_s = self._order.delay_at(request, snapshots, replica)
-        return Decision(replica, scores, request.arrival_s + delay_s)
+        return Decision(replica, scores, self._order.key_at(request, snapshots, replica))
 
 
 @dataclass(frozen=True)
@@ -287,6 +336,8 @@ class OrderRule:
     """Values tried of it; none is below 0."""
     few: tuple[float, ...] = ()
     """Those that are tried where every rule is played (`tokenyard.routing.rule_replay`)."""
+    few_set_backs: tuple[float, ...] = ()
+    """And what is tried there of `Order.set_back_s` beside each of them."""
     counts_replicas: bool = False
 
     @property
@@ -295,17 +346,30 @@ class OrderRule:
         return float(inspect.signature(self.rule).parameters[self.knob].default)
 
     def make(self, num_replicas: int, knobs: Mapping[str, float]) -> Order:
-        """Make it afresh with these knobs; without any it has its defaults."""
-        return self.rule(*((num_replicas,) if self.counts_replicas else ()), **knobs)
+        """Make it afresh; what is no knob of it is left out, and without its own it has defaults.
+
+        Args:
+            num_replicas: How many there are.
+            knobs: `knob`, and `SET_BACK` of every order, by name.
+        """
+        own = {name: value for name, value in knobs.items() if name == self.knob}
+        order = self.rule(*((num_replicas,) if self.counts_replicas else ()), **own)
+        order.set_back_s = knobs.get(SET_BACK, order.set_back_s)
+        return order
 
 
+SET_BACK = "set_back_s"
+"""Name of the knob that every order has beside its own."""
+SET_BACKS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 20.0, 30.0, 60.0, 120.0)
+"""Values tried of it."""
 _WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0, 60.0, 100.0, 200.0)
 _FEW_WEIGHTS = (1.0, 5.0, 20.0, 60.0, 200.0)
 _BOOSTS_S = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 60.0)
 ORDERS: dict[str, OrderRule] = {
     "sjf": OrderRule(ShortestJob, "service_weight", _WEIGHTS, _FEW_WEIGHTS),
     "wspt": OrderRule(Wspt, "prefill_weight", _WEIGHTS, _FEW_WEIGHTS),
-    "boost": OrderRule(Boost, "boost_s", _BOOSTS_S, (1.0, 4.0, 8.0, 16.0, 60.0)),
+    "late_last": OrderRule(LateLast, SET_BACK, SET_BACKS_S, (4.0, 8.0, 20.0, 60.0)),
+    "boost": OrderRule(Boost, "boost_s", _BOOSTS_S, (1.0, 4.0, 8.0, 16.0, 60.0), (8.0, 30.0)),
     "edf": OrderRule(EarliestDeadline, "due_weight", (0.25, 0.5, 1.0, 2.0, 4.0)),
     "slack": OrderRule(LeastSlack, "prefill_weight", (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)),
     "fair": OrderRule(
@@ -323,20 +387,35 @@ def is_order(text: str) -> bool:
 def order_of(name: str, context: PolicyContext) -> Order:
     """Make the order of `PLACEMENT+ORDER` afresh, as it was tuned beside that placement.
 
-    `PLACEMENT+ORDER@5` has the knob 5 instead.
+    `PLACEMENT+ORDER@5` has the knob 5 instead, and `PLACEMENT+ORDER@5:8` also sets late requests
+    back by 8 s.
 
     Raises:
-        ValueError: There is no such order, or its knob is no number from 0 on.
+        ValueError: There is no such order, or its knobs are not one or two numbers from 0 on.
     """
-    order, given, value = name.partition(BETWEEN)[2].partition(KNOB)
-    if order not in ORDERS:
-        hint = did_you_mean(order, ORDERS)
-        raise ValueError(f"unknown order {order!r}; choose one of {sorted(ORDERS)}{hint}")
-    rule = ORDERS[order]
-    if given:
-        return rule.make(context.num_replicas, {rule.knob: _knob(name, value)})
-    tuned = context.order_knobs(name)
-    return rule.make(context.num_replicas, {k: v for k, v in tuned.items() if k == rule.knob})
+    order = name.partition(BETWEEN)[2]
+    kind = order.partition(KNOB)[0]
+    rule = ORDERS.get(kind)
+    if rule is None:
+        hint = did_you_mean(kind, ORDERS)
+        raise ValueError(f"unknown order {kind!r}; choose one of {sorted(ORDERS)}{hint}")
+    knobs = knobs_of(order) if KNOB in order else context.order_knobs(name)
+    return rule.make(context.num_replicas, knobs)
+
+
+def knobs_of(order: str) -> dict[str, float]:
+    """Knobs of `ORDER@KNOB` or `ORDER@KNOB:SET_BACK`, by name; of an `ORDER` none.
+
+    Raises:
+        ValueError: They are not one or two numbers from 0 on.
+    """
+    if KNOB not in order:
+        return {}
+    values = parameters_of(order)
+    names = dict.fromkeys((ORDERS[order.partition(KNOB)[0]].knob, SET_BACK))
+    if len(values) > len(names):
+        raise ValueError(f"{order!r} has {len(values)} numbers behind {KNOB}; give {len(names)}")
+    return dict(zip(names, values, strict=False))
 
 
 def parameters_of(placement: str) -> list[float]:

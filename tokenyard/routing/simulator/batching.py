@@ -24,7 +24,8 @@ from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, repl
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import Request, WaitingQueue
+from tokenyard.routing.simulator.order import LAST
+from tokenyard.routing.types import OrderKey, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 _EQUALLY_LONG = ("turns", "factors")
@@ -193,7 +194,7 @@ class BatchingSim:
             outcomes=np.zeros((num_copies, stream_length, lay.NUM_OUTCOME)),
             latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
-            order_keys=np.full(num_copies, np.nan),
+            asked=np.tile(LAST, (num_copies, 1)),
             scratch=np.zeros(width),
         )
         self.rewards = np.zeros(num_copies)
@@ -286,17 +287,16 @@ class BatchingSim:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.arrays.clock[copy, lay.SKIP] = 1.0
 
-    def order_next(self, copy: int, key_s: float) -> None:
+    def order_next(self, copy: int, key: OrderKey) -> None:
         """Let the request that waits to be placed wait by a key among those of its priority.
 
         Lower keys start first, and of equals the one placed first. Without a call it comes last.
 
         Args:
             copy: Whose request.
-            key_s: On the clock of arrivals, seconds; it is moved to between the arrival and
-                `Scenario.max_overtaking_s` from now.
+            key: Its keys are moved to between the arrival and `Scenario.max_overtaking_s` from now.
         """
-        self.arrays.order_keys[copy] = key_s
+        self.arrays.asked[copy] = key
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.

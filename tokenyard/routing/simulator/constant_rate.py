@@ -19,7 +19,8 @@ from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.types import ReplicaSnapshot, Request, WaitingQueue
+from tokenyard.routing.simulator.order import LAST
+from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 
 Actions = npt.NDArray[np.int64]
@@ -125,7 +126,7 @@ class ClusterSim:
         self.requests = np.zeros((num_copies, stream_length, kernel.NUM_REQUEST))
         self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
         self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
-        self.order_keys = np.full(num_copies, np.nan)
+        self.asked = np.tile(LAST, (num_copies, 1))
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num_servers, expected_finish)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
@@ -166,7 +167,7 @@ class ClusterSim:
         """Ignore the next action of a copy that has just been loaded; it earns 0."""
         self.clock[copy, kernel.SKIP] = 1.0
 
-    def order_next(self, copy: int, key_s: float) -> None:
+    def order_next(self, copy: int, key: OrderKey) -> None:
         """Let the request that waits to be placed take a place in its server's queue by a key.
 
         Lower keys start first, and of equals the one placed first. Without a call it comes last.
@@ -175,10 +176,9 @@ class ClusterSim:
 
         Args:
             copy: Whose request.
-            key_s: On the clock of arrivals, seconds; it is moved to between the arrival and
-                `Scenario.max_overtaking_s` from now.
+            key: Its keys are moved to between the arrival and `Scenario.max_overtaking_s` from now.
         """
-        self.order_keys[copy] = key_s
+        self.asked[copy] = key
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
@@ -194,7 +194,7 @@ class ClusterSim:
         """
         wrong = kernel.step(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.order_keys, actions, self.rewards,
+            self.outcome_table, self.tables, self.asked, actions, self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
         return self.rewards
@@ -210,7 +210,7 @@ class ClusterSim:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.order_keys, actions, self.rewards,
+            self.outcome_table, self.tables, self.asked, actions, self.rewards,
             self.observations,
         )  # fmt: skip
         self._check(wrong, actions)

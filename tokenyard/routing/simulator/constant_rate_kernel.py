@@ -18,7 +18,7 @@ Shapes: C copies, S servers, R requests per stream.
     requests  (C, R, NUM_REQUEST)  the streams
     outcomes  (C, R, NUM_OUTCOME)  what became of each request
     tables    (C, S, NUM_COLUMNS)  what the router may know (`tokenyard.routing.observation`)
-    order_keys (C,)                places of the next requests in the waiting queues (NaN: last)
+    asked     (C, NUM_ASKED)       places of the next requests in the waiting queues (`order`)
 
 Order at one instant: completions, then starts of waiting requests, then the decision.
 """
@@ -30,8 +30,8 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, linear_scores
-from tokenyard.routing.scores.order import is_first_come, order_delay_s
-from tokenyard.routing.simulator.order import order_key_s
+from tokenyard.routing.scores.order import is_first_come, order_key
+from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.routing.simulator.rewards import (
     ACCEPT,
     COMPLETE,
@@ -70,7 +70,10 @@ NOW_S, INDEX, SKIP, IS_ORDERED, NUM_CLOCK = range(5)
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # outcomes
-SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, CREDITED, NUM_OUTCOME = range(6)
+(
+    SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, LATE_FROM_S, LATE_ORDER_KEY_S, CREDITED,
+    NUM_OUTCOME,
+) = range(8)  # fmt: skip
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
@@ -115,19 +118,30 @@ def _start(row, rules, params, requests, slot, index, now):
 
 @compiled
 def _enqueue(row, rules, outcomes, index, key):
-    """Let a request wait behind all whose key is not above its own."""
-    outcomes[index, ORDER_KEY_S] = key
+    """Let a request wait behind all whose key is not above its own (`order.bounded_key`)."""
+    outcomes[index, ORDER_KEY_S] = key[KEY_S]
+    outcomes[index, LATE_FROM_S] = key[LATE_AT_S]
+    outcomes[index, LATE_ORDER_KEY_S] = key[LATE_KEY_S]
     ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
     size = ring.shape[0]
     at = (int(row[HEAD]) + int(row[WAITING])) % size
     for _ in range(int(row[WAITING])):
         before = at - 1 if at > 0 else size - 1
-        if outcomes[int(ring[before]), ORDER_KEY_S] <= key:
+        if outcomes[int(ring[before]), ORDER_KEY_S] <= key[KEY_S]:
             break
         ring[at] = ring[before]
         at = before
     ring[at] = index
     row[WAITING] += 1.0
+
+
+@compiled
+def _dequeue(row, ring):
+    """Take the head off the ring."""
+    head = int(row[HEAD])
+    row[HEAD] = (head + 1) % ring.shape[0]
+    row[WAITING] -= 1.0
+    return int(ring[head])
 
 
 @compiled
@@ -187,10 +201,12 @@ def _advance_server(row, rules, params, requests, outcomes, until):
         row[TOKENS] -= requests[index, TRUE_TOTAL]
         row[PREDICTED] -= requests[index, PREDICTED_TOTAL]
         if row[WAITING] > 0.0:
-            head = int(row[HEAD])
-            waiting = int(ring[head])
-            row[HEAD] = (head + 1) % ring.shape[0]
-            row[WAITING] -= 1.0
+            waiting = _dequeue(row, ring)
+            # Keys only grow: the head is the right one where it is not late, or was set back.
+            while outcomes[waiting, LATE_FROM_S] < now:
+                back = outcomes[waiting, LATE_ORDER_KEY_S], math.inf, math.inf
+                _enqueue(row, rules, outcomes, waiting, back)
+                waiting = _dequeue(row, ring)
             row[PREDICTED_WAITING] -= requests[waiting, PREDICTED_TOTAL]
             _start(row, rules, params, requests, slot, waiting, now)
         else:
@@ -355,10 +371,10 @@ def _advance(state, rules, params, requests, outcomes, until):
 
 
 @compiled
-def step(params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards):
+def step(params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
-    `order_keys` are used up: they are NaN afterwards.
+    What is `asked` is used up: it is NaN afterwards.
 
     A copy whose SKIP is set has just been cleared: its action is ignored and earns 0. The last
     request of a stream can be seen but its successor cannot: place it, then `drain`.
@@ -378,11 +394,10 @@ def step(params, rules, state, clock, requests, outcomes, tables, order_keys, ac
         else:
             index = int(clock[copy, INDEX])
             now = clock[copy, NOW_S]
-            if not math.isnan(order_keys[copy]):
+            if not math.isnan(asked[copy, KEY_S]):
                 clock[copy, IS_ORDERED] = 1.0
-            key = order_key_s(
-                order_keys[copy], requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S]
-            )
+            ask = asked[copy, KEY_S], asked[copy, LATE_AT_S], asked[copy, LATE_KEY_S]
+            key = bounded_key(ask, requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
             rewards[copy] = _decide(
                 state[copy], rules, params, requests[copy], outcomes[copy],
                 index, actions[copy], now, key, clock[copy, IS_ORDERED] != 0.0,
@@ -394,7 +409,7 @@ def step(params, rules, state, clock, requests, outcomes, tables, order_keys, ac
                 rewards[copy] += _advance(
                     state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
                 )
-        order_keys[copy] = math.nan
+        asked[copy] = LAST
         fill_table(state[copy], rules, params, requests[copy], clock[copy, NOW_S], tables[copy])
     return -1
 
@@ -414,12 +429,11 @@ def observe(rules, clock, requests, tables, observations):
 
 @compiled
 def step_and_observe(
-    params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards,
-    observations,
+    params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards, observations,
 ):  # fmt: skip
     """`step`, then `observe`, in one call; return the results of both."""
     wrong = step(
-        params, rules, state, clock, requests, outcomes, tables, order_keys, actions, rewards
+        params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards
     )
     if wrong >= 0:
         return wrong, 0
@@ -436,22 +450,20 @@ def drain(params, rules, state, requests, outcomes, rewards):
 
 
 @compiled
-def _asked_s(order, requests, index, row):
-    """Key that an order asks for: the arrival, and what the request takes at a server."""
+def _asked_key(order, rules, requests, index, row):
+    """What an order asks for at a server (`scores.order.order_key`)."""
     request = requests[index]
     output = request[PREDICTED_TOTAL] - request[CONTEXT]
-    return request[ARRIVAL_S] + order_delay_s(order, request[CONTEXT], output, row)
+    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, row)
 
 
 @compiled
 def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
     """Place a request where it waits by an order, in a run that earns nothing."""
-    key = now
+    asked = LAST
     if not is_first_come(order):
-        key = order_key_s(
-            _asked_s(order, requests, index, table[server]), requests[index, ARRIVAL_S], now,
-            rules[MAX_OVERTAKING_S],
-        )  # fmt: skip
+        asked = _asked_key(order, rules, requests, index, table[server])
+    key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
     _decide(state, rules, params, requests, outcomes, index, server, now, key, False)
 
 
@@ -555,8 +567,8 @@ def run_in_order(
             for server in range(params.shape[0]):
                 cost = _cost_in_order(
                     state[copy, server], rules, requests[copy], outcomes[copy], index,
-                    _asked_s(order, requests[copy], index, table[server]), table[server],
-                    wait_weight, others_weight,
+                    _asked_key(order, rules, requests[copy], index, table[server])[KEY_S],
+                    table[server], wait_weight, others_weight,
                 )  # fmt: skip
                 if cost < least:
                     best, least = server, cost

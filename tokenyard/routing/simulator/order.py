@@ -6,24 +6,30 @@ import math
 
 from tokenyard.compiled import compiled
 
-LAST_S = math.nan
+KEY_S, LATE_AT_S, LATE_KEY_S, NUM_ASKED = range(4)
+"""What is asked for, in the order of `tokenyard.routing.types.OrderKey`."""
+LAST = (math.nan, math.inf, math.inf)
 """Asked for by one that waits behind all that are there: first come, first served."""
 
 
 @compiled
-def order_key_s(asked_s: float, arrival_s: float, now: float, max_overtaking_s: float) -> float:
-    """Key that a request waits by: the one asked for, within bounds; the time now where it is NaN.
+def bounded_key(
+    asked: tuple[float, float, float], arrival_s: float, now: float, max_overtaking_s: float
+) -> tuple[float, float, float]:
+    """By what a request waits: what was asked for, within bounds; the time now where it is NaN.
 
     No key is below the request's arrival, and none above now plus the bound. So whoever goes before
     another that was there first has arrived within the bound of the other's submission: nobody
     starves, whatever a policy orders by.
 
     Args:
-        asked_s: What the policy orders by, seconds on the clock of arrivals.
+        asked: What the policy orders by, as `tokenyard.routing.types.OrderKey`.
         arrival_s: Arrival of the request.
         now: When it is submitted to the server.
         max_overtaking_s: `Scenario.max_overtaking_s`.
     """
-    if math.isnan(asked_s):
-        return now
-    return min(max(asked_s, arrival_s), now + max_overtaking_s)
+    if math.isnan(asked[KEY_S]):
+        return now, math.inf, math.inf
+    latest_s = now + max_overtaking_s
+    key_s = min(max(asked[KEY_S], arrival_s), latest_s)
+    return key_s, asked[LATE_AT_S], min(max(asked[LATE_KEY_S], key_s), latest_s)

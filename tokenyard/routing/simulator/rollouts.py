@@ -39,7 +39,7 @@ from tokenyard.routing.simulator.batching_kernel.layout import FleetArrays, repl
 from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
 from tokenyard.routing.simulator.batching_kernel.step import Player, decide, make_player, place
 from tokenyard.routing.simulator.batching_streams import BatchingStream
-from tokenyard.routing.simulator.order import LAST_S
+from tokenyard.routing.simulator.order import LAST
 from tokenyard.types import FloatArray, IntArray
 
 RESPONSE = 0
@@ -209,13 +209,13 @@ def _play(
 ) -> None:
     """Play one future: the current request on `choice`, those up to `last` as `played` says."""
     _branch(fleet, first, last)
-    place(fleet, _AHEAD, choice, LAST_S)
+    place(fleet, _AHEAD, choice, LAST)
     find_decision(fleet, _AHEAD)
     while 0.0 <= fleet.clock[_AHEAD, lay.CURRENT] < last:
         server = played[int(fleet.clock[_AHEAD, lay.CURRENT])]
         if server == _ANEW:
             server = decide(fleet, _AHEAD, player)
-        place(fleet, _AHEAD, server, LAST_S)
+        place(fleet, _AHEAD, server, LAST)
         find_decision(fleet, _AHEAD)
     for server in range(fleet.replica_params.shape[1]):
         advance(replica_of(fleet, _AHEAD, server), math.inf)
@@ -272,6 +272,6 @@ def _sample(
                 )  # fmt: skip
             found += 1
         decision += 1
-        place(fleet, _PLAYED, choice, LAST_S)
+        place(fleet, _PLAYED, choice, LAST)
         find_decision(fleet, _PLAYED)
     return found

@@ -60,8 +60,8 @@ def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
         offered = zip(sim.offered(copy), snapshots, strict=True)
         snapshots = [replace(one, queue=sim.queue(copy, server)) for server, one in offered]
     decision = policy.place(sim.request(copy), snapshots)
-    if decision.order_key_s is not None:
-        sim.order_next(copy, decision.order_key_s)
+    if decision.order_key is not None:
+        sim.order_next(copy, decision.order_key)
     return sim.offered(copy)[decision.replica]
 
 

@@ -19,7 +19,16 @@ from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
-from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB, ORDERS, parameters_of
+from tokenyard.routing.policies.order import (
+    AND,
+    BETWEEN,
+    IN_ORDER,
+    KNOB,
+    ORDERS,
+    SET_BACK,
+    knobs_of,
+    parameters_of,
+)
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import (
     FLEET_GRIDS,
@@ -35,6 +44,7 @@ from tokenyard.routing.scores.order import (
     FIRST_COME,
     PREFILL_WEIGHT,
     SERVICE_WEIGHT,
+    SET_BACK_S,
 )
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -45,31 +55,44 @@ from tokenyard.workload.trace import Trace
 
 _MOST_SHARES = 8
 """Servers up to which the share of each is printed."""
-ORDER_WEIGHTS = {"sjf": SERVICE_WEIGHT, "wspt": PREFILL_WEIGHT, "boost": BOOST_S}
+ORDER_WEIGHTS = {
+    "sjf": SERVICE_WEIGHT,
+    "wspt": PREFILL_WEIGHT,
+    "boost": BOOST_S,
+    "late_last": SET_BACK_S,
+}
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
 DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
 _SERVICE = 2
 """Place of the weight of the service time among those of `observation.linear_scores`."""
 
 
-def order_weights_of(order: str) -> FloatArray:
-    """Weights of `ORDER` or `ORDER@KNOB` in compiled code; without a knob it has its default.
+def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> FloatArray:
+    """Weights of `ORDER`, `ORDER@KNOB` or `ORDER@KNOB:SET_BACK` in compiled code.
+
+    Args:
+        order: Its name; without knobs behind it those that were tuned count, or its default.
+        tuned: Knobs by name.
 
     Raises:
-        ValueError: Compiled code does not know the order, or the knob is no number.
+        ValueError: Compiled code does not know the order, or a knob is no number.
     """
-    name, given, knob = order.partition(KNOB)
+    name = order.partition(KNOB)[0]
     if name not in ORDER_WEIGHTS:
         hint = did_you_mean(name, ORDER_WEIGHTS)
         raise ValueError(f"compiled orders are {sorted(ORDER_WEIGHTS)}, not {name!r}{hint}")
+    knobs = knobs_of(order) or tuned or {}
     weights = FIRST_COME.copy()
-    weights[ORDER_WEIGHTS[name]] = float(knob) if given else ORDERS[name].default
+    weights[SET_BACK_S] = knobs.get(SET_BACK, 0.0)
+    weights[ORDER_WEIGHTS[name]] = knobs.get(ORDERS[name].knob, ORDERS[name].default)
     return weights
 
 
 def _few_knobs(order: str) -> list[str]:
     """What stands behind an order's name where every rule is played."""
-    return [f"{KNOB}{knob:g}" for knob in ORDERS[order].few]
+    rule = ORDERS[order]
+    set_back = [f"{KNOB}{knob:g}{AND}{back:g}" for knob in rule.few for back in rule.few_set_backs]
+    return [f"{KNOB}{knob:g}" for knob in rule.few] + set_back
 
 
 class _Servers:
@@ -137,13 +160,12 @@ class _Servers:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
         placement, _, order = name.partition(BETWEEN)
-        kind, given, _ = order.partition(KNOB)
+        kind = order.partition(KNOB)[0]
         if kind not in ORDER_WEIGHTS:
             return None
         tuned = tuned or find_tuned(self.scenario.name)
         knobs = {} if tuned is None else tuned.orders.get(f"{placement}{BETWEEN}{kind}", {})
-        knob = knobs.get(ORDERS[kind].knob, ORDERS[kind].default)
-        weights = order_weights_of(order if given else f"{kind}{KNOB}{knob}")
+        weights = order_weights_of(order, knobs)
         place = self._placement(placement, tuned)
         if placement.partition(KNOB)[0] == IN_ORDER:
             if KNOB in placement:
@@ -162,7 +184,7 @@ class _Servers:
     @property
     def orders(self) -> tuple[str, ...]:
         """Orders that are tuned beside `hand_rule` and the best tuned rule."""
-        return ("sjf", "boost")
+        return ("sjf", "boost", "late_last")
 
     def grids(self) -> Grids:
         """Values tried of every parameter of rules that only such servers tell apart."""
@@ -413,7 +435,7 @@ class Batching(_Servers):
         fleet = self.scenario.required_fleet
         several = len(fleet.classes) > len({one.priority for one in fleet.classes})
         return (
-            *("sjf", "wspt", "boost"),
+            *("sjf", "wspt", "boost", "late_last"),
             *(("edf", "slack") if several else ()),
             *(("fair",) if len(fleet.tenants) > 1 else ()),
         )

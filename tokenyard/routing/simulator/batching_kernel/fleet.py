@@ -70,7 +70,7 @@ def clear(fleet, copy):
 def submit(replica, index, now, key):
     """Give a request to a replica that has been run to `now`; return whether it takes it.
 
-    Where it has to wait, it waits by `key` among those of its priority.
+    Where it has to wait, it waits by `key` among those of its priority (`order.bounded_key`).
     """
     row = replica.row
     rules = replica.rules
@@ -82,7 +82,8 @@ def submit(replica, index, now, key):
         return False
     leaves_s = min(requests[index, lay.ABANDON_S], lay.start_by_s(requests, index))
     row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], leaves_s)
-    enqueue(row, rules, requests, index, 0.0, key)
+    key_s, late_at_s, late_key_s = key
+    enqueue(row, rules, requests, index, 0.0, key_s, late_at_s, late_key_s)
     if not row[lay.BUSY]:
         begin(replica, now, now)
     return True

@@ -12,7 +12,7 @@ from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
     hold_blocks,
     take_pages,
 )
-from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, waiting_at
+from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, set_back_late, waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import (
     abandon_impatient,
     complete_all,
@@ -84,7 +84,9 @@ def _preempt_one(replica, now):
         index = int(row[at + lay.P_INDEX])
         generated = row[at + lay.P_GENERATED]
         remove_prefilling(replica, victim)
-    enqueue(row, rules, replica.requests, index, generated, -math.inf)
+    enqueue(
+        row, rules, replica.requests, index, generated, -math.inf, math.inf, math.inf
+    )
     if replica.real:
         replica.outcomes[index, lay.PREEMPTIONS] += 1.0
 
@@ -96,8 +98,8 @@ def _pages_for_decode(row, rules, step):
 
 
 @compiled_inline
-def _admission(replica):
-    """Whether the next request may run now.
+def _admission(replica, now):
+    """Whether the next request may run now, after those who are late have gone back.
 
     Returns:
         Whether one may, the blocks of its hit, and the pages that it needs beside them.
@@ -109,6 +111,7 @@ def _admission(replica):
         or row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
     ):
         return False, 0, 0.0
+    set_back_late(row, rules, replica.requests, now)
     slot = waiting_at(row, rules, 0)
     index = int(row[slot + lay.W_INDEX])
     hit = hit_blocks(replica, index)
@@ -129,11 +132,11 @@ def _admission(replica):
 
 
 @compiled_inline
-def _may_admit(replica):
+def _may_admit(replica, now):
     """Whether the next request may run now, as `_admission` says."""
     row = replica.row
     full = row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
-    return row[lay.WAITING] > 0.0 and not full and _admission(replica)[0]
+    return row[lay.WAITING] > 0.0 and not full and _admission(replica, now)[0]
 
 
 @compiled_inline
@@ -231,7 +234,8 @@ def _skip_ahead(replica, now, until):
     """Cross iterations that only decode, and that end by `until`, at once.
 
     It stops before an iteration at whose end a sequence completes, or at whose start a client
-    hangs up, the replica is warm, or pages run out. Returns the time at which it stops.
+    hangs up, the first that waits is late, the replica is warm, or pages run out. Returns the time
+    at which it stops.
     """
     row = replica.row
     params = replica.params
@@ -239,6 +243,10 @@ def _skip_ahead(replica, now, until):
     most = row[lay.MIN_FINISH] - row[lay.STEP] - 1.0
     factor = 1.0
     limit = row[lay.NEXT_ABANDON_S]
+    if row[lay.WAITING] > 0.0:
+        late_at_s = row[waiting_at(row, replica.rules, 0) + lay.W_LATE_AT_S]
+        if late_at_s >= now:
+            limit = min(limit, late_at_s)
     if now < row[lay.WARM_UNTIL_S]:
         factor = params[lay.WARM_UP_FACTOR]
         limit = min(limit, row[lay.WARM_UNTIL_S])
@@ -289,7 +297,7 @@ def begin(replica, now, until):
     while True:
         if row[lay.NEXT_ABANDON_S] <= now:
             abandon_impatient(replica, now)
-        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _may_admit(replica):
+        if row[lay.PREFILLING] > 0.0 or row[lay.DECODING] == 0.0 or _may_admit(replica, now):
             break
         later = _skip_ahead(replica, now, until)
         if later == now:
@@ -314,7 +322,7 @@ def begin(replica, now, until):
             kv += row[at + lay.P_KV]
         at += lay.PREFILL_FIELDS
     while not preempted and budget > 0.0 and row[lay.WAITING] > 0.0:
-        may_run, hit, pages = _admission(replica)
+        may_run, hit, pages = _admission(replica, now)
         if not may_run:
             break
         chunk, cached = _admit(replica, hit, pages, budget, now)

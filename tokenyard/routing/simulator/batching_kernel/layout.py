@@ -89,8 +89,9 @@ P_INDEX, P_ORDER, P_TO_PREFILL, P_KV, P_CHUNK, P_GENERATED, P_HELD, PREFILL_FIEL
 # a sequence that decodes: it holds BASE + STEP tokens of KV, and is done when STEP is FINISH
 D_INDEX, D_ORDER, D_BASE, D_FINISH, D_HELD, DECODE_FIELDS = range(6)
 
-# a waiting request: its number, the tokens generated so far, and the key that it waits by
-W_INDEX, W_GENERATED, W_KEY_S, WAITING_FIELDS = range(4)
+# a waiting request: its number, the tokens generated so far, the key that it waits by, and when it
+# is late and by what it waits from then on
+W_INDEX, W_GENERATED, W_KEY_S, W_LATE_AT_S, W_LATE_KEY_S, WAITING_FIELDS = range(6)
 
 # links of the prefix cache; ids begin at 1, and 0 is the anchor of the list of evictable blocks.
 # They hold for blocks that are cached; what they are for others is left from before.
@@ -148,8 +149,9 @@ class FleetArrays(NamedTuple):
     latencies: FloatArray
     """Inter-token latencies by bin, shape (C, LATENCY_BINS)."""
     tables: FloatArray
-    order_keys: FloatArray
-    """Places of the next requests in the waiting queues, shape (C,); NaN: behind the others."""
+    asked: FloatArray
+    """Places of the next requests in the waiting queues, shape (C, NUM_ASKED) of
+    `simulator.order`; NaN: behind the others."""
     scratch: FloatArray
     """Copy of one row of state, in which a look ahead is played; shape (width,)."""
 

@@ -18,7 +18,7 @@ def waiting_at(row, rules, place):
 
 
 @compiled
-def enqueue(row, rules, requests, index, generated, key):
+def enqueue(row, rules, requests, index, generated, key, late_at_s, late_key_s):
     """Let a request wait behind those of no larger priority number and key.
 
     A key of minus infinity is that of a preempted sequence: it comes before all of its priority.
@@ -42,6 +42,8 @@ def enqueue(row, rules, requests, index, generated, key):
     row[to + lay.W_INDEX] = index
     row[to + lay.W_GENERATED] = generated
     row[to + lay.W_KEY_S] = key
+    row[to + lay.W_LATE_AT_S] = late_at_s
+    row[to + lay.W_LATE_KEY_S] = late_key_s
 
 
 @compiled
@@ -67,6 +69,23 @@ def dequeue(row, rules):
     row[at] = (int(row[at]) + 1) % int(rules[lay.RING_SIZE])
     row[at + 1] -= 1.0
     row[lay.WAITING] -= 1.0
+
+
+@compiled
+def set_back_late(row, rules, requests, now):
+    """Let those who are late by now give up their places, as far as that brings others forward.
+
+    Keys only grow, so the head is the right one as soon as it is not late, or was set back before.
+    """
+    while row[lay.WAITING] > 0.0:
+        head = waiting_at(row, rules, 0)
+        if row[head + lay.W_LATE_AT_S] >= now:
+            return
+        index = int(row[head + lay.W_INDEX])
+        generated = row[head + lay.W_GENERATED]
+        key = row[head + lay.W_LATE_KEY_S]
+        dequeue(row, rules)
+        enqueue(row, rules, requests, index, generated, key, math.inf, math.inf)
 
 
 @compiled

@@ -10,7 +10,7 @@ import numpy as np
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode, encode_rule, marginal_scores
-from tokenyard.routing.scores.order import is_first_come, order_delay_s
+from tokenyard.routing.scores.order import is_first_come, order_delay_s, order_key
 from tokenyard.routing.scores.residual import (
     ResidualNetwork,
     Scratch,
@@ -34,7 +34,7 @@ from tokenyard.routing.simulator.batching_kernel.lookahead import copied, look_a
 from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_match, fill_table
-from tokenyard.routing.simulator.order import LAST_S, order_key_s
+from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.types import FloatArray
 
 
@@ -49,10 +49,10 @@ def _add_reward(rules, requests, index, response, added):
 
 
 @compiled
-def place(fleet, copy, server, order_key):
+def place(fleet, copy, server, asked):
     """Send the current request to a replica; return the reward that is due at once.
 
-    Where it has to wait, it waits by `order_key` (`order_key_s`).
+    Where it has to wait, it waits by what is asked for (`bounded_key`).
     """
     clock = fleet.clock[copy]
     rules = fleet.rules
@@ -76,8 +76,8 @@ def place(fleet, copy, server, order_key):
     row = replica.row
     # Before it is submitted: the router acknowledges who has hung up at once.
     track_request(replica, index, fleet.tables[copy, server, ob.MATCH_TOKENS])
-    key = order_key_s(
-        order_key, fleet.requests[copy, index, lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S]
+    key = bounded_key(
+        asked, fleet.requests[copy, index, lay.ARRIVAL_S], now, rules[lay.MAX_OVERTAKING_S]
     )
     if not submit(replica, index, now, key):
         router_acknowledge(replica, index, 0.0)
@@ -113,7 +113,7 @@ def best_ahead(fleet, copy, others_weight):
         replica = replica_of(fleet, copy, server)
         before = look_ahead(replica, fleet.scratch, -1)[0]
         ahead = copied(replica, fleet.scratch)
-        if not submit(ahead, index, now, now):
+        if not submit(ahead, index, now, bounded_key(LAST, now, now, math.inf)):
             continue
         after, finish, _ = play_out(ahead, index)
         cost = finish + others_weight * (after - finish - before)
@@ -138,7 +138,7 @@ def step(fleet, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     A copy whose SKIP is set has just been cleared, and one whose CURRENT is -1 has no request
-    left: their actions are ignored and earn 0. The order keys are used up: they are NaN afterwards.
+    left: their actions are ignored and earn 0. What they asked for is used up: it is NaN afterwards.
 
     Returns:
         The first copy whose action names no replica; -1 if none. Nothing is changed otherwise.
@@ -154,10 +154,12 @@ def step(fleet, actions, rewards):
         if clock[lay.SKIP]:
             clock[lay.SKIP] = 0.0
         elif clock[lay.CURRENT] >= 0.0:
-            rewards[copy] = place(fleet, copy, actions[copy], fleet.order_keys[copy])
+            ask = fleet.asked[copy]
+            asked = ask[KEY_S], ask[LATE_AT_S], ask[LATE_KEY_S]
+            rewards[copy] = place(fleet, copy, actions[copy], asked)
             find_decision(fleet, copy)
             rewards[copy] += _collect(fleet, copy)
-        fleet.order_keys[copy] = math.nan
+        fleet.asked[copy] = LAST
         fill_table(fleet, copy)
     return -1
 
@@ -206,12 +208,14 @@ def drain(fleet, rewards):
 
 
 @compiled
-def asked_s(order, request, row):
-    """Key that an order asks for: the arrival and what the request takes; NaN: first come."""
+def asked_key(order, request, row):
+    """What an order asks for at a replica (`scores.order.order_key`); first come asks for none."""
     if is_first_come(order):
-        return LAST_S
-    delay_s = order_delay_s(order, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], row)
-    return request[lay.ARRIVAL_S] + delay_s
+        return LAST
+    return order_key(
+        order, request[lay.ARRIVAL_S], min(request[lay.SLO_TTFT_S], request[lay.SLO_RESPONSE_S]),
+        request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], row,
+    )  # fmt: skip
 
 
 @compiled
@@ -226,7 +230,7 @@ def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, reward
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
-            place(fleet, copy, server, asked_s(order, request, fleet.tables[copy, server]))
+            place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
@@ -281,7 +285,7 @@ def run_in_order(fleet, order, wait_weight, others_weight, rewards):
                 if cost < least:
                     best, least = server, cost
             request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-            place(fleet, copy, best, asked_s(order, request, table[best]))
+            place(fleet, copy, best, asked_key(order, request, table[best]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
@@ -302,7 +306,7 @@ def run_given(fleet, servers, rewards):
         while index >= 0:
             server = servers[copy, index]
             fill_match(fleet, copy, server)
-            rewards[copy, index] += place(fleet, copy, server, LAST_S)
+            rewards[copy, index] += place(fleet, copy, server, LAST)
             find_decision(fleet, copy)
             rewards[copy, index] += _collect(fleet, copy)
             index = int(fleet.clock[copy, lay.CURRENT])
@@ -348,6 +352,6 @@ def run_residual(fleet, player, rewards):
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            place(fleet, copy, decide(fleet, copy, player), LAST_S)
+            place(fleet, copy, decide(fleet, copy, player), LAST)
             find_decision(fleet, copy)
     drain(fleet, rewards)
