@@ -40,11 +40,15 @@ def chains(draw) -> tuple[int, ...]:
 
 
 @st.composite
-def jobs(draw, max_size: int = 12, patient: bool = False, ordered: bool = False) -> list[Job]:
+def jobs(
+    draw, max_size: int = 12, patient: bool = False, ordered: bool = False, late: bool = False
+) -> list[Job]:
     """Draw requests in the order of their submission.
 
-    Those that are patient never give up; some of those that are ordered come with keys.
+    Those that are patient never give up; some of those that are ordered come with keys, and some of
+    these with later ones, no two alike, for when they are late.
     """
+    late_in_s = st.sampled_from([float("inf"), 0.0, 0.5, 2.0, 6.0] if late else [float("inf")])
     added_s = st.sampled_from([None, -1.0, 0.0, 0.5, 3.0, 20.0] if ordered else [None])
     submit_s, drawn = 0.0, []
     for _ in range(draw(st.integers(1, max_size))):
@@ -58,6 +62,8 @@ def jobs(draw, max_size: int = 12, patient: bool = False, ordered: bool = False)
             output=draw(st.integers(1, 10)),
             priority=draw(st.integers(0, 1)),
             order_key_s=None if added is None else submit_s + added,
+            late_at_s=submit_s + draw(late_in_s),
+            late_key_s=submit_s + (added or 0.0) + draw(st.floats(0.1, 30.0)),
             abandon_s=float("inf") if patient else submit_s + waits,
             max_wait_s=float("inf") if patient else at_most,
             chain=draw(chains()),

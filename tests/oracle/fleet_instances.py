@@ -13,6 +13,7 @@ from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_streams import BatchingStream, lay_turns
+from tokenyard.routing.types import OrderKey
 from tokenyard.workload.trace import SessionTurns
 
 NO_REWARD = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, drop=0)
@@ -112,7 +113,7 @@ def a_stream(
 def step(sim: BatchingSim, ask: Job, replica: int) -> float:
     """Place the next request of a single copy, by its order key where it has one."""
     if ask.order_key_s is not None:
-        sim.order_next(0, ask.order_key_s)
+        sim.order_next(0, OrderKey(ask.order_key_s, ask.late_at_s, ask.late_key_s))
     return float(sim.step(np.array([replica]))[0])
 
 

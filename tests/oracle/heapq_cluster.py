@@ -26,6 +26,10 @@ class Job:
     baseline_response_s: float = 0.0
     order_key_s: float | None = None
     """What it waits by; None: the time of its dispatch, and it is paid for then."""
+    late_at_s: float = math.inf
+    """When it is late where it still waits."""
+    late_key_s: float = math.inf
+    """What it waits by from then on."""
     accepted: bool = False
     response_s: float = math.nan
 
@@ -48,7 +52,7 @@ class _Server:
     concurrency: int
     nominal_speed: float
     waiting: list[tuple[float, int]] = field(default_factory=list)
-    """Keys and requests; a heap."""
+    """Keys and requests."""
     running: list[tuple[float, int]] = field(default_factory=list)
     given: float = 0.0
     """Tokens given to each running request so far; only sharing servers use it."""
@@ -151,7 +155,7 @@ class HeapqCluster:
         if job.order_key_s is not None:
             latest = job.dispatch_s + self.scenario.max_overtaking_s
             key = sorted([job.arrival_s, job.order_key_s, latest])[1]
-        heapq.heappush(server.waiting, (key, index))
+        server.waiting.append((key, index))
         self._refill(job.action, job.dispatch_s)
 
     def _give(self, server: _Server, now_s: float) -> None:
@@ -165,13 +169,22 @@ class HeapqCluster:
         """Start what can start, then announce the server's next completion."""
         server = self.servers[which]
         while server.waiting and len(server.running) < server.slots:
-            self._start(server, heapq.heappop(server.waiting)[1], now_s)
+            first = min(server.waiting, key=lambda one: (self._waits_by(*one, now_s), one[1]))
+            server.waiting.remove(first)
+            self._start(server, first[1], now_s)
         server.schedule += 1
         if server.running:
             due, index = server.running[0]
             if self.sharing:
                 due = now_s + (due - server.given) * len(server.running) / server.speed
             heapq.heappush(self.events, (due, index, which, server.schedule))
+
+    def _waits_by(self, key_s: float, index: int, now_s: float) -> float:
+        job = self.jobs[index]
+        if job.order_key_s is None or now_s <= job.late_at_s:
+            return key_s
+        latest_s = job.dispatch_s + self.scenario.max_overtaking_s
+        return max(key_s, min(job.late_key_s, latest_s))
 
     def _start(self, server: _Server, index: int, now_s: float) -> None:
         tokens = self.jobs[index].tokens

@@ -1,5 +1,7 @@
 """Small clusters and streams to hold the simulator against, many of them full of ties."""
 
+import math
+
 import numpy as np
 from hypothesis import strategies as st
 from oracle.heapq_cluster import HeapqCluster, Job
@@ -7,6 +9,7 @@ from oracle.heapq_cluster import HeapqCluster, Job
 from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario, Server
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.types import OrderKey
 from tokenyard.types import FloatArray
 
 DISCIPLINES = ("serial", "parallel_full", "parallel_split", "processor_sharing")
@@ -67,6 +70,9 @@ def random_stream(
     return stream
 
 
+_KEY = ("order_key_s", "late_at_s", "late_key_s")
+
+
 def the_oracle(scenario: Scenario, stream: FloatArray, actions, keys=None) -> HeapqCluster:
     """Run the oracle over the same stream, actions and order keys (None: no order)."""
     keys = [None] * len(stream) if keys is None else keys
@@ -78,7 +84,7 @@ def the_oracle(scenario: Scenario, stream: FloatArray, actions, keys=None) -> He
             predicted_tokens=row[kernel.PREDICTED_TOTAL],
             baseline_response_s=row[kernel.BASELINE_RESPONSE_S],
             action=int(action),
-            order_key_s=key,
+            **({} if key is None else dict(zip(_KEY, key, strict=False))),
         )
         for row, action, key in zip(stream.tolist(), actions, keys, strict=True)
     ]
@@ -88,24 +94,34 @@ def the_oracle(scenario: Scenario, stream: FloatArray, actions, keys=None) -> He
 Instance = tuple[Scenario, FloatArray, list[int]]
 
 
-def step(sim: ClusterSim, action: int, key_s: float | None) -> float:
+def step(sim: ClusterSim, action: int, key: OrderKey | None) -> float:
     """Place the next request of a single copy, by an order key where there is one."""
-    if key_s is not None:
-        sim.order_next(0, key_s)
+    if key is not None:
+        sim.order_next(0, key)
     return float(sim.step(one(action))[0])
 
 
 @st.composite
-def ordered_instances(draw, disciplines=DISCIPLINES) -> tuple[Scenario, FloatArray, list, list]:
+def ordered_instances(
+    draw, disciplines=DISCIPLINES, late: bool = False
+) -> tuple[Scenario, FloatArray, list, list]:
     """Draw an instance with order keys, on the same grid and within a bound that they may exceed.
 
-    Policies that do not order their first requests, or some in between, are among them.
+    Policies that do not order their first requests, or some in between, are among them. Where some
+    may be late their later keys are off the grid, so that none is another's.
     """
     scenario, stream, actions = draw(instances(disciplines))
-    bound_s = draw(st.sampled_from([0.0, 1.0, 1000.0]))
+    bound_s = draw(st.sampled_from([0.0, 1000.0] if late else [0.0, 1.0, 1000.0]))
+    late_in_s = st.sampled_from([math.inf, 0.0, 0.25, 1.0, 4.0] if late else [math.inf])
     added_s = st.sampled_from([None, -1.0, 0.0, 0.125, 0.5, 2.0, 8.0, 1e9])
     keys = [
-        added if added is None else float(arrival_s + added)
+        None
+        if added is None
+        else OrderKey(
+            float(arrival_s + added),
+            float(arrival_s) + draw(late_in_s),
+            float(arrival_s + added) + draw(st.floats(0.01, 30.0)),
+        )
         for arrival_s, added in zip(
             stream[:, kernel.ARRIVAL_S],
             draw(st.lists(added_s, min_size=len(stream), max_size=len(stream))),

@@ -43,6 +43,10 @@ class Job:
     priority: int = 0
     order_key_s: float | None = None
     """Place in the queue of its priority; None: when it was submitted."""
+    late_at_s: float = math.inf
+    """When it is late where it still waits."""
+    late_key_s: float = math.inf
+    """Its place from then on."""
     abandon_s: float = math.inf
     max_wait_s: float = math.inf
     chain: tuple[int, ...] = ()
@@ -120,6 +124,7 @@ class _Run:
     order: int
     """Place in the order of submission; a new attempt is a new submission."""
     key_s: float
+    late_key_s: float = math.inf
     generated: int = 0
     to_prefill: int = 0
     kv: int = 0
@@ -133,6 +138,10 @@ class _Run:
     @property
     def in_prefill(self) -> bool:
         return self.kv < self.to_prefill
+
+    def waits_by(self, now_s: float) -> float:
+        preempted = self.key_s == -math.inf
+        return self.late_key_s if self.job.late_at_s < now_s and not preempted else self.key_s
 
     def leaves(self, now_s: float, waits: bool) -> bool:
         never_begun = waits and self.key_s > -math.inf
@@ -206,7 +215,7 @@ class _Replica:
             run.computing = min(run.to_prefill - run.kv, budget) if run.in_prefill else 0
             budget -= run.computing
         if not preempted:
-            self.admit(budget)
+            self.admit(budget, now_s)
         self.clock_in(now_s)
         self.check()
 
@@ -234,18 +243,18 @@ class _Replica:
             preempted = True
         return preempted
 
-    def admit(self, budget: int) -> None:
+    def admit(self, budget: int, now_s: float) -> None:
         while budget > 0 and len(self.running) < self.engine.max_batch:
             queues = [queue for _, queue in sorted(self.waiting.items()) if queue]
             if not queues:
                 return
-            run = queues[0][0]
+            run = min(queues[0], key=lambda run: run.waits_by(now_s))
             hit = self.hit(run)
             tokens = run.job.context + run.generated
             wanted = self.pages(tokens) - sum(len(self.cache[block]) for block in hit)
             if wanted > self.available(pinned=hit):
                 return
-            queues[0].popleft()
+            queues[0].remove(run)
             for block in hit:
                 self.hold(run, block)
             run.own_pages = self.new_pages(wanted)
@@ -430,10 +439,12 @@ def simulate_cluster(
     for replica in replicas:
         replica.over = over
 
-    def key_of(job: Job, now_s: float) -> float:
+    def keys_of(job: Job, now_s: float) -> tuple[float, float]:
         if job.order_key_s is None:
-            return now_s
-        return sorted([job.submit_s, job.order_key_s, now_s + max_overtaking_s])[1]
+            return now_s, now_s
+        latest_s = now_s + max_overtaking_s
+        key_s = sorted([job.submit_s, job.order_key_s, latest_s])[1]
+        return key_s, max(key_s, min(job.late_key_s, latest_s))
 
     for change in changes:
         heapq.heappush(events, (change.at_s, False, next(order), change))
@@ -454,7 +465,7 @@ def simulate_cluster(
                 if len(left[what]) < len(attempts[what]) and job.abandon_s <= now_s:
                     over(what, now_s)
                     continue
-                run = _Run(what, job, fates[what], next(order), key_of(job, now_s))
+                run = _Run(what, job, fates[what], next(order), *keys_of(job, now_s))
                 if not replicas[left[what].popleft()].take(run, now_s):
                     send(what, now_s + retry_delay_s)
         elif next_end_s < math.inf:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, RoutingPolicy
+from tokenyard.routing.types import Decision, OrderKey, ReplicaSnapshot, Request, RoutingPolicy
 
 SUFFIX = ".py"
 

@@ -294,11 +294,12 @@ class _Search:
     def _tune_order(
         self, name: str, order: OrderRule, rules: TunedRules
     ) -> tuple[float, dict[str, float]]:
-        start = {SET_BACK: 0.0, order.knob: order.default}
-        grid = {SET_BACK: SET_BACKS_S, order.knob: order.grid}
+        start, grid = {order.knob: order.default}, {order.knob: order.grid}
         if name.startswith(IN_ORDER):
             start |= rules.fleet.model_dump()
             grid |= FLEET_GRIDS["tuned_marginal_delay"]
+        start.setdefault(SET_BACK, 0.0)
+        grid.setdefault(SET_BACK, SET_BACKS_S)
 
         def score_with(values: Values) -> float:
             tried = {name: dict(zip(start, values, strict=True))}

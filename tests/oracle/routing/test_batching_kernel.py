@@ -59,6 +59,20 @@ def same(a: float, b: float) -> bool:
 @settings(max_examples=scaled(300))
 @given(engine=engines(), some=jobs(ordered=True), max_overtaking_s=st.sampled_from([0.0, 4.0]))
 def test_every_completion_agrees_with_the_slow_engine(engine, some, max_overtaking_s):
+    check_completions(engine, some, max_overtaking_s)
+
+
+@settings(max_examples=scaled(300))
+@given(
+    engine=engines(),
+    some=jobs(ordered=True, late=True),
+    max_overtaking_s=st.sampled_from([0.0, 1000.0]),
+)
+def test_those_who_are_late_go_back_as_in_the_slow_engine(engine, some, max_overtaking_s):
+    check_completions(engine, some, max_overtaking_s)
+
+
+def check_completions(engine, some, max_overtaking_s):
     engine = dataclasses.replace(engine, queue_limit=max(engine.queue_limit, 1))
     fates, totals = simulate(engine, some, max_overtaking_s)
     sim, _ = run_kernel([engine], some, [0] * len(some), max_overtaking_s=max_overtaking_s)

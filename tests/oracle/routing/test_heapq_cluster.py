@@ -18,6 +18,7 @@ from sizes import scaled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.scenario import RewardWeights
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
+from tokenyard.routing.types import OrderKey
 
 
 def assert_same_history(scenario, stream, actions, keys=None):
@@ -61,6 +62,12 @@ def test_the_kernel_starts_requests_in_the_order_of_their_keys_as_the_oracle_doe
     assert_same_history(*instance)
 
 
+@settings(max_examples=scaled(400))
+@given(ordered_instances(late=True))
+def test_the_kernel_sets_back_those_who_are_late_as_the_oracle_does(instance):
+    assert_same_history(*instance)
+
+
 @pytest.mark.parametrize("discipline", DISCIPLINES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kernel_tells_the_same_history_as_the_oracle_on_long_random_streams(discipline, seed):
@@ -77,8 +84,12 @@ def test_the_kernel_tells_the_same_history_as_the_oracle_on_long_random_streams(
         stream[:, kernel.DISPATCH_S] = np.ceil(stream[:, kernel.ARRIVAL_S] / 0.1) * 0.1
     actions = rng.integers(0, 3, len(stream)).tolist()
     assert_same_history(scenario, stream, actions)
-    keys = stream[:, kernel.ARRIVAL_S] + rng.exponential(20.0, len(stream))
-    assert_same_history(scenario, stream, actions, keys.tolist())
+    arrival_s = stream[:, kernel.ARRIVAL_S]
+    key_s = arrival_s + rng.exponential(20.0, len(stream))
+    late_at_s = arrival_s + rng.exponential(5.0, len(stream))
+    late_key_s = key_s + rng.exponential(20.0, len(stream))
+    keys = [OrderKey(*key) for key in np.stack([key_s, late_at_s, late_key_s], axis=1).tolist()]
+    assert_same_history(scenario, stream, actions, keys)
 
 
 def test_what_was_credited_at_a_decision_stays_when_it_is_overtaken_later():
@@ -87,4 +98,6 @@ def test_what_was_credited_at_a_decision_stays_when_it_is_overtaken_later():
     )
     row = np.zeros(kernel.NUM_REQUEST)
     row[:6] = [0.5, 0.125, 500.0, 250.0, 500.0, 0.25]
-    assert_same_history(scenario, np.stack([row] * 4), [0] * 4, [None, None, -0.875, None])
+    assert_same_history(
+        scenario, np.stack([row] * 4), [0] * 4, [None, None, OrderKey(-0.875), None]
+    )

@@ -13,6 +13,7 @@ from sizes import is_thorough
 
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, SERVICE_WEIGHT
+from tokenyard.routing.types import OrderKey
 
 # Of a quarter of the requests the mean is half as sure.
 NUM_REQUESTS, BAND = (400_000, 1) if is_thorough() else (100_000, 2)
@@ -90,7 +91,7 @@ def outcomes_by_key(tokens, load, key_tokens):
     sim = loaded(scenario, stream)
     # So much that no time that passes changes the order.
     for key in (1e9 * key_tokens).tolist():
-        sim.order_next(0, key)
+        sim.order_next(0, OrderKey(key))
         sim.step(one(0))
     sim.drain()
     return sim.outcomes(), rate_per_s

@@ -17,6 +17,7 @@ from tokenyard.routing.evaluation import summarise
 from tokenyard.routing.fleet import TrafficClass
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.run import Run
+from tokenyard.routing.types import OrderKey
 
 few = settings(max_examples=scaled(60))
 seeds = st.integers(0, 2**32 - 1)
@@ -460,7 +461,7 @@ def test_keys_that_are_the_time_of_submission_change_nothing(instance, seed):
     rng = np.random.default_rng(seed)
     while sim.current() >= 0:
         replica = rng.integers(0, NUM, 1)
-        twin.order_next(0, twin.now_s())
+        twin.order_next(0, OrderKey(twin.now_s()))
         assert sim.step(replica).tobytes() == twin.step(replica).tobytes()
     sim.drain()
     twin.drain()

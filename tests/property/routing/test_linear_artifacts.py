@@ -21,7 +21,7 @@ from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.routing.types import EngineSnapshot, OrderingPolicy, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
-ORDER = np.array([8.0, 5.0, 2.0])
+ORDER = np.array([8.0, 5.0, 2.0, 4.0])
 SERVERS = [(3000.0, 3), (5000.0, 5), (5000.0, 5), (7000.0, 7)]
 SIZES = {"linear": NUM_SCORE_WEIGHTS, "marginal": NUM_MARGINAL_SLO_WEIGHTS}
 ENGINE = EngineSnapshot(0.01, 1e-4, 1e-3, 1e-7, 512, 5e4, 0.2, 900.0, 300.0, 0)
@@ -81,13 +81,13 @@ def test_the_order_key_grows_with_the_request(kind, seed):
     engine = ENGINE if kind == "marginal" else None
     replica = ReplicaSnapshot("a", rng.uniform(1000, 9000), 4, 8, 1, 1, 900.0, engine=engine)
     short, long = Request(3.0, 100, 150.0), Request(3.0, 2000, 2500.0)
-    keys = [policy.place(request, [replica]).order_key_s for request in (short, long)]
+    keys = [policy.place(request, [replica]).order_key.key_s for request in (short, long)]
     assert 3.0 < keys[0] < keys[1]
 
 
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize(
-    ("order", "reason"), [(-ORDER, "below 0"), (np.zeros(4), "'order' has shape")]
+    ("order", "reason"), [(-ORDER, "below 0"), (np.zeros(3), "'order' has shape")]
 )
 def test_an_order_that_does_not_fit_is_refused(kind, order, reason):
     with pytest.raises(ValueError, match=reason):

@@ -26,6 +26,7 @@ from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_
 from tokenyard.routing.types import (
     EngineSnapshot,
     OrderingPolicy,
+    OrderKey,
     ReplicaSnapshot,
     Request,
     WaitingQueue,
@@ -173,7 +174,7 @@ def test_the_placement_that_knows_the_order_counts_who_is_before_and_who_is_behi
     decision = MarginalInOrder(sjf).place(a_request(1000), [short, long])
     # Its wait, its service, and that service again for the one behind it.
     assert decision.scores == pytest.approx([3.5 + 1.0, 2.0 + 1.0 + 1.0])
-    assert (decision.replica, decision.order_key_s) == (1, 25.0)
+    assert (decision.replica, decision.order_key) == (1, OrderKey(25.0))
 
 
 @pytest.mark.parametrize("scenario_name", ["poisson_085", "homogeneous"])
@@ -245,7 +246,7 @@ def test_queues_kept_as_numbers_cost_what_they_cost_request_by_request(
         chosen = offered[decision.replica]
         if not shown:
             slow.send(request, chosen)
-        assert decision.order_key_s == pytest.approx(
+        assert decision.order_key.key_s == pytest.approx(
             request.arrival_s + made.delay_s(request, chosen)
         )
 
@@ -299,7 +300,7 @@ def test_a_queue_is_shown_in_the_order_in_which_it_starts(scenario_name):
             assert (np.diff(queue.order_keys_s) >= 0).all()
             most = max(most, len(queue.tokens))
         request = sim.request()
-        sim.order_next(0, request.arrival_s + 0.01 * request.context_tokens)
+        sim.order_next(0, OrderKey(request.arrival_s + 0.01 * request.context_tokens))
         sim.step(np.array([0]))
     assert most > 10
 
@@ -310,7 +311,7 @@ def test_an_order_is_named_behind_its_placement_and_routes_as_that_does():
     busy = replace(SERVER, num_running=1, tokens_in_flight=5000.0)
     assert made.route(a_request(), [busy, SERVER]) == 1
     decision = made.place(a_request(), [busy, SERVER])
-    assert decision.order_key_s == pytest.approx(
+    assert decision.order_key.key_s == pytest.approx(
         5.0 + load_tuned("nominal").orders["sed+sjf"]["service_weight"]
     )
     assert decision.scores is not None
@@ -331,7 +332,7 @@ def test_a_knob_that_was_tuned_beside_a_placement_counts_there_and_nowhere_else(
     rules = load_tuned("nominal").model_copy(update={"orders": {"sed+sjf": {"service_weight": 3}}})
     tuned = replace(context(), tuned=rules)
     keys = [
-        make_policy(name, tuned).place(a_request(), [SERVER] * 3).order_key_s
+        make_policy(name, tuned).place(a_request(), [SERVER] * 3).order_key.key_s
         for name in ("sed+sjf", "marginal_delay+sjf")
     ]
     assert keys == pytest.approx([8.0, 5.0 + ORDERS["sjf"].default])
@@ -339,7 +340,7 @@ def test_a_knob_that_was_tuned_beside_a_placement_counts_there_and_nowhere_else(
 
 def test_the_name_of_an_order_may_hold_a_knob_of_ones_own():
     decision = make_policy("sed+sjf@3", context()).place(a_request(), [SERVER] * 3)
-    assert decision.order_key_s == pytest.approx(8.0)
+    assert decision.order_key.key_s == pytest.approx(8.0)
     assert is_rule("sed+sjf@3")
     for wrong in ("x", "", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="behind @ is no number"):

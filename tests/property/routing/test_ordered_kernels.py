@@ -1,6 +1,7 @@
 """Placements with orders decide alike in compiled code and as policies."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -12,16 +13,24 @@ from sizes import scaled
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.policies.delay import MarginalDelay
 from tokenyard.routing.policies.in_order import MarginalInOrder
-from tokenyard.routing.policies.order import Boost, Ordered, ShortestJob, Wspt
+from tokenyard.routing.policies.order import Boost, LateLast, Ordered, ShortestJob, Wspt
 from tokenyard.routing.policies.tuned import FleetRules
-from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, PREFILL_WEIGHT, SERVICE_WEIGHT
+from tokenyard.routing.scores.order import (
+    BOOST_S,
+    FIRST_COME,
+    PREFILL_WEIGHT,
+    SERVICE_WEIGHT,
+    SET_BACK_S,
+)
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
 
 WEIGHED = FleetRules(wait_weight=3.0, others_weight=0.5)
-ORDERS = [(ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S)]
+ORDERS = [
+    (ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S), (LateLast, SET_BACK_S),
+]  # fmt: skip
 # Nor their ratios simple: sums in another order would break ties between equal costs.
 SERVERS = [(3011.0, 3), (5003.0, 5), (7307.0, 4)]
 # Of the law's draws some with one replica, many, several routers, prefix caches, failures.
@@ -51,8 +60,10 @@ def check(scenario, stream, knob):
     def hand(sim, weights):
         next(iter(server_model(scenario).placements(sim).values()))(sim, weights)
 
-    for rule, place in ORDERS:
+    for (rule, place), set_back_s in product(ORDERS, (0.0, 4.0)):
         weights, order = weights_of(place, knob), rule(knob)
+        if set_back_s:
+            weights[SET_BACK_S] = order.set_back_s = set_back_s
         for decide, policy in (
             (lambda sim, weights=weights: hand(sim, weights), Ordered(MarginalDelay(), order)),
             (lambda sim, weights=weights: sim.run_in_order(weights), MarginalInOrder(order)),

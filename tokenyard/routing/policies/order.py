@@ -360,7 +360,7 @@ class OrderRule:
 
 SET_BACK = "set_back_s"
 """Name of the knob that every order has beside its own."""
-SET_BACKS_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 12.0, 20.0, 30.0, 60.0, 120.0)
+SET_BACKS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0)
 """Values tried of it."""
 _WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0, 60.0, 100.0, 200.0)
 _FEW_WEIGHTS = (1.0, 5.0, 20.0, 60.0, 200.0)

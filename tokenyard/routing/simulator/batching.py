@@ -23,8 +23,8 @@ from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_params import fleet_rules, ranks, replica_params
 from tokenyard.routing.simulator.batching_streams import BatchingStream, Stream, fleet_stream
 from tokenyard.routing.simulator.constant_rate import Actions, Observations, Outcomes
-from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.simulator.order import LAST
+from tokenyard.routing.simulator.table import TableSnapshots
 from tokenyard.routing.types import OrderKey, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 

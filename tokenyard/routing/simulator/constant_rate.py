@@ -17,9 +17,9 @@ from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
+from tokenyard.routing.simulator.order import LAST
 from tokenyard.routing.simulator.rewards import NUM_REWARDS, reward_rules
 from tokenyard.routing.simulator.table import TableSnapshots
-from tokenyard.routing.simulator.order import LAST
 from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request, WaitingQueue
 from tokenyard.types import BoolArray, FloatArray, IntArray
 

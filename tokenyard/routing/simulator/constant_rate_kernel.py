@@ -432,9 +432,7 @@ def step_and_observe(
     params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards, observations,
 ):  # fmt: skip
     """`step`, then `observe`, in one call; return the results of both."""
-    wrong = step(
-        params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards
-    )
+    wrong = step(params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards)
     if wrong >= 0:
         return wrong, 0
     return wrong, observe(rules, clock, requests, tables, observations)

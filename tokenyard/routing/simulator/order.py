@@ -32,4 +32,7 @@ def bounded_key(
         return now, math.inf, math.inf
     latest_s = now + max_overtaking_s
     key_s = min(max(asked[KEY_S], arrival_s), latest_s)
-    return key_s, asked[LATE_AT_S], min(max(asked[LATE_KEY_S], key_s), latest_s)
+    late_key_s = min(asked[LATE_KEY_S], latest_s)
+    if late_key_s <= key_s:
+        return key_s, math.inf, math.inf
+    return key_s, asked[LATE_AT_S], late_key_s

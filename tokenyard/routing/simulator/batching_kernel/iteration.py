@@ -12,7 +12,12 @@ from tokenyard.routing.simulator.batching_kernel.prefix_cache import (
     hold_blocks,
     take_pages,
 )
-from tokenyard.routing.simulator.batching_kernel.queue import dequeue, enqueue, set_back_late, waiting_at
+from tokenyard.routing.simulator.batching_kernel.queue import (
+    dequeue,
+    enqueue,
+    set_back_late,
+    waiting_at,
+)
 from tokenyard.routing.simulator.batching_kernel.sequences import (
     abandon_impatient,
     complete_all,
@@ -84,9 +89,7 @@ def _preempt_one(replica, now):
         index = int(row[at + lay.P_INDEX])
         generated = row[at + lay.P_GENERATED]
         remove_prefilling(replica, victim)
-    enqueue(
-        row, rules, replica.requests, index, generated, -math.inf, math.inf, math.inf
-    )
+    enqueue(row, rules, replica.requests, index, generated, -math.inf, math.inf, math.inf)
     if replica.real:
         replica.outcomes[index, lay.PREEMPTIONS] += 1.0
 

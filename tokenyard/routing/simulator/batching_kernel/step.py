@@ -138,7 +138,7 @@ def step(fleet, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     A copy whose SKIP is set has just been cleared, and one whose CURRENT is -1 has no request
-    left: their actions are ignored and earn 0. What they asked for is used up: it is NaN afterwards.
+    left: their actions are ignored and earn 0. What was asked is used up: it is NaN afterwards.
 
     Returns:
         The first copy whose action names no replica; -1 if none. Nothing is changed otherwise.
