@@ -14,7 +14,7 @@ from sizes import scaled
 from tokenyard.routing.policies import PolicyContext, is_rule, make_policy, rows_for
 from tokenyard.routing.policies.delay import ADDED_WAIT_S, added_delays
 from tokenyard.routing.policies.in_order import MarginalInOrder
-from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, Ordered
+from tokenyard.routing.policies.order import FORGIVEN_LEAD_S, ORDERS, SET_BACK, Ordered
 from tokenyard.routing.policies.public import Needs
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -139,6 +139,31 @@ def test_the_slo_orders_by_deadline_and_by_slack():
     assert edf.delay_s(a_request(due_s=7.0), REPLICA) == 7.0
     assert slack.delay_s(a_request(due_s=7.0), REPLICA) == pytest.approx(6.0)
     assert slack.delay_s(a_request(due_s=0.5), REPLICA) == 0.0
+
+
+def test_who_cannot_be_in_time_any_more_goes_back():
+    late_last = ORDERS["late_last"].make(2, {"set_back_s": 8.0})
+    # A prompt of a second has to begin a second before it is due, a service of two two before.
+    cached = replace(REPLICA, engine=replace(ENGINE, match_tokens=400))
+    for snapshot, takes_s in ((REPLICA, 1.0), (cached, 0.6), (SERVER, 2.0)):
+        request = Request(5.0, 1000, 2000.0, due_s=3.0)
+        key = late_last.key_at(request, [SERVER, snapshot], 1)
+        assert key == pytest.approx(OrderKey(5.0, 5.0 + 3.0 - takes_s, 13.0))
+    assert late_last.key_at(a_request(), [SERVER], 0).late_at_s == math.inf
+
+
+@pytest.mark.parametrize("name", ORDERS)
+@few
+@given(request=requests, back_s=st.floats(0.1, 100))
+def test_every_order_may_set_back_and_never_forward(name, request, back_s):
+    rule = ORDERS[name]
+    for snapshot in (SERVER, REPLICA):
+        plain, set_back = (
+            rule.make(3, {rule.knob: rule.default, **more}).key_at(request, [snapshot], 0)
+            for more in ({}, {SET_BACK: back_s})
+        )
+        assert set_back.key_s == plain.key_s
+        assert set_back.late_key_s == pytest.approx(set_back.key_s + back_s)
 
 
 def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_not():
@@ -342,6 +367,11 @@ def test_the_name_of_an_order_may_hold_a_knob_of_ones_own():
     decision = make_policy("sed+sjf@3", context()).place(a_request(), [SERVER] * 3)
     assert decision.order_key.key_s == pytest.approx(8.0)
     assert is_rule("sed+sjf@3")
+    late = replace(a_request(), due_s=4.0)
+    key = make_policy("sed+sjf@3:7", context()).place(late, [SERVER] * 3).order_key
+    assert key == pytest.approx(OrderKey(8.0, 8.0, 15.0))
+    with pytest.raises(ValueError, match="has 3 numbers"):
+        make_policy("sed+sjf@3:7:1", context())
     for wrong in ("x", "", "-1", "nan", "inf"):
         with pytest.raises(ValueError, match="behind @ is no number"):
             make_policy(f"sed+sjf@{wrong}", context())
