@@ -27,9 +27,9 @@ def bounded_key(
     latest_s = now_s + max_overtaking_s
     # A policy may answer numbers of numpy, which are not written as Python writes its own.
     key_s = float(min(max(asked.key_s, arrival_s), latest_s))
-    if asked.late_at_s == math.inf:
+    late_key_s = float(min(asked.late_key_s, latest_s))
+    if asked.late_at_s == math.inf or late_key_s <= key_s:
         return OrderKey(key_s)
-    late_key_s = float(min(max(asked.late_key_s, key_s), latest_s))
     return OrderKey(key_s, float(asked.late_at_s), late_key_s)
 
 
