@@ -39,6 +39,7 @@ from rich.table import Table
 from serve_app.engines.base import Chunk, Engine, EngineConfig, EngineStats, Sampling
 from serve_app.http.free_port import free_port
 from tokenyard.provenance import report
+from tokenyard.routing.types import OrderKey
 
 ROOT = Path(__file__).parents[1]
 OWN_REPLICAS = 2
@@ -169,7 +170,7 @@ class PacedEngine(Engine):
         request_id: str,
         token_ids: Sequence[int],
         sampling: Sampling,
-        order_key_s: float | None = None,
+        order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate all that may be; nothing waits, so there is no order."""
         self._running.add(request_id)

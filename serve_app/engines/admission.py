@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from serve_app.engines.base import EngineError, Sampling
 from serve_app.engines.waiting import Arrivals, WaitingLine
+from tokenyard.routing.types import OrderKey
 
 
 class Admission:
@@ -94,12 +96,17 @@ class BatchLimit:
     The engine's own limit is the highest, and as long as it holds the engine queues by itself.
     """
 
-    def __init__(self, highest: int) -> None:
-        """Hold nobody back: `highest` is the engine's own limit."""
+    def __init__(self, highest: int, clock_s: Callable[[], float] = time.time) -> None:
+        """Hold nobody back.
+
+        Args:
+            highest: The engine's own limit.
+            clock_s: Unix time, seconds.
+        """
         self._highest = self.limit = highest
         self._num_inside = 0
         self._waiting: WaitingLine[asyncio.Future[None]] = WaitingLine()
-        self._arrivals = Arrivals()
+        self._clock_s, self._arrivals = clock_s, Arrivals(clock_s)
         self._changed = asyncio.Event()
 
     @property
@@ -112,17 +119,17 @@ class BatchLimit:
         self.limit = min(max(limit, 1), self._highest)
         self._let_in()
 
-    async def enter(self, order_key_s: float | None = None) -> None:
+    async def enter(self, order_key: OrderKey | None = None) -> None:
         """Return once there is room; every call that returned is followed by a `leave`.
 
         Args:
-            order_key_s: Place among those that wait, lower first, Unix time, seconds; None: now.
+            order_key: Place among those that wait, lower first, Unix time, seconds; None: now.
         """
         if not self._waiting and self._has_room():
             self._num_inside += 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.add(turn, self._arrivals.key_s(order_key_s))
+        self._waiting.add(turn, self._arrivals.key(order_key))
         try:
             await turn
         except asyncio.CancelledError:
@@ -150,7 +157,7 @@ class BatchLimit:
     def _let_in(self) -> None:
         while self._waiting and self._has_room():
             self._num_inside += 1
-            self._waiting.pop().set_result(None)
+            self._waiting.pop(self._clock_s()).set_result(None)
 
 
 def check_request(

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from serve_app.engines.emulation import Emulation
 from tokenyard.config import FrozenModel
+from tokenyard.routing.types import OrderKey
 
 FinishReason = Literal["stop", "length", "abort"]
 """`stop`: an end-of-sequence token; `length`: max_tokens; `abort`: the client left."""
@@ -125,7 +126,7 @@ class Engine(Protocol):
         request_id: str,
         token_ids: Sequence[int],
         sampling: Sampling,
-        order_key_s: float | None = None,
+        order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
@@ -133,7 +134,7 @@ class Engine(Protocol):
             request_id: No other that is answered now has it.
             token_ids: Of the prompt.
             sampling: How tokens are drawn.
-            order_key_s: Place among the requests that wait, lower first and of equals who came
+            order_key: Place among the requests that wait, lower first and of equals who came
                 first, Unix time, seconds; None: the time now.
 
         Raises:

@@ -11,6 +11,7 @@ from serve_app.engines.admission import BatchLimit
 from serve_app.engines.base import Chunk, Engine, EngineError, FinishReason, Sampling
 from serve_app.engines.tokenizer import Detokenizer, StopFinder, Tokenizer
 from serve_app.gateway.replicas import EngineStatus
+from tokenyard.routing.types import OrderKey
 
 
 # Not frozen: that takes twice as long to make, and every token makes one.
@@ -56,7 +57,7 @@ class TextEngine:
         token_ids: Sequence[int],
         sampling: Sampling,
         stop: tuple[str, ...],
-        order_key_s: float | None = None,
+        order_key: OrderKey | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
         """Stream the answer to a request; closing the stream early aborts it.
 
@@ -65,7 +66,7 @@ class TextEngine:
             token_ids: Of the prompt.
             sampling: How tokens are drawn.
             stop: Strings at which the answer is cut.
-            order_key_s: Place among the requests that wait, lower first, Unix time, seconds; None:
+            order_key: Place among the requests that wait, lower first, Unix time, seconds; None:
                 the time now.
 
         Raises:
@@ -74,8 +75,8 @@ class TextEngine:
         """
         self._check_room()
         done = False
-        async with self._place(order_key_s):
-            chunks = self._engine.generate(request_id, token_ids, sampling, order_key_s)
+        async with self._place(order_key):
+            chunks = self._engine.generate(request_id, token_ids, sampling, order_key)
             try:
                 # Closed here: else the engine goes on after a stop string until somebody tidies up.
                 async with aclosing(chunks):
@@ -87,11 +88,11 @@ class TextEngine:
                     await self._engine.abort(request_id)
 
     @asynccontextmanager
-    async def _place(self, order_key_s: float | None) -> AsyncGenerator[None, None]:
+    async def _place(self, order_key: OrderKey | None) -> AsyncGenerator[None, None]:
         """Hold a place in the batch, waited for by the order key."""
         self._num_held += 1
         try:
-            await self._slots.enter(order_key_s)
+            await self._slots.enter(order_key)
             try:
                 yield
             finally:

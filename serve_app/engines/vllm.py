@@ -25,6 +25,7 @@ from serve_app.engines.base import (
 )
 from serve_app.engines.models import ModelShape, check_plan, find_model, read_shape
 from serve_app.engines.waiting import Arrivals, priority_of
+from tokenyard.routing.types import OrderKey
 
 
 class VllmEngine:
@@ -73,7 +74,7 @@ class VllmEngine:
         request_id: str,
         token_ids: Sequence[int],
         sampling: Sampling,
-        order_key_s: float | None = None,
+        order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
@@ -85,7 +86,8 @@ class VllmEngine:
         self._admission.enter(request_id)
         try:
             prompt = {"prompt_token_ids": list(token_ids)}
-            key_s = self._arrivals.key_s(order_key_s)
+            # vLLM is told once, so who is late stays where it is.
+            key_s = self._arrivals.key(order_key).key_s
             outputs = self._llm.generate(
                 prompt, _sampling_params(sampling), request_id,
                 priority=priority_of(key_s),

@@ -9,7 +9,32 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from tokenyard.routing.types import OrderKey
+
 Item = TypeVar("Item")
+
+
+def write_order_key(key: OrderKey) -> str:
+    """Lay a key out as text: its numbers, without infinite ones at the end."""
+    if key.late_at_s == key.late_key_s == math.inf:
+        return repr(key.key_s)
+    numbers = key[:2] if key.late_key_s == math.inf else key
+    return " ".join(map(repr, numbers))
+
+
+def read_order_key(text: str) -> OrderKey:
+    """Read what `write_order_key` wrote.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    numbers = [float(one) for one in text.split()]
+    if not 1 <= len(numbers) <= len(OrderKey._fields) or any(map(math.isnan, numbers)):
+        raise ValueError(f"an order key is {text!r}")
+    key = OrderKey(*numbers)
+    if not math.isfinite(key.key_s) or key.late_key_s < key.key_s:
+        raise ValueError(f"an order key is {text!r}")
+    return key
 
 
 class Arrivals:
@@ -19,12 +44,12 @@ class Arrivals:
         """Read a clock: Unix time, seconds."""
         self._clock_s, self._last_s = clock_s, -math.inf
 
-    def key_s(self, order_key_s: float | None) -> float:
+    def key(self, order_key: OrderKey | None) -> OrderKey:
         """Return the key of a request that comes now; it is its own where it has one."""
-        if order_key_s is not None:
-            return order_key_s
+        if order_key is not None:
+            return order_key
         self._last_s = max(self._last_s, self._clock_s())
-        return self._last_s
+        return OrderKey(self._last_s)
 
 
 def priority_of(key_s: float) -> int:
@@ -33,30 +58,50 @@ def priority_of(key_s: float) -> int:
 
 
 class WaitingLine(Generic[Item]):
-    """Those who wait, lowest key first, and of equal keys who came first."""
+    """Those who wait, lowest key first, and of equal keys who came first.
+
+    Who is late gives its place up only when it has become the first, as in the simulator: keys only
+    grow, so the first is the right one as soon as it is not late, or has gone back before.
+    """
 
     def __init__(self) -> None:
         """Begin empty."""
-        self._entries: list[tuple[float, int, Item]] = []
+        self._entries: list[tuple[float, int, float, float, Item]] = []
+        """Key that counts, number, from when on the one behind it counts, and who waits."""
         self._numbers = itertools.count()
 
-    def add(self, item: Item, key_s: float) -> None:
-        """Let one wait."""
+    def add(self, item: Item, key: OrderKey) -> None:
+        """Let one wait; times of its key are those of the clock that the line is asked with."""
         # No two have one number, so items are never compared.
-        insort(self._entries, (key_s, next(self._numbers), item))
+        insort(self._entries, (key.key_s, next(self._numbers), key.late_at_s, key.late_key_s, item))
 
-    def pop(self) -> Item:
-        """Take out who is first."""
-        return self._entries.pop(0)[2]
+    def pop(self, now_s: float) -> Item:
+        """Take out who is first by now."""
+        item = next(self.in_order(now_s))
+        del self._entries[0]
+        return item
 
     def remove(self, item: Item) -> None:
         """Take out one who gives up; ignored where it does not wait."""
-        self._entries = [one for one in self._entries if one[2] is not item]
+        self._entries = [one for one in self._entries if one[-1] is not item]
 
     def __len__(self) -> int:
         """Return how many wait."""
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Item]:
-        """Go through all who wait now, the first one first."""
-        return iter([item for _, _, item in self._entries])
+    def in_order(self, now_s: float) -> Iterator[Item]:
+        """Go through all who wait, the one who is first by now first.
+
+        Meanwhile the one who was just named may be taken out, and no other.
+        """
+        at = 0
+        while at < len(self._entries):
+            entry = self._entries[at]
+            _, number, late_at_s, late_key_s, item = entry
+            if late_at_s < now_s:
+                del self._entries[at]
+                insort(self._entries, (late_key_s, number, math.inf, math.inf, item), lo=at)
+                continue
+            yield item
+            if at < len(self._entries) and self._entries[at] is entry:
+                at += 1

@@ -16,6 +16,7 @@ from serve_app.gateway.rate_limits import Grant
 from serve_app.gateway.replicas import Prompt
 from serve_app.models import ServedModel
 from serve_app.policy.experiment import Arm
+from tokenyard.routing.types import OrderKey
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class Answer:
     """Replicas that were sent the request since one was last waited for."""
     is_ordered: bool = False
     """Whether it has been placed, and so has the key that it waits by."""
-    order_key_s: float | None = None
+    order_key: OrderKey | None = None
     """That key, Unix time, seconds; None: it waits behind all others."""
     num_tokens: int = 0
     first_token_s: float = math.nan
@@ -129,5 +130,5 @@ def record_of(
         explored=choice.explored, fallback_reason=choice.fallback_reason,
         decision_us=choice.decision_us, outcome=outcome, output_tokens=answer.num_tokens,
         ttft_s=answer.ttft_s, response_s=answer.response_s, arm=pick.arm,
-        mlflow_run=pick.mlflow_run, order_key_s=pick.order_key_s,
+        mlflow_run=pick.mlflow_run, order_key=pick.order_key,
     )  # fmt: skip

@@ -217,7 +217,7 @@ class ServeBackend:
         headers = b"%bcontent-type: application/octet-stream\r\nx-request-id: %b\r\n%b: %d\r\n" % (
             endpoint.key, request.request_id.encode(), NUM_TOKENS_HEADER, len(request.token_ids),
         )  # fmt: skip
-        headers += order_key_line(attempt.order_key_s)
+        headers += order_key_line(attempt.order_key)
         body = put_tokens_before(request.call.body, request.token_ids)
         await self._forwarder.forward(endpoint.origin, headers, body, attempt)
 

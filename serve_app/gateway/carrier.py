@@ -37,6 +37,7 @@ from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
 from serve_app.gateway.generation import ReplicaFailed, ReplicaRefused, RequestRejected
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.tracing import with_line
+from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
@@ -185,14 +186,14 @@ class _Attempt:
     """One try to have a replica answer, told to the decider."""
 
     __slots__ = ("_link", "_number", "downstream", "finish_reason", "is_whole", "num_tokens",
-                 "order_key_s", "request")  # fmt: skip
+                 "order_key", "request")  # fmt: skip
 
     def __init__(
         self, link: _Link, number: int, request: InferenceRequest, downstream: Downstream,
-        order_key_s: float | None,
+        order_key: OrderKey | None,
     ) -> None:  # fmt: skip
         self._link, self._number = link, number
-        self.request, self.downstream, self.order_key_s = request, downstream, order_key_s
+        self.request, self.downstream, self.order_key = request, downstream, order_key
         self.num_tokens, self.is_whole = 0, False
         self.finish_reason: FinishReason | None = None
 
@@ -318,9 +319,9 @@ class Carrier:
                 kind, payload = said
                 if kind == Kind.REFUSED:
                     _refuse(payload)
-                pool, replica_id, order_key_s, headers, trace = read_place(payload)
+                pool, replica_id, order_key, headers, trace = read_place(payload)
                 traced = with_line(request, trace) if trace else request
-                attempt = _Attempt(link, number, traced, downstream, order_key_s)
+                attempt = _Attempt(link, number, traced, downstream, order_key)
                 if headers:
                     downstream.add_headers(headers)
                 if await self._attempt(call, pool, replica_id, attempt):

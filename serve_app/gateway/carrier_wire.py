@@ -23,14 +23,16 @@ from importlib.metadata import version
 from typing import Any, Self, cast
 
 from serve_app.cluster import Cluster
+from serve_app.engines.waiting import read_order_key, write_order_key
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.exchange import Call, Headers, InferenceRequest
 from serve_app.gateway.rate_limits import OverLimit
 from serve_app.gateway.replicas import Prompt
+from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
@@ -314,7 +316,7 @@ def _told(request: InferenceRequest) -> tuple[str, ...]:
 
 
 def write_place(
-    pool: str, replica_id: str, order_key_s: float | None = None, headers: Headers = (),
+    pool: str, replica_id: str, order_key: OrderKey | None = None, headers: Headers = (),
     trace: bytes = b"",
 ) -> bytes:  # fmt: skip
     """Lay out where a request goes.
@@ -322,11 +324,11 @@ def write_place(
     Args:
         pool: Name of the pool.
         replica_id: Of its replica.
-        order_key_s: By what key it waits there; None: by none.
+        order_key: By what key it waits there; None: by none.
         headers: What the head of its answer gets.
         trace: Line of a header that its own head gets, or nothing.
     """
-    key = "" if order_key_s is None else repr(order_key_s)
+    key = "" if order_key is None else write_order_key(order_key)
     place = f"{pool}\n{replica_id}\n{key}".encode()
     if not headers and not trace:
         return place
@@ -334,13 +336,14 @@ def write_place(
     return b"\n".join((place, *parts))
 
 
-def read_place(payload: bytes) -> tuple[str, str, float | None, Headers, bytes]:
+def read_place(payload: bytes) -> tuple[str, str, OrderKey | None, Headers, bytes]:
     """Read what `write_place` wrote; return its arguments."""
     pool, replica_id, key, *more = payload.split(b"\n")
     trace, *parts = more or (b"",)
     headers = list(zip(parts[::2], parts[1::2], strict=True))
     line = trace + b"\r\n" if trace else b""
-    return pool.decode(), replica_id.decode(), float(key) if key else None, headers, line
+    order_key = read_order_key(key.decode()) if key else None
+    return pool.decode(), replica_id.decode(), order_key, headers, line
 
 
 def write_refusal(kind: str, reason: str, retry_after_s: int, over: OverLimit | None) -> bytes:

@@ -100,7 +100,7 @@ class _Carried:
         self._end = asyncio.get_running_loop().create_future()
         # Nothing of the call is here but what the gateway has added to it.
         trace = attempt.request.call.headers
-        place = write_place(pool, replica_id, attempt.order_key_s, self._headers, trace)
+        place = write_place(pool, replica_id, attempt.order_key, self._headers, trace)
         self._link.send(Kind.SEND, self._number, place)
         try:
             await self._end

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
 from tokenyard.types import FloatArray
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class DecisionRecord:
     """Whose decision it was while a canary had its share: `champion` or `canary`."""
     mlflow_run: str | None = None
     """Run that trained the policy, where it comes from the registry."""
-    order_key_s: float | None = None
+    order_key: OrderKey | None = None
     """Key that it waited by, Unix time, seconds; None: behind all that waited."""
 
 

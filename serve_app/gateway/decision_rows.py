@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -58,15 +59,19 @@ _OWN = [
     ("index", pa.int64()), ("propensity", pa.float64()), ("explored", pa.bool_()),
     ("fallback_reason", pa.string()), ("decision_us", pa.float64()), ("outcome", pa.string()),
     ("output_tokens", pa.int64()), ("ttft_s", pa.float64()), ("response_s", pa.float64()),
-    ("arm", pa.string()), ("mlflow_run", pa.string()), ("order_key_s", pa.float64()),
+    ("arm", pa.string()), ("mlflow_run", pa.string()),
 ]  # fmt: skip
 """Fields of the record itself."""
+_ORDER_KEY = [
+    ("order_key_s", pa.float64()), ("late_at_s", pa.float64()), ("late_key_s", pa.float64()),
+]  # fmt: skip
+_NO_ORDER = (math.inf,) * len(_ORDER_KEY)
 _REQUEST = [
     ("arrival_s", pa.float64()), ("context_tokens", pa.int64()),
     ("predicted_total_tokens", pa.float64()),
 ]  # fmt: skip
 SCHEMA = pa.schema([
-    ("format_version", pa.int64()), *_OWN, *_REQUEST, ("replica_id", pa.string()),
+    ("format_version", pa.int64()), *_OWN, *_ORDER_KEY, *_REQUEST, ("replica_id", pa.string()),
     ("candidates", pa.list_(pa.field("element", _CANDIDATE))),
 ])  # fmt: skip
 
@@ -78,7 +83,7 @@ REPEATED = [
 
 
 def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
-    """Make one row of every record; NaN becomes null.
+    """Make one row of every record; NaN becomes null, and so does what is infinite of a key.
 
     Raises:
         pa.ArrowException, AttributeError, TypeError, ValueError: A record is not what it should be.
@@ -86,6 +91,8 @@ def lay_out(records: Sequence[DecisionRecord]) -> pa.Table:
     requests = [one.request for one in records]
     columns = [pa.array(np.full(len(records), FORMAT_VERSION), pa.int64())]
     columns += [_column([getattr(one, name) for one in records], kind) for name, kind in _OWN]
+    keys = np.array([one.order_key or _NO_ORDER for one in records], dtype=np.float64)
+    columns += [pa.array(one, mask=~np.isfinite(one)) for one in keys.T]
     columns += [_column([getattr(one, name) for one in requests], kind) for name, kind in _REQUEST]
     chosen = [_ids(one)[one.index] for one in records]
     columns += [_column(chosen, pa.string()), _candidates(records)]

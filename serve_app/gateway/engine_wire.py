@@ -10,18 +10,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import fields
 
 import numpy as np
 
+from serve_app.engines.waiting import write_order_key
 from serve_app.gateway.replicas import EngineStatus
+from tokenyard.routing.types import OrderKey
 
 NUM_TOKENS_HEADER = b"x-prompt-tokens"
 """How many tokens a body begins with."""
 ORDER_KEY_HEADER = b"x-order-key"
-"""Place among the requests that wait, lower first, Unix time, seconds."""
+"""Place among the requests that wait, lower first, Unix time, seconds: `write_order_key`."""
 STATUS_HEADER = b"x-engine-status"
 PROGRESS = b" "
 _BYTES_PER_TOKEN = 4
@@ -53,23 +54,11 @@ def split_tokens(content: bytes, num_tokens: int) -> tuple[list[int], bytes]:
     return ids, content[end:]
 
 
-def order_key_line(order_key_s: float | None) -> bytes:
+def order_key_line(order_key: OrderKey | None) -> bytes:
     """Write the header with an order key; nothing where there is none."""
-    return b"" if order_key_s is None else b"%b: %r\r\n" % (ORDER_KEY_HEADER, order_key_s)
-
-
-def read_order_key(value: bytes | None) -> float | None:
-    """Read the value of that header; None: there is none.
-
-    Raises:
-        ValueError: It is no time.
-    """
-    if value is None:
-        return None
-    key_s = float(value)
-    if not math.isfinite(key_s):
-        raise ValueError(f"an order key is {key_s}")
-    return key_s
+    if order_key is None:
+        return b""
+    return b"%b: %b\r\n" % (ORDER_KEY_HEADER, write_order_key(order_key).encode())
 
 
 def write_status(status: EngineStatus) -> bytes:

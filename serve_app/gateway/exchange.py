@@ -10,6 +10,7 @@ from serve_app.cluster import Cluster, SloClass
 from serve_app.engines.base import FinishReason
 from serve_app.gateway.callers import ANYBODY, Caller
 from serve_app.gateway.replicas import EngineStatus, Prompt
+from tokenyard.routing.types import OrderKey
 
 if TYPE_CHECKING:
     from serve_app.gateway.tracing import RequestSpan
@@ -137,7 +138,7 @@ class Attempt(Protocol):
 
     request: InferenceRequest
     downstream: Downstream
-    order_key_s: float | None
+    order_key: OrderKey | None
     """Place among the requests that wait at the replica, lower first, Unix time, seconds; None:
     behind those that are there."""
 

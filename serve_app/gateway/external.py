@@ -15,6 +15,7 @@ from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from serve_app.gateway.scraping import Scraper
 from serve_app.gateway.upstream import Origin
+from tokenyard.routing.types import OrderKey
 
 
 class ExternalBackend:
@@ -90,15 +91,16 @@ class ExternalBackend:
         """
         call, origin = attempt.request.call, self._endpoints[replica_id].origin
         headers = self._key + call.headers
-        body = self._body(call, attempt.request.model, attempt.order_key_s)
+        body = self._body(call, attempt.request.model, attempt.order_key)
         await self._forwarder.forward(origin, headers, body, attempt)
 
-    def _body(self, call: Call, model: str | None, order_key_s: float | None) -> bytes:
+    def _body(self, call: Call, model: str | None, order_key: OrderKey | None) -> bytes:
         body = call.body
         if self._renames and model not in self._pool.loras:
             body = replace_field(body, "model", self._pool.model)
         if self._pool.order == "priority" and call.generates:
-            # One without a key would have priority 0, before all others.
-            priority = priority_of(self._arrivals.key_s(order_key_s))
+            # One without a key would have priority 0, before all others. An endpoint is told once,
+            # so who is late stays where it is.
+            priority = priority_of(self._arrivals.key(order_key).key_s)
             body = set_field(body, "priority", priority)
         return body

@@ -328,7 +328,7 @@ class Gateway:
                 break
             replica_id = pick.replica.replica_id
             answer.tried.add(replica_id)
-            answer.is_ordered, answer.order_key_s = True, pick.order_key_s
+            answer.is_ordered, answer.order_key = True, pick.order_key
             if attempt:
                 self.metrics.retries.labels(pick.replica.pool).inc()
             try:
@@ -460,13 +460,13 @@ class _Attempt:
     """One try to have a replica answer a request."""
 
     __slots__ = (
-        "_answer", "_gateway", "_replica", "downstream", "order_key_s", "request", "sent_s",
+        "_answer", "_gateway", "_replica", "downstream", "order_key", "request", "sent_s",
     )  # fmt: skip
 
     def __init__(self, gateway: Gateway, answer: Answer, replica: ReplicaState) -> None:
         self._gateway, self._answer, self._replica = gateway, answer, replica
         self.request, self.downstream = answer.wanted, answer.downstream
-        self.order_key_s = answer.order_key_s
+        self.order_key = answer.order_key
         self.sent_s = gateway.outliers.clock_s()
 
     def take(

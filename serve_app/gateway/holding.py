@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from serve_app.cluster import QueueSettings
 from serve_app.engines.waiting import WaitingLine
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.order import order_fields
 from serve_app.gateway.placement import Pick, Placeable, Placement
+from tokenyard.routing.types import OrderKey
 
 _LOOK_EVERY_S = 0.05
 """For room that nobody tells of: a replica that comes, or takes requests again."""
@@ -79,8 +82,7 @@ class Holding:
         self._placement.give_key(asked)
         placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
         held = _Held(asked, self._clock_s(), placed)
-        key_s = asked.order_key_s
-        self._line.add(held, asked.arrival_s if key_s is None else key_s)
+        self._line.add(held, asked.order_key or OrderKey(asked.arrival_s))
         self._look_later()
         try:
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
@@ -110,7 +112,7 @@ class Holding:
     def release(self) -> None:
         """Place those for whom there is room, in the order of their keys."""
         blocked: set[tuple[object, ...]] = set()
-        for held in self._line:
+        for held in self._line.in_order(self._clock_s()):
             if not self._placement.has_room():
                 return
             asked = held.asked
@@ -154,10 +156,10 @@ class Holding:
             {
                 "request_id": one.asked.request_id, "waited_s": now_s - one.since_s,
                 "tenant": one.asked.tenant, "prompt_tokens": len(one.asked.prompt.token_ids),
-                "order_key_s": one.asked.order_key_s, "replicas_that_failed": len(one.asked.tried),
-                "pools": self._placement.fitting(one.asked),
+                "replicas_that_failed": len(one.asked.tried),
+                "pools": self._placement.fitting(one.asked), **order_fields(one.asked.order_key),
             }
-            for one in list(self._line)[:_MOST_SHOWN]
+            for one in islice(self._line.in_order(now_s), _MOST_SHOWN)
         ]  # fmt: skip
         return {
             "max_requests": settings.max_requests, "max_wait_s": settings.max_wait_s,

@@ -20,7 +20,7 @@ from serve_app.gateway.backends import Backend
 from serve_app.gateway.generation import ReplicaFull
 from serve_app.gateway.history import History
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.order import bounded_key_s
+from serve_app.gateway.order import bounded_key
 from serve_app.gateway.outliers import OutlierDetector
 from serve_app.gateway.realtime import RealtimePriority
 from serve_app.gateway.replicas import Prompt, ReplicaState, ReplicaTable
@@ -36,7 +36,7 @@ from tokenyard.routing.snapshot_table import (
     SnapshotTable,
     keep_with_room,
 )
-from tokenyard.routing.types import Decision, Request
+from tokenyard.routing.types import Decision, OrderKey, Request
 from tokenyard.types import FloatArray, IntArray
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Placeable(Protocol):
 
     is_ordered: bool
     """Whether it has been placed before, or held, and so has the key that it waits by."""
-    order_key_s: float | None
+    order_key: OrderKey | None
     """That key, Unix time, seconds; None: it waits behind all that are there."""
 
 
@@ -103,7 +103,7 @@ class Pick:
     mlflow_run: str | None
     arm: Arm
     by_ray: bool
-    order_key_s: float | None
+    order_key: OrderKey | None
     """Key that the request waits by, Unix time, seconds; None: it waits behind all others."""
 
 
@@ -201,8 +201,8 @@ class Placement:
         decision = runner.decide(request, snapshots)
         snapshots.release()
         if isinstance(decision, Decision):
-            asked.order_key_s = bounded_key_s(
-                decision.order_key_s, asked.arrival_s, now_s, self._max_overtaking_s
+            asked.order_key = bounded_key(
+                decision.order_key, asked.arrival_s, now_s, self._max_overtaking_s
             )
             asked.is_ordered = True
 
@@ -294,15 +294,15 @@ class Placement:
         replica = self._table.at(int(rows[choice.index]))
         return Pick(
             replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
-            index is not None, self._order_key_s(asked, choice, now_s),
+            index is not None, self._order_key(asked, choice, now_s),
         )  # fmt: skip
 
-    def _order_key_s(self, asked: Placeable, choice: Choice, now_s: float) -> float | None:
+    def _order_key(self, asked: Placeable, choice: Choice, now_s: float) -> OrderKey | None:
         """Key that a request waits by: it keeps that of its first placement."""
         if asked.is_ordered:
-            return asked.order_key_s
+            return asked.order_key
         bound_s = self._max_overtaking_s
-        return bounded_key_s(choice.order_key_s, asked.arrival_s, now_s, bound_s)
+        return bounded_key(choice.order_key, asked.arrival_s, now_s, bound_s)
 
     def _index_of(self, by_ray: str | None, rows: IntArray) -> int | None:
         """Position of Ray's choice among the candidates; None: it chose none of them."""

@@ -49,8 +49,8 @@ class RequestSpan:
         }  # fmt: skip
         if choice.fallback_reason is not None:
             attributes["tokenyard.fallback_reason"] = choice.fallback_reason
-        if choice.order_key_s is not None:
-            attributes["tokenyard.order_key_s"] = choice.order_key_s
+        if choice.order_key is not None:
+            attributes["tokenyard.order_key_s"] = choice.order_key.key_s
         self._num_attempts += 1
         self._span.set_attributes(attributes)
         self._span.add_event("tokenyard.placed", attributes)

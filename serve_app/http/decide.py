@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from fastapi import APIRouter, Depends
 
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
+from serve_app.gateway.order import order_fields
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import RouteAnswer, RouteMessage
 from serve_app.http.errors import PROBLEMS
@@ -75,7 +76,7 @@ class RouteService:
             decision_us=choice.decision_us,
             fallback=choice.fallback,
             explored=choice.explored,
-            order_key_s=_finite(choice.order_key_s),
+            **order_fields(choice.order_key),
         )
 
     def _runner(self) -> PolicyRunner:
@@ -85,11 +86,6 @@ class RouteService:
         if self._copy is None or self._copy.loaded is not deciding.loaded:
             self._copy = self._manager.runner(deciding.name, deciding.loaded)
         return self._copy
-
-
-def _finite(key_s: float | None) -> float | None:
-    """A key that JSON has a number for: one that is infinite is behind all others."""
-    return key_s if key_s is not None and math.isfinite(key_s) else None
 
 
 def _record(
@@ -107,7 +103,7 @@ def _record(
         propensity=choice.propensity, explored=choice.explored,
         fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
         output_tokens=0, ttft_s=math.nan, response_s=math.nan, mlflow_run=runner.mlflow_run,
-        order_key_s=choice.order_key_s,
+        order_key=choice.order_key,
     )  # fmt: skip
 
 

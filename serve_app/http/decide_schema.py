@@ -179,6 +179,11 @@ class RouteAnswer(BaseModel):
     order_key_s: float | None
     """Place among the requests that wait there, lower first, Unix time, seconds; null: behind them
     all."""
+    late_at_s: float | None
+    """When it has not begun by then, it waits by `late_key_s`; Unix time, seconds; null: its place
+    is for good."""
+    late_key_s: float | None
+    """Its place from then on, Unix time, seconds; null: as `late_at_s`."""
 
 
 class PolicyCard(BaseModel):

@@ -18,12 +18,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_app.cluster import Limits
 from serve_app.engines.base import EngineError
 from serve_app.engines.texts import EngineFull, TextChunk, TextEngine
+from serve_app.engines.waiting import read_order_key
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
     ORDER_KEY_HEADER,
     PROGRESS,
     STATUS_HEADER,
-    read_order_key,
     split_tokens,
     write_status,
 )
@@ -36,6 +36,7 @@ from serve_app.http.intake import Intake, PendingBodies, TooMuch
 from serve_app.http.peek import read_fields
 from serve_app.http.presence import Presence
 from serve_app.http.reasons import BadRequest, kind_of, openai_error
+from tokenyard.routing.types import OrderKey
 
 _PROGRESS_EVERY_S = 0.05
 """Time between two signs that an answer which is not streamed grows."""
@@ -71,9 +72,9 @@ class EngineApi:
             headers = dict(scope["headers"])
             generation = await self._read(scope["path"], headers, content)
             name = headers.get(_REQUEST_ID, b"").decode("latin-1") or f"req-{new_id()}"
-            order_key_s = _order_key(headers)
+            order_key = _order_key(headers)
             presence = Presence(receive, connection_of(scope))
-            await self._answer(generation, name, order_key_s, presence, send)
+            await self._answer(generation, name, order_key, presence, send)
         except (BadRequest, EngineError) as error:
             refusal = await _refuse(Request(scope), error)
             await refusal(scope, receive, send)
@@ -92,14 +93,14 @@ class EngineApi:
         self,
         generation: Generation,
         name: str,
-        order_key_s: float | None,
+        order_key: OrderKey | None,
         presence: Presence,
         send: Send,
     ) -> None:
         writer = writer_of(generation, name)
         answer = (_Events if writer.streams else _Whole)(self._engine, writer, send)
         texts = self._engine.generate(
-            name, generation.token_ids, generation.sampling, generation.body.stops, order_key_s
+            name, generation.token_ids, generation.sampling, generation.body.stops, order_key
         )
         with presence as caller:
             try:
@@ -113,9 +114,10 @@ class EngineApi:
                 await answer.end_with_error(str(error))
 
 
-def _order_key(headers: dict[bytes, bytes]) -> float | None:
+def _order_key(headers: dict[bytes, bytes]) -> OrderKey | None:
+    told = headers.get(ORDER_KEY_HEADER)
     try:
-        return read_order_key(headers.get(ORDER_KEY_HEADER))
+        return None if told is None else read_order_key(told.decode("latin-1"))
     except ValueError as error:
         raise BadRequest(f"the order key cannot be read: {error}") from None
 

@@ -99,7 +99,8 @@ def resolve_policy(
 
     Args:
         policy: `champion`, the registry's `candidate`, the path of a policy file (.npz), or a
-            baseline's name; `+ORDER` or `+ORDER@KNOB` behind it says how requests wait.
+            baseline's name; `+ORDER`, `+ORDER@KNOB` or `+ORDER@KNOB:SET_BACK` behind it says how
+            requests wait.
         scenario_name: Whose champion or tuned rules apply; of a rule also whose SLO and length
             predictor.
         registry_uri: Where registered champions are looked up; None: only shipped ones count.
@@ -287,7 +288,7 @@ def in_order(loaded: LoadedPolicy, order: str, scenario: Scenario) -> LoadedPoli
 
     Args:
         loaded: Says where they go; a rule's own order gives way.
-        order: `ORDER` or `ORDER@KNOB`, without what stands before it.
+        order: `ORDER`, `ORDER@KNOB` or `ORDER@KNOB:SET_BACK`, without what stands before it.
         scenario: Whose tuned knobs count where none is given.
     """
     card = loaded.card

@@ -307,7 +307,7 @@ class PolicyManager:
         scores = None if decision.scores is None else np.asarray(decision.scores)
         choice = Choice(
             index, scores, propensity, index != preferred,
-            (time.perf_counter_ns() - started_ns) / 1e3, reason, decision.order_key_s,
+            (time.perf_counter_ns() - started_ns) / 1e3, reason, decision.order_key,
         )  # fmt: skip
         if runner is None:
             self.decision_cpu_us.append((time.thread_time_ns() - started_cpu_ns) / 1e3)

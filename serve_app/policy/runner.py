@@ -21,6 +21,7 @@ from tokenyard.routing.policies.order import Ordered
 from tokenyard.routing.types import (
     Decision,
     OrderingPolicy,
+    OrderKey,
     ReplicaSnapshot,
     Request,
     RoutingPolicy,
@@ -66,7 +67,7 @@ class Choice:
     decision_us: float
     fallback_reason: Reason | None = None
     """Why the baseline decided; None: the policy did, or nobody was to be asked."""
-    order_key_s: float | None = None
+    order_key: OrderKey | None = None
     """Place among the requests that wait, lower first, Unix time, seconds; None: behind them all,
     or it was not asked for."""
 
@@ -306,7 +307,7 @@ def decide_by(
 def _check(decision: Decision, num_replicas: int) -> None:
     if not 0 <= decision.replica < num_replicas:
         raise ValueError(f"chose replica {decision.replica} of {num_replicas}")
-    if decision.order_key_s is not None and math.isnan(decision.order_key_s):
+    if decision.order_key is not None and any(map(math.isnan, decision.order_key)):
         raise ValueError("its order key is no number")
     scores = decision.scores
     # The sum of all is quicker to look at; that of large ones may overflow.

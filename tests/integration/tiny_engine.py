@@ -44,7 +44,7 @@ class TinyEngine:
         self._note("started")
         self._loop = asyncio.create_task(self._iterate())
 
-    async def generate(self, request_id, token_ids, sampling, order_key_s=None):
+    async def generate(self, request_id, token_ids, sampling, order_key=None):
         if len(token_ids) + sampling.max_tokens > self._config.max_model_tokens:
             raise EngineError("prompt and output are too long")
         if len(self._waiting) >= self._config.max_waiting > 0:

@@ -31,7 +31,7 @@ class Repeater:
         self.running = {}
         """Tokens that were generated, by request."""
         self.asked = []
-        self.order_keys_s = []
+        self.order_keys = []
         self.fails_at = None
         """How many tokens come before it fails."""
         self.stops_at = None
@@ -39,9 +39,9 @@ class Repeater:
         self.may_go_on = asyncio.Event()
         self.every_s = 0.0
 
-    async def generate(self, request_id, token_ids, sampling, order_key_s=None):
+    async def generate(self, request_id, token_ids, sampling, order_key=None):
         self.asked.append((request_id, tuple(token_ids), sampling))
-        self.order_keys_s.append(order_key_s)
+        self.order_keys.append(order_key)
         self.running[request_id] = 0
         try:
             for number in range(sampling.max_tokens):

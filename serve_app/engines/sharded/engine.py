@@ -32,6 +32,7 @@ from serve_app.engines.base import (
 )
 from serve_app.engines.models import check_plan, find_model, read_shape
 from serve_app.engines.sharded.messages import GroupLimits, Member, Progress, Report, RequestNames
+from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
@@ -370,7 +371,7 @@ class ShardedEngine:
         request_id: str,
         token_ids: Sequence[int],
         sampling: Sampling,
-        order_key_s: float | None = None,
+        order_key: OrderKey | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate; closing the iterator early aborts the request.
 
@@ -380,7 +381,7 @@ class ShardedEngine:
         """
         num_running = self._num_running_if_full()
         self._admission.check(request_id, token_ids, sampling, num_running)
-        stream = self._open(request_id, sampling, order_key_s)
+        stream = self._open(request_id, sampling, order_key)
         try:
             await self._call_driver("submit", stream.key, list(token_ids), sampling)
             while (chunk := await stream.next()).finish_reason is None:
@@ -395,8 +396,8 @@ class ShardedEngine:
         waits = reported is not None and reported.num_waiting > 0 and reported.num_running > 0
         return reported.num_running if reported is not None and waits else None
 
-    def _open(self, request_id: str, sampling: Sampling, order_key_s: float | None) -> _Stream:
-        key = self._names.new(request_id, order_key_s)
+    def _open(self, request_id: str, sampling: Sampling, order_key: OrderKey | None) -> _Stream:
+        key = self._names.new(request_id, order_key)
         stream = _Stream(request_id, key, sampling.ignore_eos)
         self._streams[request_id] = self._by_key[stream.key] = stream
         self._admission.enter(request_id)

@@ -6,7 +6,8 @@ import itertools
 from dataclasses import dataclass
 
 from serve_app.engines.base import EngineStats
-from serve_app.engines.waiting import Arrivals
+from serve_app.engines.waiting import Arrivals, read_order_key, write_order_key
+from tokenyard.routing.types import OrderKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,10 @@ class RequestNames:
         """Have named nothing yet."""
         self._numbers, self._arrivals = itertools.count(), Arrivals()
 
-    def new(self, request_id: str, order_key_s: float | None) -> str:
+    def new(self, request_id: str, order_key: OrderKey | None) -> str:
         """Name a request that comes now; without an order key it has the time as its key."""
-        return f"{request_id}#{next(self._numbers)}@{self._arrivals.key_s(order_key_s)!r}"
+        key = write_order_key(self._arrivals.key(order_key))
+        return f"{request_id}#{next(self._numbers)}@{key}"
 
 
 def request_id_in(name: str) -> str:
@@ -38,9 +40,9 @@ def request_id_in(name: str) -> str:
     return name.rpartition("#")[0]
 
 
-def order_key_in(name: str) -> float:
+def order_key_in(name: str) -> OrderKey:
     """Return the order key in a name: Unix time, seconds."""
-    return float(name.rpartition("@")[2])
+    return read_order_key(name.rpartition("@")[2])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import threading
 import time
 from bisect import insort
 from datetime import timedelta
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
@@ -268,7 +269,26 @@ class LockstepHelper(DistributedHelper):
         self.cpu_comm_group = None
         if self.dist_on:
             self.cpu_comm_group = dist.new_group(backend="gloo", timeout=_COLLECTIVE_TIMEOUT)
-        self._cpu_int_acc = torch.zeros(3, dtype=torch.int64)
+        self._cpu_int_acc = torch.zeros(4, dtype=torch.int64)
+        self.now_s = 0.0
+        """Unix time when rank 0 began the iteration, seconds: the same on all ranks."""
+
+    def tp_all_reduce_state(
+        self, payload_size: int, stop_status: int, pause_requested: int = 0
+    ) -> tuple[int, int, int]:
+        """Do what the original does, and tell all ranks the time of rank 0.
+
+        Ranks must agree on who is late, and clocks of hosts differ.
+        """
+        clock_ns = time.time_ns() if self.is_tp_driver else 0
+        told = [payload_size, stop_status, pause_requested, clock_ns]
+        if self.tp_size > 1:
+            self._cpu_int_acc[:] = torch.tensor(told)
+            dist.all_reduce(self._cpu_int_acc, op=dist.ReduceOp.MAX, group=self.cpu_comm_group)
+            told = self._cpu_int_acc.tolist()
+        payload_size, stop_status, pause_requested, clock_ns = told
+        self.now_s = clock_ns / 1e9
+        return payload_size, stop_status, pause_requested
 
     def are_kv_heads_tp_ed(self) -> bool:
         """The cache is told the heads of this rank, already divided."""
@@ -302,16 +322,55 @@ class StageCache(PagedAttentionCache):
 class OrderScheduler(FIFOScheduler):
     """Lets requests wait by their order keys, and counts those pushed out of the cache.
 
-    One that was pushed out has to start again, and goes back to its place.
+    One that was pushed out has to start again, and goes back to its place: it has begun in time.
     """
 
     num_preemptions = 0
 
+    def __init__(self, helper: LockstepHelper, *args: Any, **options: Any) -> None:
+        """Take the time from `helper`; the rest is the original's."""
+        self._helper = helper
+        super().__init__(*args, **options)
+
+    def reset(self) -> None:
+        """Queue nobody."""
+        super().reset()
+        self._late: list[tuple[float, str]] = []
+        """A heap: when who is late, as far as they have not begun by then."""
+        self._set_back: set[str] = set()
+        """Who waits by its later key."""
+
     def add_waiting_request(self, state: RequestState) -> None:
         """Queue a request; one that has been running has a longer prompt than its own."""
-        self.num_preemptions += state._true_initial_tokens > 0
-        self.waiting_requests[state.request_id] = state
-        insort(self.waiting_requests_order, state.request_id, key=order_key_in)
+        name = state.request_id
+        has_begun = state._true_initial_tokens > 0
+        self.num_preemptions += has_begun
+        self._set_back.discard(name)
+        late_at_s = order_key_in(name).late_at_s
+        if late_at_s < math.inf and not has_begun:
+            heappush(self._late, (late_at_s, name))
+        self.waiting_requests[name] = state
+        insort(self.waiting_requests_order, name, key=self._key_s)
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        """Return who waits, after those who are late have gone back.
+
+        All of them, not the first alone: one that does not fit is passed over.
+        """
+        while self._late and self._late[0][0] < self._helper.now_s:
+            name = heappop(self._late)[1]
+            state = self.waiting_requests.get(name)
+            if state is not None and not state._true_initial_tokens:
+                self.waiting_requests_order.remove(name)
+                self._set_back.intersection_update(self.waiting_requests)
+                self._set_back.add(name)
+                insort(self.waiting_requests_order, name, key=self._key_s)
+        candidates: list[RequestState] = super()._get_waiting_candidates()
+        return candidates
+
+    def _key_s(self, name: str) -> float:
+        key = order_key_in(name)
+        return key.late_key_s if name in self._set_back else key.key_s
 
 
 class _ImmediateFuture(threading.Event):
@@ -431,6 +490,7 @@ class LockstepManager(ContinuousBatchingManager):
         # Without the decode path the block tables of flash attention are not needed.
         batching.max_blocks_per_request = 0
         scheduler = OrderScheduler(
+            self.distributed_helper,
             cache=cache,
             safety_margin=batching.safety_margin,
             max_requests_per_batch=batching.max_requests_per_batch,

@@ -18,6 +18,7 @@ from serve_app.engines.models import find_model
 from serve_app.engines.profiling import profile_engine
 from serve_app.engines.sharded import engine as sharded_engine
 from serve_app.engines.sharded.engine import ShardedEngine, WorkerGroup
+from tokenyard.routing.types import OrderKey
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -100,7 +101,7 @@ async def until(condition, seconds=5.0):
 )
 def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, pp):
     folder, model = tiny
-    config = a_config(folder, tensor_parallel=tp, pipeline_parallel=pp)
+    config = a_config(folder, tensor_parallel=tp, pipeline_parallel=pp, max_batch=len(PROMPTS))
 
     async def run():
         group = WorkerGroup(config)
@@ -113,6 +114,7 @@ def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, 
                 names = map(str, range(len(PROMPTS)))
                 requests = map(collected, [engine] * len(PROMPTS), names, PROMPTS)
                 answers = await asyncio.wait_for(asyncio.gather(*requests), 60)
+                await asyncio.wait_for(who_is_late_goes_back(engine), 60)
                 await engine.drain()
                 await engine.check_health()
                 await until(lambda: engine.stats().kv_used_fraction == 0)
@@ -131,6 +133,34 @@ def test_a_divided_model_computes_and_generates_what_one_process_does(tiny, tp, 
     assert (stats.num_waiting, stats.num_running) == (0, 0)
     assert stats.last_batch_s > 0
     assert 1 <= stats.last_batch_size <= 4
+
+
+async def who_is_late_goes_back(engine):
+    """Behind a full batch; ranks that did not agree would compute different batches."""
+    busy = [
+        engine.generate(f"busy {number}", PROMPTS[0], Sampling(190, ignore_eos=True))
+        for number in range(len(PROMPTS))
+    ]
+    for stream in busy:
+        await anext(stream)
+    begun, now_s = [], time.time()
+
+    async def begin(name, key):
+        async for _ in engine.generate(name, PROMPTS[0], Sampling(1), key):
+            begun.append(name)
+
+    keys = {
+        "late": OrderKey(1.0, now_s - 1.0, now_s + 60.0),
+        "in time": OrderKey(2.0, now_s + 60.0, now_s + 90.0),
+        "never late": OrderKey(3.0),
+    }
+    tasks = [asyncio.create_task(begin(name, key)) for name, key in keys.items()]
+    await until(lambda: engine.stats().num_waiting == len(tasks))
+    await busy[0].aclose()
+    await asyncio.gather(*tasks)
+    assert begun == ["in time", "never late", "late"]
+    for stream in busy:
+        await stream.aclose()
 
 
 def test_an_engine_keeps_its_futures_in_order(tiny):

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from serve_app.engines.admission import BatchLimit
+from tokenyard.routing.types import OrderKey
 
 
 async def enter(limit, number):
@@ -36,6 +37,24 @@ def test_a_lower_limit_lets_others_in_as_those_inside_leave_in_the_order_they_ca
         await asyncio.sleep(0)
         assert tasks[3].done()
         assert limit.num_waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_who_is_late_by_the_time_there_is_room_lets_others_go_first():
+    async def scenario():
+        now_s = 0.0
+        limit = BatchLimit(8, lambda: now_s)
+        limit.resize(1)
+        await limit.enter()
+        keys = OrderKey(1.0, 5.0, 30.0), OrderKey(2.0), OrderKey(3.0, 9.0, 30.0)
+        tasks = [asyncio.create_task(limit.enter(key)) for key in keys]
+        await asyncio.sleep(0)
+        now_s = 6.0
+        for done in ([False, True, False], [False, True, True], [True, True, True]):
+            limit.leave()
+            await asyncio.sleep(0)
+            assert [task.done() for task in tasks] == done
 
     asyncio.run(scenario())
 

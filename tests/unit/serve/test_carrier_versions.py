@@ -15,7 +15,7 @@ from serve_app.gateway.carrier_wire import OF_VERSION_1, FrameProtocol, Hello, K
 
 OWN = Hello()
 EARLIER = replace(OWN, wire_version=1, release="0.0.9", began_s=OWN.began_s - 60.0)
-LATER = replace(OWN, wire_version=3, release="0.2.0", began_s=OWN.began_s + 60.0)
+LATER = replace(OWN, wire_version=OWN.wire_version + 1, release="0.2.0", began_s=OWN.began_s + 60.0)
 
 
 async def ask(site, index=0):

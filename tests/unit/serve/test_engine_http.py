@@ -14,6 +14,7 @@ from unit.serve.test_serve_gateway import a_body, events_of
 
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.engine_wire import put_tokens_before, split_tokens
+from tokenyard.routing.types import OrderKey
 
 TEXT = b"/v1/completions"
 BIG = {"limits": {"max_in_flight": 256, "max_prompt_tokens": 200, "max_output_tokens": 100}}
@@ -84,15 +85,21 @@ def test_an_engine_hears_by_what_key_a_request_waits():
             await client.post("/v1/completions", json=a_body())
             gateway.manager.switch("round_robin+sjf@20")
             await client.post("/v1/completions", json=a_body())
-        none, key_s = sites[0].engine.order_keys_s
+            gateway.manager.switch("round_robin+sjf@20:8")
+            await client.post("/v1/completions", json=a_body())
+        none, plain, full = sites[0].engine.order_keys
         now_s = gateway.clock_s()
         assert none is None
-        assert now_s - 60 < key_s < now_s + 120
+        assert now_s - 60 < plain.key_s < now_s + 120
+        assert plain == OrderKey(plain.key_s)
+        assert full.late_key_s == pytest.approx(full.key_s + 8.0)
+        assert now_s - 60 < full.late_at_s < now_s + 60
         async with to_engine(sites[0]) as stranger:
-            headers = {"x-order-key": "nan", "authorization": f"Bearer {SECRET}"}
-            answer = await stranger.post("/v1/completions", json=a_body(), headers=headers)
-            assert answer.status_code == 400
-            assert "order key" in answer.json()["error"]["message"]
+            for wrong in ("nan", "soon", "2 1 1"):
+                headers = {"x-order-key": wrong, "authorization": f"Bearer {SECRET}"}
+                answer = await stranger.post("/v1/completions", json=a_body(), headers=headers)
+                assert answer.status_code == 400
+                assert "order key" in answer.json()["error"]["message"]
 
     run(test)
 

@@ -11,6 +11,7 @@ import pytest
 from serve_app.engines import vllm
 from serve_app.engines.base import EngineConfig, EngineError, Sampling
 from serve_app.engines.vllm import VllmEngine
+from tokenyard.routing.types import OrderKey
 
 SHAPE = {
     "num_hidden_layers": 4,
@@ -92,8 +93,8 @@ def test_tokens_stream_and_the_state_is_told(engine):
 def test_vllm_is_told_keys_in_milliseconds_and_the_time_where_there_is_none(engine):
     async def run():
         await engine.start()
-        for key_s in (1.7e9 + 0.25, None, None):
-            async for _ in engine.generate("a", [5], Sampling(1), key_s):
+        for key in (OrderKey(1.7e9 + 0.25, 0.0, 1.8e9), None, None):
+            async for _ in engine.generate("a", [5], Sampling(1), key):
                 pass
         told = engine._llm.priorities
         await engine.stop()

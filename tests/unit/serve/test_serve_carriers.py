@@ -31,6 +31,7 @@ from serve_app.http.free_port import free_port
 from serve_app.http.listener import Listener
 from serve_app.http.passage import create_carrier_api
 from serve_app.policy.manager import PolicyManager
+from tokenyard.routing.types import OrderKey
 
 EVENTS = b"content-type: text/event-stream\r\n"
 BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
@@ -420,7 +421,9 @@ def test_estimated_tokens_are_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("headers", [[], [(b"x-ratelimit-limit-requests", b"7"), (b"a", b"")]])
-@pytest.mark.parametrize("key", [None, 1.7e9 + 1 / 3, 0.0])
+@pytest.mark.parametrize(
+    "key", [None, OrderKey(1.7e9 + 1 / 3), OrderKey(0.0, 1.5), OrderKey(1.7e9, 1.7e9 + 0.1, 1.8e9)]
+)
 def test_a_place_is_read_as_it_was_written(key, headers):
     place = ("pool", "http://a:1/b", key, headers, b"")
     assert read_place(write_place(*place)) == place

@@ -22,7 +22,7 @@ from tokenyard.routing.snapshot_table import (
     Candidates,
     SnapshotTable,
 )
-from tokenyard.routing.types import ReplicaSnapshot, Request
+from tokenyard.routing.types import OrderKey, ReplicaSnapshot, Request
 
 
 def a_record(decision_id="1"):
@@ -52,6 +52,18 @@ def test_a_row_holds_the_request_the_candidates_the_choice_and_its_propensity(tm
     assert candidate["predicted_wait_s"] is None
     assert (candidate["mean_response_s"], candidate["score"], candidate["pool"]) == (1.5, 0.5, "p")
     assert (row["replica_id"], row["propensity"], row["outcome"]) == ("a", 0.99, "stop")
+
+
+def test_a_row_holds_the_key_that_a_request_waits_by_and_null_for_what_is_infinite(tmp_path):
+    keys = [None, OrderKey(7.5), OrderKey(7.5, 9.0), OrderKey(7.5, 9.0, 20.0)]
+    log = DecisionLog(tmp_path)
+    for number, key in enumerate(keys):
+        log.write(replace(a_record(str(number)), order_key=key))
+    log.close()
+    names = ("order_key_s", "late_at_s", "late_key_s")
+    assert [tuple(row[name] for name in names) for row in rows_in(tmp_path)] == [
+        (None, None, None), (7.5, None, None), (7.5, 9.0, None), (7.5, 9.0, 20.0),
+    ]  # fmt: skip
 
 
 def test_rows_that_cannot_be_written_are_counted_and_do_not_stop_the_log(tmp_path, caplog):

@@ -108,6 +108,31 @@ def test_who_waits_goes_by_the_order_of_the_policy(policy, order):
     run(test, policy=policy)
 
 
+def test_who_is_late_goes_behind_those_who_still_can_be_in_time():
+    now_s = [1.7e9]
+
+    async def test(client, gateway, pools):
+        pools["a"].may_go_on.clear()
+        first = ask(client, "first")
+        await until(lambda: len(pools["a"].requests) == 1)
+        tasks = [first]
+        for number, tier in enumerate(["hasty", "default", "hasty"]):
+            now_s[0] += 0.5
+            body = a_body(prompt=f"{tier} {number}", service_tier=tier)
+            tasks.append(asyncio.create_task(client.post("/v1/completions", json=body)))
+            await until(lambda number=number: num_held(gateway) == number + 1)
+        now_s[0] += 0.5  # The first of them is late, the last is not.
+        shown = (await client.get("/v1/queue")).json()["requests"]
+        assert [one["late_at_s"] < now_s[0] for one in shown] == [False, False, True]
+        assert shown[2]["late_key_s"] == shown[2]["order_key_s"] + 20.0
+        pools["a"].may_go_on.set()
+        assert {(await one).status_code for one in tasks} == {200}
+        assert prompts_of(pools["a"]) == ["first", "default 1", "hasty 2", "hasty 0"]
+
+    classes = [{"name": "default", "response_s": 30.0}, {"name": "hasty", "response_s": 1.2}]
+    run(test, policy="sed+late_last@20", classes=classes, clock_s=lambda: now_s[0])
+
+
 def test_without_a_queue_it_is_429_and_with_one_no_window_is_exceeded():
     async def refused(client, gateway, pools):
         pools["a"].may_go_on.clear()

@@ -1,5 +1,6 @@
 """Policies that also order what waits, as a gateway serves them."""
 
+import math
 import pickle
 
 import numpy as np
@@ -14,15 +15,15 @@ from unit.serve_builders import a_deciding_api, a_manager, call, marginal_artifa
 
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
-from serve_app.gateway.order import bounded_key_s
+from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy, warm_up
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies import PolicyContext, in_order, make_policy
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator.order import order_key_s
+from tokenyard.routing.simulator.order import bounded_key as simulated_key
 from tokenyard.routing.snapshot_table import SnapshotTable
-from tokenyard.routing.types import OrderingPolicy, ReplicaSnapshot, Request
+from tokenyard.routing.types import OrderingPolicy, OrderKey, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
 FLEET = "azure_code_slo"
@@ -41,6 +42,9 @@ times = st.floats(0, 1e4)
         "marginal_in_order+sjf",
         "marginal_in_order@1:0.5+wspt@60",
         "marginal_delay@3:1+sjf@5",
+        "marginal_delay+sjf@5:8",
+        "champion+late_last@20",
+        "marginal_in_order+late_last",
     ],
 )
 def test_whatever_orders_can_be_served(name):
@@ -76,7 +80,9 @@ def test_an_order_may_stand_behind_a_policy_file(tmp_path):
     ("name", "reason"),
     [
         ("sed+soon", "unknown order 'soon'"),
-        ("champion+soon", "unknown order 'soon'"),
+        ("champion+soon", "unknown order 'soon'; choose one of .*'late_last'"),
+        ("champion+late_last@20:8", "give 1"),
+        ("sed+sjf@5:8:2", "has 3 numbers behind @; give 2"),
         ("champion+sjf@-1", "no number from 0 on"),
         ("sedd+sjf", r"unknown policy 'sedd'.*'sjf'"),
         ("marginal_in_order@1+sjf", "needs two weights"),
@@ -99,7 +105,7 @@ def test_a_rule_that_draws_draws_with_an_order_too():
     backlogs=st.lists(st.floats(0, 1e5), min_size=1, max_size=4),
 )  # fmt: skip
 def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backlogs):
-    name, request = f"sed+sjf@{knob}", Request(7.0, context, float(context + output))
+    name, request = f"sed+sjf@{knob}:8", Request(7.0, context, float(context + output))
     snapshots = [
         ReplicaSnapshot(str(i), 1000.0, 1, 9, 0, 1, backlog) for i, backlog in enumerate(backlogs)
     ]
@@ -108,25 +114,35 @@ def test_the_choice_is_that_of_the_simulators_class(context, output, knob, backl
     expected = make_policy(name, context).place(request, snapshots)
     choice = manager.pick(request, snapshots)
     manager.stop()
-    assert (choice.index, choice.order_key_s) == (expected.replica, expected.order_key_s)
+    assert (choice.index, choice.order_key) == (expected.replica, expected.order_key)
 
 
 def test_the_order_is_asked_once_of_a_request_whatever_becomes_of_it():
     manager = a_manager(resolve_policy("sed+fair@1", "poisson_085"))
     snapshots = [ReplicaSnapshot("a", 1000.0, 1, 9, 0, 1, 10.0)]
     first = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
-    assert manager.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key_s is None
+    assert manager.pick(Request(0.0, 1000, 2000.0), snapshots, has_key=True).order_key is None
     second = manager.pick(Request(0.0, 1000, 2000.0), snapshots)
     manager.stop()
     num_servers = load_scenario("poisson_085").num_servers
-    assert (first.order_key_s, second.order_key_s) == (0.0, pytest.approx(2.0 / num_servers))
+    assert first.order_key == OrderKey(0.0)
+    assert second.order_key == OrderKey(pytest.approx(2.0 / num_servers))
 
 
-@given(asked=times, arrival=times, waited=st.floats(0, 100), bound=st.floats(0, 1e3))
-def test_keys_are_bounded_as_in_the_simulator(asked, arrival, waited, bound):
+@given(
+    asked=st.builds(OrderKey, times, st.one_of(times, st.just(math.inf)), times),
+    arrival=times, waited=st.floats(0, 100), bound=st.floats(0, 1e3), then=times,
+)  # fmt: skip
+def test_keys_are_bounded_as_in_the_simulator(asked, arrival, waited, bound, then):
     now = arrival + waited
-    assert bounded_key_s(asked, arrival, now, bound) == order_key_s(asked, arrival, now, bound)
-    assert bounded_key_s(None, arrival, now, bound) is None
+    keys = (OrderKey(*one(asked, arrival, now, bound)) for one in (bounded_key, simulated_key))
+    key_s, simulated_s = (one.late_key_s if one.late_at_s < then else one.key_s for one in keys)
+    assert key_s == simulated_s
+    assert bounded_key(None, arrival, now, bound) is None
+
+
+def told(answer):
+    return tuple(answer[name] for name in ("order_key_s", "late_at_s", "late_key_s"))
 
 
 def test_whoever_only_decides_answers_the_key():
@@ -134,17 +150,22 @@ def test_whoever_only_decides_answers_the_key():
     question = a_question(three_snapshots(), predicted_total_tokens=2000.0)
     _, answer = call(api, "POST", "/v1/route", question)
     assert answer["replica_id"] == "middling"
-    assert answer["order_key_s"] == pytest.approx(100.0 + 20 * 2000 / 5000)
+    key_s = 100.0 + 20 * 2000 / 5000
+    assert told(answer) == (pytest.approx(key_s), None, None)
+    late = resolve_policy("sed+sjf@20:8", "poisson_085")
+    _, answer = call(a_deciding_api(late, clock_s=lambda: 100.0), "POST", "/v1/route", question)
+    late_at_s = 100.0 + late.card.slo_response_s - 2000 / 5000
+    assert told(answer) == pytest.approx((key_s, late_at_s, key_s + 8.0))
     _, answer = call(a_deciding_api(), "POST", "/v1/route", question)
-    assert answer["order_key_s"] is None
+    assert told(answer) == (None, None, None)
 
 
 def test_a_gateway_logs_the_key_that_a_request_keeps_when_it_is_placed_again(tmp_path):
     log = DecisionLog(tmp_path, flush_s=0.01)
 
     async def test(client, pools, gateway):
-        switched = await client.post("/v1/policy", json={"policy": "round_robin+sjf@20"})
-        assert switched.json()["name"] == "round_robin+sjf@20"
+        switched = await client.post("/v1/policy", json={"policy": "round_robin+sjf@20:8"})
+        assert switched.json()["name"] == "round_robin+sjf@20:8"
         pools["a"].script.append((0, ReplicaFailed("it died")))
         assert (await client.post("/v1/completions", json=a_body())).status_code == 200
         await client.post("/v1/policy", json={"policy": "round_robin"})
@@ -153,10 +174,12 @@ def test_a_gateway_logs_the_key_that_a_request_keeps_when_it_is_placed_again(tmp
     check(test, log=log)
     log.close()
     rows = [row for file in sorted(tmp_path.glob("*")) for row in pq.read_table(file).to_pylist()]
-    keys = [row["order_key_s"] for row in sorted(rows, key=lambda row: row["time_s"])]
+    keys = [told(row) for row in sorted(rows, key=lambda row: row["time_s"])]
     assert len(rows) == 3
-    assert keys[0] == keys[1] > rows[0]["arrival_s"]
-    assert keys[2] is None
+    assert keys[0] == keys[1]
+    assert keys[0][0] > rows[0]["arrival_s"]
+    assert keys[0][2] == keys[0][0] + 8.0
+    assert keys[2] == (None, None, None)
 
 
 def test_a_file_with_an_order_decides_after_a_crash(tmp_path):

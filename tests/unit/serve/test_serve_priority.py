@@ -20,7 +20,7 @@ def test_the_body_says_the_place_in_the_order_and_stays_as_it_is_otherwise():
         assert abs(told / 1000 - time.time()) < 150
         assert body == b'{ "priority": %d, ' % told + written[2:]
 
-    run(test, policy="sed+sjf@20", order="priority")
+    run(test, policy="sed+sjf@20:8", order="priority")
 
 
 def test_longer_requests_get_higher_numbers_and_without_an_order_it_is_the_time():

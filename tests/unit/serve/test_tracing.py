@@ -14,6 +14,7 @@ from unit.serve.test_serve_carriers import a_site as a_carried_site
 from serve_app.gateway.carrier_wire import read_place, write_place
 from serve_app.gateway.tracing import Tracing, tracing_of
 from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.types import OrderKey
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 NAMED = f"traceparent: 00-{TRACE}-{PARENT}-01\r\ntracestate: a=b\r\n".encode()
@@ -161,7 +162,7 @@ def test_the_environment_says_whether_and_where_to():
 @pytest.mark.parametrize("trace", [b"", b"traceparent: 00-a-b-01\r\n"])
 @pytest.mark.parametrize("headers", [[], [(b"a", b"b c"), (b"d", b"")]])
 def test_a_place_survives_the_wire(trace, headers):
-    told = ("pool", "http://a:1", 1.25, headers, trace)
+    told = ("pool", "http://a:1", OrderKey(1.25), headers, trace)
     assert read_place(write_place(*told)) == told
 
 
