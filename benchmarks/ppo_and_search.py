@@ -36,13 +36,11 @@ from rich.console import Console
 from rich.table import Table
 
 import envs
-from tokenyard.metrics import VIOLATION_WEIGHT_S
 from tokenyard.provenance import command_line, write_result
-from tokenyard.rl.routing.training import RESPONSE_REWARD
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.rl.training import SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
+from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 from tokenyard.routing.validation import NAMES, Validation
@@ -54,14 +52,6 @@ FLEETS = ("local_cpu", "azure_code_slo", "azure_code_mixed_gpus", "conversation_
 SEARCH, PPO, PPO_AFTER_SEARCH = "policy_search", "ppo", "ppo_after_search"
 WARM_START_SHARE = 1 / 3
 """Of the budget of `ppo_after_search`."""
-AFTER_SEARCH: Mapping[str, Any] = {
-    "fragment_steps": 128,
-    "training": {"lambda_": 0.99, "lr": 1e-3},
-}
-"""Smaller steps than from a rule, and advantages that rest less on a critic that knows nothing."""
-TAIL_WEIGHT = -4.0
-"""Per second beyond the rule's 99th percentile. A tenth of CVaR99 is 10 times the time beyond the
-policy's own (Rockafellar and Uryasev 2000, equation 4), which is longer where means are shorter."""
 SCORE, MEAN, P99, VIOLATIONS = range(len(NAMES))
 
 
@@ -97,7 +87,6 @@ class Cell:
         self.fresh = Validation(source, args.streams, streams=fresh)
         rule = PolicySearch(self.scenario, self.start).artifact()
         self.rule = self.fresh.rows(rule)
-        self.reward = score_reward(float(self.validation.rows(rule)[:, P99].mean()))
         self.measure()
 
     def measure(self) -> None:
@@ -123,7 +112,6 @@ class Cell:
             seed,
             train_steps=max(1, round((1.0 - share) * budget_cpu_s * self._steps_per_cpu_s)),
             warm_start_generations=round(share * budget_cpu_s / self._generation_s),
-            **(AFTER_SEARCH if share else {}),
         )
         return lambda: trial.make_training(self.scenario)
 
@@ -132,18 +120,12 @@ class Cell:
             algorithm="ppo",
             scenario=self.scenario.name,
             register_env=envs.register,
-            recipe="linear" if self.scenario.fleet is None else "fleet",
-            reward=self.reward,
+            recipe="linear",
+            num_env_runners=0,
             seed=seed,
             steps_per_iteration=1,
             **more,
         )
-
-
-def score_reward(tail_after_s: float) -> RewardWeights:
-    """The score's terms, told at the decision, with a tail that begins after so many seconds."""
-    told = {"slo": -VIOLATION_WEIGHT_S, "tail": TAIL_WEIGHT, "tail_after_s": tail_after_s}
-    return RESPONSE_REWARD.model_copy(update=told)
 
 
 def _spent(work: Callable[[], Any]) -> tuple[float, Any]:
