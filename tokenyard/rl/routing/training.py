@@ -7,7 +7,8 @@ finish times in the observation, a normaliser, and the network as a correction o
 expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
 them alike, as a correction of the tuned rule, and copies of the environment that share their
 traffic. `linear` learns the weights that policy search searches, from all choices at close
-decisions, which are tried to their end; for all servers.
+decisions, which are tried to their end. `linear_fleet` is that for replicas that batch: futures
+there are noisier, do not meet again and take longer, so they are shorter, and fewer to a batch.
 """
 
 from __future__ import annotations
@@ -232,11 +233,18 @@ def linear() -> Recipe:
     )
 
 
+def linear_fleet() -> Recipe:
+    """`linear` for replicas that batch, SLO terms included."""
+    shorter = BranchingConfig(horizon=60, tail_weight=4.0)
+    return replace(linear(), num_envs=2, branching=shorter)
+
+
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "paper": paper,
     "ours": ours,
     "fleet": fleet,
     "linear": linear,
+    "linear_fleet": linear_fleet,
 }
 
 

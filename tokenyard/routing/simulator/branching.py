@@ -6,9 +6,8 @@ policy goes on deciding. The difference of what is paid is what the choice is wo
 1983, "Perturbation analysis and optimization of queueing networks"). Only close decisions are
 tried, because no small change of the weights changes the others.
 
-What is paid is the score's (`tokenyard.metrics.score`): response times, violations, and ten times
-the time beyond the stream's own 99th percentile, which is a tenth of CVaR99 (Rockafellar and
-Uryasev 2000, equation 4).
+What is paid are the score's terms (`tokenyard.metrics.score`): response times, violations, and the
+time beyond the stream's own 99th percentile.
 
 The policy's cost of a server is linear in its weights: base + features @ weights.
 
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tokenyard.metrics import CVAR_WEIGHT, TAIL, VIOLATION_WEIGHT_S, percentile
+from tokenyard.metrics import VIOLATION_WEIGHT_S, percentile
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.types import BoolArray, FloatArray
@@ -43,8 +42,11 @@ class BranchingConfig:
     """Servers whose cost is above the least by no more than this are tried."""
     every: int = 2
     """Close decisions from one that is tried to the next."""
-    horizon: int = 150
+    horizon: int = 200
     """Arrivals over which a choice is played on, at most."""
+    tail_weight: float = 10.0
+    """Per second beyond the 99th percentile. Ten times that is a tenth of CVaR99 (Rockafellar and
+    Uryasev 2000, equation 4). Few requests are so slow: with less weight there is less noise."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Branching(ABC):
         offered_s = self._offered_s(weights)
         prices = np.empty(NUM_PRICES)
         prices[VIOLATION_S] = VIOLATION_WEIGHT_S
-        prices[TAIL_WEIGHT] = CVAR_WEIGHT / TAIL
-        prices[TAIL_AFTER_S] = percentile(offered_s, 100.0 * (1.0 - TAIL))
+        prices[TAIL_WEIGHT] = config.tail_weight
+        prices[TAIL_AFTER_S] = percentile(offered_s, 99.0)
         prices[LOST_S] = LOST_SLOS * self.scenario.slo_response_s
         self._counts[:] = 0
         found = self._sample(weights, prices, config)
