@@ -139,9 +139,7 @@ class ColumnarLearner(TorchLearner):
     ) -> Any:
         """Run `num_epochs` epochs over what was sampled; RLlib's update for anything else."""
         sampled = episodes if training_data is None else training_data.episodes
-        if not sampled or not isinstance(
-            sampled[0], Rollout | Transitions | TriedActions
-        ):
+        if not sampled or not isinstance(sampled[0], Rollout | Transitions | TriedActions):
             return super().update(
                 *args,
                 training_data=training_data,

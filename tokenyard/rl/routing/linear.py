@@ -86,7 +86,7 @@ class BranchingEnvRunner(RouterEnvRunner):
         self._branching = server_model(scenario).branching(scenario, mean_tokens)
         self._next_stream = _FIRST_STREAM * (1 + self.worker_index)
         size = (scenario.num_servers, 1 + self._branching.num_features)
-        space = Box(-np.inf, np.inf, size, np.float32), Discrete(size[0])
+        space: tuple[Any, Any] = Box(-np.inf, np.inf, size, np.float32), Discrete(size[0])
         keys = (INPUT_ENV_SPACES, INPUT_ENV_SINGLE_SPACES, DEFAULT_MODULE_ID)
         self.spaces = dict.fromkeys(keys, space)
 

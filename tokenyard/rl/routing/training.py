@@ -290,9 +290,7 @@ def build_config(
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
-    config = config.rl_module(
-        rl_module_spec=_module(algorithm, recipe, rule_weights)
-    ).environment(
+    config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={
             **env_config,
