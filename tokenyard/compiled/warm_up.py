@@ -19,16 +19,19 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
+from tokenyard.routing.observation import NUM_SLO_LIMITS
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.order import Ordered, ShortestJob
-from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import fleet_stream, token_rows
+from tokenyard.routing.simulator.branching import BranchingConfig
 from tokenyard.routing.simulator.constant_rate import ClusterSim
 from tokenyard.routing.simulator.rollouts import RolloutSim
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
     NUM_LIVE,
@@ -60,6 +63,7 @@ def compile_batching() -> None:
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
     sim.run_residual(policy, 1.0)
     RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
+    _branch(scenario)
 
 
 def _read_columns() -> None:
@@ -87,6 +91,17 @@ def compile_constant_rate() -> None:
     sim.run_delay_rule(1.0, -1)
     mc_rollout(scenario, token_rows(stream))
     clairvoyant(scenario, token_rows(stream))
+    _branch(scenario)
+
+
+def _branch(scenario: Scenario) -> None:
+    """Try out choices of the linear policy."""
+    scenario = scenario.model_copy(update={"requests_per_stream": _NUM_REQUESTS})
+    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
+    servers = server_model(scenario)
+    branching = servers.branching(scenario, 1.0)
+    weights = np.zeros(branching.num_features + (NUM_SLO_LIMITS if servers.num_slo_weights else 0))
+    branching.sample(weights, stream, BranchingConfig(horizon=2))
 
 
 def _play(sim: ClusterSim | BatchingSim) -> None:

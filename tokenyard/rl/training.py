@@ -26,7 +26,7 @@ from tokenyard.rl.routing.export import (
     export_linear,
     export_network,
 )
-from tokenyard.rl.routing.linear import LinearActorCritic
+from tokenyard.rl.routing.linear import LinearActor
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.simulator.streams import StreamSource
 
@@ -252,7 +252,7 @@ class RllibTraining(RllibLearner[StreamSource]):
         made = (self._trained_for, self._trainer)
         if isinstance(module, Equivariant):
             return export_correction(module, *made, metrics, lineage)
-        if isinstance(module, LinearActorCritic):
+        if isinstance(module, LinearActor):
             return export_linear(module, *made, metrics, lineage)
         expected_finish = bool(self._config.env_config["expected_finish"])
         return export_network(module, *made, expected_finish, metrics, lineage)

@@ -294,6 +294,47 @@ def _slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]
 
 
 @compiled
+def _slo_terms(
+    limits: tuple[float, float, float, float, float],
+    wait: float,
+    prefill: float,
+    decode: float,
+    output_tokens: float,
+    size: float,
+) -> tuple[bool, float]:
+    token = decode / max(output_tokens - 1.0, 1.0)
+    risky = (
+        wait + prefill > limits[0]
+        or token > limits[1]
+        or wait + prefill + decode > limits[2]
+        or size > limits[3]
+    )
+    return risky, max((wait + prefill) / limits[4] - 1.0, 0.0)
+
+
+@compiled
+def slo_terms(
+    weights: FloatArray,
+    wait: float,
+    prefill: float,
+    decode: float,
+    output_tokens: float,
+    size: float,
+) -> tuple[bool, float]:
+    """What the SLO terms of a choice are made from: whether it is risky, and its lateness.
+
+    Args:
+        weights: Of a policy with SLO terms, shape (NUM_MARGINAL_SLO_WEIGHTS,).
+        wait: Until the replica could start, in units of the SLO, as are the next two.
+        prefill: From then to the first token.
+        decode: From the first token to the last.
+        output_tokens: Output length as the router knows it, tokens.
+        size: Of the request, relative to the mean.
+    """
+    return _slo_terms(_slo_limits(weights), wait, prefill, decode, output_tokens, size)
+
+
+@compiled
 def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -> float:
     price = 0.0
     power = 1.0
@@ -365,8 +406,8 @@ def marginal_scores(
         Index of the cheapest replica, the first of equals.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
-    slo_terms = weights.shape[0] > NUM_MARGINAL_WEIGHTS
-    limits = _slo_limits(weights) if slo_terms else _TYPICAL_LIMITS
+    prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    limits = _slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
@@ -390,15 +431,8 @@ def marginal_scores(
                 + weights[w + 8] * late
             )
             power *= row[SPEED_RANK]
-        if slo_terms:
-            token = decode / max(output_tokens - 1.0, 1.0)
-            risky = (
-                wait + prefill > limits[0]
-                or token > limits[1]
-                or own > limits[2]
-                or excess + 1.0 > limits[3]
-            )
-            lateness = max((wait + prefill) / limits[4] - 1.0, 0.0)
+        if prices_slo:
+            risky, lateness = _slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)
             cost += _slo_price(weights, risky, lateness, row[SPEED_RANK])
         out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
         if out[replica] < out[best]:

@@ -75,7 +75,7 @@ def test_ppo_and_search_are_compared_run_by_run(own_ray, monkeypatch, tmp_path, 
     small = ["--scenario", "poisson_085", "local_cpu", "--budget-cpu-s", "0.3", "--seeds", "1"]
     small += ["--checkpoints", "2", "--validation-streams", "1", "--streams", "5", "--json", path]
     call(script, *small, "--trainers", "policy_search")
-    call(script, *small)
+    call(script, *small, "--trainers", "policy_search", "ppo", "ppo_after_search")
     result = json.loads(path.read_text(encoding="utf-8"))
     keys = {"cpu_s", "env_steps", "score", "mean_response_s", "p99_response_s"}
     keys |= {"slo_violation_fraction", "delta_score_to_rule", "delta_p99_fraction_to_rule"}

@@ -97,34 +97,36 @@ def test_the_search_learns_to_keep_requests_off_a_server_that_is_useless():
 def test_a_search_may_start_at_tuned_weights_and_is_compared_with_them():
     scenario = load_scenario("poisson_085")
     start = tuple(float(i) / 50 for i in range(NUM_SCORE_WEIGHTS))
-    search = PolicySearch(scenario, replace(SMALL, start=start, order=(5.0, 0.0, 0.0)), seed=0)
+    search = PolicySearch(scenario, replace(SMALL, start=start, order=(5.0, 0.0, 0.0, 0.0)), seed=0)
     assert search.weights.tolist() == list(start)
-    np.testing.assert_allclose(search.order, [5.0, 0.0, 0.0])
+    np.testing.assert_allclose(search.order, [5.0, 0.0, 0.0, 0.0])
     # The first candidate is the centre, which here is what costs are relative to.
     assert search.step()["cost_over_baseline"] == 1.0
 
 
 def test_the_order_is_searched_with_the_weights_and_never_below_first_come():
     scenario = load_scenario("poisson_085")
-    search = PolicySearch(scenario, replace(SMALL, order=(3.0, 0.0, 0.0)), seed=0)
+    search = PolicySearch(scenario, replace(SMALL, order=(3.0, 0.0, 0.0, 0.0)), seed=0)
     search.step()
     assert search.order[0] not in (0.0, 3.0)
     assert search.artifact().arrays["order"].tolist() == search.order.tolist()
-    search.mean[-2:] = -2.0
+    search.mean[-3:] = -2.0
     assert not search.order.any()
     assert not search.artifact().orders, "first come, first served needs no order"
 
 
 def test_an_order_that_is_not_searched_stays():
-    config = replace(SMALL, order=(3.0, 0.0, 0.0), order_std=0.0)
+    config = replace(SMALL, order=(3.0, 0.0, 0.0, 0.0), order_std=0.0)
     search = PolicySearch(load_scenario("poisson_085"), config, seed=0)
     search.step()
-    np.testing.assert_allclose(search.order, [3.0, 0.0, 0.0])
+    np.testing.assert_allclose(search.order, [3.0, 0.0, 0.0, 0.0])
 
 
 def test_a_search_of_a_fleet_has_all_orders_by_size():
-    search = PolicySearch(load_scenario("azure_code_slo"), replace(SMALL, order=(1.0, 2.0, 0.0)))
-    np.testing.assert_allclose(search.order, [1.0, 2.0, 0.0])
+    search = PolicySearch(
+        load_scenario("azure_code_slo"), replace(SMALL, order=(1.0, 2.0, 0.0, 4.0))
+    )
+    np.testing.assert_allclose(search.order, [1.0, 2.0, 0.0, 4.0])
     assert len(search.mean) == len(search.weights) + NUM_ORDER_WEIGHTS
 
 

@@ -1,4 +1,4 @@
-"""The linear policy as an actor: its costs, where it begins, and what it is exported as."""
+"""The linear policy as an actor: where it begins, what it learns, and what it is exported as."""
 
 import numpy as np
 import pytest
@@ -6,102 +6,132 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
+from ray.rllib.evaluation.postprocessing import Postprocessing
 
+import envs
+from tokenyard.rl.columnar.columns import TriedActions
+from tokenyard.rl.columnar.learners import TRIED
 from tokenyard.rl.routing.export import export_linear
-from tokenyard.rl.routing.linear import linear_costs, linear_features
-from tokenyard.rl.routing.training import build_config, linear
+from tokenyard.rl.routing.training import build_config, linear, linear_fleet
 from tokenyard.rl.routing.trial import RoutingTrialConfig
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import (
+    NUM_MARGINAL_SLO_WEIGHTS,
     NUM_SCORE_WEIGHTS,
-    linear_scores,
-    observation_size,
-    snapshot_columns,
+    NUM_SLO_LIMITS,
 )
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
-from tokenyard.routing.simulator import make_simulator
-from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.simulator.streams import StreamSource
 
-WEIGHTS = np.linspace(-0.4, 0.5, NUM_SCORE_WEIGHTS)
-SCENARIOS = ("poisson_085", "two_speeds", "three_speeds")
+CASES = (
+    ("poisson_085", linear, NUM_SCORE_WEIGHTS, 0, "linear"),
+    ("local_cpu", linear_fleet, NUM_MARGINAL_SLO_WEIGHTS, NUM_SLO_LIMITS, "marginal"),
+)
 
 
-def driven_at_random(scenario, num_requests=300):
-    """The source, the simulator and observation after observation, the request still to place."""
-    source = StreamSource(load_scenario(scenario))
-    sim = make_simulator(source.scenario, 1, num_requests, expected_finish=True)
-    sim.load(0, source.sample(num_requests, stream_rng(5, "validation")))
+def a_learner(recipe, num_weights, num_limits, num_servers=3):
+    """A learner whose weights are told apart, and they."""
+    weights = np.linspace(-0.4, 0.5, num_weights)
+    space = Box(-np.inf, np.inf, (num_servers, 1 + num_weights - num_limits), np.float32)
+    config = build_config("ppo", recipe(), "unused", {}, rule_weights=weights.tolist())
+    config = config.environment(observation_space=space, action_space=Discrete(num_servers))
+    return config.build_learner(), weights
+
+
+def drawn(num_features, num=200, num_actions=3):
+    """Decisions at which the last of three actions was never tried, and the first is the best."""
     rng = np.random.default_rng(0)
-    observations = sim.observe()
-    while sim.undecided():
-        yield source, sim, torch.from_numpy(observations.copy())
-        action = rng.integers(source.scenario.num_servers)
-        observations, _ = sim.step_and_observe(np.array([action]))
+    costs = np.tile(np.array([0.0, 2.0, 0.0], dtype=np.float32), (num, 1))
+    return TriedActions(
+        observations=rng.normal(0.0, 0.03, (num, num_actions, 1 + num_features)).astype(np.float32),
+        tried=np.tile([True, True, False], (num, 1)),
+        costs=costs + rng.normal(0.0, 0.1, costs.shape).astype(np.float32) * [1, 1, 0],
+        num_steps=1000,
+        weights_seq_no=0,
+    )
 
 
-def a_module(source, weights=WEIGHTS):
-    """The learner's module, built without starting anything."""
-    num = source.scenario.num_servers
-    units = source.scenario.slo_response_s, source.mean_total_tokens
-    config = build_config("ppo", linear(), "unused", {}, rule_weights=weights.tolist(), units=units)
-    box = Box(-20, 20, (observation_size(num, expected_finish=True),), np.float32)
-    return config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: (box, Discrete(num))}).build()
+@pytest.mark.parametrize(("name", "recipe", "num_weights", "num_limits", "kind"), CASES)
+def test_what_is_exported_are_the_weights(name, recipe, num_weights, num_limits, kind, tmp_path):
+    learner, weights = a_learner(recipe, num_weights, num_limits)
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    export_linear(module, StreamSource(load_scenario(name)), "ppo").save(tmp_path / "policy.npz")
+    found = PolicyArtifact.load(tmp_path / "policy.npz")
+    assert found.metadata.kind == kind
+    assert found.arrays["weights"] == pytest.approx(weights, abs=1e-6)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_costs_read_back_from_observations_are_those_of_the_linear_policy(scenario):
-    weights = torch.from_numpy(WEIGHTS).float()
-    for source, sim, observations in driven_at_random(scenario):
-        slo_s, mean = source.scenario.slo_response_s, source.mean_total_tokens
-        expected = np.empty(source.scenario.num_servers)
-        predicted = sim.request().predicted_total_tokens
-        linear_scores(WEIGHTS, predicted, mean, slo_s, snapshot_columns(sim.snapshots()), expected)
-        costs = linear_costs(linear_features(observations, slo_s, mean), weights)[0]
-        # A wait of just the SLO is a violation in one and not in the other.
-        assert costs.numpy() == pytest.approx(expected, rel=1e-3, abs=1e-3)
+@pytest.mark.parametrize(("name", "recipe", "num_weights", "num_limits", "kind"), CASES)
+def test_an_update_lowers_the_expected_cost_and_moves_no_limit(
+    name, recipe, num_weights, num_limits, kind
+):
+    learner, weights = a_learner(recipe, num_weights, num_limits)
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    sample = drawn(num_weights - num_limits)
+    before = learner.batch_of([sample], module)[Columns.ACTION_PROB]
+    learner.update(episodes=[sample], num_epochs=8)
+    after = learner.batch_of([sample], module)[Columns.ACTION_PROB]
+    costs = torch.from_numpy(sample.costs)
+    assert (after * costs).sum() < (before * costs).sum()
+    assert not after[:, 2].any()
+    num_learned = num_weights - num_limits
+    assert module.all_weights[num_learned:] == pytest.approx(weights[num_learned:], abs=1e-6)
+    assert (module.all_weights[:num_learned] != weights[:num_learned].astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_what_is_exported_decides_as_the_module(scenario, tmp_path):
-    module = policy = None
-    agreed = []
-    for source, sim, observations in driven_at_random(scenario):
-        if module is None:
-            module = a_module(source)
-            export_linear(module, source, "ppo").save(tmp_path / "policy.npz")
-            policy = learned_policy(PolicyArtifact.load(tmp_path / "policy.npz"))
-        with torch.no_grad():
-            output = module.forward_inference({Columns.OBS: observations})
-        preferred = int(output[Columns.ACTION_DIST_INPUTS][0].argmax())
-        agreed.append(preferred == policy.route(sim.request(), sim.snapshots()))
-    # Nearly equal costs may be told apart by the last digit of a float32.
-    assert np.mean(agreed) > 0.98
+def test_the_surrogate_is_that_of_every_action_weighted_by_its_probability():
+    learner, _ = a_learner(linear, NUM_SCORE_WEIGHTS, 0)
+    module = learner.module[DEFAULT_MODULE_ID].unwrapped()
+    batch = learner.batch_of([drawn(NUM_SCORE_WEIGHTS)], module)
+    advantages, before = batch[Postprocessing.ADVANTAGES], batch[Columns.ACTION_PROB]
+    assert (before * advantages).sum(-1).abs().max() < 1e-4
+    assert not advantages[~batch[TRIED]].any()
+    with torch.no_grad():
+        module.weights.add_(torch.linspace(-0.5, 0.5, NUM_SCORE_WEIGHTS))
+        now = learner._probabilities(batch, module)
+        expected = 0.0
+        for action in range(2):
+            ratio = now[:, action] / before[:, action]
+            gain = advantages[:, action] * ratio
+            clipped = advantages[:, action] * ratio.clamp(0.8, 1.2)
+            expected -= (before[:, action] * torch.minimum(gain, clipped)).mean()
+        loss, _ = learner.losses(batch, module, report=False)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_only_the_weights_decide_and_learn_beside_the_critic():
-    source = StreamSource(load_scenario("poisson_085"))
-    module = a_module(source)
-    names = {name.partition(".")[0] for name, _ in module.named_parameters()}
-    assert names == {"weights", "critic"}
-    assert module.weights.detach().numpy() == pytest.approx(WEIGHTS)
+@pytest.mark.parametrize("name", ["two_speeds", "azure_code_slo"])
+def test_a_trial_begins_where_a_search_without_orders_does(name):
+    recipe = "linear" if name == "two_speeds" else "linear_fleet"
+    trial = RoutingTrialConfig(algorithm="ppo", scenario=name, recipe=recipe)
+    scenario = load_scenario(name)
+    search = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig(), orders=False))
+    assert trial._rule_weights(scenario) == pytest.approx(search.weights)
 
 
-def test_an_observation_of_other_servers_is_refused():
-    config = build_config("ppo", linear(), "unused", {})
-    spaces = {DEFAULT_MODULE_ID: (Box(-20, 20, (7,), np.float32), Discrete(3))}
-    with pytest.raises(ValueError, match="7 numbers are not the 40"):
-        config.get_rl_module_spec(spaces=spaces).build()
+def test_a_trial_of_the_linear_policy_trains(ray_cluster):
+    scenario = load_scenario("two_speeds")
+    trial = RoutingTrialConfig(
+        algorithm="ppo", scenario="two_speeds", recipe="linear", num_env_runners=0, num_envs=1,
+        steps_per_iteration=1, train_steps=10**6, register_env=envs.register,
+    )  # fmt: skip
+    training = trial.make_training(scenario)
+    before = training.artifact({}, {}).arrays["weights"]
+    found = training.step()
+    assert training.env_steps > scenario.requests_per_stream
+    assert found["entropy_nats"] > 0.0
+    assert (training.artifact({}, {}).arrays["weights"] != before).any()
+    training.stop()
 
 
-def test_trials_that_the_linear_recipe_is_not_for_are_refused():
-    def trial(algorithm, scenario):
-        return RoutingTrialConfig(algorithm=algorithm, scenario=scenario, recipe="linear")
+def test_trials_that_a_recipe_is_not_for_are_refused():
+    def trial(algorithm, scenario, name):
+        return RoutingTrialConfig(algorithm=algorithm, scenario=scenario, recipe=name)
 
-    with pytest.raises(ValueError, match="recipe 'linear' is not for a fleet"):
-        trial("ppo", "local_cpu").make_training(load_scenario("local_cpu"))
+    with pytest.raises(ValueError, match="recipe 'ours' is not for a fleet"):
+        trial("ppo", "local_cpu", "ours").make_training(load_scenario("local_cpu"))
     with pytest.raises(ValueError, match="recipe 'linear' has no 'dqn'"):
-        trial("dqn", "poisson_085").make_training(load_scenario("poisson_085"))
+        trial("dqn", "poisson_085", "linear").make_training(load_scenario("poisson_085"))
 
 
 def test_a_search_without_orders_begins_first_come_first_served_and_stays_so():

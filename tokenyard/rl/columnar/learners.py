@@ -56,6 +56,7 @@ from tokenyard.rl.columnar.actions import actions_of
 from tokenyard.rl.columnar.columns import (
     Rollout,
     Transitions,
+    TriedActions,
     beyond_others,
     generalised_advantages,
     minibatches,
@@ -71,12 +72,14 @@ COPIES_PER_STREAM = "copies_per_stream"
 CENTRE_REWARDS = "centre_rewards"
 """Key of `learner_config_dict`: whether the mean of all rewards so far is subtracted from each, so
 that the critic need not learn it (Naik et al. 2024, arXiv:2405.09999); for tasks without end."""
+TRIED = "tried"
+"""Column of which actions were tried."""
 SMALLEST_SPREAD = 1e-4
 """Advantages that hardly differ are not blown up when they are standardised (as in RLlib)."""
 
 
 class ColumnarLearner(TorchLearner):
-    """Mixed in before a learner of RLlib: takes `Rollout`s or `Transitions` for episodes."""
+    """Mixed in before a learner of RLlib: takes what `columns` has in place of episodes."""
 
     _weights_seq_no: int
     _num_rewards = 0
@@ -136,7 +139,7 @@ class ColumnarLearner(TorchLearner):
     ) -> Any:
         """Run `num_epochs` epochs over what was sampled; RLlib's update for anything else."""
         sampled = episodes if training_data is None else training_data.episodes
-        if not sampled or not isinstance(sampled[0], Rollout | Transitions):
+        if not sampled or not isinstance(sampled[0], Rollout | Transitions | TriedActions):
             return super().update(
                 *args,
                 training_data=training_data,
@@ -153,7 +156,7 @@ class ColumnarLearner(TorchLearner):
         self._weights_seq_no += 1
         module = self.module[DEFAULT_MODULE_ID].unwrapped()
         batch = self.batch_of(sampled, module)
-        num_rows = len(batch[Columns.ACTIONS])
+        num_rows = len(batch[Columns.OBS])
         shuffler = self._shuffler if shuffle_batch_per_epoch and num_epochs > 1 else None
         cuts = list(minibatches(num_rows, minibatch_size, num_epochs, shuffler))
         module.train()
@@ -328,6 +331,51 @@ class PPOColumnarLearner(_OnPolicyColumns, PPOTorchLearner):
                 ENTROPY_KEY: (policy.entropy() if entropy is None else entropy).mean(),
                 LEARNER_RESULTS_KL_KEY: divergence.detach(),
             }
+
+
+class AllActionsPPOLearner(ColumnarLearner, PPOTorchLearner):
+    """PPO where it is known what all actions at a decision cost, and so needs no critic.
+
+    The surrogate's expectation over actions is taken exactly, not from one that was drawn (Ciosek
+    and Whiteson 2018, arXiv:1706.05374). An advantage is what an action saves beyond the policy's
+    mean. Actions that were not tried have the probability 0.
+    """
+
+    def batch_of(self, sampled: Sequence[TriedActions], module: Any) -> Batch:
+        """Probabilities before the update, and the advantages of all actions in units of theirs."""
+        observations, tried, costs = (
+            torch.cat([_tensor(getattr(one, name)) for one in sampled]).to(self._device)
+            for name in ("observations", "tried", "costs")
+        )
+        batch = {Columns.OBS: observations, TRIED: tried}
+        with torch.no_grad():
+            before = self._probabilities(batch, module)
+            advantages = (before * costs).sum(-1, keepdim=True) - costs
+            spread = (before * advantages**2).sum(-1).mean().sqrt().clamp_min(SMALLEST_SPREAD)
+        return {
+            **batch,
+            Columns.ACTION_PROB: before,
+            Postprocessing.ADVANTAGES: torch.where(tried, advantages / spread, 0.0),
+        }
+
+    def losses(self, batch: Batch, module: Any, report: bool) -> Losses:
+        """The clipped surrogate, summed over actions."""
+        before, advantages = batch[Columns.ACTION_PROB], batch[Postprocessing.ADVANTAGES]
+        now = self._probabilities(batch, module)
+        # Where one was next to 0, a quotient would be no number.
+        ratio = now / before.clamp_min(torch.finfo(before.dtype).tiny)
+        clip = self.config.clip_param
+        surrogate = torch.min(advantages * ratio, advantages * ratio.clamp(1 - clip, 1 + clip))
+        loss = -(before * surrogate).sum(-1).mean()
+        if not report:
+            return loss, {}
+        with torch.no_grad():
+            entropy = torch.special.entr(now).sum(-1).mean()
+            return loss, {POLICY_LOSS_KEY: loss.detach(), ENTROPY_KEY: entropy}
+
+    def _probabilities(self, batch: Batch, module: Any) -> Tensor:
+        logits = module._forward_train(batch)[Columns.ACTION_DIST_INPUTS]
+        return torch.softmax(logits.masked_fill(~batch[TRIED], -math.inf), -1)
 
 
 class A2CColumnarLearner(_OnPolicyColumns, A2CTorchLearner):

@@ -18,14 +18,15 @@ from tokenyard.rl.modules import (
     weights_of,
 )
 from tokenyard.rl.routing.equivariant import EquivariantActorCritic, EquivariantQNetwork
-from tokenyard.rl.routing.linear import LinearActorCritic
+from tokenyard.rl.routing.linear import LinearActor
 from tokenyard.routing.artifact import PolicyArtifact, feature_scaling, length_predictor
 from tokenyard.routing.metadata import ArtifactMetadata
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.types import FloatArray
 
 Equivariant = EquivariantActorCritic | EquivariantQNetwork
-RouterModule = RouterActorCritic | RouterQNetwork | Equivariant | LinearActorCritic
+RouterModule = RouterActorCritic | RouterQNetwork | Equivariant | LinearActor
 """A module that can be exported."""
 
 
@@ -85,13 +86,13 @@ def export_correction(
 
 
 def export_linear(
-    module: LinearActorCritic,
+    module: LinearActor,
     source: StreamSource,
     trainer: str,
     metrics: Mapping[str, float] | None = None,
     lineage: Mapping[str, str] | None = None,
 ) -> PolicyArtifact:
-    """Export the greedy policy of an actor that has weights alone, kind `linear`.
+    """Export the greedy policy of an actor that has weights alone, as policy search does.
 
     Args:
         module: The learner's module.
@@ -100,10 +101,12 @@ def export_linear(
         metrics: What it scored, for the record.
         lineage: What it was made from, for the record.
     """
-    num = source.scenario.num_servers
-    metadata = _metadata(source, trainer, metrics, lineage, kind="linear", num_replicas=num)
-    weights = module.weights.detach().cpu().numpy().astype(np.float64)
-    return PolicyArtifact(metadata, {"weights": weights})
+    scenario, servers = source.scenario, server_model(source.scenario)
+    metadata = _metadata(
+        source, trainer, metrics, lineage, kind=servers.linear_kind,
+        num_replicas=None if servers.refuses else scenario.num_servers,
+    )  # fmt: skip
+    return PolicyArtifact(metadata, {"weights": module.all_weights})
 
 
 def _metadata(

@@ -1,133 +1,118 @@
-"""The linear policy of servers at a constant rate, as an actor of RLlib.
+"""The linear policy as an actor of RLlib's PPO, and who samples for it.
 
-What it learns are the weights of `observation.linear_scores`, those that policy search searches
-too. Few numbers are learned from little experience, and what is exported is of kind `linear`. What
-the costs are made from is read back from the observation. The critic is RLlib's own.
+What it learns are the weights that policy search searches, of servers at a constant rate or of
+replicas that batch. No environment is stepped: the policy plays streams in compiled code, and every
+choice at its close decisions is tried to its end (`tokenyard.routing.simulator.branching`). The
+learner gets the costs of all actions (`AllActionsPPOLearner`), so there is no critic.
 
-Shapes: B batch, N servers.
+Shapes: B batch, N servers, P weights that are learned.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Discrete
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
-from ray.rllib.core.rl_module.apis import InferenceOnlyAPI, ValueFunctionAPI
+from ray.rllib.core.rl_module.apis import InferenceOnlyAPI
 from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.rllib.env import INPUT_ENV_SINGLE_SPACES, INPUT_ENV_SPACES
 from torch import Tensor, nn
 
-from tokenyard.rl.modules import RESIDUAL_SCALE, Observes, RunningNormaliser
-from tokenyard.rl.routing.equivariant import HIDDEN, RULE_WEIGHTS, scalar_network
-from tokenyard.routing.observation import (
-    NUM_FINISH_FEATURES,
-    NUM_REPLICA_FEATURES,
-    NUM_REQUEST_FEATURES,
-    NUM_SCORE_POWERS,
-    observation_size,
-)
+from tokenyard.rl.columnar.columns import TriedActions
+from tokenyard.rl.columnar.env_runner import RouterEnvRunner
+from tokenyard.rl.modules import RESIDUAL_SCALE
+from tokenyard.rl.routing.equivariant import RULE_WEIGHTS
+from tokenyard.routing.fleet import Randomisation
+from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.simulator.branching import BranchingConfig, concatenate
+from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.types import FloatArray
 
-UNITS = "units"
-"""Key of a module's `model_config`: the SLO, seconds, and the mean size of requests, tokens."""
-_PER_SERVER = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
-_SPEED, _WAIT, _FINISH = NUM_REPLICA_FEATURES - 1, NUM_REPLICA_FEATURES, NUM_REPLICA_FEATURES + 1
-"""Places in the part of an observation that is about one server (`observation.encode`)."""
-
-
-def linear_features(observations: Tensor, slo_s: float, mean_total_tokens: float) -> Tensor:
-    """What the cost of every server is made from: f of `linear_scores`, then the speed rank.
-
-    Args:
-        observations: With finish times, shape (B, size).
-        slo_s: Response-time SLO, seconds.
-        mean_total_tokens: Typical size of a request, tokens.
-
-    Returns:
-        Shape (B, N, NUM_SCORE_FEATURES + 1).
-    """
-    rest = observations[..., NUM_REQUEST_FEATURES:]
-    rows = torch.expm1(rest.reshape(*rest.shape[:-1], -1, _PER_SERVER))
-    tokens_per_s, wait_s, finish_s = (
-        rows[..., _SPEED] * 1000.0,
-        rows[..., _WAIT],
-        rows[..., _FINISH],
-    )
-    service_s = finish_s - wait_s
-    excess = service_s * tokens_per_s / mean_total_tokens - 1.0
-    wait, service = wait_s / slo_s, service_s / slo_s
-    lateness = (wait + service - 1.0).clamp_min(0.0)
-    places = torch.argsort(torch.argsort(tokens_per_s, dim=-1, stable=True), dim=-1, stable=True)
-    num = tokens_per_s.shape[-1]
-    rank = places * (2.0 / (num - 1)) - 1.0 if num > 1 else torch.zeros_like(wait)
-    return torch.stack(
-        [
-            torch.ones_like(wait),
-            wait,
-            service,
-            wait * excess,
-            service * excess,
-            (lateness > 0.0).to(wait.dtype),
-            lateness,
-            rank,
-        ],
-        dim=-1,
-    )
+BRANCHING = "branching"
+"""Key of `env_config`: fields of `BranchingConfig`."""
+_FIRST_STREAM = 1_000_000
+"""Streams of an env runner begin at this number times its own, counted from one. What policy search
+sees before comes first."""
 
 
-def linear_costs(features: Tensor, weights: Tensor) -> Tensor:
-    """What `observation.linear_scores` says that each server costs.
-
-    Args:
-        features: Of `linear_features`, shape (B, N, NUM_SCORE_FEATURES + 1).
-        weights: Shape (NUM_SCORE_WEIGHTS,).
-
-    Returns:
-        Costs in units of the SLO, shape (B, N).
-    """
-    of_cost, rank = features[..., :-1], features[..., -1:]
-    by_power = of_cost @ weights.reshape(NUM_SCORE_POWERS, -1).T
-    powers = torch.cat([rank**power for power in range(NUM_SCORE_POWERS)], dim=-1)
-    return of_cost[..., 1] + of_cost[..., 2] + (by_power * powers).sum(-1)
-
-
-class LinearActorCritic(Observes, TorchRLModule, ValueFunctionAPI, InferenceOnlyAPI):
-    """Actor and critic of PPO and A2C: costs of the linear policy, and a network."""
+class LinearActor(TorchRLModule, InferenceOnlyAPI):
+    """The actor: costs that are linear in its weights, of which a softmax is taken."""
 
     observation_space: Any
     action_space: Any
     model_config: dict[str, Any]
 
     def setup(self) -> None:
-        """Build both.
-
-        Raises:
-            ValueError: The observation is none of servers at a constant rate, with finish times.
-        """
-        assert isinstance(self.action_space, Discrete)
-        (size,), num = self.observation_space.shape, int(self.action_space.n)
-        expected = observation_size(num, expected_finish=True)
-        if size != expected:
-            raise ValueError(
-                f"{size} numbers are not the {expected} that are seen of {num} servers at a "
-                "constant rate with expected_finish"
-            )
-        given = self.model_config
-        self.normaliser = RunningNormaliser(size)
-        self.scale = float(given[RESIDUAL_SCALE])
-        self.slo_s, self.mean_total_tokens = given[UNITS]
-        self.weights = nn.Parameter(torch.tensor(given[RULE_WEIGHTS]))
-        self.critic = scalar_network(size, given[HIDDEN])
+        """Begin at given weights; those beyond P are limits of SLO terms, and stay."""
+        num_learned = self.observation_space.shape[-1] - 1
+        weights = torch.tensor(self.model_config[RULE_WEIGHTS], dtype=torch.float32)
+        self.scale = float(self.model_config[RESIDUAL_SCALE])
+        self.weights = nn.Parameter(weights[:num_learned])
+        self.register_buffer("limits", weights[num_learned:])
 
     def get_non_inference_attributes(self) -> list[str]:
-        """What env runners do without."""
-        return ["critic"]
+        """Nothing: all of it decides."""
+        return []
+
+    @property
+    def all_weights(self) -> FloatArray:
+        """As an artifact has them."""
+        every = torch.cat([self.weights.detach(), self.get_buffer("limits")])
+        found: FloatArray = every.cpu().numpy().astype(np.float64)
+        return found
 
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        features = linear_features(batch[Columns.OBS], self.slo_s, self.mean_total_tokens)
-        return {Columns.ACTION_DIST_INPUTS: -self.scale * linear_costs(features, self.weights)}
+        costs_from: Tensor = batch[Columns.OBS]
+        costs = costs_from[..., 0] + costs_from[..., 1:] @ self.weights
+        return {Columns.ACTION_DIST_INPUTS: -self.scale * costs}
 
-    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> Tensor:
-        """Value of each observation, shape (B,)."""
-        values: Tensor = self.critic(self.normaliser(batch[Columns.OBS])).squeeze(-1)
-        return values
+
+class BranchingEnvRunner(RouterEnvRunner):
+    """Plays streams with the greedy policy and tries out its close decisions."""
+
+    def make_env(self) -> None:
+        """Make the simulator in place of an environment."""
+        torch.set_num_threads(1)
+        given = self.config.env_config
+        self._source = StreamSource(load_scenario(given["scenario"]))
+        self._tried_out = BranchingConfig(**given[BRANCHING])
+        self._randomisation = Randomisation.model_validate(given["randomisation"])
+        scenario, mean_tokens = self._source.scenario, self._source.mean_total_tokens
+        self._branching = server_model(scenario).branching(scenario, mean_tokens)
+        self._next_stream = _FIRST_STREAM * (1 + self.worker_index)
+        size = (scenario.num_servers, 1 + self._branching.num_features)
+        space: tuple[Any, Any] = Box(-np.inf, np.inf, size, np.float32), Discrete(size[0])
+        keys = (INPUT_ENV_SPACES, INPUT_ENV_SINGLE_SPACES, DEFAULT_MODULE_ID)
+        self.spaces = dict.fromkeys(keys, space)
+
+    def assert_healthy(self) -> None:
+        """There is no environment that could fail."""
+
+    def sample(self, **kwargs: Any) -> list[TriedActions]:
+        """Play as many streams as the configuration has copies of an environment."""
+        assert self.module is not None
+        weights, num_streams = self.module.all_weights, self.config.num_envs_per_env_runner
+        found = concatenate([self._play(weights) for _ in range(num_streams)])
+        self._increase_sampled_metrics(found.num_placed, num_streams)
+        return [
+            TriedActions(
+                observations=found.costs_from,
+                tried=found.tried,
+                costs=found.costs_s.astype(np.float32),
+                num_steps=found.num_placed,
+                weights_seq_no=self._weights_seq_no,
+            )
+        ]
+
+    def _play(self, weights: FloatArray) -> Any:
+        rng = stream_rng(int(self.config.seed or 0), "training", self._next_stream)
+        self._next_stream += 1
+        load_factor = rng.uniform(*self._randomisation.load_factor)
+        length = self._source.scenario.requests_per_stream
+        stream = self._source.sample(length, rng, load_factor)
+        return self._branching.sample(weights, stream, self._tried_out)

@@ -6,14 +6,15 @@ names. `ours` is what was found to work: the response time credited at the decis
 finish times in the observation, a normaliser, and the network as a correction of shortest
 expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
 them alike, as a correction of the tuned rule, and copies of the environment that share their
-traffic. `linear` learns the weights of the linear policy on servers at a constant rate, from the
-best tuned rule on and with such copies.
+traffic. `linear` learns the weights that policy search searches, from all choices at close
+decisions, which are tried to their end. `linear_fleet` is that for replicas that batch: futures
+there are noisier, do not meet again and take longer, so they are shorter, and fewer to a batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
@@ -21,7 +22,11 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from tokenyard.rl.algorithms import dqn_config, ppo_config
 from tokenyard.rl.columnar.a2c import A2CConfig
-from tokenyard.rl.columnar.learners import CENTRE_REWARDS, COPIES_PER_STREAM
+from tokenyard.rl.columnar.learners import (
+    CENTRE_REWARDS,
+    COPIES_PER_STREAM,
+    AllActionsPPOLearner,
+)
 from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
 from tokenyard.rl.modules import (
     NORMALISE,
@@ -36,10 +41,11 @@ from tokenyard.rl.routing.equivariant import (
     EquivariantActorCritic,
     EquivariantQNetwork,
 )
-from tokenyard.rl.routing.linear import UNITS, LinearActorCritic
+from tokenyard.rl.routing.linear import BRANCHING, BranchingEnvRunner, LinearActor
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
+from tokenyard.routing.simulator.branching import BranchingConfig
 
 MARGINAL_DELAY = (0.0,) * NUM_MARGINAL_WEIGHTS
 """Weights of the plain rule of least marginal delay (`observation.marginal_scores`)."""
@@ -96,9 +102,11 @@ class Recipe:
     algorithms: Mapping[str, AlgorithmRecipe]
     network: Literal["flat", "equivariant", "linear"] = "flat"
     """`flat` reads the whole observation and is tied to number and order of the replicas; `linear`
-    has no network but the critic's, and learns the weights of the linear policy."""
+    has no network, and learns the weights of the linear policy from `branching` (PPO)."""
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the networks' hidden layers."""
+    branching: BranchingConfig | None = None
+    """How choices are tried out, in `num_envs` streams a training batch; None: rewards tell."""
     copies_per_stream: int = 1
     """Copies that share their traffic and are compared with each other (PPO and A2C)."""
     centre_rewards: bool = False
@@ -210,21 +218,25 @@ def fleet() -> Recipe:
 
 
 def linear() -> Recipe:
-    """For servers at a constant rate: the weights that policy search searches, by gradients."""
-    ppo = {"lr": 3e-3, "gamma": 0.998, "lambda_": 0.97, "minibatch_size": 1024, "num_epochs": 3}
+    """The weights that policy search searches, by gradients; the score is what is paid."""
+    ppo = {"lr": 1e-2, "num_epochs": 8, "minibatch_size": None, "use_critic": False}
     return Recipe(
-        reward_scale=0.3,
+        reward_scale=1.0,
         expected_finish=True,
-        normalise=True,
-        num_envs=128,
-        algorithms={
-            "ppo": AlgorithmRecipe(32, ppo, SCORE_REWARD, residual_scale=30.0, anneal=True),
-        },
+        normalise=False,
+        num_envs=8,
+        # No environment is stepped, so there are no fragments.
+        algorithms={"ppo": AlgorithmRecipe(1, ppo, residual_scale=30.0, anneal=True)},
         network="linear",
-        hidden=(64, 64),
-        copies_per_stream=8,
-        centre_rewards=True,
+        hidden=(),
+        branching=BranchingConfig(),
     )
+
+
+def linear_fleet() -> Recipe:
+    """`linear` for replicas that batch, SLO terms included."""
+    shorter = BranchingConfig(horizon=60, tail_weight=4.0)
+    return replace(linear(), num_envs=2, branching=shorter)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
@@ -232,6 +244,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     "ours": ours,
     "fleet": fleet,
     "linear": linear,
+    "linear_fleet": linear_fleet,
 }
 
 
@@ -253,7 +266,6 @@ def build_config(
     env_config: Mapping[str, Any],
     settings: TrainingSettings = DEFAULT_SETTINGS,
     rule_weights: Sequence[float] = MARGINAL_DELAY,
-    units: tuple[float, float] = (1.0, 1.0),
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -266,7 +278,6 @@ def build_config(
             an episode, randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
         rule_weights: Of the rule that an equivariant network or a linear policy begins with.
-        units: Of a linear policy: the SLO, seconds, and the mean size of requests, tokens.
 
     Raises:
         ValueError: Unknown algorithm, a residual without finish times in the observation, or an
@@ -279,9 +290,7 @@ def build_config(
     _check_residual(recipe, own)
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
-    config = config.rl_module(
-        rl_module_spec=_module(algorithm, recipe, rule_weights, units)
-    ).environment(
+    config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={
             **env_config,
@@ -294,13 +303,19 @@ def build_config(
         },
     )
     config = config.learners(learner_config_dict={CENTRE_REWARDS: recipe.centre_rewards})
-    return with_sampling(
+    config = with_sampling(
         config,
         algorithm,
         settings,
         num_envs=recipe.num_envs,
         fragment_steps=own.fragment_steps,
         normalise=recipe.normalise,
+    )
+    if recipe.branching is None:
+        return config
+    config.env_config[BRANCHING] = asdict(recipe.branching)
+    return config.learners(learner_class=AllActionsPPOLearner).env_runners(
+        env_runner_cls=BranchingEnvRunner
     )
 
 
@@ -323,11 +338,8 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     return RewardWeights.model_validate(weights)
 
 
-def _module(
-    algorithm: str, recipe: Recipe, rule_weights: Sequence[float], units: tuple[float, float]
-) -> RLModuleSpec:
+def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RLModuleSpec:
     extra = {
-        UNITS: units,
         NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
         RULE_WEIGHTS: tuple(rule_weights),
@@ -342,7 +354,7 @@ def _module(
 _MODULES: dict[str, tuple[type[Any], type[Any] | None]] = {
     "flat": (RouterActorCritic, RouterQNetwork),
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
-    "linear": (LinearActorCritic, None),
+    "linear": (LinearActor, None),
 }
 
 

@@ -16,7 +16,7 @@ from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, 
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
-from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
@@ -117,13 +117,12 @@ class RoutingTrialConfig(TrialConfig):
             improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
             return SearchTraining(improvement, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
-        if scenario.fleet is not None and adapted.network != "equivariant":
+        if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
         self.make_env_known()
         source = StreamSource(scenario)
-        units = scenario.slo_response_s, source.mean_total_tokens
         return RllibTraining(
-            self._algorithm_config(adapted, self._rule_weights(scenario), units),
+            self._algorithm_config(adapted, self._rule_weights(scenario)),
             source,
             self.algorithm,
             adapted.reward_scale,
@@ -135,12 +134,13 @@ class RoutingTrialConfig(TrialConfig):
 
     def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
         """Weights of the rule that a network for a fleet, or a linear policy, begins with."""
-        if recipe(self.recipe).network == "flat":
+        network = recipe(self.recipe).network
+        if network == "flat":
             return MARGINAL_DELAY
-        size = NUM_SCORE_WEIGHTS if scenario.fleet is None else NUM_MARGINAL_WEIGHTS
         config = started_at_best_rule(scenario, SearchConfig(), orders=False)  # no network orders
         assert config.start is not None
-        start = config.start[:size]
+        # A network corrects the rule without SLO terms.
+        start = config.start if network == "linear" else config.start[:NUM_MARGINAL_WEIGHTS]
         if not self.warm_start_generations:
             return start
         first_come = replace(
@@ -159,7 +159,6 @@ class RoutingTrialConfig(TrialConfig):
         self,
         adapted: Recipe,
         rule_weights: Sequence[float] = MARGINAL_DELAY,
-        units: tuple[float, float] = (1.0, 1.0),
     ) -> AlgorithmConfig:
         return build_config(
             self.algorithm,
@@ -168,7 +167,6 @@ class RoutingTrialConfig(TrialConfig):
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
             rule_weights,
-            units,
         )
 
 

@@ -230,7 +230,7 @@ def _advance_server(row, rules, params, requests, outcomes, until):
 
 
 @compiled
-def _place(row, rules, params, requests, outcomes, index, server, now, key):
+def place(row, rules, params, requests, outcomes, index, server, now, key):
     """Give request `index` to a server that has been advanced to `now`.
 
     Returns:
@@ -337,7 +337,7 @@ def _decide(state, rules, params, requests, outcomes, index, server, now, key, i
     reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
     if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
         reward += rules[OVERLOAD]
-    accepted, response = _place(
+    accepted, response = place(
         row, rules, params[server], requests, outcomes, index, server, now, key
     )
     reward += rules[ACCEPT] if accepted else rules[DROP]
@@ -355,7 +355,7 @@ def _decide(state, rules, params, requests, outcomes, index, server, now, key, i
 
 
 @compiled
-def _advance(state, rules, params, requests, outcomes, until):
+def advance(state, rules, params, requests, outcomes, until):
     """Run one copy's servers up to `until`; return the reward terms due at completions."""
     completed = 0
     violated = 0
@@ -406,7 +406,7 @@ def step(params, rules, state, clock, requests, outcomes, tables, asked, actions
             clock[copy, INDEX] = index
             if index < requests.shape[1]:
                 clock[copy, NOW_S] = requests[copy, index, DISPATCH_S]
-                rewards[copy] += _advance(
+                rewards[copy] += advance(
                     state[copy], rules, params, requests[copy], outcomes[copy], clock[copy, NOW_S]
                 )
         asked[copy] = LAST
@@ -442,7 +442,7 @@ def step_and_observe(
 def drain(params, rules, state, requests, outcomes, rewards):
     """Let every copy finish what it holds; fill in what that earns."""
     for copy in range(state.shape[0]):
-        rewards[copy] = _advance(
+        rewards[copy] = advance(
             state[copy], rules, params, requests[copy], outcomes[copy], math.inf
         )
 
@@ -475,7 +475,7 @@ def run_linear(
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
             server = linear_scores(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
@@ -485,7 +485,7 @@ def run_linear(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
                 order, tables[copy],
             )  # fmt: skip
-        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
@@ -515,7 +515,7 @@ def run_delay_rule(
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
             server = _delay_rule(
                 reserve_above_tokens, dump_server, rules[SLO_S],
@@ -525,7 +525,7 @@ def run_delay_rule(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
                 order, tables[copy],
             )  # fmt: skip
-        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
 
 
 @compiled
@@ -558,7 +558,7 @@ def run_in_order(
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
-            _advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
+            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             table = tables[copy]
             fill_table(state[copy], rules, params, requests[copy], now, table)
             best, least = 0, math.inf
@@ -574,4 +574,4 @@ def run_in_order(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, best, now,
                 order, table,
             )  # fmt: skip
-        _advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
+        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)

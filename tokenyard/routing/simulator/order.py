@@ -33,6 +33,6 @@ def bounded_key(
     latest_s = now + max_overtaking_s
     key_s = min(max(asked[KEY_S], arrival_s), latest_s)
     late_key_s = min(asked[LATE_KEY_S], latest_s)
-    if late_key_s <= key_s:
+    if asked[LATE_AT_S] == math.inf or late_key_s <= key_s:
         return key_s, math.inf, math.inf
     return key_s, asked[LATE_AT_S], late_key_s

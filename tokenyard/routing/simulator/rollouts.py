@@ -39,6 +39,7 @@ from tokenyard.routing.simulator.batching_kernel.layout import FleetArrays, repl
 from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
 from tokenyard.routing.simulator.batching_kernel.step import Player, decide, make_player, place
 from tokenyard.routing.simulator.batching_streams import BatchingStream
+from tokenyard.routing.simulator.branching import LOST_SLOS
 from tokenyard.routing.simulator.order import LAST
 from tokenyard.types import FloatArray, IntArray
 
@@ -47,13 +48,10 @@ VIOLATIONS = 1
 SLOW = 2
 NUM_COSTS = 3
 
-_LOST_SLOS = 10.0
-"""A request that is dropped, or whose client hangs up, counts as so many times the SLO."""
-
 _ANEW = -1
 """In place of where a request went: the policy decides."""
 
-_PLAYED, _AHEAD = 0, 1
+PLAYED, AHEAD = 0, 1
 """Copies of the fleet: that of the stream, and that in which rollouts are played."""
 
 
@@ -126,7 +124,7 @@ class RolloutSim:
         """
         if stream.num_clients:
             raise ValueError("a future cannot be repeated where clients wait for answers")
-        for copy in (_PLAYED, _AHEAD):
+        for copy in (PLAYED, AHEAD):
             self._sim.load(copy, stream)
         num, slo_s = self._scenario.num_servers, self._scenario.slo_response_s
         player = make_player(correction, num, self._mean_total_tokens, slo_s)
@@ -141,10 +139,10 @@ class RolloutSim:
         if not decide_anew:
             self._sim.run_residual(correction, self._mean_total_tokens)
             # A request that was dropped was sent nowhere in the end; there it may go anywhere.
-            played = np.maximum(self._sim.arrays.outcomes[_PLAYED, :, lay.SERVER], 0).astype(
+            played = np.maximum(self._sim.arrays.outcomes[PLAYED, :, lay.SERVER], 0).astype(
                 np.int64
             )
-            for copy in (_PLAYED, _AHEAD):
+            for copy in (PLAYED, AHEAD):
                 self._sim.clear(copy)
         found = _sample(
             self._sim.arrays, player, slow_after_s, played, every, horizon,
@@ -159,7 +157,7 @@ class RolloutSim:
 
 
 @compiled
-def _over(fleet: FleetArrays, copy: int, index: int) -> bool:
+def is_over(fleet: FleetArrays, copy: int, index: int) -> bool:
     """Whether nothing more will become of a request."""
     outcome = fleet.outcomes[copy, index]
     dropped = outcome[lay.SERVER] < 0.0 and outcome[lay.ATTEMPTS] > 0.0
@@ -167,26 +165,26 @@ def _over(fleet: FleetArrays, copy: int, index: int) -> bool:
 
 
 @compiled
-def _branch(fleet: FleetArrays, first: int, last: int) -> None:
+def branch_off(fleet: FleetArrays, first: int, last: int) -> None:
     """Make the copy for rollouts equal to the one that is played, for requests first..last-1."""
     for server in range(fleet.replica_params.shape[1]):
-        copy_row(fleet.state[_PLAYED, server], fleet.rules, fleet.state[_AHEAD, server])
-        _copy(fleet.tables[_PLAYED, server], fleet.tables[_AHEAD, server])
+        copy_row(fleet.state[PLAYED, server], fleet.rules, fleet.state[AHEAD, server])
+        _copy(fleet.tables[PLAYED, server], fleet.tables[AHEAD, server])
         for router in range(fleet.routers.shape[1]):
-            _copy(fleet.routers[_PLAYED, router, server], fleet.routers[_AHEAD, router, server])
+            _copy(fleet.routers[PLAYED, router, server], fleet.routers[AHEAD, router, server])
         for kind in range(fleet.links.shape[2]):
-            _copy(fleet.links[_PLAYED, server, kind], fleet.links[_AHEAD, server, kind])
+            _copy(fleet.links[PLAYED, server, kind], fleet.links[AHEAD, server, kind])
         for kind in range(fleet.block_s.shape[2]):
-            _copy(fleet.block_s[_PLAYED, server, kind], fleet.block_s[_AHEAD, server, kind])
+            _copy(fleet.block_s[PLAYED, server, kind], fleet.block_s[AHEAD, server, kind])
     for word in range(fleet.cached.shape[1]):
-        _copy(fleet.cached[_PLAYED, word], fleet.cached[_AHEAD, word])
-    _copy(fleet.clock[_PLAYED], fleet.clock[_AHEAD])
+        _copy(fleet.cached[PLAYED, word], fleet.cached[AHEAD, word])
+    _copy(fleet.clock[PLAYED], fleet.clock[AHEAD])
     size = fleet.retries.shape[1]
-    for ahead in range(int(fleet.clock[_PLAYED, lay.RETRY_COUNT])):
-        slot = (int(fleet.clock[_PLAYED, lay.RETRY_HEAD]) + ahead) % size
-        fleet.retries[_AHEAD, slot] = fleet.retries[_PLAYED, slot]
+    for ahead in range(int(fleet.clock[PLAYED, lay.RETRY_COUNT])):
+        slot = (int(fleet.clock[PLAYED, lay.RETRY_HEAD]) + ahead) % size
+        fleet.retries[AHEAD, slot] = fleet.retries[PLAYED, slot]
     for index in range(first, last):
-        _copy(fleet.outcomes[_PLAYED, index], fleet.outcomes[_AHEAD, index])
+        _copy(fleet.outcomes[PLAYED, index], fleet.outcomes[AHEAD, index])
 
 
 @compiled
@@ -208,24 +206,24 @@ def _play(
     costs: FloatArray,
 ) -> None:
     """Play one future: the current request on `choice`, those up to `last` as `played` says."""
-    _branch(fleet, first, last)
-    place(fleet, _AHEAD, choice, LAST)
-    find_decision(fleet, _AHEAD)
-    while 0.0 <= fleet.clock[_AHEAD, lay.CURRENT] < last:
-        server = played[int(fleet.clock[_AHEAD, lay.CURRENT])]
+    branch_off(fleet, first, last)
+    place(fleet, AHEAD, choice, LAST)
+    find_decision(fleet, AHEAD)
+    while 0.0 <= fleet.clock[AHEAD, lay.CURRENT] < last:
+        server = played[int(fleet.clock[AHEAD, lay.CURRENT])]
         if server == _ANEW:
-            server = decide(fleet, _AHEAD, player)
-        place(fleet, _AHEAD, server, LAST)
-        find_decision(fleet, _AHEAD)
+            server = decide(fleet, AHEAD, player)
+        place(fleet, AHEAD, server, LAST)
+        find_decision(fleet, AHEAD)
     for server in range(fleet.replica_params.shape[1]):
-        advance(replica_of(fleet, _AHEAD, server), math.inf)
+        advance(replica_of(fleet, AHEAD, server), math.inf)
     for index in range(first, last):
-        if _over(fleet, _PLAYED, index):
+        if is_over(fleet, PLAYED, index):
             continue
-        outcome = fleet.outcomes[_AHEAD, index]
-        response_s = outcome[lay.FINISH_S] - fleet.requests[_AHEAD, index, lay.ARRIVAL_S]
+        outcome = fleet.outcomes[AHEAD, index]
+        response_s = outcome[lay.FINISH_S] - fleet.requests[AHEAD, index, lay.ARRIVAL_S]
         if math.isnan(response_s):
-            response_s = _LOST_SLOS * player.slo_s
+            response_s = LOST_SLOS * player.slo_s
         costs[RESPONSE] += response_s
         costs[VIOLATIONS] += 1.0 - outcome[lay.MET]
         costs[SLOW] += response_s > slow_after_s
@@ -250,17 +248,17 @@ def _sample(
     first = 0
     decision = 0
     found = 0
-    while fleet.clock[_PLAYED, lay.CURRENT] >= 0.0 and found < chosen.shape[0]:
-        current = int(fleet.clock[_PLAYED, lay.CURRENT])
-        choice = decide(fleet, _PLAYED, player)
-        while first < current and _over(fleet, _PLAYED, first):
+    while fleet.clock[PLAYED, lay.CURRENT] >= 0.0 and found < chosen.shape[0]:
+        current = int(fleet.clock[PLAYED, lay.CURRENT])
+        choice = decide(fleet, PLAYED, player)
+        while first < current and is_over(fleet, PLAYED, first):
             first += 1
         # Near the end of the stream there is too little future to tell choices apart.
         if decision % every == 0 and current + horizon < num_requests:
             _copy(player.scratch.observation, observations[found])
             chosen[found] = choice
-            table = fleet.tables[_PLAYED]
-            request = fleet.requests[_PLAYED, current]
+            table = fleet.tables[PLAYED]
+            request = fleet.requests[PLAYED, current]
             ob.marginal_scores(
                 player.correction.weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
                 player.mean_total_tokens, player.slo_s, table, rule_scores[found],
@@ -272,6 +270,6 @@ def _sample(
                 )  # fmt: skip
             found += 1
         decision += 1
-        place(fleet, _PLAYED, choice, LAST)
-        find_decision(fleet, _PLAYED)
+        place(fleet, PLAYED, choice, LAST)
+        find_decision(fleet, PLAYED)
     return found

@@ -48,8 +48,10 @@ from tokenyard.routing.scores.order import (
 )
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.batching_branching import BatchingBranching
 from tokenyard.routing.simulator.batching_streams import Stream, dispatch_s, encode_for_fleet
 from tokenyard.routing.simulator.constant_rate import ClusterSim
+from tokenyard.routing.simulator.constant_rate_branching import ConstantRateBranching
 from tokenyard.types import FloatArray
 from tokenyard.workload.trace import Trace
 
@@ -237,6 +239,7 @@ class ConstantRate(_Servers):
     """Servers that work through requests at a constant rate, one or several at a time."""
 
     simulator = ClusterSim
+    branching = ConstantRateBranching
     linear_kind = "linear"
     num_slo_weights = 0
     rules = ("sed", "sed_reserve", "sed_dump", "sed_linear", "sita", "weighted_least_connections")
@@ -340,6 +343,7 @@ class Batching(_Servers):
     """A fleet of replicas that batch continuously (docs/engine.md)."""
 
     simulator = BatchingSim
+    branching = BatchingBranching
     linear_kind = "marginal"
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (

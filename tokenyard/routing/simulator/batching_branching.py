@@ -1,0 +1,185 @@
+"""Choices tried out where replicas batch continuously (`branching`).
+
+The policy decides anew in every future: were all later requests to stay where they went, a choice
+that was not taken would look worse than it is. Futures do not meet again here, so each is played
+over the whole horizon, and then to its end.
+"""
+
+from __future__ import annotations
+
+import math
+
+from tokenyard.compiled import compiled
+from tokenyard.routing import observation as ob
+from tokenyard.routing.observation import marginal_features, marginal_scores, slo_terms
+from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.simulator.batching import BatchingSim
+from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
+from tokenyard.routing.simulator.batching_kernel.iteration import advance
+from tokenyard.routing.simulator.batching_kernel.layout import replica_of
+from tokenyard.routing.simulator.batching_kernel.step import place
+from tokenyard.routing.simulator.batching_kernel.view import fill_table
+from tokenyard.routing.simulator.batching_streams import Stream, fleet_stream
+from tokenyard.routing.simulator.branching import (
+    LOST_S,
+    TAIL_AFTER_S,
+    TAIL_WEIGHT,
+    VIOLATION_S,
+    Branching,
+    BranchingConfig,
+)
+from tokenyard.routing.simulator.order import LAST
+from tokenyard.routing.simulator.rollouts import AHEAD, PLAYED, branch_off, is_over
+from tokenyard.types import FloatArray
+
+
+class BatchingBranching(Branching):
+    """Two copies of a fleet: the one that is played, and that of the futures."""
+
+    num_features = ob.NUM_MARGINAL_WEIGHTS + ob.NUM_SLO_PRICES
+
+    def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
+        """Make room for streams of the scenario's length."""
+        super().__init__(scenario, mean_total_tokens)
+        self._sim = BatchingSim(scenario, 2, scenario.requests_per_stream, UNPAID)
+
+    def _load(self, stream: Stream) -> None:
+        stream = fleet_stream(stream)
+        if stream.num_clients:
+            raise ValueError("a future cannot be repeated where clients wait for answers")
+        for copy in (PLAYED, AHEAD):
+            self._sim.load(copy, stream)
+
+    def _offered_s(self, weights: FloatArray) -> FloatArray:
+        self._sim.run_linear(weights, self._mean_total_tokens)
+        return self._sim.outcomes(PLAYED).offered_response_s
+
+    def _sample(self, weights: FloatArray, prices: FloatArray, config: BranchingConfig) -> int:
+        for copy in (PLAYED, AHEAD):
+            self._sim.clear(copy)
+        found: int = _sample(
+            self._sim.arrays, weights, self._mean_total_tokens, self.scenario.slo_response_s,
+            prices, config.margin_slos, config.every, config.horizon, self._scores,
+            self._costs_from, self._tried, self._costs_s, self._counts,
+        )  # fmt: skip
+        return found
+
+
+@compiled
+def _decide(fleet, copy, weights, mean_total_tokens, slo_s, scores):
+    """Replica that the policy takes for the current request of a copy."""
+    fill_table(fleet, copy)
+    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+    return marginal_scores(
+        weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens, slo_s,
+        fleet.tables[copy], scores,
+    )  # fmt: skip
+
+
+@compiled
+def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
+    """Write what `marginal_scores` makes the cost of every replica from."""
+    context, output = request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
+    for replica in range(table.shape[0]):
+        row, out = table[replica], costs_from[replica]
+        one, wait, prefill, decode, others, own_excess, others_excess, kv, late = marginal_features(
+            row, context, output, mean_total_tokens, slo_s
+        )
+        risky, lateness = slo_terms(
+            weights, wait, prefill, decode, output, (context + output) / mean_total_tokens
+        )
+        out[0] = wait + prefill + decode + others
+        power = 1.0
+        for p in range(ob.NUM_SCORE_POWERS):
+            at = 1 + p * ob.NUM_MARGINAL_FEATURES
+            out[at] = power * one
+            out[at + 1] = power * wait
+            out[at + 2] = power * prefill
+            out[at + 3] = power * decode
+            out[at + 4] = power * others
+            out[at + 5] = power * own_excess
+            out[at + 6] = power * others_excess
+            out[at + 7] = power * kv
+            out[at + 8] = power * late
+            at = 1 + ob.NUM_MARGINAL_WEIGHTS + p
+            out[at] = power if risky else 0.0
+            out[at + ob.NUM_SCORE_POWERS] = power * lateness
+            power *= row[ob.SPEED_RANK]
+
+
+@compiled
+def _play_on(
+    fleet, weights, mean_total_tokens, slo_s, prices, scores, choice, first, last, counts
+):  # fmt: skip
+    """Play one future to its end; return what requests `first` to `last` - 1 pay there."""
+    branch_off(fleet, first, last)
+    place(fleet, AHEAD, choice, LAST)
+    find_decision(fleet, AHEAD)
+    counts[0] += 1
+    while 0.0 <= fleet.clock[AHEAD, lay.CURRENT] < last:
+        to = _decide(fleet, AHEAD, weights, mean_total_tokens, slo_s, scores)
+        place(fleet, AHEAD, to, LAST)
+        find_decision(fleet, AHEAD)
+        counts[0] += 1
+    for replica in range(fleet.replica_params.shape[1]):
+        advance(replica_of(fleet, AHEAD, replica), math.inf)
+    paid = 0.0
+    for index in range(first, last):
+        if is_over(fleet, PLAYED, index):
+            continue
+        outcome = fleet.outcomes[AHEAD, index]
+        response_s = outcome[lay.FINISH_S] - fleet.requests[AHEAD, index, lay.ARRIVAL_S]
+        if math.isnan(response_s):
+            response_s = prices[LOST_S]
+        paid += response_s + prices[VIOLATION_S] * (1.0 - outcome[lay.MET])
+        paid += prices[TAIL_WEIGHT] * max(response_s - prices[TAIL_AFTER_S], 0.0)
+    return paid
+
+
+@compiled
+def _sample(
+    fleet, weights, mean_total_tokens, slo_s, prices, margin_slos, every, horizon, scores,
+    costs_from, tried, costs_s, counts,
+):  # fmt: skip
+    """Play a stream and fill in its close decisions; return how many they are."""
+    num = fleet.replica_params.shape[1]
+    num_requests = fleet.requests.shape[1]
+    first = 0
+    found = 0
+    close = 0
+    while fleet.clock[PLAYED, lay.CURRENT] >= 0.0 and found < tried.shape[0]:
+        current = int(fleet.clock[PLAYED, lay.CURRENT])
+        chosen = _decide(fleet, PLAYED, weights, mean_total_tokens, slo_s, scores[0])
+        while first < current and is_over(fleet, PLAYED, first):
+            first += 1
+        num_close = 0
+        for replica in range(num):
+            near = scores[0, replica] - scores[0, chosen] <= margin_slos
+            tried[found, replica] = near
+            num_close += near
+        # Near the end of the stream there is too little future to tell choices apart.
+        if num_close > 1 and current + horizon < num_requests:
+            if close % every == 0:
+                request = fleet.requests[PLAYED, current]
+                _note(
+                    fleet.tables[PLAYED], request, weights, mean_total_tokens, slo_s,
+                    costs_from[found],
+                )  # fmt: skip
+                for replica in range(num):
+                    costs_s[found, replica] = 0.0
+                    if tried[found, replica]:
+                        costs_s[found, replica] = _play_on(
+                            fleet, weights, mean_total_tokens, slo_s, prices, scores[1], replica,
+                            first, current + 1 + horizon, counts,
+                        )  # fmt: skip
+                own = costs_s[found, chosen]
+                for replica in range(num):
+                    if tried[found, replica]:
+                        costs_s[found, replica] -= own
+                found += 1
+            close += 1
+        place(fleet, PLAYED, chosen, LAST)
+        find_decision(fleet, PLAYED)
+        counts[0] += 1
+    return found
