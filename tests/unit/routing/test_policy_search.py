@@ -126,7 +126,7 @@ def test_a_search_of_a_fleet_has_all_orders_by_size():
     search = PolicySearch(
         load_scenario("azure_code_slo"), replace(SMALL, order=(1.0, 2.0, 0.0, 4.0))
     )
-    np.testing.assert_allclose(search.order, [1.0, 2.0, 0.0, 4.0])
+    np.testing.assert_allclose(search.order, order)
     assert len(search.mean) == len(search.weights) + NUM_ORDER_WEIGHTS
 
 
