@@ -123,9 +123,8 @@ def test_an_order_that_is_not_searched_stays():
 
 
 def test_a_search_of_a_fleet_has_all_orders_by_size():
-    search = PolicySearch(
-        load_scenario("azure_code_slo"), replace(SMALL, order=(1.0, 2.0, 0.0, 4.0))
-    )
+    order = (1.0, 2.0, 0.0, 4.0)
+    search = PolicySearch(load_scenario("azure_code_slo"), replace(SMALL, order=order))
     np.testing.assert_allclose(search.order, order)
     assert len(search.mean) == len(search.weights) + NUM_ORDER_WEIGHTS
 
