@@ -282,7 +282,8 @@ _TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
 
 
 @compiled
-def _slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
+def slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
+    """Beyond what a choice is risky, by weights of shape (NUM_MARGINAL_SLO_WEIGHTS,)."""
     w = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
     return (
         _TYPICAL_LIMITS[0] * math.exp(weights[w]),
@@ -294,27 +295,8 @@ def _slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]
 
 
 @compiled
-def _slo_terms(
-    limits: tuple[float, float, float, float, float],
-    wait: float,
-    prefill: float,
-    decode: float,
-    output_tokens: float,
-    size: float,
-) -> tuple[bool, float]:
-    token = decode / max(output_tokens - 1.0, 1.0)
-    risky = (
-        wait + prefill > limits[0]
-        or token > limits[1]
-        or wait + prefill + decode > limits[2]
-        or size > limits[3]
-    )
-    return risky, max((wait + prefill) / limits[4] - 1.0, 0.0)
-
-
-@compiled
 def slo_terms(
-    weights: FloatArray,
+    limits: tuple[float, float, float, float, float],
     wait: float,
     prefill: float,
     decode: float,
@@ -324,14 +306,21 @@ def slo_terms(
     """What the SLO terms of a choice are made from: whether it is risky, and its lateness.
 
     Args:
-        weights: Of a policy with SLO terms, shape (NUM_MARGINAL_SLO_WEIGHTS,).
+        limits: Of `slo_limits`.
         wait: Until the replica could start, in units of the SLO, as are the next two.
         prefill: From then to the first token.
         decode: From the first token to the last.
         output_tokens: Output length as the router knows it, tokens.
         size: Of the request, relative to the mean.
     """
-    return _slo_terms(_slo_limits(weights), wait, prefill, decode, output_tokens, size)
+    token = decode / max(output_tokens - 1.0, 1.0)
+    risky = (
+        wait + prefill > limits[0]
+        or token > limits[1]
+        or wait + prefill + decode > limits[2]
+        or size > limits[3]
+    )
+    return risky, max((wait + prefill) / limits[4] - 1.0, 0.0)
 
 
 @compiled
@@ -407,7 +396,7 @@ def marginal_scores(
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
     prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
-    limits = _slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
+    limits = slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
@@ -432,7 +421,7 @@ def marginal_scores(
             )
             power *= row[SPEED_RANK]
         if prices_slo:
-            risky, lateness = _slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)
+            risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)
             cost += _slo_price(weights, risky, lateness, row[SPEED_RANK])
         out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
         if out[replica] < out[best]:

@@ -11,7 +11,12 @@ import math
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import marginal_features, marginal_scores, slo_terms
+from tokenyard.routing.observation import (
+    marginal_features,
+    marginal_scores,
+    slo_limits,
+    slo_terms,
+)
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
@@ -81,13 +86,14 @@ def _decide(fleet, copy, weights, mean_total_tokens, slo_s, scores):
 def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
     """Write what `marginal_scores` makes the cost of every replica from."""
     context, output = request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
+    limits = slo_limits(weights)
     for replica in range(table.shape[0]):
         row, out = table[replica], costs_from[replica]
         one, wait, prefill, decode, others, own_excess, others_excess, kv, late = marginal_features(
             row, context, output, mean_total_tokens, slo_s
         )
         risky, lateness = slo_terms(
-            weights, wait, prefill, decode, output, (context + output) / mean_total_tokens
+            limits, wait, prefill, decode, output, (context + output) / mean_total_tokens
         )
         out[0] = wait + prefill + decode + others
         power = 1.0
