@@ -46,7 +46,7 @@ def jobs(
     """Draw requests in the order of their submission.
 
     Those that are patient never give up; some of those that are ordered come with keys, and some of
-    these with later ones, no two alike, for when they are late.
+    these with later ones for when they are late.
     """
     late_in_s = st.sampled_from([float("inf"), 0.0, 0.5, 2.0, 6.0] if late else [float("inf")])
     added_s = st.sampled_from([None, -1.0, 0.0, 0.5, 3.0, 20.0] if ordered else [None])
@@ -63,7 +63,7 @@ def jobs(
             priority=draw(st.integers(0, 1)),
             order_key_s=None if added is None else submit_s + added,
             late_at_s=submit_s + draw(late_in_s),
-            late_key_s=submit_s + (added or 0.0) + draw(st.floats(0.1, 30.0)),
+            late_key_s=submit_s + (added or 0.0) + draw(st.sampled_from([0.25, 1.0, 2.0, 8.0])),
             abandon_s=float("inf") if patient else submit_s + waits,
             max_wait_s=float("inf") if patient else at_most,
             chain=draw(chains()),

@@ -107,8 +107,7 @@ def ordered_instances(
 ) -> tuple[Scenario, FloatArray, list, list]:
     """Draw an instance with order keys, on the same grid and within a bound that they may exceed.
 
-    Policies that do not order their first requests, or some in between, are among them. Where some
-    may be late their later keys are off the grid, so that none is another's.
+    Policies that do not order their first requests, or some in between, are among them.
     """
     scenario, stream, actions = draw(instances(disciplines))
     bound_s = draw(st.sampled_from([0.0, 1000.0] if late else [0.0, 1.0, 1000.0]))
@@ -120,7 +119,7 @@ def ordered_instances(
         else OrderKey(
             float(arrival_s + added),
             float(arrival_s) + draw(late_in_s),
-            float(arrival_s + added) + draw(st.floats(0.01, 30.0)),
+            float(arrival_s + added) + draw(st.sampled_from([0.125, 1.0, 8.0, 0.3])),
         )
         for arrival_s, added in zip(
             stream[:, kernel.ARRIVAL_S],

@@ -143,6 +143,11 @@ class _Run:
         preempted = self.key_s == -math.inf
         return self.late_key_s if self.job.late_at_s < now_s and not preempted else self.key_s
 
+    def place(self, now_s: float) -> tuple[float, int]:
+        """Of equal keys the one submitted first, of those preempted the last."""
+        key_s = self.waits_by(now_s)
+        return key_s, self.order if key_s > -math.inf else 0
+
     def leaves(self, now_s: float, waits: bool) -> bool:
         never_begun = waits and self.key_s > -math.inf
         late = self.job.submit_s + self.job.max_wait_s <= now_s
@@ -248,7 +253,7 @@ class _Replica:
             queues = [queue for _, queue in sorted(self.waiting.items()) if queue]
             if not queues:
                 return
-            run = min(queues[0], key=lambda run: run.waits_by(now_s))
+            run = min(queues[0], key=lambda run: run.place(now_s))
             hit = self.hit(run)
             tokens = run.job.context + run.generated
             wanted = self.pages(tokens) - sum(len(self.cache[block]) for block in hit)

@@ -118,7 +118,7 @@ def _start(row, rules, params, requests, slot, index, now):
 
 @compiled
 def _enqueue(row, rules, outcomes, index, key):
-    """Let a request wait behind all whose key is not above its own (`order.bounded_key`)."""
+    """Let a request wait by its key (`order.bounded_key`), of equal ones by who came first."""
     outcomes[index, ORDER_KEY_S] = key[KEY_S]
     outcomes[index, LATE_FROM_S] = key[LATE_AT_S]
     outcomes[index, LATE_ORDER_KEY_S] = key[LATE_KEY_S]
@@ -127,7 +127,8 @@ def _enqueue(row, rules, outcomes, index, key):
     at = (int(row[HEAD]) + int(row[WAITING])) % size
     for _ in range(int(row[WAITING])):
         before = at - 1 if at > 0 else size - 1
-        if outcomes[int(ring[before]), ORDER_KEY_S] <= key[KEY_S]:
+        theirs = outcomes[int(ring[before]), ORDER_KEY_S]
+        if theirs < key[KEY_S] or (theirs == key[KEY_S] and ring[before] < index):
             break
         ring[at] = ring[before]
         at = before

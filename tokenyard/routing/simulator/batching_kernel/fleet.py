@@ -83,7 +83,7 @@ def submit(replica, index, now, key):
     leaves_s = min(requests[index, lay.ABANDON_S], lay.start_by_s(requests, index))
     row[lay.NEXT_ABANDON_S] = min(row[lay.NEXT_ABANDON_S], leaves_s)
     key_s, late_at_s, late_key_s = key
-    enqueue(row, rules, requests, index, 0.0, key_s, late_at_s, late_key_s)
+    enqueue(replica, index, 0.0, key_s, late_at_s, late_key_s, math.inf)
     if not row[lay.BUSY]:
         begin(replica, now, now)
     return True

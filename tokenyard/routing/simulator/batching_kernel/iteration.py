@@ -89,7 +89,7 @@ def _preempt_one(replica, now):
         index = int(row[at + lay.P_INDEX])
         generated = row[at + lay.P_GENERATED]
         remove_prefilling(replica, victim)
-    enqueue(row, rules, replica.requests, index, generated, -math.inf, math.inf, math.inf)
+    enqueue(replica, index, generated, -math.inf, math.inf, math.inf, -math.inf)
     if replica.real:
         replica.outcomes[index, lay.PREEMPTIONS] += 1.0
 
@@ -114,7 +114,7 @@ def _admission(replica, now):
         or row[lay.DECODING] + row[lay.PREFILLING] >= replica.params[lay.MAX_BATCH]
     ):
         return False, 0, 0.0
-    set_back_late(row, rules, replica.requests, now)
+    set_back_late(replica, now)
     slot = waiting_at(row, rules, 0)
     index = int(row[slot + lay.W_INDEX])
     hit = hit_blocks(replica, index)

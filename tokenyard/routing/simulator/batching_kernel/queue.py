@@ -18,24 +18,28 @@ def waiting_at(row, rules, place):
 
 
 @compiled
-def enqueue(row, rules, requests, index, generated, key, late_at_s, late_key_s):
+def enqueue(replica, index, generated, key, late_at_s, late_key_s, submitted):
     """Let a request wait behind those of no larger priority number and key.
 
-    A key of minus infinity is that of a preempted sequence: it comes before all of its priority.
+    Of equal keys the one submitted first comes first: `submitted` is its number, infinity for one
+    that has just come. Both are minus infinity for a preempted sequence, which goes before all of
+    its priority.
     """
+    row = replica.row
+    rules = replica.rules
     ring = int(rules[lay.RING_AT])
     size = int(rules[lay.RING_SIZE])
     count = int(row[ring + 1])
     row[ring + 1] = count + 1
     row[lay.WAITING] += 1.0
-    if count > 0 and _goes_before(row, requests, waiting_at(row, rules, 0), index, key):
+    if count > 0 and _goes_before(replica, waiting_at(row, rules, 0), index, key, submitted):
         row[ring] = (int(row[ring]) - 1) % size
         to = waiting_at(row, rules, 0)
     else:
         to = waiting_at(row, rules, count)
         for place in range(count - 1, -1, -1):
             before = waiting_at(row, rules, place)
-            if not _goes_before(row, requests, before, index, key):
+            if not _goes_before(replica, before, index, key, submitted):
                 break
             _move(row, before, to)
             to = before
@@ -47,13 +51,17 @@ def enqueue(row, rules, requests, index, generated, key, late_at_s, late_key_s):
 
 
 @compiled
-def _goes_before(row, requests, at, index, key):
+def _goes_before(replica, at, index, key, submitted):
     """Whether a request that comes with this key goes before the one that waits at `at`."""
-    theirs = requests[int(row[at + lay.W_INDEX]), lay.PRIORITY]
-    own = requests[index, lay.PRIORITY]
+    other = int(replica.row[at + lay.W_INDEX])
+    theirs = replica.requests[other, lay.PRIORITY]
+    own = replica.requests[index, lay.PRIORITY]
     if own != theirs:
         return own < theirs
-    return key < row[at + lay.W_KEY_S] or key == -math.inf
+    their_key = replica.row[at + lay.W_KEY_S]
+    if key == their_key:
+        return submitted < replica.outcomes[other, lay.SUBMITTED]
+    return key < their_key
 
 
 @compiled
@@ -72,11 +80,13 @@ def dequeue(row, rules):
 
 
 @compiled
-def set_back_late(row, rules, requests, now):
+def set_back_late(replica, now):
     """Let those who are late by now give up their places, as far as that brings others forward.
 
     Keys only grow, so the head is the right one as soon as it is not late, or was set back before.
     """
+    row = replica.row
+    rules = replica.rules
     while row[lay.WAITING] > 0.0:
         head = waiting_at(row, rules, 0)
         if row[head + lay.W_LATE_AT_S] >= now:
@@ -85,7 +95,8 @@ def set_back_late(row, rules, requests, now):
         generated = row[head + lay.W_GENERATED]
         key = row[head + lay.W_LATE_KEY_S]
         dequeue(row, rules)
-        enqueue(row, rules, requests, index, generated, key, math.inf, math.inf)
+        submitted = replica.outcomes[index, lay.SUBMITTED]
+        enqueue(replica, index, generated, key, math.inf, math.inf, submitted)
 
 
 @compiled
