@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from serve_app.cluster import QueueSettings
@@ -79,15 +80,21 @@ class Holding:
         """
         if len(self._line) >= self._settings.max_requests:
             raise QueueFull(f"{len(self._line)} requests wait at the gateway already")
-        self._placement.give_key(asked)
+        now_s = self._clock_s()
+        self._placement.give_key(asked, self._expected_wait_s(now_s))
         placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
-        held = _Held(asked, self._clock_s(), placed)
+        held = _Held(asked, now_s, placed)
         self._line.add(held, asked.order_key or OrderKey(asked.arrival_s))
         self._look_later()
         try:
             return await self._wait(held, max_wait_s or self._settings.max_wait_s)
         finally:
             self._end(held)
+
+    def _expected_wait_s(self, now_s: float) -> float:
+        """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
+        ages_s = [now_s - one.since_s for one in self._line.in_order(now_s)]
+        return 2.0 * max(fmean(ages_s), 0.0) if ages_s else 0.0
 
     async def _wait(self, held: _Held, most_s: float) -> Pick:
         placed = held.placed

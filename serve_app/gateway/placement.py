@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -190,15 +190,20 @@ class Placement:
             self._reserve(asked, pick, now_s)
         return pick
 
-    def give_key(self, asked: Placeable) -> None:
-        """Ask the policy for the key of a request that has to wait, where it has none yet."""
+    def give_key(self, asked: Placeable, held_s: float) -> None:
+        """Ask the policy for the key of a request that has to wait, where it has none yet.
+
+        Args:
+            asked: The request.
+            held_s: For how long that will be, as far as one can tell, seconds.
+        """
         runner, now_s = self._manager.deciding(asked.arm), self._clock_s()
         rows = self._candidates(asked, now_s)
         if asked.is_ordered or not runner.orders or not len(rows):
             return
         snapshots = self._table.snapshots(rows, asked.prompt)
         request = self._request(asked, runner.loaded.predicted_total_tokens)
-        decision = runner.decide(request, snapshots)
+        decision = runner.decide(replace(request, held_s=held_s), snapshots)
         snapshots.release()
         if isinstance(decision, Decision):
             asked.order_key = bounded_key(

@@ -21,7 +21,7 @@ from tokenyard.routing.policies.order import (
     IN_ORDER,
     ORDERS,
     SET_BACK,
-    SET_BACKS_S,
+    SET_BACKS,
     OrderRule,
 )
 from tokenyard.routing.policies.public import (
@@ -299,7 +299,7 @@ class _Search:
             start |= rules.fleet.model_dump()
             grid |= FLEET_GRIDS["tuned_marginal_delay"]
         start.setdefault(SET_BACK, 0.0)
-        grid.setdefault(SET_BACK, SET_BACKS_S)
+        grid.setdefault(SET_BACK, SET_BACKS)
 
         def score_with(values: Values) -> float:
             tried = {name: dict(zip(start, values, strict=True))}

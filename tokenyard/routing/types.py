@@ -40,6 +40,8 @@ class Request:
     """Conversation or agent that it belongs to; empty: none is known."""
     turn: int = 0
     """Its place in the session, from 0 on."""
+    held_s: float = 0.0
+    """Wait at the gateway that is to be expected before a replica has room, seconds."""
 
 
 # Snapshots are values, but not frozen: one is made of every replica at every decision, and a frozen

@@ -142,28 +142,32 @@ def test_the_slo_orders_by_deadline_and_by_slack():
 
 
 def test_who_cannot_be_in_time_any_more_goes_back():
-    late_last = ORDERS["late_last"].make(2, {"set_back_s": 8.0})
+    late_last = ORDERS["late_last"].make(2, {SET_BACK: 4.0})
     # A prompt of a second has to begin a second before it is due, a service of two two before.
     cached = replace(REPLICA, engine=replace(ENGINE, match_tokens=400))
     for snapshot, takes_s in ((REPLICA, 1.0), (cached, 0.6), (SERVER, 2.0)):
-        request = Request(5.0, 1000, 2000.0, due_s=3.0)
-        key = late_last.key_at(request, [SERVER, snapshot], 1)
+        request = Request(5.0, 1000, 2000.0, due_s=3.0, held_s=1.5)
+        busy = replace(snapshot, predicted_wait_s=0.5)
+        key = late_last.key_at(request, [SERVER, busy], 1)
         assert key == pytest.approx(OrderKey(5.0, 5.0 + 3.0 - takes_s, 13.0))
     assert late_last.key_at(a_request(), [SERVER], 0).late_at_s == math.inf
 
 
 @pytest.mark.parametrize("name", ORDERS)
 @few
-@given(request=requests, back_s=st.floats(0.1, 100))
-def test_every_order_may_set_back_and_never_forward(name, request, back_s):
+@given(request=requests, back_waits=st.floats(0.1, 100), held_s=st.floats(0.0, 10.0))
+def test_every_order_may_set_back_and_never_forward(name, request, back_waits, held_s):
     rule = ORDERS[name]
     for snapshot in (SERVER, REPLICA):
         plain, set_back = (
-            rule.make(3, {rule.knob: rule.default, **more}).key_at(request, [snapshot], 0)
-            for more in ({}, {SET_BACK: back_s})
+            rule.make(3, {rule.knob: rule.default, **more}).key_at(
+                replace(request, held_s=held_s), [snapshot], 0
+            )
+            for more in ({}, {SET_BACK: back_waits})
         )
         assert set_back.key_s == plain.key_s
-        assert set_back.late_key_s == pytest.approx(set_back.key_s + back_s)
+        wait_s = held_s + added_delays(request, [snapshot])[0, ADDED_WAIT_S]
+        assert set_back.late_key_s == pytest.approx(set_back.key_s + back_waits * wait_s)
 
 
 def test_a_tenant_that_asks_for_more_than_its_share_waits_behind_one_that_does_not():
@@ -367,7 +371,7 @@ def test_the_name_of_an_order_may_hold_a_knob_of_ones_own():
     decision = make_policy("sed+sjf@3", context()).place(a_request(), [SERVER] * 3)
     assert decision.order_key.key_s == pytest.approx(8.0)
     assert is_rule("sed+sjf@3")
-    late = replace(a_request(), due_s=4.0)
+    late = replace(a_request(), due_s=4.0, held_s=1.0)
     key = make_policy("sed+sjf@3:7", context()).place(late, [SERVER] * 3).order_key
     assert key == pytest.approx(OrderKey(8.0, 8.0, 15.0))
     with pytest.raises(ValueError, match="has 3 numbers"):

@@ -20,7 +20,7 @@ from tokenyard.routing.scores.order import (
     FIRST_COME,
     PREFILL_WEIGHT,
     SERVICE_WEIGHT,
-    SET_BACK_S,
+    SET_BACK_WAITS,
 )
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
@@ -29,7 +29,8 @@ from tokenyard.routing.simulator.streams import StreamSet
 
 WEIGHED = FleetRules(wait_weight=3.0, others_weight=0.5)
 ORDERS = [
-    (ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S), (LateLast, SET_BACK_S),
+    (ShortestJob, SERVICE_WEIGHT), (Wspt, PREFILL_WEIGHT), (Boost, BOOST_S),
+    (LateLast, SET_BACK_WAITS),
 ]  # fmt: skip
 # Nor their ratios simple: sums in another order would break ties between equal costs.
 SERVERS = [(3011.0, 3), (5003.0, 5), (7307.0, 4)]
@@ -60,10 +61,10 @@ def check(scenario, stream, knob):
     def hand(sim, weights):
         next(iter(server_model(scenario).placements(sim).values()))(sim, weights)
 
-    for (rule, place), set_back_s in product(ORDERS, (0.0, 4.0)):
+    for (rule, place), set_back_waits in product(ORDERS, (0.0, 4.0)):
         weights, order = weights_of(place, knob), rule(knob)
-        if set_back_s:
-            weights[SET_BACK_S] = order.set_back_s = set_back_s
+        if set_back_waits:
+            weights[SET_BACK_WAITS] = order.set_back_waits = set_back_waits
         for decide, policy in (
             (lambda sim, weights=weights: hand(sim, weights), Ordered(MarginalDelay(), order)),
             (lambda sim, weights=weights: sim.run_in_order(weights), MarginalInOrder(order)),

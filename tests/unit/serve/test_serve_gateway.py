@@ -77,11 +77,12 @@ class FakePool:
         self.may_go_on = asyncio.Event()
         self.may_go_on.set()
         self.there = True
+        self.num_waiting = 0
 
     def refresh(self, table, now_s):
         if self.there:
             replica = table.add(self.replica_id, self.name, PROFILE, 0, now_s)
-            replica.publish(EngineStatus(0, 0, 0.0, now_s))
+            replica.publish(EngineStatus(self.num_waiting, 0, 0.0, now_s))
         table.keep(self.name, [self.replica_id] if self.there else [])
 
     def ray_replicas(self):

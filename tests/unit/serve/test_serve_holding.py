@@ -116,18 +116,21 @@ def test_who_is_late_goes_behind_those_who_still_can_be_in_time():
         first = ask(client, "first")
         await until(lambda: len(pools["a"].requests) == 1)
         tasks = [first]
-        for number, tier in enumerate(["hasty", "default", "hasty"]):
+        for number, tier in enumerate(["default", "hasty", "default", "hasty"]):
             now_s[0] += 0.5
             body = a_body(prompt=f"{tier} {number}", service_tier=tier)
             tasks.append(asyncio.create_task(client.post("/v1/completions", json=body)))
             await until(lambda number=number: num_held(gateway) == number + 1)
-        now_s[0] += 0.5  # The first of them is late, the last is not.
+        now_s[0] += 0.5  # The first hasty one is late, the last is not.
         shown = (await client.get("/v1/queue")).json()["requests"]
-        assert [one["late_at_s"] < now_s[0] for one in shown] == [False, False, True]
-        assert shown[2]["late_key_s"] == shown[2]["order_key_s"] + 20.0
+        late_at_s = [one["late_at_s"] for one in shown]
+        assert late_at_s[0] is None  # Nothing was to wait for.
+        assert [at_s < now_s[0] for at_s in late_at_s[1:]] == [False, False, True]
+        # It came when one had waited half a second: twice the mean age is to be expected.
+        assert shown[3]["late_key_s"] == shown[3]["order_key_s"] + 20.0
         pools["a"].may_go_on.set()
         assert {(await one).status_code for one in tasks} == {200}
-        assert prompts_of(pools["a"]) == ["first", "default 1", "hasty 2", "hasty 0"]
+        assert prompts_of(pools["a"]) == ["first", "default 0", "default 2", "hasty 3", "hasty 1"]
 
     classes = [{"name": "default", "response_s": 30.0}, {"name": "hasty", "response_s": 1.2}]
     run(test, policy="sed+late_last@20", classes=classes, clock_s=lambda: now_s[0])

@@ -65,7 +65,9 @@ class _InOrder(_TablePolicy):
             return Decision(best, costs)
         context = float(request.context_tokens)
         output = float(request.predicted_total_tokens) - context
-        key = order_key(order, request.arrival_s, request.due_s, context, output, columns[best])
+        key = order_key(
+            order, request.arrival_s, request.due_s, context, output, request.held_s, columns[best]
+        )
         return Decision(best, costs, OrderKey(*key))
 
 

@@ -6,7 +6,7 @@ every rule ages. The simulator bounds what a rule adds (`Scenario.max_overtaking
 `priority` wait apart from each other, and an order is one within a class.
 
 Every order may set those back who are late: who cannot be within the SLO any more goes behind those
-who still can, by so many seconds (`Order.set_back_s`).
+who still can, by a multiple of the wait (`Order.set_back_waits`).
 
 A rule knows the request, what is predicted of it, and the replica that was chosen; never the true
 output. Its knob is tuned per scenario with the placement that it stands beside
@@ -24,9 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenyard.config import did_you_mean
-from tokenyard.routing.observation import (
-    unranked_columns,
-)
+from tokenyard.routing.observation import WAIT_S, unranked_columns
 from tokenyard.routing.policies.context import PolicyContext
 from tokenyard.routing.policies.delay import (
     ADDED_DECODE_S,
@@ -84,8 +82,9 @@ def prefill_s(request: Request, snapshot: ReplicaSnapshot) -> float:
 class Order(ABC):
     """Says where a request takes its place among those that wait."""
 
-    set_back_s: float = 0.0
-    """How far it goes back when it cannot be within its SLO any more, seconds; 0: not at all."""
+    set_back_waits: float = 0.0
+    """How far it goes back when it cannot be within its SLO any more, as a multiple of the wait
+    that its replica had when it was placed there; 0: not at all."""
 
     @abstractmethod
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
@@ -121,14 +120,17 @@ class Order(ABC):
         """
         known = self.delay_at(request, snapshots, index) if delay_s is None else delay_s
         key_s = request.arrival_s + known
-        if not self.set_back_s:
+        if not self.set_back_waits:
             return OrderKey(key_s)
         if isinstance(snapshots, SnapshotColumns):
-            takes_s = prefill_time_s(*_lengths(request), snapshots.columns[index])
+            row = snapshots.columns[index]
+            takes_s, wait_s = prefill_time_s(*_lengths(request), row), float(row[WAIT_S])
         else:
             takes_s = prefill_s(request, snapshots[index])
+            wait_s = float(added_delays(request, [snapshots[index]])[0, ADDED_WAIT_S])
         late_at_s = request.arrival_s + request.due_s - takes_s
-        return OrderKey(key_s, late_at_s, key_s + self.set_back_s)
+        back_s = self.set_back_waits * (request.held_s + wait_s)
+        return OrderKey(key_s, late_at_s, key_s + back_s)
 
 
 class _BySize(Order):
@@ -206,15 +208,15 @@ class Boost(_BySize):
 
 
 class LateLast(Order):
-    """First come, first served, but those who are late go back by `set_back_s`.
+    """First come, first served, but those who are late go back by `set_back_waits` waits.
 
     To let late jobs go last makes the fewest late on one machine (Moore 1968, "An n job, one
     machine sequencing algorithm for minimizing the number of late jobs").
     """
 
-    def __init__(self, set_back_s: float = 20.0) -> None:
+    def __init__(self, set_back_waits: float = 2.0) -> None:
         """Set those back who cannot be within their SLO any more."""
-        self.set_back_s = set_back_s
+        self.set_back_waits = set_back_waits
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return 0."""
@@ -337,7 +339,7 @@ class OrderRule:
     few: tuple[float, ...] = ()
     """Those that are tried where every rule is played (`tokenyard.routing.rule_replay`)."""
     few_set_backs: tuple[float, ...] = ()
-    """And what is tried there of `Order.set_back_s` beside each of them."""
+    """And what is tried there of `Order.set_back_waits` beside each of them."""
     counts_replicas: bool = False
 
     @property
@@ -354,13 +356,13 @@ class OrderRule:
         """
         own = {name: value for name, value in knobs.items() if name == self.knob}
         order = self.rule(*((num_replicas,) if self.counts_replicas else ()), **own)
-        order.set_back_s = knobs.get(SET_BACK, order.set_back_s)
+        order.set_back_waits = knobs.get(SET_BACK, order.set_back_waits)
         return order
 
 
-SET_BACK = "set_back_s"
+SET_BACK = "set_back_waits"
 """Name of the knob that every order has beside its own."""
-SET_BACKS_S = (0.0, 1.0, 2.0, 4.0, 8.0, 20.0, 60.0)
+SET_BACKS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Values tried of it."""
 _WEIGHTS = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 20.0, 35.0, 60.0, 100.0, 200.0)
 _FEW_WEIGHTS = (1.0, 5.0, 20.0, 60.0, 200.0)
@@ -368,8 +370,8 @@ _BOOSTS_S = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 60.
 ORDERS: dict[str, OrderRule] = {
     "sjf": OrderRule(ShortestJob, "service_weight", _WEIGHTS, _FEW_WEIGHTS),
     "wspt": OrderRule(Wspt, "prefill_weight", _WEIGHTS, _FEW_WEIGHTS),
-    "late_last": OrderRule(LateLast, SET_BACK, SET_BACKS_S, (4.0, 8.0, 20.0, 60.0)),
-    "boost": OrderRule(Boost, "boost_s", _BOOSTS_S, (1.0, 4.0, 8.0, 16.0, 60.0), (8.0, 30.0)),
+    "late_last": OrderRule(LateLast, SET_BACK, SET_BACKS, (0.5, 1.0, 2.0, 4.0)),
+    "boost": OrderRule(Boost, "boost_s", _BOOSTS_S, (1.0, 4.0, 8.0, 16.0, 60.0), (1.0, 4.0)),
     "edf": OrderRule(EarliestDeadline, "due_weight", (0.25, 0.5, 1.0, 2.0, 4.0)),
     "slack": OrderRule(LeastSlack, "prefill_weight", (0.0, 0.25, 0.5, 1.0, 2.0, 4.0)),
     "fair": OrderRule(
@@ -387,8 +389,8 @@ def is_order(text: str) -> bool:
 def order_of(name: str, context: PolicyContext) -> Order:
     """Make the order of `PLACEMENT+ORDER` afresh, as it was tuned beside that placement.
 
-    `PLACEMENT+ORDER@5` has the knob 5 instead, and `PLACEMENT+ORDER@5:8` also sets late requests
-    back by 8 s.
+    `PLACEMENT+ORDER@5` has the knob 5 instead, and `PLACEMENT+ORDER@5:2` also sets late requests
+    back by twice the wait.
 
     Raises:
         ValueError: There is no such order, or its knobs are not one or two numbers from 0 on.

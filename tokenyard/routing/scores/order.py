@@ -14,8 +14,8 @@ from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.types import FloatArray
 
-SERVICE_WEIGHT, PREFILL_WEIGHT, BOOST_S, SET_BACK_S, NUM_ORDER_WEIGHTS = range(5)
-"""Knobs of `sjf`, `wspt` and `boost`, and how far those who are late go back."""
+SERVICE_WEIGHT, PREFILL_WEIGHT, BOOST_S, SET_BACK_WAITS, NUM_ORDER_WEIGHTS = range(5)
+"""Knobs of `sjf`, `wspt` and `boost`, and how many waits those who are late go back."""
 FIRST_COME: FloatArray = np.zeros(NUM_ORDER_WEIGHTS)
 """Weights that order nothing."""
 BOOST_RANGE = 1000.0
@@ -98,14 +98,16 @@ def order_key(
     due_s: float,
     context_tokens: float,
     output_tokens: float,
+    held_s: float,
     row: FloatArray,
 ) -> tuple[float, float, float]:
     """By what a request waits at a replica (`types.OrderKey`).
 
     It is late when what its prompt takes (on a server the whole service) does not fit any more into
     what is left of its SLO. Those who are late go behind those who are not: to let late jobs go
-    last makes the fewest late (Moore 1968). Here they go back by so many seconds and no further, so
-    that they too get their turn.
+    last makes the fewest late (Moore 1968). Here they go back by a multiple of the wait that was
+    to be expected when they were placed, and no further, so that they too get their turn. Where
+    little waits that is little, and the slowest responses are hardly slower for it.
 
     Args:
         weights: Of the order, shape (NUM_ORDER_WEIGHTS,).
@@ -113,10 +115,11 @@ def order_key(
         due_s: Its SLO, seconds (`Request.due_s`).
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
+        held_s: Wait to be expected before it is placed, seconds (`Request.held_s`).
         row: One row of the table, shape (NUM_COLUMNS,).
     """
     key_s = arrival_s + order_delay_s(weights, context_tokens, output_tokens, row)
-    if weights[SET_BACK_S] == 0.0:
+    if weights[SET_BACK_WAITS] == 0.0:
         return key_s, math.inf, math.inf
     late_at_s = arrival_s + due_s - prefill_time_s(context_tokens, output_tokens, row)
-    return key_s, late_at_s, key_s + weights[SET_BACK_S]
+    return key_s, late_at_s, key_s + weights[SET_BACK_WAITS] * (held_s + row[ob.WAIT_S])

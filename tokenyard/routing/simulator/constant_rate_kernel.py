@@ -453,7 +453,7 @@ def _asked_key(order, rules, requests, index, row):
     """What an order asks for at a server (`scores.order.order_key`)."""
     request = requests[index]
     output = request[PREDICTED_TOTAL] - request[CONTEXT]
-    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, row)
+    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, 0.0, row)
 
 
 @compiled

@@ -44,7 +44,7 @@ from tokenyard.routing.scores.order import (
     FIRST_COME,
     PREFILL_WEIGHT,
     SERVICE_WEIGHT,
-    SET_BACK_S,
+    SET_BACK_WAITS,
 )
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -61,7 +61,7 @@ ORDER_WEIGHTS = {
     "sjf": SERVICE_WEIGHT,
     "wspt": PREFILL_WEIGHT,
     "boost": BOOST_S,
-    "late_last": SET_BACK_S,
+    "late_last": SET_BACK_WAITS,
 }
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
 DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
@@ -85,7 +85,7 @@ def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> Fl
         raise ValueError(f"compiled orders are {sorted(ORDER_WEIGHTS)}, not {name!r}{hint}")
     knobs = knobs_of(order) or tuned or {}
     weights = FIRST_COME.copy()
-    weights[SET_BACK_S] = knobs.get(SET_BACK, 0.0)
+    weights[SET_BACK_WAITS] = knobs.get(SET_BACK, 0.0)
     weights[ORDER_WEIGHTS[name]] = knobs.get(ORDERS[name].knob, ORDERS[name].default)
     return weights
 

@@ -214,7 +214,7 @@ def asked_key(order, request, row):
         return LAST
     return order_key(
         order, request[lay.ARRIVAL_S], min(request[lay.SLO_TTFT_S], request[lay.SLO_RESPONSE_S]),
-        request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], row,
+        request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], 0.0, row,
     )  # fmt: skip
 
 
