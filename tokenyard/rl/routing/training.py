@@ -236,7 +236,7 @@ def linear() -> Recipe:
 
 
 def linear_fleet() -> Recipe:
-    """`linear` for replicas that batch, SLO terms included; there is more noise, so smaller steps."""
+    """`linear` for replicas that batch, SLO terms included: more noise, so smaller steps."""
     base = linear()
     ppo = base.algorithms["ppo"]
     ppo = replace(ppo, training={**ppo.training, "lr": 0.2})
