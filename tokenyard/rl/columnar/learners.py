@@ -61,6 +61,7 @@ from tokenyard.rl.columnar.columns import (
     generalised_advantages,
     minibatches,
 )
+from tokenyard.rl.columnar.natural_gradient import NaturalGradient, fisher_matrix
 
 Batch = dict[str, Tensor]
 """Columns by RLlib's names, one row per step."""
@@ -339,7 +340,20 @@ class AllActionsPPOLearner(ColumnarLearner, PPOTorchLearner):
     The surrogate's expectation over actions is taken exactly, not from one that was drawn (Ciosek
     and Whiteson 2018, arXiv:1706.05374). An advantage is what an action saves beyond the policy's
     mean. Actions that were not tried have the probability 0.
+
+    Its module has one parameter and `logit_gradients`, and is moved by `NaturalGradient`.
     """
+
+    def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
+        """Natural gradient, at the learning rate of the configuration."""
+        params = self.get_parameters(self._module[module_id])
+        self._natural = NaturalGradient(params)
+        self.register_optimizer(
+            module_id=module_id,
+            optimizer=self._natural,
+            params=params,
+            lr_or_lr_schedule=config.lr,
+        )
 
     def batch_of(self, sampled: Sequence[TriedActions], module: Any) -> Batch:
         """Probabilities before the update, and the advantages of all actions in units of theirs."""
@@ -350,6 +364,7 @@ class AllActionsPPOLearner(ColumnarLearner, PPOTorchLearner):
         batch = {Columns.OBS: observations, TRIED: tried}
         with torch.no_grad():
             before = self._probabilities(batch, module)
+            self._natural.see(fisher_matrix(before, module.logit_gradients(observations)))
             advantages = (before * costs).sum(-1, keepdim=True) - costs
             spread = (before * advantages**2).sum(-1).mean().sqrt().clamp_min(SMALLEST_SPREAD)
         return {

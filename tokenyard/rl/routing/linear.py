@@ -71,6 +71,10 @@ class LinearActor(TorchRLModule, InferenceOnlyAPI):
         costs = costs_from[..., 0] + costs_from[..., 1:] @ self.weights
         return {Columns.ACTION_DIST_INPUTS: -self.scale * costs}
 
+    def logit_gradients(self, costs_from: Tensor) -> Tensor:
+        """Of every action's logit by the weights that are learned, shape (B, N, P)."""
+        return -self.scale * costs_from[..., 1:]
+
 
 class BranchingEnvRunner(RouterEnvRunner):
     """Plays streams with the greedy policy and tries out its close decisions."""

@@ -219,7 +219,9 @@ def fleet() -> Recipe:
 
 def linear() -> Recipe:
     """The weights that policy search searches, by gradients; the score is what is paid."""
-    ppo = {"lr": 1e-2, "num_epochs": 8, "minibatch_size": None, "use_critic": False}
+    ppo = {
+        "lr": 4.0, "num_epochs": 3, "minibatch_size": None, "use_critic": False, "clip_param": 0.3,
+    }  # fmt: skip
     return Recipe(
         reward_scale=1.0,
         expected_finish=True,
@@ -234,9 +236,12 @@ def linear() -> Recipe:
 
 
 def linear_fleet() -> Recipe:
-    """`linear` for replicas that batch, SLO terms included."""
-    shorter = BranchingConfig(horizon=60, tail_weight=4.0)
-    return replace(linear(), num_envs=2, branching=shorter)
+    """`linear` for replicas that batch, SLO terms included: more noise, so smaller steps."""
+    base = linear()
+    ppo = base.algorithms["ppo"]
+    ppo = replace(ppo, training={**ppo.training, "lr": 0.2})
+    longer = BranchingConfig(every=8, horizon=120, tail_weight=4.0)
+    return replace(base, num_envs=2, algorithms={"ppo": ppo}, branching=longer)
 
 
 RECIPES: dict[str, Callable[[], Recipe]] = {

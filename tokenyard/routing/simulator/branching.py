@@ -42,7 +42,7 @@ class BranchingConfig:
     """Servers whose cost is above the least by no more than this are tried."""
     every: int = 2
     """Close decisions from one that is tried to the next."""
-    horizon: int = 200
+    horizon: int = 60
     """Arrivals over which a choice is played on, at most."""
     tail_weight: float = 10.0
     """Per second beyond the 99th percentile. Ten times that is a tenth of CVaR99 (Rockafellar and
