@@ -151,12 +151,12 @@ def test_the_law_holds_up_to_one_draw_in_twenty_and_never_beyond_ten_per_cent():
 
 
 def test_equal_seeds_play_alike_and_a_rule_is_level_with_itself():
-    policies = ["marginal_delay+boost@4:8", "marginal_delay"]
+    policies = ["marginal_delay+boost@8:1", "marginal_delay"]
     rows = play(7, policies)
     assert rows == play(7, policies)
     assert [row["policy"] for row in rows] == policies
     # One server: there is nothing to place, and the rival has this order.
-    assert rows[0]["rival"] == "sed+boost@4:8"
+    assert rows[0]["rival"] == "sed+boost@8:1"
     assert (rows[0]["delta_mean_fraction"], rows[0]["worse"]) == (0.0, 0)
 
 

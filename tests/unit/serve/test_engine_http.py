@@ -81,18 +81,27 @@ def test_a_conversation_says_who_speaks_and_a_stop_string_ends_it():
 
 def test_an_engine_hears_by_what_key_a_request_waits():
     async def test(port, gateway, sites):
+        engine = sites[0].engine
         async with a_client(port) as client:
             await client.post("/v1/completions", json=a_body())
             gateway.manager.switch("round_robin+sjf@20")
             await client.post("/v1/completions", json=a_body())
             gateway.manager.switch("round_robin+sjf@20:8")
-            await client.post("/v1/completions", json=a_body())
-        none, plain, full = sites[0].engine.order_keys
+            engine.stops_at = 0
+            waited_for = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+            await until(lambda: len(engine.running) == 1)
+            last = asyncio.create_task(client.post("/v1/completions", json=a_body()))
+            await until(lambda: len(engine.running) == 2)
+            engine.may_go_on.set()
+            await waited_for
+            await last
+        none, plain, idle, full = engine.order_keys
         now_s = gateway.clock_s()
         assert none is None
         assert now_s - 60 < plain.key_s < now_s + 120
         assert plain == OrderKey(plain.key_s)
-        assert full.late_key_s == pytest.approx(full.key_s + 8.0)
+        assert idle == OrderKey(idle.key_s)  # There was nothing to wait for.
+        assert full.key_s < full.late_key_s < full.key_s + 60
         assert now_s - 60 < full.late_at_s < now_s + 60
         async with to_engine(sites[0]) as stranger:
             for wrong in ("nan", "soon", "2 1 1"):
