@@ -90,7 +90,7 @@ def untuned(tmp_path, scenario):
 
 @pytest.mark.parametrize(
     ("scenario", "rule"),
-    [("poisson_050", "sed_linear+boost"), ("local_cpu", "tuned_marginal_delay+boost"),
+    [("poisson_050", "sed_linear+boost"), ("local_cpu", "marginal_in_order+boost"),
      ("conversation_mixed_gpus", "tuned_marginal_delay+wspt"), ("poisson_085", DEFAULT_RULE),
      ("churn", DEFAULT_RULE)],
 )  # fmt: skip
