@@ -84,7 +84,8 @@ class Order(ABC):
 
     set_back_waits: float = 0.0
     """How far it goes back when it cannot be within its SLO any more, as a multiple of the wait
-    that its replica had when it was placed there; 0: not at all."""
+    that was to be expected when it was placed: at its replica, and before that at the gateway where
+    it is held; 0: not at all."""
 
     @abstractmethod
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
