@@ -80,10 +80,9 @@ class Holding:
         """
         if len(self._line) >= self._settings.max_requests:
             raise QueueFull(f"{len(self._line)} requests wait at the gateway already")
-        now_s = self._clock_s()
-        self._placement.give_key(asked, self._expected_wait_s(now_s))
+        self._placement.give_key(asked, self._expected_wait_s)
         placed: asyncio.Future[Pick] = asyncio.get_running_loop().create_future()
-        held = _Held(asked, now_s, placed)
+        held = _Held(asked, self._clock_s(), placed)
         self._line.add(held, asked.order_key or OrderKey(asked.arrival_s))
         self._look_later()
         try:
@@ -91,10 +90,11 @@ class Holding:
         finally:
             self._end(held)
 
-    def _expected_wait_s(self, now_s: float) -> float:
+    def _expected_wait_s(self) -> float:
         """Twice the mean age: in a line that moves steadily ages are uniform up to the wait."""
+        now_s = self._clock_s()
         ages_s = [now_s - one.since_s for one in self._line.in_order(now_s)]
-        return 2.0 * max(fmean(ages_s), 0.0) if ages_s else 0.0
+        return 2.0 * fmean(ages_s) if ages_s else 0.0
 
     async def _wait(self, held: _Held, most_s: float) -> Pick:
         placed = held.placed

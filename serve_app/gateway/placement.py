@@ -190,12 +190,13 @@ class Placement:
             self._reserve(asked, pick, now_s)
         return pick
 
-    def give_key(self, asked: Placeable, held_s: float) -> None:
+    def give_key(self, asked: Placeable, expected_wait_s: Callable[[], float]) -> None:
         """Ask the policy for the key of a request that has to wait, where it has none yet.
 
         Args:
             asked: The request.
-            held_s: For how long that will be, as far as one can tell, seconds.
+            expected_wait_s: For how long that will be, as far as one can tell, seconds; only asked
+                where it gets a key.
         """
         runner, now_s = self._manager.deciding(asked.arm), self._clock_s()
         rows = self._candidates(asked, now_s)
@@ -203,7 +204,7 @@ class Placement:
             return
         snapshots = self._table.snapshots(rows, asked.prompt)
         request = self._request(asked, runner.loaded.predicted_total_tokens)
-        decision = runner.decide(replace(request, held_s=held_s), snapshots)
+        decision = runner.decide(replace(request, held_s=expected_wait_s()), snapshots)
         snapshots.release()
         if isinstance(decision, Decision):
             asked.order_key = bounded_key(
