@@ -17,7 +17,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from serve_app.policy.loading import resolve_policy, warm_up
+from serve_app.policy.loading import resolve_policy
+from serve_app.policy.runner import warm_up
 from serve_app.policy.timeouts import InlineTimeout, ThreadTimeout
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, RoutingPolicy
 

@@ -1,4 +1,4 @@
-"""Which policy a name means: found, checked, and warmed up before it decides."""
+"""Which policy a name means: found and checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.http.decide_schema import PolicyCard
-from serve_app.policy.ties import least_recently_used
 from tokenyard import former_names
 from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
@@ -28,7 +27,6 @@ from tokenyard.routing.policies import (
     is_placement,
     make_policy,
 )
-from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.policies.order import (
     BETWEEN,
     ORDERS,
@@ -38,13 +36,7 @@ from tokenyard.routing.policies.order import (
     order_of,
 )
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.snapshot_table import SnapshotTable
-from tokenyard.routing.types import (
-    EngineSnapshot,
-    ReplicaSnapshot,
-    Request,
-    RoutingPolicy,
-)
+from tokenyard.routing.types import RoutingPolicy
 from tokenyard.workload.features import FEATURE_NAMES
 from tokenyard.workload.model import load_model
 
@@ -194,22 +186,6 @@ def ask_registry(
         where = "there is no registry" if registry_uri is None else f"registry {registry_uri}"
         raise RegistryError(f"{where}: {problem} scenario {scenario!r} has no candidate")
     return found
-
-
-def warm_up(loaded: LoadedPolicy) -> None:
-    """Decide with a policy that is thrown away, so that compiled code is loaded and ready."""
-    engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
-    request = Request(0.0, 1, 2.0)
-    kinds = {True: (engine,), False: (None,), None: (engine, None)}
-    num = loaded.card.num_replicas or 1
-    for kind in kinds[loaded.card.needs_engine]:
-        idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
-        policy = loaded.make(np.random.default_rng(0))
-        policy.route(request, [idle] * num)
-        if kind is not None:
-            policy.route(request, SnapshotTable.idle(num))  # As a gateway shows its replicas.
-        mark_safe(request, [idle], loaded.card.slo_response_s)  # Exploration asks it.
-        least_recently_used([idle], 0, [0.0])
 
 
 def check_exploration(loaded: LoadedPolicy, explore_fraction: float) -> None:

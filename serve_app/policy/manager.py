@@ -15,7 +15,7 @@ import numpy as np
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.audit_log import ACTOR, Event
 from serve_app.policy.experiment import Arm, Experiment, Mode
-from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy, warm_up
+from serve_app.policy.loading import LoadedPolicy, check_exploration, resolve_policy
 from serve_app.policy.runner import (
     RAY_DEFAULT,
     Choice,
@@ -24,6 +24,7 @@ from serve_app.policy.runner import (
     Failure,
     PolicyRunner,
     deciders_of,
+    warm_up,
 )
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts

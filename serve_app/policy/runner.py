@@ -16,10 +16,14 @@ import numpy as np
 
 from serve_app.cluster import CircuitBreakerSettings
 from serve_app.policy.loading import LoadedPolicy
+from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import Timeouts, TooSlow
+from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.policies.order import Ordered
+from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import (
     Decision,
+    EngineSnapshot,
     OrderingPolicy,
     OrderKey,
     ReplicaSnapshot,
@@ -302,6 +306,28 @@ def decide_by(
     if isinstance(policy, ScoringPolicy):
         return policy.decide
     return lambda request, snapshots: Decision(policy.route(request, snapshots), None)
+
+
+def warm_up(loaded: LoadedPolicy) -> None:
+    """Decide with a policy that is thrown away, so that compiled code is loaded and ready.
+
+    What is left to compile takes longer than a decision may, and is interrupted every time: such a
+    policy never decides. So it is asked as `PolicyRunner` asks, and for order keys too.
+    """
+    engine = EngineSnapshot(0.01, 1e-4, 1e-4, 1e-6, 512, 1e5, 0.0, 0.0, 0.0, 0)
+    request = Request(0.0, 1, 2.0)
+    kinds = {True: (engine,), False: (None,), None: (engine, None)}
+    # A column of a table of one row is contiguous, and of several is not: two types.
+    nums = (1, 2) if loaded.card.num_replicas is None else (loaded.card.num_replicas,)
+    for kind in kinds[loaded.card.needs_engine]:
+        idle = ReplicaSnapshot("emulated", 1000.0, 1, 1, 0, 0, 0.0, engine=kind)
+        for decide in deciders_of(loaded.make(np.random.default_rng(0))):
+            for num in nums:
+                decide(request, [idle] * num)
+                if kind is not None:
+                    decide(request, SnapshotTable.idle(num))  # As a gateway shows its replicas.
+        mark_safe(request, [idle], loaded.card.slo_response_s)  # Exploration asks it.
+        least_recently_used([idle], 0, [0.0])
 
 
 def _check(decision: Decision, num_replicas: int) -> None:

@@ -7,7 +7,8 @@ import pytest
 from unit.serve_builders import a_baseline, a_trained_policy, linear_artifact, network_artifact
 
 from serve_app.policy import loading as loading_module
-from serve_app.policy.loading import RANDOMISED, TUNED, from_artifact, resolve_policy, warm_up
+from serve_app.policy.loading import RANDOMISED, TUNED, from_artifact, resolve_policy
+from serve_app.policy.runner import warm_up
 from tokenyard.artifact import ArtifactError, RegisteredPolicy
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.metadata import FeatureScaling
