@@ -67,12 +67,13 @@ from tokenyard.rl.routing.training import (
     ours,
     scaled,
 )
-from tokenyard.rl.routing.trial import tuned_weights
 from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.search import linear_weights
 from tokenyard.routing.simulator import Decide
+from tokenyard.routing.simulator.server_models import TUNED_DELAY
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.validation import Validation, outcome_runs
 
@@ -218,7 +219,7 @@ def plain(copies: int) -> Recipe:
 def _router(
     args: Args, source: StreamSource, algorithm: str, implementation: Any, recipe: Recipe, name: str
 ) -> Contestant:
-    rule = tuned_weights(source.scenario) if source.scenario.fleet else MARGINAL_DELAY
+    rule = linear_weights(source.scenario, TUNED_DELAY) or MARGINAL_DELAY
     config = build_config(
         algorithm,
         recipe.for_slo(source.scenario.slo_response_s),
@@ -467,7 +468,8 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
     It is shortest expected delay, or tuned marginal delay on a fleet.
     """
     scenario = source.scenario
-    weights = np.array(tuned_weights(scenario) if scenario.fleet else (0.0,) * NUM_SCORE_WEIGHTS)
+    untuned = MARGINAL_DELAY if scenario.fleet else (0.0,) * NUM_SCORE_WEIGHTS
+    weights = np.array(linear_weights(scenario, TUNED_DELAY) or untuned)
     streams = synthetic_streams(source, num_streams, 0, "validation")
     size_tokens = source.mean_total_tokens
     return _mean_response_s(source, streams, lambda sim: sim.run_linear(weights, size_tokens))

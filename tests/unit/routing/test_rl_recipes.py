@@ -7,9 +7,7 @@ import pytest
 from envs.routing import RoutingEnvConfig
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, fleet, ours, paper, recipe, scaled
-from tokenyard.rl.routing.trial import tuned_weights
-from tokenyard.routing.policies.tuned import load_tuned
-from tokenyard.routing.scenario import RewardWeights, load_scenario
+from tokenyard.routing.scenario import RewardWeights
 
 
 def test_the_papers_recipe_has_the_papers_numbers():
@@ -69,10 +67,3 @@ def test_the_recipe_for_fleets_compares_copies_of_the_same_traffic():
 def test_rewards_of_a_fleet_are_counted_in_slos():
     assert fleet().for_slo(15.0).reward_scale == pytest.approx(fleet().reward_scale / 15.0)
     assert ours().for_slo(15.0) == ours()
-
-
-def test_searches_of_a_fleet_start_at_its_tuned_rule_and_others_at_least_marginal_delay():
-    scenario = load_scenario("conversation_mixed_gpus")
-    assert tuned_weights(scenario) == load_tuned(scenario.name).fleet.marginal_weights
-    assert any(tuned_weights(scenario))
-    assert not any(tuned_weights(scenario.model_copy(update={"name": "never_tuned"})))

@@ -17,19 +17,10 @@ from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.streams import StreamSource
-
-
-def tuned_weights(scenario: Scenario) -> tuple[float, ...]:
-    """Weights of the tuned rule of a fleet, or of least marginal delay, where none was tuned."""
-    try:
-        return load_tuned(scenario.name).fleet.marginal_weights
-    except ValueError:
-        return MARGINAL_DELAY
 
 
 class RoutingTrialConfig(TrialConfig):
