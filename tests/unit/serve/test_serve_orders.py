@@ -20,9 +20,10 @@ from serve_app.policy.loading import resolve_policy
 from serve_app.policy.runner import warm_up
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies import PolicyContext, in_order, make_policy
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.order import bounded_key as simulated_key
+from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import OrderingPolicy, OrderKey, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
@@ -52,6 +53,19 @@ def test_whatever_orders_can_be_served(name):
     assert loaded.card.name == name
     warm_up(loaded)
     assert isinstance(loaded.make(np.random.default_rng(0)), OrderingPolicy)
+
+
+def test_nothing_is_left_to_compile_for_the_first_request():
+    """It would take longer than a decision may: the breaker opens, and opens again."""
+    loaded = resolve_policy("marginal_in_order@1:0.5+wspt@60", FLEET)
+    warm_up(loaded)
+    compiled = [one for one in vars(in_order).values() if hasattr(one, "signatures")]
+    before = [len(one.signatures) for one in compiled]
+    policy = loaded.make(np.random.default_rng(0))
+    for num in (4, 1):
+        assert 0 <= policy.place(Request(0.0, 200, 205.0), SnapshotTable.idle(num)).replica < num
+    assert [len(one.signatures) for one in compiled] == before
+    assert before == [1] * len(compiled)
 
 
 def test_an_order_may_stand_behind_a_policy_file(tmp_path):
