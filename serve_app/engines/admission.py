@@ -156,8 +156,11 @@ class BatchLimit:
 
     def _let_in(self) -> None:
         while self._waiting and self._has_room():
-            self._num_inside += 1
-            self._waiting.pop(self._clock_s()).set_result(None)
+            turn = self._waiting.pop(self._clock_s())
+            # A task that was cancelled and has not run since is still in the queue.
+            if not turn.done():
+                self._num_inside += 1
+                turn.set_result(None)
 
 
 def check_request(

@@ -308,12 +308,9 @@ class Carrier:
         downstream: Downstream,
     ) -> bool:  # fmt: skip
         """Do with a request what the decider says; False: it is away."""
+        told = write_request(request, service_class.name, request.prompt, self._block_sizes)
         number, call = link.open()
-        prompt = request.prompt
-        link.send(
-            Kind.ASK, number,
-            write_request(request, service_class.name, prompt, self._block_sizes),
-        )  # fmt: skip
+        link.send(Kind.ASK, number, told)
         try:
             while (said := await call.next()) is not None:
                 kind, payload = said

@@ -32,7 +32,7 @@ from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 """Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
@@ -272,16 +272,16 @@ def write_request(
         ]
     ).encode()  # fmt: skip
     return b"".join(
-        (len(told).to_bytes(2, "little"), told, *(array("q", one).tobytes() for one in blocks))
+        (len(told).to_bytes(4, "little"), told, *(array("q", one).tobytes() for one in blocks))
     )
 
 
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
     """Read what `write_request` wrote; return the request and the name of its class."""
-    start = 2 + int.from_bytes(payload[:2], "little")
+    start = 4 + int.from_bytes(payload[:4], "little")
     (
         request_id, class_name, num_tokens, max_tokens, for_engines, counts, model, tenant, *told,
-    ) = json.loads(payload[2:start])  # fmt: skip
+    ) = json.loads(payload[4:start])  # fmt: skip
     *known, trace = told or ("",)
     caller = Caller(*known) if any(known) else ANYBODY
     names = array("q", payload[start:]).tolist()

@@ -92,7 +92,8 @@ class PendingBodies:
         if len(self._waiting) >= self._most:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
-            oldest.reschedule(asyncio.get_running_loop().time())
+            if not oldest.expired():
+                oldest.reschedule(asyncio.get_running_loop().time())
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:

@@ -115,7 +115,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         super().data_received(data)
-        if self._head_done or self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._head_done:
+            # An empty line after an answer begins no head, but has ended uvicorn's own timer.
+            if self.cycle is not None and self.cycle.response_complete and not self._head_timer:
+                self._expect_head()
             return
         self._head_bytes += len(data)
         if self._head_bytes > MAX_HEADER_BYTES:

@@ -19,6 +19,8 @@ _TEXTS = (
     "documents", "text_1", "text_2", "items",
 )  # fmt: skip
 """Fields with what a model reads, in any of OpenAI's and vLLM's bodies."""
+_MOST_TOKENS = 10**9
+"""Longest answer that is counted with: a body may ask for more than a float holds."""
 _MAX_DEPTH = 6
 
 
@@ -75,7 +77,7 @@ def peek(body: bytes) -> Peek:
         fields,
         model if isinstance(model, str) else None,
         fields.get("stream") is True,
-        max(named, 0),
+        min(max(named, 0), _MOST_TOKENS),
         next((one for one in names if isinstance(one, str)), None),
     )
 

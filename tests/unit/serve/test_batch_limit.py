@@ -90,3 +90,21 @@ def test_one_who_goes_away_while_waiting_takes_no_room():
         await asyncio.wait_for(emptied, 1)
 
     asyncio.run(scenario())
+
+
+def test_who_was_cancelled_as_it_was_let_in_takes_no_place():
+    async def scenario():
+        limit = BatchLimit(8)
+        limit.resize(1)
+        await limit.enter()
+        [waits, next_one], _ = await enter(limit, 2)
+        waits.cancel()
+        limit.leave()
+        await asyncio.gather(waits, return_exceptions=True)
+        assert waits.cancelled()
+        await next_one
+        limit.leave()
+        async with asyncio.timeout(5):
+            await limit.emptied()
+
+    asyncio.run(scenario())

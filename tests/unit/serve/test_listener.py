@@ -149,6 +149,19 @@ def test_a_connection_that_says_nothing_more_is_closed_after_its_answer():
     run(test)
 
 
+def test_an_empty_line_after_an_answer_does_not_keep_a_connection():
+    async def test():
+        async with a_listener(keep_alive_s=1, head_timeout_s=0.2) as (port, _, _):
+            _, reader, writer = await ask(port)
+            writer.write(b"\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 408")
+            _, reader, writer = await ask(port)
+            writer.write(b"\r\n" + ASK)
+            assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+
+    run(test)
+
+
 def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive():
     async def test():
         may_answer = asyncio.Event()

@@ -413,6 +413,14 @@ def test_a_request_tells_the_names_of_its_blocks():
     assert len(read.token_ids) == len(tokens)
 
 
+def test_a_request_with_long_names_is_told_whole():
+    call = Call(b"/v1/completions", b"", b"{}", stream=False)
+    name = "é" * 60_000
+    request = InferenceRequest(name, EstimatedTokens("words"), 7, call, tenant="t")
+    wire = write_request(request, "batch", request.prompt, (16,))
+    assert read_request(wire, (16,))[0].request_id == name
+
+
 def test_estimated_tokens_are_the_same_in_every_process():
     # Names of blocks are compared between carriers, each with a hash seed of its own.
     assert list(EstimatedTokens("abcdefg\ud800")) == list(EstimatedTokens("abcdefg\ud800"))

@@ -13,6 +13,7 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import MAX_BODY_BYTES, RouteMessage
 from serve_app.http.intake import MAX_HEADER_BYTES, Intake, PendingBodies, TooMuch, route_path
 from serve_app.http.openai_schema import ChatBody, CompletionBody
+from serve_app.http.peek import peek
 from serve_app.http.reasons import reason_of
 from serve_app.http.regions_schema import RegionsMessage
 
@@ -150,6 +151,27 @@ def test_a_body_that_is_longer_than_it_said_is_refused():
         caller.put(b"x" * (MAX_BODY_BYTES + 1), more_body=True)
         with pytest.raises(TooMuch, match="larger"):
             await PendingBodies(60.0, 8).read(caller.receive)
+
+    asyncio.run(run())
+
+
+def test_a_length_that_no_float_holds_is_counted_with_a_bound():
+    assert peek(b'{"max_tokens": 1' + b"0" * 400 + b"}").max_tokens == 10**9
+
+
+def test_a_body_that_takes_the_place_of_one_whose_time_is_just_up_is_read():
+    async def run():
+        bodies, late, other = PendingBodies(60.0, 1), Caller(), Caller()
+        first = asyncio.create_task(bodies.read(late.receive, 100))
+        await asyncio.sleep(0)
+        [deadline] = bodies._waiting
+        deadline.reschedule(asyncio.get_running_loop().time())
+        other.put(b"x")
+        # It begins after the first one's time is up, and before the first one's task knows.
+        second = asyncio.create_task(bodies.read(other.receive, 100))
+        with pytest.raises(TooMuch):
+            await first
+        assert await second == b"x"
 
     asyncio.run(run())
 
