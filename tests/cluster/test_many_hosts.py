@@ -1,6 +1,6 @@
 """cluster.yaml on hosts of its own: a sweep and a service over two workers; each dies once.
 
-Run by `make test-cluster`. The steps follow README.md ("Many machines") on a fresh clone, with the
+Run by `make test-cluster`. The steps follow docs/cluster.md on a fresh clone, with the
 three lines edited that cluster.yaml asks to edit. What differs from machines in a rack:
 `hosts.Host.install` has put the wheels there, as no package index is in reach; numba's cache is
 on a disk that all share, as they share two cores; the model is a random Llama.
