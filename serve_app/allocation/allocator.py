@@ -263,14 +263,18 @@ class Allocator:
         self.by_hand = True
 
     def saved(self) -> dict[str, Any]:
-        """What a person has set, for `restore`."""
+        """What a person has set and which changes were made lately, for `restore`."""
         return {
             "plan": asdict(self.plan) if self.by_hand else None,
             "dry_run": self.dry_run if self.dry_run != self.settings.dry_run else None,
+            "slot": self._slot,
+            "since_slots": self._since_slots,
+            "grown_slot": self._grown_slot,
+            "switches": [list(one) for one in self._switches.items()],
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take up what a person had set; before `run`.
+        """Take up what a person had set and what is left of the switch budget; before `run`.
 
         Raises:
             ValueError: It is no plan of this scenario.
@@ -282,6 +286,11 @@ class Allocator:
             self.by_hand = True
         if saved["dry_run"] is not None:
             self.dry_run = bool(saved["dry_run"])
+        if "slot" in saved:  # What was written before 2026-11 has none.
+            away = max(self._slot - int(saved["slot"]), 0)
+            self._since_slots = int(saved["since_slots"]) + away
+            self._grown_slot = int(saved["grown_slot"])
+            self._switches = Counter({int(one): int(n) for one, n in saved["switches"]})
 
     @property
     def is_changing(self) -> bool:

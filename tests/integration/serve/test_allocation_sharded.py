@@ -25,7 +25,7 @@ BUDGET = 4
 """Ranks of the allocation scenario."""
 CLIENTS = 4
 PAUSE_S = 0.2
-"""Between an answer and the next request: without it, ranks that start wait for those that serve."""
+"""From an answer to the next request: without it, ranks that start wait for those that serve."""
 PLANS = [
     {"parallelism": "data", "num_gpus": 1},
     {"parallelism": "model", "num_gpus": 3},

@@ -29,6 +29,7 @@ SCENARIO = load_allocation("emulated_l4x4")
 TABLE = plan_table(SCENARIO)
 ONE, TWO, FOUR = (find_plan(TABLE, "data", n) for n in (1, 2, 4))
 PAIRS = find_plan(TABLE, "hybrid_tp2", 4)
+BUDGET = SwitchBudget(switches=3, period_slots=100)
 
 
 class InstantPool:
@@ -365,6 +366,24 @@ def test_a_plan_that_was_set_by_hand_outlives_its_allocator(monkeypatch):
     untouched = World(StaticPlan(ONE), start=ONE)
     untouched.allocator.restore(World(StaticPlan(ONE), start=ONE).allocator.saved())
     assert not untouched.allocator.by_hand
+
+
+def test_a_restart_refills_no_switch_budget_and_shortens_no_wait():
+    options = {"scenario": SCENARIO.model_copy(update={"switch_budget": BUDGET}), "start": ONE}
+    before, after = (World(StaticPlan(FOUR), **options) for _ in range(2))
+    before.slot()
+    assert before.allocator.changes[-1].outcome == "done"
+    assert before.allocator.switches_left == BUDGET.switches - 1
+    saved = json.loads(json.dumps(before.allocator.saved()))
+    after.now_s = before.now_s + SCENARIO.slot_s
+    after.allocator._slot = after.allocator._slot_now()
+    after.allocator.restore(saved)
+    assert after.allocator.switches_left == BUDGET.switches - 1
+    assert after.allocator.saved() == saved | {"slot": saved["slot"] + 1, "since_slots": 1}
+    # A file of before knows nothing of it.
+    former = World(StaticPlan(FOUR), **options)
+    former.allocator.restore({"plan": None, "dry_run": None})
+    assert former.allocator.switches_left == BUDGET.switches
 
 
 def test_a_policy_that_takes_long_to_load_does_not_hold_the_event_loop_up():
