@@ -94,7 +94,7 @@ def rows_of(args: Args, name: str) -> list[Row]:
     """Compare one scenario's champion with each rule on each part, or at each load."""
     source = StreamSource(load_scenario(name))
     path = args.policy if args.policy.endswith(".npz") else None
-    sha256, run = _ours(source, path)
+    sha256, run = ours_of(source, path)
     if args.loads:
         at_loads = [row for load in args.loads for row in _rows_at(args, source, load, run)]
         return [{**row, "sha256": sha256} for row in at_loads]
@@ -145,7 +145,7 @@ def _compared(scenario: Scenario, streams: StreamSet, runs: Mapping[str, list[Ru
     return {**row, **beside, **p_values, "baseline": rule}
 
 
-def _ours(source: StreamSource, path: str | None) -> tuple[str, Runner]:
+def ours_of(source: StreamSource, path: str | None) -> tuple[str, Runner]:
     """Hash of the policy, or name of the rule that ships in its place, and what runs it."""
     scenario = source.scenario
     try:
