@@ -15,7 +15,6 @@ import numpy as np
 from ray import tune
 
 import envs
-from tokenyard.rl.routing.rollouts import RolloutConfig
 from tokenyard.rl.routing.training import SCORE_REWARD
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
@@ -55,7 +54,6 @@ RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 HAND_RULE = "tuned_marginal_delay"
 """What networks for replicas that batch start from, and are compared with."""
 POLICY_SEARCH = "policy_search"
-ROLLOUTS = "rollouts"
 WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
@@ -95,7 +93,6 @@ def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `RouterTrainable`."""
-    scenario = load_scenario(trial["scenario"])
     config: dict[str, Any] = {
         "algorithm": trial["algorithm"],
         "scenario": trial["scenario"],
@@ -107,10 +104,8 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
         config["generations_per_iteration"] = max(1, generations // trial["iterations"])
-    elif trial["algorithm"] == ROLLOUTS:
-        rounds = trial["env_steps"] // RolloutConfig().env_steps_per_round(scenario.num_servers)
-        config["generations_per_iteration"] = max(1, rounds // trial["iterations"])
     else:
+        scenario = load_scenario(trial["scenario"])
         named = reward_weights(trial["reward_weights"], scenario).model_dump()
         config["reward"] = RewardWeights.model_validate(named | dict(trial.get(WEIGHTS, {})))
         config["train_steps"] = trial["env_steps"]
@@ -157,12 +152,6 @@ def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> T
     env_steps = _search_env_steps(num_generations)
     # It looks at the score itself, so no reward is involved.
     return _trial(POLICY_SEARCH, "score", scenario, env_steps, iterations=iterations)
-
-
-def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
-    """Improve least marginal delay, over as many requests as policy search places in all."""
-    per_round = RolloutConfig().env_steps_per_round(load_scenario(scenario).num_servers)
-    return _trial(ROLLOUTS, "score", scenario, rounds * per_round, iterations=rounds)
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -276,13 +265,13 @@ def ours() -> Experiment:
 
 
 def fleet() -> Experiment:
-    """Each algorithm on four kinds of GPU, beside rollouts and policy search."""
+    """Each algorithm on four kinds of GPU, beside policy search."""
     learners = [_trial(algorithm, "response", FLEET, 300_000) for algorithm in RLLIB_ALGORITHMS]
     search = _search_trial(FLEET, SearchConfig().num_generations, iterations=10)
     return replace(
         default(),
         scenario=FLEET,
-        trials=(_rollouts_trial(FLEET), search, *learners),
+        trials=(search, *learners),
         warm_up=partial(_compile_kernels, FLEET),
     )
 
