@@ -20,7 +20,7 @@ from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig, trial_of
 from tune_configs.schedulers import drawn_weights
 
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
@@ -128,30 +128,16 @@ def _compile_kernels(scenario: str = SERVED) -> None:
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
 
 
-def _trial(
-    algorithm: str,
-    weights: str,
-    scenario: str,
-    env_steps: int,
-    recipe: str = "fleet",
-    seed: int = 0,
-    iterations: int = 10,
-) -> TrialConfig:
-    return {
-        "algorithm": algorithm,
-        "reward_weights": weights,
-        "recipe": recipe,
-        "scenario": scenario,
-        "env_steps": env_steps,
-        "iterations": iterations,
-        "seed": seed,
-    }
+_trial = partial(trial_of, recipe="fleet")
+_paper_trial = partial(trial_of, recipe="paper", iterations=20)
 
 
 def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> TrialConfig:
     env_steps = _search_env_steps(num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", scenario, env_steps, iterations=iterations)
+    return _trial(
+        POLICY_SEARCH, env_steps, iterations=iterations, weights="score", scenario=scenario
+    )
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -166,7 +152,11 @@ def default() -> Experiment:
 
     They learn for the cluster that `make serve` serves, from the tuned rule on.
     """
-    learners = [_trial(a, w, SERVED, 300_000) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
+    learners = [
+        _trial(algorithm, 300_000, weights=weights, scenario=SERVED)
+        for algorithm in RLLIB_ALGORITHMS
+        for weights in WEIGHTINGS
+    ]
     return Experiment(
         problem=PROBLEM,
         scenario=SERVED,
@@ -181,7 +171,7 @@ def default() -> Experiment:
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
     search = _search_trial(SERVED, num_generations=2, iterations=2)
-    learner = _trial("ppo", "response", SERVED, 8_000, iterations=2)
+    learner = _trial("ppo", 8_000, iterations=2, weights="response", scenario=SERVED)
     return replace(
         default(),
         trials=(search, learner),
@@ -196,7 +186,7 @@ def serial() -> Experiment:
     algorithms = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
     weightings = (PAPER, "response", "response_slo_tail")
     learners = [
-        _trial(algorithm, weights, SERIAL, steps, "ours")
+        _trial(algorithm, steps, weights=weights, scenario=SERIAL, recipe="ours")
         for algorithm, steps in algorithms
         for weights in weightings
     ]
@@ -214,7 +204,7 @@ def serial() -> Experiment:
 def paper() -> Experiment:
     """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
     trials = [
-        _trial(algorithm, PAPER, "nominal", 200_000, "paper", seed, iterations=20)
+        _paper_trial(algorithm, 200_000, seed, weights=PAPER, scenario="nominal")
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
@@ -239,7 +229,7 @@ def ablation() -> Experiment:
     A quarter as long as in `paper_high_load`, the whole reward included.
     """
     trials = [
-        _trial("ppo", weights, "high_load", 100_000, "paper", seed, iterations=20)
+        _paper_trial("ppo", 100_000, seed, weights=weights, scenario="high_load")
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
@@ -257,7 +247,7 @@ def ours() -> Experiment:
         ("a2c", "response_slo_tail", 300_000),
     )
     trials = [
-        _trial(algorithm, weights, SERIAL, env_steps, "ours", seed)
+        _trial(algorithm, env_steps, seed, weights=weights, scenario=SERIAL, recipe="ours")
         for algorithm, weights, env_steps in plans
         for seed in range(5)
     ]
@@ -266,7 +256,10 @@ def ours() -> Experiment:
 
 def fleet() -> Experiment:
     """Each algorithm on four kinds of GPU, beside policy search."""
-    learners = [_trial(algorithm, "response", FLEET, 300_000) for algorithm in RLLIB_ALGORITHMS]
+    learners = [
+        _trial(algorithm, 300_000, weights="response", scenario=FLEET)
+        for algorithm in RLLIB_ALGORITHMS
+    ]
     search = _search_trial(FLEET, SearchConfig().num_generations, iterations=10)
     return replace(
         default(),
@@ -282,7 +275,7 @@ def weights() -> Experiment:
     A second of response time always weighs 1, and so does a joule at most.
     """
     space = {
-        **_trial("ppo", "response", SERVED, 300_000),
+        **_trial("ppo", 300_000, weights="response", scenario=SERVED),
         "algorithm": tune.choice(["ppo", "a2c"]),
         WEIGHTS: {
             "slo": tune.uniform(-6.0, 0.0),
