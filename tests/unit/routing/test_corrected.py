@@ -182,7 +182,7 @@ def test_it_decides_between_any_number_of_replicas():
 def test_it_survives_being_saved(tmp_path):
     artifact = some_artifact()
     artifact.save(tmp_path / "policy.npz")
-    found, _ = resolve_champion("routing", MIXED, path=tmp_path / "policy.npz")
+    found, _ = resolve_champion(MIXED, path=tmp_path / "policy.npz")
     assert found.sha256 == artifact.sha256
     assert found.needs_engine
 
