@@ -71,7 +71,7 @@ def compared(policy: str, source: StreamSource, gate: Gate) -> list[Row]:
     """Rows of one policy on all parts of a gate."""
     scenario = source.scenario
     path = policy if policy.endswith(".npz") else None
-    artifact, _ = resolve_champion("routing", scenario.name, path=path)
+    artifact, _ = resolve_champion(scenario.name, path=path)
     rows = gate(lambda streams: artifact_runs(scenario, streams, artifact))
     return [{**row, "policy": policy, "sha256": artifact.sha256} for row in rows]
 

@@ -149,7 +149,7 @@ def ours_of(source: StreamSource, path: str | None) -> tuple[str, Runner]:
     """Hash of the policy, or name of the rule that ships in its place, and what runs it."""
     scenario = source.scenario
     try:
-        artifact, _ = resolve_champion("routing", scenario.name, path=path)
+        artifact, _ = resolve_champion(scenario.name, path=path)
     except NoChampionError:
         rule = rule_for(scenario.name)
         return rule, lambda streams: rule_runs(rule, scenario, streams)

@@ -56,7 +56,7 @@ from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.provenance import command_line, write_result
 from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.columnar.sampling import TrainingSettings
-from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import (
     MARGINAL_DELAY,
     RESPONSE_REWARD,
@@ -327,7 +327,7 @@ def stable_baselines(args: Args, source: StreamSource, algorithm: str, trainer: 
     def policy() -> PolicyArtifact | Decide:
         if batches:
             return partial(_greedily, model, source.mean_total_tokens)
-        return export_network(_Sb3Network(model.policy), source, algorithm, expected_finish=True)
+        return export_policy(_Sb3Network(model.policy), source, algorithm)
 
     return Contestant(trainer, algorithm, "plain", train, policy)
 

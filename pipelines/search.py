@@ -1,9 +1,8 @@
-"""Search policies without gradients, or improve one by rollouts; the best on validation is kept.
+"""Search policies without gradients; the best on validation is kept.
 
 This is how the shipped champions are made; docs/results has the commands.
 
 python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
-python pipelines/search.py rollouts --scenario azure_code_mixed_gpus --out policies
 python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
 python pipelines/search.py region-rules --rules skylb,ot_slack
 """
@@ -22,17 +21,14 @@ from rich.table import Table
 
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
-from tokenyard.config import with_settings
 from tokenyard.problem import Artifact, Row
 from tokenyard.provenance import command_line, write_result
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
 from tokenyard.routing import search_study
-from tokenyard.routing.choice import CHANGE, LOSSES, Judge, choose, refused
-from tokenyard.routing.gate import TOLERANCE
+from tokenyard.routing.choice import CHANGE, LOSSES, refused
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator.streams import StreamSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,40 +43,6 @@ class Policy(search_study.SearchStudy):
     """Folder for the policy of every search, <scenario>-o<objective>-s<seed>.npz, kept or not."""
     jobs: int = 2
     """Processes."""
-    json: Path | None = None
-    """Where to write the rows."""
-
-
-@dataclass(frozen=True)
-class Rollouts:
-    """Improve a fleet's policy by rollouts and export the best round."""
-
-    scenario: str = "azure_code_mixed_gpus"
-    """Name or YAML path, with a fleet."""
-    out: Path | None = None
-    """Folder for <scenario>.npz, and for rounds/<scenario>-<round>.npz while it goes on; nothing is
-    written without it."""
-    start: Path | None = None
-    """Policy file whose weights are corrected, and whose network is improved where it has one;
-    None: the scenario's champion, or tuned marginal delay where it has none."""
-    fresh: bool = False
-    """Start from the weights alone, where the policy to start from has a network."""
-    rounds: int = 30
-    streams: int = 20
-    """Streams per round, of 5000 requests each."""
-    horizon: int = 200
-    """Arrivals over which each choice is played on."""
-    violation_s: float = 1.0
-    """Seconds that an SLO violation costs beside the response time."""
-    load_range: tuple[float, float] = (1.0, 1.0)
-    """Range of factors on the scenario's arrival rate."""
-    p99_margin: float = TOLERANCE
-    """How far p99 may exceed that of the best rule, as a fraction, at the upper end of its 95 %
-    interval."""
-    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE ...")] = ()
-    """Other fields of ImprovementConfig (tokenyard/rl/routing/improvement.py), such as slow_s=6,
-    decide_anew=true, jobs=2."""
-    seed: int = 0
     json: Path | None = None
     """Where to write the rows."""
 
@@ -120,7 +82,6 @@ class RegionRules:
 
 Args = (
     Annotated[Policy, tyro.conf.subcommand("policy")]
-    | Annotated[Rollouts, tyro.conf.subcommand("rollouts")]
     | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
 )
@@ -147,46 +108,6 @@ def search_policy(args: Policy) -> list[Row]:
     else:
         save(best.policy, args.out, scenario.name)
     return [one.row for one in found]
-
-
-def improve_by_rollouts(args: Rollouts) -> list[Row]:
-    # torch takes seconds to import, and no search needs it.
-    from tokenyard.rl.routing.improvement import ImprovementConfig, improve, start_policy
-
-    source = StreamSource(load_scenario(args.scenario))
-    name = source.scenario.name
-    config = ImprovementConfig(
-        streams_per_round=args.streams,
-        horizon=args.horizon,
-        violation_s=args.violation_s,
-        load_factor=args.load_range,
-    )
-    config = with_settings(config, args.settings)
-    start = start_policy(source, args.start)
-    found = []
-    judge = Judge(source, p99_margin=args.p99_margin)
-    for one in improve(source, start, config, judge, args.rounds, args.seed, args.fresh):
-        found.append(one)
-        save(one.policy, args.out and args.out / "rounds", f"{name}-{one.number}", quiet=True)
-        print(
-            f"round {one.number}: mean {one.row['delta_mean_fraction']:+.1%}, "
-            f"p99 {one.row['delta_p99_fraction']:+.1%}, "
-            f"violations {one.row['slo_violation_fraction']:.2%}, "
-            f"{one.changed_fraction:.0%} of decisions changed, {one.wall_s:.0f} s",
-            flush=True,
-        )
-    rows: list[Row] = [dict(one.row) for one in found]
-    best = choose(rows)
-    table = Table("round", "mean, s", *BESIDE_THE_RULE)
-    for number, row in enumerate(rows):
-        cells = (str(number), f"{row['mean_response_s']:.3f}", *beside_the_rule(row))
-        table.add_row(*cells, style="bold" if number == best else "")
-    Console().print(table)
-    if best is None:
-        print(refused(name))
-    else:
-        save(found[best].policy, args.out, name)
-    return rows
 
 
 def search_planner(args: Planner) -> list[Row]:
@@ -253,8 +174,6 @@ def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) 
 def run(args: Args) -> list[Row]:
     if isinstance(args, Policy):
         return search_policy(args)
-    if isinstance(args, Rollouts):
-        return improve_by_rollouts(args)
     if isinstance(args, Planner):
         return search_planner(args)
     return tune_region_rules(args)

@@ -21,7 +21,7 @@ from serve_app.allocation.plans import PlanOrigin, check_allocation, load_plan_p
 from serve_app.allocation.replica_sets import make_allocator
 from serve_app.cluster import Cluster, load_cluster
 from serve_app.gateway import interpreter
-from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.backends import Backend, make_backends
 from serve_app.gateway.callers import KeyFile
 from serve_app.gateway.decider import CarriedPool, Decider
 from serve_app.gateway.decision_log import DecisionLog
@@ -125,12 +125,8 @@ class GatewayReplica:
             registry,
         )  # fmt: skip
         metrics = Metrics()
-        self._external = [
-            ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
-        ]
-        self._own = [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
-        backends: dict[str, Backend] = {one.name: one for one in self._external}
-        backends |= {one.name: one for one in self._own}
+        self._pools = make_backends(cluster, handles, metrics)
+        backends: dict[str, Backend] = {**self._pools}  # an allocator adds its own
         log = None if options.decision_log is None else DecisionLog(options.decision_log)
         self._access = make_access(cluster, options)
         self._access.open()
@@ -237,8 +233,9 @@ class GatewayReplica:
         self._lifecycle.start()
         if self._access.keys is not None:
             self._watching = asyncio.create_task(self._access.keys.watch(self._note_keys))
-        for one in self._external:
-            one.start()
+        for one in self._pools.values():
+            if isinstance(one, ExternalBackend):
+                one.start()
         if self._allocator is not None:
             self._reshaping = asyncio.create_task(self._allocator.run())
 
@@ -258,10 +255,8 @@ class GatewayReplica:
         if self._reshaping is not None:
             # Its replicas stay: another gateway takes them over.
             self._reshaping.cancel()
-        for external in self._external:
-            await external.stop()
-        for own in self._own:
-            await own.stop()
+        for one in self._pools.values():
+            await one.stop()
         self._gateway.manager.stop()
         if self._gateway.log is not None:
             self._gateway.log.close()

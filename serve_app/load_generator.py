@@ -97,11 +97,6 @@ class Answer:
     failure: str | None
 
 
-def read_requests(config: LoadConfig) -> Trace:
-    """Return the requests to send, in their own time."""
-    return read_stretches(config, 1)[0]
-
-
 def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
     """Return `count` consecutive parts of the traffic, each `duration_s` long, from second 0 on.
 

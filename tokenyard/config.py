@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, get_type_hints
+from typing import Any, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from tokenyard import former_names
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-C = TypeVar("C", bound="DataclassInstance")
-"""A dataclass of settings."""
 
 
 class FrozenModel(BaseModel):
@@ -99,27 +91,3 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """What an error says of the closest name: "" where none is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def with_settings(config: C, settings: Sequence[str]) -> C:
-    """Return a dataclass with some fields set to other values.
-
-    Args:
-        config: The dataclass.
-        settings: One `NAME=VALUE` per field, with the value as YAML has it.
-
-    Raises:
-        ValueError: There is no such field, with the closest one, or the value is of another type.
-    """
-    types = get_type_hints(type(config))
-    changes: dict[str, Any] = {}
-    for setting in settings:
-        name, _, text = setting.partition("=")
-        if name not in types:
-            hint = did_you_mean(name, types)
-            raise ValueError(f"unknown setting {name!r}; choose one of {sorted(types)}{hint}")
-        try:
-            changes[name] = TypeAdapter(types[name]).validate_python(yaml.safe_load(text))
-        except (ValidationError, yaml.YAMLError) as error:
-            raise ValueError(f"setting {setting!r}: not of type {types[name]}") from error
-    return dataclasses.replace(config, **changes)

@@ -153,7 +153,7 @@ def register(
 
 def _crown(client: MlflowClient, model: str, version: str) -> None:
     """Make a version champion; the one before keeps the alias `previous`."""
-    aliases = promoted(_aliases_of(client, model), version)
+    aliases = promoted(aliases_of(client, model), version)
     for alias in (PREVIOUS, CHAMPION):
         if alias in aliases:
             client.set_registered_model_alias(model, alias, aliases[alias])
@@ -201,23 +201,11 @@ def enter(
         made_of = {_HASH_TAG: artifact.sha256, "lineage.sweep_run": run} | known
         for key, value in made_of.items():
             client.set_model_version_tag(model, version, key, value)
-        return version, _aliases_of(client, model)
+        return version, aliases_of(client, model)
 
 
-def aliases_of(tracking_uri: str, model: str) -> dict[str, str]:
-    """Versions by alias; empty where there is no such model.
-
-    Raises:
-        ArtifactError: The registry cannot be read.
-    """
-    with _named(tracking_uri):
-        client = _impatient(tracking_uri)
-        if not client.search_registered_models(f"name = '{model}'"):
-            return {}
-        return _aliases_of(client, model)
-
-
-def _aliases_of(client: MlflowClient, model: str) -> dict[str, str]:
+def aliases_of(client: MlflowClient, model: str) -> dict[str, str]:
+    """Versions of a registered model by alias."""
     aliases = client.get_registered_model(model).aliases
     return {alias: str(version) for alias, version in aliases.items()}
 
@@ -255,7 +243,7 @@ def settle(
     """
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
-        now = _aliases_of(client, model)
+        now = aliases_of(client, model)
         if now.get(CHAMPION) not in {None, wanted.get(CHAMPION), *known}:
             return False
         # What is served next depends on the champion.

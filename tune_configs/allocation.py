@@ -16,7 +16,7 @@ from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocat
 from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularLearner
 from tokenyard.rl.allocation.trial import AllocationTrainable, search_env_steps
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig, trial_of
 from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "local_cpu_ranks"
@@ -68,22 +68,7 @@ def _objective(trial: Mapping[str, Any]) -> Objective:
     return Objective.model_validate(named | dict(trial.get(WEIGHTS, {})))
 
 
-def _trial(
-    algorithm: str,
-    env_steps: int,
-    seed: int = 0,
-    iterations: int = 10,
-    weights: str = COST,
-    scenario: str = SCENARIO,
-) -> TrialConfig:
-    return {
-        "algorithm": algorithm,
-        "reward_weights": weights,
-        "scenario": scenario,
-        "env_steps": env_steps,
-        "iterations": iterations,
-        "seed": seed,
-    }
+_trial = partial(trial_of, weights=COST, scenario=SCENARIO)
 
 
 def _search_trial(num_generations: int, seed: int = 0, iterations: int = 4) -> TrialConfig:

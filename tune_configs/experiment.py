@@ -37,6 +37,28 @@ TrialConfig = Mapping[str, Any]
 """What tells one trial from another, in plain JSON values; `env_steps` is its budget."""
 
 
+def trial_of(
+    algorithm: str,
+    env_steps: int,
+    seed: int = 0,
+    iterations: int = 10,
+    *,
+    weights: str,
+    scenario: str,
+    **more: str,
+) -> TrialConfig:
+    """What every problem's trials have, and what else some of them are told apart by."""
+    return {
+        "algorithm": algorithm,
+        "reward_weights": weights,
+        "scenario": scenario,
+        "env_steps": env_steps,
+        "iterations": iterations,
+        "seed": seed,
+        **more,
+    }
+
+
 @dataclass(frozen=True)
 class Experiment:
     """One sweep over one problem."""

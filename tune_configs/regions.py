@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import envs
 from envs.regions import PAPER_REWARD, RegionReward
 from tokenyard.regions.problem import PROBLEM
 from tokenyard.rl.regions.trial import RegionTrainable
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, trial_of
 from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "continents"
@@ -57,22 +58,7 @@ class RegionTrial(RegionTrainable):
     spelled_out = staticmethod(trainer_config)
 
 
-def _trial(
-    algorithm: str,
-    env_steps: int,
-    seed: int = 0,
-    iterations: int = 10,
-    weights: str = COST,
-    scenario: str = SCENARIO,
-) -> TrialConfig:
-    return {
-        "algorithm": algorithm,
-        "reward_weights": weights,
-        "scenario": scenario,
-        "env_steps": env_steps,
-        "iterations": iterations,
-        "seed": seed,
-    }
+_trial = partial(trial_of, weights=COST, scenario=SCENARIO)
 
 
 def _compile_kernels() -> None:

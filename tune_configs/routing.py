@@ -15,13 +15,12 @@ import numpy as np
 from ray import tune
 
 import envs
-from tokenyard.rl.routing.rollouts import RolloutConfig
 from tokenyard.rl.routing.training import SCORE_REWARD
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig, trial_of
 from tune_configs.schedulers import drawn_weights
 
 PAPER_TERMS = ("processing", "queue", "overload", "balance", "accept")
@@ -55,7 +54,6 @@ RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 HAND_RULE = "tuned_marginal_delay"
 """What networks for replicas that batch start from, and are compared with."""
 POLICY_SEARCH = "policy_search"
-ROLLOUTS = "rollouts"
 WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
@@ -95,7 +93,6 @@ def reward_weights(name: str, scenario: Scenario) -> RewardWeights:
 
 def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     """Spell a trial out for `RouterTrainable`."""
-    scenario = load_scenario(trial["scenario"])
     config: dict[str, Any] = {
         "algorithm": trial["algorithm"],
         "scenario": trial["scenario"],
@@ -107,10 +104,8 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
         config["generations_per_iteration"] = max(1, generations // trial["iterations"])
-    elif trial["algorithm"] == ROLLOUTS:
-        rounds = trial["env_steps"] // RolloutConfig().env_steps_per_round(scenario.num_servers)
-        config["generations_per_iteration"] = max(1, rounds // trial["iterations"])
     else:
+        scenario = load_scenario(trial["scenario"])
         named = reward_weights(trial["reward_weights"], scenario).model_dump()
         config["reward"] = RewardWeights.model_validate(named | dict(trial.get(WEIGHTS, {})))
         config["train_steps"] = trial["env_steps"]
@@ -133,36 +128,16 @@ def _compile_kernels(scenario: str = SERVED) -> None:
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
 
 
-def _trial(
-    algorithm: str,
-    weights: str,
-    scenario: str,
-    env_steps: int,
-    recipe: str = "fleet",
-    seed: int = 0,
-    iterations: int = 10,
-) -> TrialConfig:
-    return {
-        "algorithm": algorithm,
-        "reward_weights": weights,
-        "recipe": recipe,
-        "scenario": scenario,
-        "env_steps": env_steps,
-        "iterations": iterations,
-        "seed": seed,
-    }
+_trial = partial(trial_of, recipe="fleet")
+_paper_trial = partial(trial_of, recipe="paper", iterations=20)
 
 
 def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> TrialConfig:
     env_steps = _search_env_steps(num_generations)
     # It looks at the score itself, so no reward is involved.
-    return _trial(POLICY_SEARCH, "score", scenario, env_steps, iterations=iterations)
-
-
-def _rollouts_trial(scenario: str, rounds: int = 12) -> TrialConfig:
-    """Improve least marginal delay, over as many requests as policy search places in all."""
-    per_round = RolloutConfig().env_steps_per_round(load_scenario(scenario).num_servers)
-    return _trial(ROLLOUTS, "score", scenario, rounds * per_round, iterations=rounds)
+    return _trial(
+        POLICY_SEARCH, env_steps, iterations=iterations, weights="score", scenario=scenario
+    )
 
 
 def _search_env_steps(num_generations: int) -> int:
@@ -177,7 +152,11 @@ def default() -> Experiment:
 
     They learn for the cluster that `make serve` serves, from the tuned rule on.
     """
-    learners = [_trial(a, w, SERVED, 300_000) for a in RLLIB_ALGORITHMS for w in WEIGHTINGS]
+    learners = [
+        _trial(algorithm, 300_000, weights=weights, scenario=SERVED)
+        for algorithm in RLLIB_ALGORITHMS
+        for weights in WEIGHTINGS
+    ]
     return Experiment(
         problem=PROBLEM,
         scenario=SERVED,
@@ -192,7 +171,7 @@ def default() -> Experiment:
 def smoke() -> Experiment:
     """The smallest sweep with everything in it: one RLlib trial and a short policy search."""
     search = _search_trial(SERVED, num_generations=2, iterations=2)
-    learner = _trial("ppo", "response", SERVED, 8_000, iterations=2)
+    learner = _trial("ppo", 8_000, iterations=2, weights="response", scenario=SERVED)
     return replace(
         default(),
         trials=(search, learner),
@@ -207,7 +186,7 @@ def serial() -> Experiment:
     algorithms = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
     weightings = (PAPER, "response", "response_slo_tail")
     learners = [
-        _trial(algorithm, weights, SERIAL, steps, "ours")
+        _trial(algorithm, steps, weights=weights, scenario=SERIAL, recipe="ours")
         for algorithm, steps in algorithms
         for weights in weightings
     ]
@@ -225,7 +204,7 @@ def serial() -> Experiment:
 def paper() -> Experiment:
     """The paper's agents and hyper-parameters on its nominal load, five seeds (Table I)."""
     trials = [
-        _trial(algorithm, PAPER, "nominal", 200_000, "paper", seed, iterations=20)
+        _paper_trial(algorithm, 200_000, seed, weights=PAPER, scenario="nominal")
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
@@ -250,7 +229,7 @@ def ablation() -> Experiment:
     A quarter as long as in `paper_high_load`, the whole reward included.
     """
     trials = [
-        _trial("ppo", weights, "high_load", 100_000, "paper", seed, iterations=20)
+        _paper_trial("ppo", 100_000, seed, weights=weights, scenario="high_load")
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
@@ -268,7 +247,7 @@ def ours() -> Experiment:
         ("a2c", "response_slo_tail", 300_000),
     )
     trials = [
-        _trial(algorithm, weights, SERIAL, env_steps, "ours", seed)
+        _trial(algorithm, env_steps, seed, weights=weights, scenario=SERIAL, recipe="ours")
         for algorithm, weights, env_steps in plans
         for seed in range(5)
     ]
@@ -276,13 +255,16 @@ def ours() -> Experiment:
 
 
 def fleet() -> Experiment:
-    """Each algorithm on four kinds of GPU, beside rollouts and policy search."""
-    learners = [_trial(algorithm, "response", FLEET, 300_000) for algorithm in RLLIB_ALGORITHMS]
+    """Each algorithm on four kinds of GPU, beside policy search."""
+    learners = [
+        _trial(algorithm, 300_000, weights="response", scenario=FLEET)
+        for algorithm in RLLIB_ALGORITHMS
+    ]
     search = _search_trial(FLEET, SearchConfig().num_generations, iterations=10)
     return replace(
         default(),
         scenario=FLEET,
-        trials=(_rollouts_trial(FLEET), search, *learners),
+        trials=(search, *learners),
         warm_up=partial(_compile_kernels, FLEET),
     )
 
@@ -293,7 +275,7 @@ def weights() -> Experiment:
     A second of response time always weighs 1, and so does a joule at most.
     """
     space = {
-        **_trial("ppo", "response", SERVED, 300_000),
+        **_trial("ppo", 300_000, weights="response", scenario=SERVED),
         "algorithm": tune.choice(["ppo", "a2c"]),
         WEIGHTS: {
             "slo": tune.uniform(-6.0, 0.0),

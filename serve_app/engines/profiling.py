@@ -48,7 +48,6 @@ _SMALLEST_PROMPT = 4
 _QUIET_S = 5.0
 _BUDGET_S = 10.0
 _PACED_BUDGET_S = 25.0
-_NAMESPACE = b"tokenyard-speed"
 _SMALLEST_VOCABULARY = 32
 """Every model has that many tokens; for engines whose tokenizer does not tell."""
 
@@ -95,7 +94,7 @@ async def start_and_measure(
         vocab_size = (await tokenizer).vocab_size or _SMALLEST_VOCABULARY
         measured = await profile_engine(engine, pool.config, vocab_size, budget_s)
     profile = _engine_profile(measured, pool)
-    private.put_value(_key(pool), profile.model_dump_json(), _NAMESPACE)
+    private.put_value(_key(pool), profile.model_dump_json())
     return profile
 
 
@@ -118,7 +117,7 @@ def _key(pool: Pool) -> bytes:
 
 
 def _known(pool: Pool) -> EngineProfile | None:
-    text = private.get_value(_key(pool), _NAMESPACE)
+    text = private.get_value(_key(pool))
     return None if text is None else EngineProfile.model_validate_json(text)
 
 

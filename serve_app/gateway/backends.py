@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ray.exceptions import RayError
@@ -13,7 +14,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import RunningReplica
 
-from serve_app.cluster import Pool, max_model_tokens
+from serve_app.cluster import Cluster, Pool, max_model_tokens
 from serve_app.gateway.clocks import RemoteClocks
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,
@@ -24,6 +25,7 @@ from serve_app.gateway.engine_wire import (
     read_status,
 )
 from serve_app.gateway.exchange import Attempt
+from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.forwarding import (
     EndpointAsRayReplica,
     Forwarder,
@@ -31,6 +33,7 @@ from serve_app.gateway.forwarding import (
     hand_on_held,
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused
+from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import ReplicaTable
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
@@ -224,3 +227,20 @@ class ServeBackend:
     async def stop(self) -> None:
         """Close the connections."""
         await self._forwarder.client.close()
+
+
+def make_backends(
+    cluster: Cluster, handles: Mapping[str, DeploymentHandle[Any]], metrics: Metrics
+) -> dict[str, ExternalBackend | ServeBackend]:
+    """Connect to a cluster's pools; those of others come first, and are not scraped yet.
+
+    Args:
+        cluster: Whose pools.
+        handles: Of our own pools, by name.
+        metrics: Counts scrapes that fail.
+    """
+    made: list[ExternalBackend | ServeBackend] = [
+        ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
+    ]
+    made += [ServeBackend(pool, handles[pool.name]) for pool in cluster.own_pools]
+    return {one.name: one for one in made}

@@ -26,8 +26,6 @@ class ServerMessage(StrictBody):
 
     tasks_per_slot: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     """Tasks of the usual mix that it serves in a slot."""
-    kwh_per_task: Annotated[float, Field(ge=0, le=1e3, allow_inf_nan=False)]
-    """Energy of one of them, site included."""
 
 
 class RegionMessage(StrictBody):
@@ -102,10 +100,9 @@ class RegionsMessage(StrictBody):
         if with_forecast and self.has_forecast:
             forecast = np.array([one.forecast for one in regions], dtype=np.float64).T
         most = max(1, *(len(one.servers) for one in regions))
-        tasks, kwh = np.zeros((num, most)), np.zeros((num, most))
+        tasks = np.zeros((num, most))
         for i, one in enumerate(regions):
             tasks[i, : len(one.servers)] = [server.tasks_per_slot for server in one.servers]
-            kwh[i, : len(one.servers)] = [server.kwh_per_task for server in one.servers]
         return RegionState(
             slot_s=self.slot_s,
             latency_s=np.array(self.latency_s, dtype=np.float64),
@@ -117,7 +114,6 @@ class RegionsMessage(StrictBody):
             usd_per_kwh=np.array([one.usd_per_kwh for one in regions], dtype=np.float64),
             previous=np.eye(num) if self.previous is None else np.array(self.previous),
             server_tasks=tasks,
-            server_kwh=kwh,
             forecast_age_slots=self.forecast_age_slots,
         )
 

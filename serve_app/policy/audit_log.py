@@ -50,7 +50,6 @@ class AuditLog:
             max_bytes: Its length, and that of each old one.
         """
         self._path, self._max_bytes = path, max_bytes
-        self.num_lost = 0
         self._thread = ThreadPoolExecutor(1, "audit-log")
 
     def write(self, event: Event) -> None:
@@ -76,7 +75,6 @@ class AuditLog:
             if is_full:
                 self._rotate()
         except OSError as error:
-            self.num_lost += 1
             logger.error("audit log %s: %s; it lacks %s", self._path, error.strerror, line.decode())
 
     def _rotate(self) -> None:

@@ -17,7 +17,13 @@ from serve_app.http.decide_schema import PolicyCard
 from tokenyard import former_names
 from tokenyard.artifact import ArtifactError, NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION, find_registered
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion, rule_for
+from tokenyard.routing.artifact import (
+    PolicyArtifact,
+    learned_policy,
+    length_predictor,
+    resolve_champion,
+    rule_for,
+)
 from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.policies import (
     BASELINES,
@@ -113,7 +119,7 @@ def resolve_policy(
         if policy in (CHAMPION, CANDIDATE):
             return _registered_or_shipped(policy, scenario, registry_uri, stand_in is not None)
         if policy.endswith(".npz"):
-            artifact, source = resolve_champion("routing", scenario.name, path=policy)
+            artifact, source = resolve_champion(scenario.name, path=policy)
             return from_artifact(Path(policy).stem, artifact, source, scenario)
     except ArtifactError as error:
         if stand_in is None:
@@ -155,9 +161,7 @@ def _registered_or_shipped(
         logger.warning("serving what ships: %s", error)
     told: dict[str, str | None] = {"registry_error": error}
     try:
-        artifact, source = resolve_champion(
-            "routing", scenario.name, registry=lambda model: registered
-        )
+        artifact, source = resolve_champion(scenario.name, registry=lambda model: registered)
     except NoChampionError:
         rule = rule_for(scenario.name)
         loaded = from_baseline(rule, scenario)
@@ -244,7 +248,8 @@ def from_baseline(name: str, scenario: Scenario) -> LoadedPolicy:
     """
     make = partial(_make_baseline, name, scenario)
     make(np.random.default_rng(0))  # Missing parameters must show before the server starts.
-    predictor = None if scenario.output_length == "none" else _predictor_of(scenario)
+    is_told = scenario.output_length != "none"
+    predictor = length_predictor(load_model(scenario.workload)) if is_told else None
     card = PolicyCard(
         name=name,
         kind="baseline",
@@ -323,14 +328,6 @@ def _make_baseline(name: str, scenario: Scenario, rng: np.random.Generator) -> R
 
 def _context(scenario: Scenario, rng: np.random.Generator) -> PolicyContext:
     return PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers)
-
-
-def _predictor_of(scenario: Scenario) -> LengthPredictor:
-    lengths = load_model(scenario.workload).lengths
-    return LengthPredictor(
-        bin_edges_tokens=lengths.bin_edges_tokens,
-        mean_generated_tokens=lengths.mean_generated_tokens,
-    )
 
 
 def _hash_of(name: str, scenario: Scenario) -> str:

@@ -226,7 +226,7 @@ class PolicyManager:
         self.end_experiment("it was promoted")
         self._install(runner, "promoted", "after its experiment")
 
-    def roll_back(self, why: str = "asked") -> None:
+    def roll_back(self) -> None:
         """Let what decided before decide again; at once, since it was kept.
 
         Raises:
@@ -234,7 +234,7 @@ class PolicyManager:
         """
         if self.previous is None:
             raise ValueError("no other policy has decided before")
-        self._install(self.previous, "rolled back to", why)
+        self._install(self.previous, "rolled back to", "asked")
 
     def resume(
         self,

@@ -15,9 +15,8 @@ from ray.serve.handle import DeploymentHandle
 
 from serve_app.cluster import Cluster
 from serve_app.gateway import interpreter
-from serve_app.gateway.backends import Backend, ServeBackend
+from serve_app.gateway.backends import make_backends
 from serve_app.gateway.carrier import Carrier
-from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.rate_limits import RateLimits
@@ -79,17 +78,14 @@ class CarrierReplica:
         )
         manager.switch(cluster.baseline)
         metrics = Metrics()
-        self._external = [
-            ExternalBackend(pool, cluster.served_model, metrics) for pool in cluster.external_pools
-        ]
-        self._own = [ServeBackend(pool, pools[pool.name]) for pool in cluster.own_pools]
-        backends: dict[str, Backend] = {one.name: one for one in self._external}
-        backends |= {one.name: one for one in self._own}
+        self._pools = make_backends(cluster, pools, metrics)
         access.open()
         # Each carrier counts for itself while nobody counts for all.
         limits = RateLimits(access.limits_of)
         tracing = tracing_of(os.environ)
-        self._alone = Gateway(cluster, manager, backends, metrics, limits=limits, tracing=tracing)
+        self._alone = Gateway(
+            cluster, manager, self._pools, metrics, limits=limits, tracing=tracing
+        )
         self._access, self._decider = access, decider
         self._tokenizers = load_tokenizers(cluster)
         self._listener: Listener | None = None
@@ -143,10 +139,8 @@ class CarrierReplica:
             await asyncio.sleep(_END_POLL_S)
         await self._listener.stop()
         await self._carrier.stop()
-        for external in self._external:
-            await external.stop()
-        for own in self._own:
-            await own.stop()
+        for one in self._pools.values():
+            await one.stop()
         self._alone.manager.stop()
         if self._alone.tracing is not None:
             await asyncio.to_thread(self._alone.tracing.close)

@@ -39,6 +39,9 @@ CHECKED_WITH = "2.60.0"
 """Ray's version. Its base router's `_choose_replica_for_request` and `_replicas_list`, which
 `serve_app.router` replaces and reads, are private too."""
 
+_NAMESPACE = b"tokenyard-speed"
+"""Of our keys in the cluster's key-value store."""
+
 
 def check_version(version: str) -> None:
     """Refuse another version of Ray.
@@ -80,12 +83,12 @@ def scale_deployment(application: str, deployment: str, count: int) -> None:
     ray.get(controller.update_deployment_replicas.remote(target, count))
 
 
-def put_value(key: bytes, value: str, namespace: bytes) -> None:
+def put_value(key: bytes, value: str) -> None:
     """Keep a text in the cluster's key-value store."""
-    internal_kv._internal_kv_put(key, value, namespace=namespace)
+    internal_kv._internal_kv_put(key, value, namespace=_NAMESPACE)
 
 
-def get_value(key: bytes, namespace: bytes) -> bytes | None:
+def get_value(key: bytes) -> bytes | None:
     """Return what is kept under a key; None: nothing."""
-    found: bytes | None = internal_kv._internal_kv_get(key, namespace=namespace)
+    found: bytes | None = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
     return found

@@ -12,7 +12,7 @@ SCENARIO = "conversation_mixed_gpus"
 
 def _ppo(env_steps: int, iterations: int, seeds: int) -> Experiment:
     trials = [
-        _trial("ppo", "response", SCENARIO, env_steps, "fleet", seed, iterations)
+        _trial("ppo", env_steps, seed, iterations, weights="response", scenario=SCENARIO)
         for seed in range(seeds)
     ]
     warm_up = partial(_compile_kernels, SCENARIO)

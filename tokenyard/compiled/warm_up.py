@@ -27,10 +27,9 @@ from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import fleet_stream, token_rows
+from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.branching import BranchingConfig
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.rollouts import RolloutSim
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.snapshot_table import (
@@ -47,11 +46,10 @@ _NUM_REQUESTS = 20
 
 
 def compile_batching() -> None:
-    """Replicas that batch, rollouts over them, and what a gateway knows of them."""
+    """Replicas that batch, and what a gateway knows of them."""
     _read_columns()
     scenario = load_scenario("azure_code_mixed_gpus_085")
-    drawn = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
-    stream = fleet_stream(drawn)
+    stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     sim = BatchingSim(scenario, 1, _NUM_REQUESTS)
     sim.load(0, stream)
     sim.best_ahead(0, 1.0)
@@ -62,7 +60,6 @@ def compile_batching() -> None:
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
     sim.run_residual(policy, 1.0)
-    RolloutSim(scenario, _NUM_REQUESTS, 1.0).sample(policy, stream, 5, 2, 1.0)
     _branch(scenario)
 
 

@@ -65,8 +65,6 @@ class RegionState:
     server_tasks: FloatArray
     """What every server can serve in a slot, tasks, shape (R, most servers of a region), in the
     order in which servers are turned on; 0 where there is none, or it is down."""
-    server_kwh: FloatArray
-    """Energy of a task there, site included, kWh; same shape."""
     forecast_age_slots: float = 0.0
     """Slots since the forecast was made."""
 
@@ -79,14 +77,6 @@ class RegionState:
     def capacity(self) -> FloatArray:
         """Tasks that all servers of a region can serve in a slot, shape (R,)."""
         return np.asarray(self.server_tasks.sum(axis=1))
-
-    @property
-    def active_capacity(self) -> FloatArray:
-        """Tasks that the servers can serve that are on or warming up, shape (R,)."""
-        order = np.cumsum(self.server_tasks > 0, axis=1)
-        return np.asarray(
-            np.where(order <= self.num_active[:, None], self.server_tasks, 0.0).sum(axis=1)
-        )
 
 
 @dataclass(frozen=True, eq=False)

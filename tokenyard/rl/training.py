@@ -19,14 +19,7 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
 
 from tokenyard.rl.columnar.env_runner import CLIPPED_FRACTION, REWARD_PER_REQUEST
-from tokenyard.rl.routing.export import (
-    Equivariant,
-    RouterModule,
-    export_correction,
-    export_linear,
-    export_network,
-)
-from tokenyard.rl.routing.linear import LinearActor
+from tokenyard.rl.routing.export import export_policy
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.simulator.streams import StreamSource
 
@@ -248,11 +241,7 @@ class RllibTraining(RllibLearner[StreamSource]):
 
     def artifact(self, metrics: Mapping[str, float], lineage: Mapping[str, str]) -> PolicyArtifact:
         """The greedy policy of the present weights."""
-        module: RouterModule = self.module
-        made = (self._trained_for, self._trainer)
-        if isinstance(module, Equivariant):
-            return export_correction(module, *made, metrics, lineage)
-        if isinstance(module, LinearActor):
-            return export_linear(module, *made, metrics, lineage)
-        expected_finish = bool(self._config.env_config["expected_finish"])
-        return export_network(module, *made, expected_finish, metrics, lineage)
+        return export_policy(
+            self.module, self._trained_for, self._trainer, metrics, lineage,
+            expected_finish=bool(self._config.env_config["expected_finish"]),
+        )  # fmt: skip

@@ -231,7 +231,6 @@ def learned_policy(artifact: PolicyArtifact, started_at: datetime | None = None)
 
 
 def resolve_champion(
-    problem: str,
     scenario: str,
     path: str | Path | None = None,
     registry: RegistryLookup | None = None,
@@ -245,7 +244,7 @@ def resolve_champion(
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
-        problem, scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
+        "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
         rule_for,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from tokenyard.metrics import percentile
 from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tokenyard.routing.gate import (
     FULL_LOAD,
@@ -62,13 +61,6 @@ class Judge:
         """The rule to be beaten."""
         parts = gate_streams(source, num_streams, recorded=recorded)
         self._gate = Gate(source, names, parts)
-
-    @property
-    def bar_p99_s(self) -> float:
-        """That rule's 99th percentile of response times at the scenario's load, seconds."""
-        runs = self._gate.runs[FULL_LOAD][self.bar]
-        tails = [percentile(one.outcomes.offered_response_s, 99.0) for one in runs]
-        return float(np.mean(tails))
 
     def __call__(self, policy: PolicyArtifact | Decide) -> dict[str, float]:
         """What a policy does at the scenario's load, and how it stands beside the rules."""

@@ -48,7 +48,7 @@ class ArtifactMetadata(FrozenModel):
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
-    """Algorithm that made it: policy_search, rollouts, ppo, a2c or dqn."""
+    """Algorithm that made it: policy_search, ppo, a2c or dqn."""
     num_replicas: int | None
     """Replicas it decides between, in the order it was trained on; None: any."""
     expected_finish: bool = True

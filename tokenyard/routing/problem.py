@@ -231,7 +231,7 @@ def _found(
     Raises:
         NoChampionError: There is none; it names the rule that decides in its place.
     """
-    artifact, source = resolve_champion("routing", scenario.name, path, registry)
+    artifact, source = resolve_champion(scenario.name, path, registry)
     metadata = artifact.metadata
     if metadata.num_replicas not in (None, scenario.num_servers):
         raise ValueError(

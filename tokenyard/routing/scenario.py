@@ -362,11 +362,6 @@ def scenario_names() -> list[str]:
     return shipped_names("tokenyard", "scenarios/routing")
 
 
-def workload_names() -> list[str]:
-    """Names of the workloads that play on any fleet as WORKLOAD@FLEET, sorted."""
-    return shipped_names("tokenyard", _WORKLOADS)
-
-
 def load_scenario(name: str) -> Scenario:
     """Read a shipped scenario by name, WORKLOAD@FLEET, or a YAML file by path.
 

@@ -307,7 +307,7 @@ def champion_or_rule(
         ArtifactError: What was found cannot be used.
     """
     try:
-        return resolve_champion("routing", scenario.name, path, registry)
+        return resolve_champion(scenario.name, path, registry)
     except NoChampionError:
         rule = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig()))
         return rule.artifact(), "no champion, but the best rule that a search begins at"

@@ -99,18 +99,18 @@ def test_the_registered_champion_is_evaluated_like_any_other(swept_long, runs, u
 
 
 def test_a_champion_is_promoted_and_taken_back(swept_long, uri):
-    better = ToyArtifact.keeping(3.0, trainer="by hand")
+    client, better = MlflowClient(uri), ToyArtifact.keeping(3.0, trainer="by hand")
     now, before = registry.enter(uri, MODEL, better, {"why": "a test"})
-    assert registry.aliases_of(uri, MODEL) == before
+    assert registry.aliases_of(client, MODEL) == before
     after = registry.promoted(before, now)
     known = {now, before["champion"]}
     assert registry.settle(uri, MODEL, after, known)
     found = registry.mlflow_lookup(uri)(MODEL)
     assert TOY.load_artifact(found.path).level == 3.0
-    assert registry.aliases_of(uri, MODEL)["previous"] == before["champion"] != now
+    assert registry.aliases_of(client, MODEL)["previous"] == before["champion"] != now
     assert not registry.settle(uri, MODEL, {"champion": "1"}, known={"99"})  # Somebody else's.
     assert registry.settle(uri, MODEL, before, known)
-    assert registry.aliases_of(uri, MODEL) == before
+    assert registry.aliases_of(client, MODEL) == before
 
 
 @pytest.fixture

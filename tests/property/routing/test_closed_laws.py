@@ -10,7 +10,8 @@ from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
-from tokenyard.routing.simulator.rollouts import RolloutSim
+from tokenyard.routing.simulator.branching import BranchingConfig
+from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 
 
@@ -126,5 +127,6 @@ def test_futures_of_closed_clients_are_not_played():
     """They would ask at other times than in the stream that is compared with."""
     scenario = load_scenario("code_generation@equal")
     stream = StreamSource(scenario).sample(50, np.random.default_rng(1))
+    branching = server_model(scenario).branching(scenario, 1000.0)
     with pytest.raises(ValueError, match="wait for answers"):
-        RolloutSim(scenario, 50, 1000.0).sample(None, stream, 1, 1, 1.0)
+        branching.sample(np.zeros(branching.num_features), stream, BranchingConfig())

@@ -1,13 +1,19 @@
 """The corrected policy: the rule without its network, and one function wherever it decides."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
-from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
-from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
+from tokenyard.routing.artifact import (
+    PolicyArtifact,
+    feature_scaling,
+    learned_policy,
+    resolve_champion,
+)
 from tokenyard.routing.equivariant import Observed, scorer_inputs
 from tokenyard.routing.observation import (
     NUM_COLUMNS,
@@ -30,11 +36,31 @@ MIXED, CHURN = "azure_code_mixed_gpus", "churn"
 seeds = st.integers(0, 2**32 - 1)
 
 
+def untrained(scenario_name=MIXED, num_weights=NUM_MARGINAL_WEIGHTS, hidden=8):
+    """The rule of least marginal delay, and a network that adds nothing."""
+    scenario = load_scenario(scenario_name)
+    start = SearchConfig(start=(0.0,) * num_weights)
+    rule = PolicySearch(scenario, start).artifact()
+    metadata = rule.metadata.model_copy(
+        update={
+            "kind": "corrected",
+            "activation": "tanh",
+            "scaling": feature_scaling(StreamSource(scenario).scaler),
+        }
+    )
+    arrays = dict(rule.arrays)
+    for kind, size in (("request", NUM_REQUEST_FEATURES), ("replica", LAYOUT.num_features)):
+        arrays |= {f"{kind}_mean": np.zeros(size), f"{kind}_std": np.ones(size)}
+    widths = (LAYOUT.num_inputs, hidden, hidden, 1)
+    for layer, (inputs, outputs) in enumerate(pairwise(widths)):
+        arrays |= {f"w{layer}": np.zeros((outputs, inputs)), f"b{layer}": np.zeros(outputs)}
+    return PolicyArtifact(metadata, arrays)
+
+
 def some_artifact(scenario_name=MIXED, seed=0, size=0.3):
     """A policy whose every number does something."""
     rng = np.random.default_rng(seed)
-    config = RolloutConfig(start=(0.0,) * NUM_MARGINAL_SLO_WEIGHTS, hidden=8)
-    fresh = RolloutImprovement(load_scenario(scenario_name), config).artifact()
+    fresh = untrained(scenario_name, NUM_MARGINAL_SLO_WEIGHTS)
     arrays = {
         name: np.abs(array) + rng.uniform(0.5, 2.0, array.shape)
         if name.endswith("_std")
@@ -118,7 +144,7 @@ def test_what_is_not_routable_changes_nothing():
 
 
 def test_without_a_network_it_is_the_rule():
-    artifact = RolloutImprovement(load_scenario(MIXED)).artifact()
+    artifact = untrained()
     table, rule = a_table(np.random.default_rng(1)), np.empty(4)
     best = marginal_scores(np.zeros(NUM_MARGINAL_WEIGHTS), 900.0, 40.0, 2000.0, 3.0, table, rule)
     assert scored(artifact, table)[0] == best
@@ -156,7 +182,7 @@ def test_it_decides_between_any_number_of_replicas():
 def test_it_survives_being_saved(tmp_path):
     artifact = some_artifact()
     artifact.save(tmp_path / "policy.npz")
-    found, _ = resolve_champion("routing", MIXED, path=tmp_path / "policy.npz")
+    found, _ = resolve_champion(MIXED, path=tmp_path / "policy.npz")
     assert found.sha256 == artifact.sha256
     assert found.needs_engine
 

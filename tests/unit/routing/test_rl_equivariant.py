@@ -14,7 +14,7 @@ from ray.rllib.utils.replay_buffers.episode_replay_buffer import EpisodeReplayBu
 from scipy.special import log_softmax
 
 from tokenyard.rl.routing.equivariant import LAYOUT, EquivariantActorCritic
-from tokenyard.rl.routing.export import export_correction
+from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, fleet
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.equivariant import rule_costs
@@ -151,7 +151,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
 ):
     source, sim = a_run(scenario)
     module = disturb(a_module(algorithm, source.scenario.num_servers))
-    export_correction(module, source, algorithm).save(tmp_path / "policy.npz")
+    export_policy(module, source, algorithm).save(tmp_path / "policy.npz")
     artifact = PolicyArtifact.load(tmp_path / "policy.npz")
     assert artifact.needs_engine
     policy = learned_policy(artifact)
@@ -200,7 +200,7 @@ def test_permuting_replicas_permutes_preferences_and_leaves_the_value(algorithm)
 def test_one_network_decides_between_any_number_of_replicas(num_replicas):
     source, sim = a_run(LOCAL)
     module = disturb(a_module("ppo", 3))
-    artifact = export_correction(module, source, "ppo")
+    artifact = export_policy(module, source, "ppo")
     which = np.arange(num_replicas) % 3
     for _ in range(100):
         sim.step(np.zeros(1, dtype=np.int64))
@@ -323,7 +323,7 @@ def test_the_target_network_follows_the_scorer_when_it_is_told_to():
 def test_validation_of_a_fresh_network_is_that_of_its_rule(scenario):
     source = StreamSource(load_scenario(scenario).model_copy(update={"requests_per_stream": 600}))
     module = a_module("ppo", source.scenario.num_servers, rule_weights=TUNED)
-    network = export_correction(module, source, "ppo")
+    network = export_policy(module, source, "ppo")
     metadata = network.metadata.model_copy(update={"kind": "marginal", "trainer": "policy_search"})
     validate = Validation(source, num_streams=2)
     ours, rule = validate(network), validate(PolicyArtifact(metadata, {"weights": np.array(TUNED)}))

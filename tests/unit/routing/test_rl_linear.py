@@ -11,7 +11,7 @@ from ray.rllib.evaluation.postprocessing import Postprocessing
 import envs
 from tokenyard.rl.columnar.columns import TriedActions
 from tokenyard.rl.columnar.learners import TRIED
-from tokenyard.rl.routing.export import export_linear
+from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, linear, linear_fleet
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.artifact import PolicyArtifact
@@ -56,7 +56,7 @@ def drawn(num_features, num=200, num_actions=3):
 def test_what_is_exported_are_the_weights(name, recipe, num_weights, num_limits, kind, tmp_path):
     learner, weights = a_learner(recipe, num_weights, num_limits)
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
-    export_linear(module, StreamSource(load_scenario(name)), "ppo").save(tmp_path / "policy.npz")
+    export_policy(module, StreamSource(load_scenario(name)), "ppo").save(tmp_path / "policy.npz")
     found = PolicyArtifact.load(tmp_path / "policy.npz")
     assert found.metadata.kind == kind
     assert found.arrays["weights"] == pytest.approx(weights, abs=1e-6)

@@ -11,7 +11,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
-from tokenyard.rl.routing.export import export_network
+from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, ours, paper
 from tokenyard.routing.artifact import learned_policy, network_preferences
 from tokenyard.routing.observation import observation_size
@@ -107,7 +107,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorith
     source, sim = a_run(expected_finish=recipe.expected_finish)
     module = a_module(algorithm, recipe)
     disturb(module)
-    artifact = export_network(module, source, algorithm, recipe.expected_finish)
+    artifact = export_policy(module, source, algorithm, expected_finish=recipe.expected_finish)
     policy = learned_policy(artifact)
     rng = np.random.default_rng(1)
     observations = sim.observe()
@@ -122,7 +122,7 @@ def test_the_export_carries_the_normaliser_and_survives_a_file(tmp_path):
     source, _ = a_run()
     module = a_module("ppo", ours())
     module.normaliser.update(torch.from_numpy(np.random.default_rng(0).normal(size=(99, 40))))
-    artifact = export_network(module, source, "ppo", True, metrics={"score": -1.5})
+    artifact = export_policy(module, source, "ppo", metrics={"score": -1.5})
     artifact.save(tmp_path / "policy.npz")
     loaded = type(artifact).load(tmp_path / "policy.npz")
     assert loaded.sha256 == artifact.sha256

@@ -27,5 +27,5 @@ def test_what_ships_orders_and_beats_the_rule_that_would_decide_without_it(name)
 @pytest.mark.parametrize("name", sorted(set(scenario_names()) - set(SHIPPED)))
 def test_where_no_champion_ships_the_best_tuned_rule_decides_and_is_named(name):
     with pytest.raises(NoChampionError):
-        resolve_champion("routing", name)
+        resolve_champion(name)
     assert PROBLEM.candidate(load_scenario(name), "champion").source == f"the rule {rule_for(name)}"

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from tokenyard.routing.scenario import ON, Scenario, load_scenario, workload_names
+from tokenyard.config import shipped_names
+from tokenyard.routing.scenario import ON, Scenario, load_scenario
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng, synthetic_streams
 from tokenyard.workload.sessions import mean_fresh_tokens, mean_think_s
 
+WORKLOADS = shipped_names("tokenyard", "scenarios/workloads")
 # Prompt, answer, share of the prompt that was sent before (nan: not published), think time.
 PUBLISHED = {
     "interactive_chat": (4000, 300, np.nan, 45),
@@ -28,7 +30,7 @@ def on(workload: str, fleet: str, **changes) -> Scenario:
 def test_there_are_seven_of_the_catalogue_and_three_of_mooncake():
     # The prompts of code_generation are cut to what the model can read; two workloads are our own.
     own = {"code_completion", "conversation_drift"}
-    assert {*PUBLISHED, *own, "code_generation"} == set(workload_names())
+    assert {*PUBLISHED, *own, "code_generation"} == set(WORKLOADS)
 
 
 @pytest.mark.parametrize("workload", sorted(PUBLISHED))
@@ -45,7 +47,7 @@ def test_means_are_those_published(workload):
 
 
 @pytest.mark.parametrize("fleet", ["equal", "mixed"])
-@pytest.mark.parametrize("workload", workload_names())
+@pytest.mark.parametrize("workload", WORKLOADS)
 def test_streams_come_at_the_rate_of_the_scenario(workload, fleet):
     scenario = on(workload, fleet)
     source = StreamSource(scenario)

@@ -13,8 +13,8 @@ from tokenyard.regions.types import RegionDecision
 
 
 def a_region(name, **changes):
-    servers = [{"tasks_per_slot": 5.6, "kwh_per_task": 0.002}] * 3
-    servers += [{"tasks_per_slot": 2.0, "kwh_per_task": 0.003}] * 2
+    servers = [{"tasks_per_slot": 5.6}] * 3
+    servers += [{"tasks_per_slot": 2.0}] * 2
     fields = {
         "region_id": name, "arrivals": [6.0, 7.0], "forecast": [7.0, 8.0, 9.0], "waiting": 1.0,
         "used": 0.6, "num_active": 2, "usd_per_kwh": 0.2, "servers": servers,

@@ -100,5 +100,5 @@ def test_a_policy_file_with_a_former_key_is_refused(tmp_path):
 
 def test_champions_go_by_the_new_names():
     scenario = "azure_code_slo"
-    artifact, source = resolve_champion("routing", scenario)
+    artifact, source = resolve_champion(scenario)
     assert (artifact.metadata.scenario, source) == (scenario, f"shipped routing/{scenario}")

@@ -145,7 +145,7 @@ def test_the_champion_alias_moves_only_to_what_is_accepted(client, experiment_id
         return registry.register(client, MODEL, run_id, policy, lambda: accepted)
 
     def aliases():
-        return registry.aliases_of(client.tracking_uri, MODEL)
+        return registry.aliases_of(client, MODEL)
 
     refused = enter(a_policy(0.0, "ppo"), accepted=False)
     assert refused.alias == "candidate"

@@ -28,7 +28,7 @@ def test_shipped_champions_are_under_a_megabyte_in_all():
 def test_every_scenario_has_a_champion_of_its_own_or_a_rule_that_can_be_made(name):
     scenario = load_scenario(name)
     try:
-        artifact, source = resolve_champion("routing", name)
+        artifact, source = resolve_champion(name)
     except NoChampionError:
         context = PolicyContext(name, scenario.slo, np.random.default_rng(0), scenario.num_servers)
         make_policy(rule_for(name), context)

@@ -90,7 +90,7 @@ def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name
         assert config.seed == trial["seed"]
 
 
-def test_a_share_of_the_budget_is_at_least_one_generation_or_round():
+def test_a_share_of_the_budget_is_at_least_one_generation():
     for trial in routing.fleet().fitted({}, 2, 0, 0.01).designed_trials(3):
         assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
 

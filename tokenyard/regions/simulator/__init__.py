@@ -41,7 +41,7 @@ class RegionSim:
         self.forecasts = forecaster.forecast_all(stream)
         self.num_failures = 0
         self._plain_latency = self.cluster.latency_s
-        self._server_tasks, self._server_kwh = _server_tables(scenario, self.cluster)
+        self._server_tasks = _server_tasks(scenario, self.cluster)
         self._slots_of = _padded_index(self.cluster)
         self.arrays = _make_arrays(scenario, self.cluster, stream)
         num = self.cluster.num_regions
@@ -95,7 +95,6 @@ class RegionSim:
             usd_per_kwh=t.prices[slot],
             previous=self.shares,
             server_tasks=tasks,
-            server_kwh=self._server_kwh,
         )
 
     def step(self, decision: RegionDecision) -> FloatArray:
@@ -155,15 +154,10 @@ def _dealt(count: int) -> IntArray:
     return np.argsort((np.arange(count) * 0.618033988749895) % 1.0)
 
 
-def _server_tables(scenario: RegionScenario, cluster: Cluster) -> tuple[FloatArray, FloatArray]:
-    kinds = list(scenario.kinds.values())
+def _server_tasks(scenario: RegionScenario, cluster: Cluster) -> FloatArray:
     tasks = scenario.slot_s / cluster.mean_service_s
-    tdp = np.array([k.tdp_w for k in kinds])
-    kwh = tdp * cluster.mean_service_s / 3.6e6 * scenario.prices.pue
     index = _padded_index(cluster)
-    there = index >= 0
-    kind = cluster.kind[index]
-    return np.where(there, tasks[kind], 0.0), np.where(there, kwh[kind], 0.0)
+    return np.where(index >= 0, tasks[cluster.kind[index]], 0.0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,94 +30,46 @@ RouterModule = RouterActorCritic | RouterQNetwork | Equivariant | LinearActor
 """A module that can be exported."""
 
 
-def export_network(
-    module: RouterActorCritic | RouterQNetwork,
+def export_policy(
+    module: RouterModule,
     source: StreamSource,
     trainer: str,
-    expected_finish: bool,
     metrics: Mapping[str, float] | None = None,
     lineage: Mapping[str, str] | None = None,
+    *,
+    expected_finish: bool = True,
 ) -> PolicyArtifact:
-    """Export the greedy policy of a network that reads the whole observation, kind `mlp`.
+    """Export a greedy policy.
+
+    A network that reads the whole observation is of kind `mlp`, one that corrects a rule of kind
+    `corrected`, and weights alone are of the kind that policy search exports.
 
     Args:
         module: The learner's module.
         source: Traffic it was trained on: gives the feature scaling and the length predictor.
         trainer: Algorithm that trained it.
-        expected_finish: Whether its observation holds finish times.
         metrics: What it scored, for the record.
         lineage: What it was made from, for the record.
+        expected_finish: Whether the whole observation holds finish times.
     """
-    metadata = _metadata(
-        source, trainer, metrics, lineage, kind="mlp", num_replicas=source.scenario.num_servers,
-        expected_finish=expected_finish, residual_scale=module.residual_scale,
-    )  # fmt: skip
-    arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
-    return PolicyArtifact(metadata, arrays | layer_arrays(weights_of(module.policy_layers)))
-
-
-def export_correction(
-    module: Equivariant,
-    source: StreamSource,
-    trainer: str,
-    metrics: Mapping[str, float] | None = None,
-    lineage: Mapping[str, str] | None = None,
-) -> PolicyArtifact:
-    """Export the greedy policy of a network that corrects a rule, kind `corrected`.
-
-    Args:
-        module: The learner's module.
-        source: Traffic it was trained on.
-        trainer: Algorithm that trained it.
-        metrics: What it scored, for the record.
-        lineage: What it was made from, for the record.
-    """
-    metadata = _metadata(
-        source, trainer, metrics, lineage, kind="corrected", num_replicas=None, activation="tanh"
-    )
-    scorer = module.policy
-    *hidden, (weight, bias) = weights_of(linear_layers(scorer.network))
-    # A corrected policy takes the network's output off costs in SLOs, not off scaled ones.
-    last = (weight / module.residual_scale, bias / module.residual_scale)
-    arrays = moment_arrays(module.normaliser.request, "request_")
-    arrays |= moment_arrays(module.normaliser.replica, "replica_")
-    arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
-    return PolicyArtifact(metadata, arrays | layer_arrays([*hidden, last]))
-
-
-def export_linear(
-    module: LinearActor,
-    source: StreamSource,
-    trainer: str,
-    metrics: Mapping[str, float] | None = None,
-    lineage: Mapping[str, str] | None = None,
-) -> PolicyArtifact:
-    """Export the greedy policy of an actor that has weights alone, as policy search does.
-
-    Args:
-        module: The learner's module.
-        source: Traffic it was trained on.
-        trainer: Algorithm that trained it.
-        metrics: What it scored, for the record.
-        lineage: What it was made from, for the record.
-    """
-    scenario, servers = source.scenario, server_model(source.scenario)
-    metadata = _metadata(
-        source, trainer, metrics, lineage, kind=servers.linear_kind,
-        num_replicas=None if servers.refuses else scenario.num_servers,
-    )  # fmt: skip
-    return PolicyArtifact(metadata, {"weights": module.all_weights})
-
-
-def _metadata(
-    source: StreamSource,
-    trainer: str,
-    metrics: Mapping[str, float] | None,
-    lineage: Mapping[str, str] | None,
-    **of_the_kind: Any,
-) -> ArtifactMetadata:
     scenario = source.scenario
-    return ArtifactMetadata(
+    of_the_kind: dict[str, Any]
+    if isinstance(module, LinearActor):
+        servers = server_model(scenario)
+        num_replicas = None if servers.refuses else scenario.num_servers
+        of_the_kind = {"kind": servers.linear_kind, "num_replicas": num_replicas}
+        arrays = {"weights": module.all_weights}
+    elif isinstance(module, Equivariant):
+        of_the_kind = {"kind": "corrected", "num_replicas": None, "activation": "tanh"}
+        arrays = _correction_arrays(module)
+    else:
+        of_the_kind = {
+            "kind": "mlp", "num_replicas": scenario.num_servers,
+            "expected_finish": expected_finish, "residual_scale": module.residual_scale,
+        }  # fmt: skip
+        arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
+        arrays |= layer_arrays(weights_of(module.policy_layers))
+    metadata = ArtifactMetadata(
         scenario=scenario.name,
         trainer=trainer,
         slo_response_s=scenario.slo_response_s,
@@ -129,6 +81,18 @@ def _metadata(
         lineage=lineage or {},
         **of_the_kind,
     )
+    return PolicyArtifact(metadata, arrays)
+
+
+def _correction_arrays(module: Equivariant) -> dict[str, FloatArray]:
+    scorer = module.policy
+    *hidden, (weight, bias) = weights_of(linear_layers(scorer.network))
+    # A corrected policy takes the network's output off costs in SLOs, not off scaled ones.
+    last = (weight / module.residual_scale, bias / module.residual_scale)
+    arrays = moment_arrays(module.normaliser.request, "request_")
+    arrays |= moment_arrays(module.normaliser.replica, "replica_")
+    arrays["weights"] = scorer.rule_weights.detach().cpu().numpy().astype(np.float64)
+    return arrays | layer_arrays([*hidden, last])
 
 
 def _normaliser_arrays(normaliser: nn.Module, size: int) -> dict[str, FloatArray]:

@@ -11,7 +11,6 @@ from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
 from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.columnar.sampling import Implementation
-from tokenyard.rl.routing.rollouts import RolloutConfig, RolloutImprovement
 from tokenyard.rl.routing.training import MARGINAL_DELAY, Recipe, build_config, recipe
 from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
@@ -26,7 +25,7 @@ from tokenyard.routing.simulator.streams import StreamSource
 class RoutingTrialConfig(TrialConfig):
     """What a routing trial is made from."""
 
-    algorithm: Literal["ppo", "a2c", "dqn", "policy_search", "rollouts"]
+    algorithm: Literal["ppo", "a2c", "dqn", "policy_search"]
     env: str = "LoadBalancingEnv"
     """Name that `register_env` registers."""
     implementation: Implementation = "tokenyard"
@@ -47,7 +46,7 @@ class RoutingTrialConfig(TrialConfig):
     """Generations of policy search before an RLlib trial: what they found is then corrected in
     place of the tuned rule. Their CPU time is the trial's own. A flat network has none."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
-    """Generations of policy search, or rounds of rollouts, between two results."""
+    """Generations of policy search between two results."""
 
     def adapted_recipe(self, slo_s: float) -> Recipe:
         """The recipe with what this trial changes, for a scenario of this SLO, seconds.
@@ -79,11 +78,9 @@ class RoutingTrialConfig(TrialConfig):
         return {**super().lineage(scenario), "recipe": self.recipe, **lineage_of(scenario)}
 
     def hyperparameters(self, scenario: Scenario) -> dict[str, float | str]:
-        """Reward, recipe and network; of searches, their objective and size."""
+        """Reward, recipe and network; of a search, its objective and size."""
         if self.algorithm == "policy_search":
             return flat_numbers(self._search_config(scenario))
-        if self.algorithm == "rollouts":
-            return flat_numbers(self._rollout_config())
         adapted = self.adapted_recipe(scenario.slo_response_s)
         own = adapted.algorithms[self.algorithm]
         return {
@@ -98,15 +95,11 @@ class RoutingTrialConfig(TrialConfig):
         """Build the learner that the fields name.
 
         Raises:
-            ValueError: An RLlib trial without `register_env`, a flat network for a fleet, or
-                rollouts without one.
+            ValueError: An RLlib trial without `register_env`, or a flat network for a fleet.
         """
         if self.algorithm == "policy_search":
             search = PolicySearch(scenario, self._search_config(scenario), self.seed)
             return SearchTraining(search, self.generations_per_iteration)
-        if self.algorithm == "rollouts":
-            improvement = RolloutImprovement(scenario, self._rollout_config(), self.seed)
-            return SearchTraining(improvement, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
         if scenario.fleet is not None and adapted.network == "flat":
             raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
@@ -142,9 +135,6 @@ class RoutingTrialConfig(TrialConfig):
         for _ in range(self.warm_start_generations):
             search.step()
         return tuple(search.weights.tolist())
-
-    def _rollout_config(self) -> RolloutConfig:
-        return RolloutConfig(load_factor=recipe(self.recipe).randomisation.load_factor)
 
     def _algorithm_config(
         self,

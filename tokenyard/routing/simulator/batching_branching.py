@@ -23,6 +23,7 @@ from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
 from tokenyard.routing.simulator.batching_kernel.iteration import advance
 from tokenyard.routing.simulator.batching_kernel.layout import replica_of
+from tokenyard.routing.simulator.batching_kernel.lookahead import copy_row
 from tokenyard.routing.simulator.batching_kernel.step import place
 from tokenyard.routing.simulator.batching_kernel.view import fill_table
 from tokenyard.routing.simulator.batching_streams import Stream, fleet_stream
@@ -35,8 +36,10 @@ from tokenyard.routing.simulator.branching import (
     BranchingConfig,
 )
 from tokenyard.routing.simulator.order import LAST
-from tokenyard.routing.simulator.rollouts import AHEAD, PLAYED, branch_off, is_over
 from tokenyard.types import FloatArray
+
+PLAYED, AHEAD = 0, 1
+"""Copies of the fleet: that of the stream, and that in which futures are played."""
 
 
 class BatchingBranching(Branching):
@@ -69,6 +72,44 @@ class BatchingBranching(Branching):
             self._costs_from, self._tried, self._costs_s, self._counts,
         )  # fmt: skip
         return found
+
+
+@compiled
+def _is_over(fleet, copy, index):
+    """Whether nothing more will become of a request."""
+    outcome = fleet.outcomes[copy, index]
+    dropped = outcome[lay.SERVER] < 0.0 and outcome[lay.ATTEMPTS] > 0.0
+    return not math.isnan(outcome[lay.FINISH_S]) or outcome[lay.GAVE_UP] != 0.0 or dropped
+
+
+@compiled
+def _copy(source, target):
+    """Copy a row; assigning an array to a slice would allocate."""
+    for at in range(source.shape[0]):
+        target[at] = source[at]
+
+
+@compiled
+def _branch_off(fleet, first, last):
+    """Make the copy for futures equal to the one that is played, for requests first..last-1."""
+    for server in range(fleet.replica_params.shape[1]):
+        copy_row(fleet.state[PLAYED, server], fleet.rules, fleet.state[AHEAD, server])
+        _copy(fleet.tables[PLAYED, server], fleet.tables[AHEAD, server])
+        for router in range(fleet.routers.shape[1]):
+            _copy(fleet.routers[PLAYED, router, server], fleet.routers[AHEAD, router, server])
+        for kind in range(fleet.links.shape[2]):
+            _copy(fleet.links[PLAYED, server, kind], fleet.links[AHEAD, server, kind])
+        for kind in range(fleet.block_s.shape[2]):
+            _copy(fleet.block_s[PLAYED, server, kind], fleet.block_s[AHEAD, server, kind])
+    for word in range(fleet.cached.shape[1]):
+        _copy(fleet.cached[PLAYED, word], fleet.cached[AHEAD, word])
+    _copy(fleet.clock[PLAYED], fleet.clock[AHEAD])
+    size = fleet.retries.shape[1]
+    for ahead in range(int(fleet.clock[PLAYED, lay.RETRY_COUNT])):
+        slot = (int(fleet.clock[PLAYED, lay.RETRY_HEAD]) + ahead) % size
+        fleet.retries[AHEAD, slot] = fleet.retries[PLAYED, slot]
+    for index in range(first, last):
+        _copy(fleet.outcomes[PLAYED, index], fleet.outcomes[AHEAD, index])
 
 
 @compiled
@@ -119,7 +160,7 @@ def _play_on(
     fleet, weights, mean_total_tokens, slo_s, prices, scores, choice, first, last, counts
 ):  # fmt: skip
     """Play one future to its end; return what requests `first` to `last` - 1 pay there."""
-    branch_off(fleet, first, last)
+    _branch_off(fleet, first, last)
     place(fleet, AHEAD, choice, LAST)
     find_decision(fleet, AHEAD)
     counts[0] += 1
@@ -132,7 +173,7 @@ def _play_on(
         advance(replica_of(fleet, AHEAD, replica), math.inf)
     paid = 0.0
     for index in range(first, last):
-        if is_over(fleet, PLAYED, index):
+        if _is_over(fleet, PLAYED, index):
             continue
         outcome = fleet.outcomes[AHEAD, index]
         response_s = outcome[lay.FINISH_S] - fleet.requests[AHEAD, index, lay.ARRIVAL_S]
@@ -157,7 +198,7 @@ def _sample(
     while fleet.clock[PLAYED, lay.CURRENT] >= 0.0 and found < tried.shape[0]:
         current = int(fleet.clock[PLAYED, lay.CURRENT])
         chosen = _decide(fleet, PLAYED, weights, mean_total_tokens, slo_s, scores[0])
-        while first < current and is_over(fleet, PLAYED, first):
+        while first < current and _is_over(fleet, PLAYED, first):
             first += 1
         num_close = 0
         for replica in range(num):
