@@ -378,7 +378,7 @@ class Lifecycle:
         """Make an experiment again, with its evidence; a canary that none may be now has ended."""
         runner = stored.policy.runner(self._manager)
         made = self._manager.make_experiment(
-            runner, stored.mode, stored.share, stored.alpha, stored.started_s
+            champion, runner, stored.mode, stored.share, stored.alpha, stored.started_s
         )
         made.restore(stored.evidence)
         if made.mode == "canary":

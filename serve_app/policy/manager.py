@@ -26,7 +26,7 @@ from serve_app.policy.runner import (
     deciders_of,
     warm_up,
 )
-from serve_app.policy.same_order import check_canary
+from serve_app.policy.same_order import check_canary, order_difference
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
 from tokenyard.routing.policies.delay import mark_safe
@@ -199,17 +199,24 @@ class PolicyManager:
         runner = self.runner(policy, prepared or self.prepare(policy), explore)
         if mode == "canary":
             check_canary(self.policy, runner)
-        experiment = self.make_experiment(runner, mode, share, alpha, time.time())
+        experiment = self.make_experiment(self.policy, runner, mode, share, alpha, time.time())
         self.end_experiment("another one began")
         self.experiment = experiment
         self._note(f"{mode} began", runner, f"share {experiment.share:g}")
         return experiment
 
     def make_experiment(
-        self, runner: PolicyRunner, mode: Mode, share: float, alpha: float, started_s: float
+        self,
+        champion: PolicyRunner,
+        runner: PolicyRunner,
+        mode: Mode,
+        share: float,
+        alpha: float,
+        started_s: float,
     ) -> Experiment:
-        """Make an experiment; see `Experiment` for arguments and errors."""
-        return Experiment(runner, mode, share, started_s, alpha, self._settings)
+        """Make an experiment beside `champion`; see `Experiment` for the others and for errors."""
+        difference = order_difference(champion, runner)
+        return Experiment(runner, mode, share, started_s, alpha, self._settings, difference)
 
     def end_experiment(self, why: str) -> None:
         """End the experiment that runs, if any does."""

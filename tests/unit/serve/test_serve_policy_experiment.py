@@ -77,6 +77,35 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
     check(test, circuit_breaker={"budget_s": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("shadow", "withheld"),
+    [
+        ("sed+sjf@20", None),
+        ("marginal_delay+sjf@20", None),
+        ("sed+sjf@20:1", "sjf@20:1"),
+        ("sed", "first"),
+    ],
+)
+def test_gains_of_a_shadow_that_orders_otherwise_are_withheld_and_it_says_why(shadow, withheld):
+    async def test(client, pools, gateway):
+        gateway.manager.switch("sed+sjf@20", explore_fraction=0.05)
+        await act(client, "shadow", policy=shadow)
+        assert await ask(client, 110) == [200] * 110
+        running = gateway.manager.experiment.shadow
+        await settled(lambda: running.num_asked == 110)
+        await settled(lambda: len(running._settled) == 110)
+        assert bool(running.estimates()) == (withheld is None)
+        seen = (await client.get(PATH)).json()["experiment"]
+        assert (seen["gains_withheld"] is None) == (withheld is None)
+        if withheld is not None:
+            assert withheld in seen["gains_withheld"]
+            assert seen["estimated_gains"] == {}
+        # What is compared is the replica, whatever the order; 5 % are drawn at random.
+        assert seen["agreement_fraction"] > 0.8
+
+    check(test, circuit_breaker={"budget_s": 1.0})
+
+
 def test_a_shadow_agrees_where_only_the_turn_of_idle_replicas_differs():
     async def test(client, pools, gateway):
         gateway.manager.switch("sed")
