@@ -14,6 +14,8 @@ from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.gateway.decision_rows import FORMAT_VERSION
 from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy
+from tokenyard.cross_entropy import FinetuneConfig
+from tokenyard.routing import finetune as of_routing
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.decision_log import FORMAT_VERSIONS, fleet_of, read_log, windows_of
@@ -200,6 +202,43 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, mo
     assert resolve_policy("candidate", SCENARIO, uri).card.sha256 == candidate.sha256
     # There is still no champion: a candidate is not one before it has been on trial.
     assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
+
+
+def test_a_candidate_has_to_beat_the_rule_that_was_served_and_not_only_the_champion(
+    log, monkeypatch
+):
+    champion, scenario = a_poor_champion(), load_scenario(SCENARIO)
+    decisions, _ = read_log(log)
+    twin = replay.fit_speeds(fleet_of(decisions, scenario, SCENARIO), windows_of(decisions, 10)[:4])
+    # Least marginal delay: better than the champion, and than no good rule.
+    better = np.zeros(NUM_MARGINAL_WEIGHTS)
+    monkeypatch.setattr(of_routing, "search", lambda *_: (better, [0.9]))
+    monkeypatch.setattr(of_routing.replay, "fit_speeds", lambda *_: twin)
+
+    def found(label):
+        served = [replace(one, policy=label) for one in decisions]
+        config = FinetuneConfig(windows=10, held_out=0.6)
+        return of_routing.finetune(champion, served, scenario, config, {})
+
+    by_champion = found(f"poor@{champion.sha256}")
+    assert by_champion.objection is None
+    assert "with the champion, which was served" in by_champion.remark
+    row = by_champion.row()
+    assert row["delta_served_ci_high"] == row["delta_mean_ci_high"] < 0
+
+    by_rule = found("tuned_marginal_delay+wspt@0123")
+    assert by_rule.row()["delta_mean_ci_high"] == row["delta_mean_ci_high"]
+    assert by_rule.row()["delta_served_ci_high"] > 0
+    assert "the rule tuned_marginal_delay+wspt, which was served" in by_rule.objection
+
+    by_poor_rule = found("round_robin@0123")
+    assert by_poor_rule.objection is None
+    assert by_poor_rule.row()["delta_served_mean_fraction"] < 0
+
+    # What cannot be run here is not compared with, and that is said.
+    unknown = found("other@0123")
+    assert unknown.objection is None
+    assert "and not with other@0123, which was served" in unknown.remark
 
 
 def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
