@@ -158,15 +158,15 @@ class Soak:
     async def _change(self, http: httpx.AsyncClient) -> None:
         changes: list[tuple[str, dict[str, object]]] = [
             ("/v1/policies", {"action": "shadow", "policy": "sed"}),
-            ("/v1/policies", {"action": "canary", "policy": "sed", "share": 0.2}),
             ("/v1/policies", {"action": "promote"}),
+            # Neither of the two orders what waits, else there would be no canary.
+            ("/v1/policies", {"action": "canary", "policy": "least_loaded", "share": 0.2}),
             ("/v1/policies", {"action": "rollback"}),
             ("/v1/policy", {"policy": "least_loaded"}),
             ("/v1/policies", {"action": "rollback"}),
         ]
         for path, body in itertools.cycle(changes):
             await asyncio.sleep(self._args.change_every_s)
-            # A canary may have been stopped meanwhile: then there is nothing to promote.
             await http.post(path, json=body)
             self.seen.changes += 1
 

@@ -6,8 +6,9 @@
 
 The first part of the log is learned from, the last part judges. Methods:
 `tokenyard.routing.finetune`, `tokenyard.allocation.finetune`. The result is offered, as a file and
-as the alias `candidate`, only if it beats the champion on the last part. It decides nothing before
-it has been in the shadow: `POST /v1/policies`.
+as the alias `candidate`, only if it beats the champion on the last part, and the rule that the log
+was served by where that was not the champion. It decides nothing before it has been in the shadow:
+`POST /v1/policies`.
 """
 
 from __future__ import annotations

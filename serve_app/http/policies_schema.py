@@ -65,9 +65,14 @@ class ExperimentAnswer(BaseModel):
     stops_at_log_capital: float | None = None
     decisions_compared: int | None = None
     agreement_fraction: float | None = None
+    """Of these, in how many a shadow names the same replica; in which order requests wait is not
+    compared."""
     decisions_failed: int | None = None
     decisions_left_out: int | None = None
     estimated_gains: dict[str, EstimateAnswer] = {}
+    gains_withheld: str | None = None
+    """Why there are no estimated gains, however long a shadow runs: it orders otherwise what waits;
+    null: there are."""
 
 
 class PoliciesAnswer(BaseModel):
@@ -149,6 +154,7 @@ def _describe_experiment(experiment: Experiment) -> ExperimentAnswer:
             "agreement_fraction": _share(shadow.num_agreed, shadow.num_asked),
             "decisions_failed": shadow.num_failed,
             "decisions_left_out": shadow.num_left_out,
+            "gains_withheld": shadow.withheld,
             "estimated_gains": {
                 key: EstimateAnswer(**{k: _or_none(v) for k, v in one._asdict().items()})
                 for key, one in shadow.gains.items()

@@ -46,6 +46,10 @@ _ESTIMATES_EVERY_S = 2.0
 _MAX_OPEN = 10_000
 _MAX_QUEUED = 1_000
 _FEW = 100
+_WITHHELD = (
+    "{}: what is logged is the outcome under the one order, and no choice of replica says what it "
+    "would be under the other"
+)
 _SHADOW_COUNTS = ("num_asked", "num_agreed", "num_failed", "num_left_out")
 
 
@@ -128,10 +132,25 @@ class _Open:
 
 
 class Shadow:
-    """Asks a policy what it would have done, and estimates what that would have changed."""
+    """Asks a policy what it would have done, and estimates what that would have changed.
 
-    def __init__(self, policy: PolicyRunner, settings: CircuitBreakerSettings) -> None:
-        """Start the thread."""
+    Two decisions are the same where they name the same replica: order keys are not compared.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyRunner,
+        settings: CircuitBreakerSettings,
+        order_difference: str | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            policy: Is asked.
+            settings: Of its circuit breaker.
+            order_difference: How it orders what waits otherwise than the policy that decides
+                (`serve_app.policy.same_order`); None: alike.
+        """
         # One failure is enough: nobody depends on it.
         strict = settings.model_copy(update={"failures_to_open": 1})
         self._timeouts = Timeouts.in_thread(settings.budget_s)
@@ -150,6 +169,8 @@ class Shadow:
         """Decisions that it was not asked about, because it did not keep up or was skipped."""
         self.gains: dict[str, Interval] = {}
         """The last `estimates`."""
+        self.withheld = order_difference and _WITHHELD.format(order_difference)
+        """Why there are no estimates, however many decisions there are; None: there are."""
         self._ends = threading.Event()
         self._queue: queue.Queue[_Asked | None] = queue.Queue(_MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="shadow", daemon=True)
@@ -186,8 +207,11 @@ class Shadow:
 
         Shares that attained their SLO (`attained`) by importance weighting, plain and
         self-normalised; mean responses (`response_s`) doubly robust, with the expected delay as
-        the model. Empty before there are enough decisions with a propensity.
+        the model. Empty before there are enough decisions with a propensity, and where the two
+        order what waits otherwise (`withheld`).
         """
+        if self.withheld is not None:
+            return {}
         with self._lock:
             rows = [one for one in self._settled if one[0].propensity]
         if len(rows) < _FEW:
@@ -273,6 +297,7 @@ class Experiment:
         started_s: float,
         alpha: float,
         settings: CircuitBreakerSettings,
+        order_difference: str | None = None,
     ) -> None:
         """Begin.
 
@@ -283,6 +308,7 @@ class Experiment:
             started_s: Unix time, seconds.
             alpha: Chance, at most, to stop a canary that changes nothing.
             settings: Of the shadow's circuit breaker.
+            order_difference: As for `Shadow`.
 
         Raises:
             ValueError: The share is not in (0, MAX_SHARE].
@@ -299,7 +325,7 @@ class Experiment:
         """Why it was ended; None: it goes on."""
         self.verdicts = Verdicts()
         self.test = SequentialTest(share, alpha) if mode == "canary" else None
-        self.shadow = Shadow(policy, settings) if mode == "shadow" else None
+        self.shadow = Shadow(policy, settings, order_difference) if mode == "shadow" else None
 
     @property
     def running(self) -> bool:

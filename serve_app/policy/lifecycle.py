@@ -25,6 +25,7 @@ from serve_app.policy.champion_alias import (
 from serve_app.policy.experiment import Experiment
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
+from serve_app.policy.same_order import OrdersDiffer, check_canary
 from serve_app.policy.state import (
     Configured,
     Remembers,
@@ -165,7 +166,8 @@ class Lifecycle:
 
         Raises:
             ValueError: The policy cannot be used.
-            Conflict: There is nothing to promote, stop or go back to, or no registry to write to.
+            Conflict: There is nothing to promote, stop or go back to, no registry to write to, or a
+                canary whose requests would wait by other keys than the champion's.
         """
         if body.action == "rollback":
             self._roll_back()
@@ -203,7 +205,10 @@ class Lifecycle:
             if body.policy == RAY_DEFAULT:
                 raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
             prepared = await asyncio.to_thread(manager.prepare, body.policy)
-            manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
+            try:
+                manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
+            except OrdersDiffer as error:
+                raise Conflict(str(error)) from None
         elif body.action == "stop":
             if manager.experiment is None or not manager.experiment.running:
                 raise Conflict("no experiment runs")
@@ -354,7 +359,7 @@ class Lifecycle:
         previous = None if stored.previous is None else stored.previous.runner(manager)
         experiment = None
         if stored.experiment is not None and stored.experiment.champion == deciding.label:
-            experiment = self._experiment(stored.experiment)
+            experiment = self._experiment(stored.experiment, deciding)
         for name, part in self._parts.items():
             if name in stored.parts:
                 part.restore(stored.parts[name])
@@ -369,12 +374,18 @@ class Lifecycle:
             return None
         return None if stored.label == found.label and unsure else stored.runner(self._manager)
 
-    def _experiment(self, stored: StoredExperiment) -> Experiment:
+    def _experiment(self, stored: StoredExperiment, champion: PolicyRunner) -> Experiment:
+        """Make an experiment again, with its evidence; a canary that none may be now has ended."""
         runner = stored.policy.runner(self._manager)
         made = self._manager.make_experiment(
-            runner, stored.mode, stored.share, stored.alpha, stored.started_s
+            champion, runner, stored.mode, stored.share, stored.alpha, stored.started_s
         )
         made.restore(stored.evidence)
+        if made.mode == "canary":
+            try:
+                check_canary(champion, runner)
+            except OrdersDiffer as error:  # An earlier release began it.
+                made.end(str(error), time.time())
         return made
 
     def _snapshot(self) -> StoredState:

@@ -26,6 +26,7 @@ from serve_app.policy.runner import (
     deciders_of,
     warm_up,
 )
+from serve_app.policy.same_order import check_canary, order_difference
 from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import ThreadTimeout, Timeouts
 from tokenyard.routing.policies.delay import mark_safe
@@ -188,6 +189,7 @@ class PolicyManager:
             prepared: What `prepare` found for it; None: found now.
 
         Raises:
+            OrdersDiffer: It is a canary, and its requests would wait by other keys.
             ValueError: It cannot be used, or nobody decides whom it could be compared to.
         """
         if RAY_DEFAULT in (policy, self.policy.name):
@@ -195,17 +197,26 @@ class PolicyManager:
         # A canary explores as the champion does, or its log could judge nobody.
         explore = self.policy.explore_fraction if mode == "canary" else 0.0
         runner = self.runner(policy, prepared or self.prepare(policy), explore)
-        experiment = self.make_experiment(runner, mode, share, alpha, time.time())
+        if mode == "canary":
+            check_canary(self.policy, runner)
+        experiment = self.make_experiment(self.policy, runner, mode, share, alpha, time.time())
         self.end_experiment("another one began")
         self.experiment = experiment
         self._note(f"{mode} began", runner, f"share {experiment.share:g}")
         return experiment
 
     def make_experiment(
-        self, runner: PolicyRunner, mode: Mode, share: float, alpha: float, started_s: float
+        self,
+        champion: PolicyRunner,
+        runner: PolicyRunner,
+        mode: Mode,
+        share: float,
+        alpha: float,
+        started_s: float,
     ) -> Experiment:
-        """Make an experiment; see `Experiment` for arguments and errors."""
-        return Experiment(runner, mode, share, started_s, alpha, self._settings)
+        """Make an experiment beside `champion`; see `Experiment` for the others and for errors."""
+        difference = order_difference(champion, runner)
+        return Experiment(runner, mode, share, started_s, alpha, self._settings, difference)
 
     def end_experiment(self, why: str) -> None:
         """End the experiment that runs, if any does."""
@@ -248,7 +259,7 @@ class PolicyManager:
         Args:
             policy: Decides from now on; None: who decides.
             previous: To go back to; None: who is that now.
-            experiment: Goes on; None: there is none.
+            experiment: Goes on, or has been ended; None: there is none.
             events: What happened before.
         """
         self.policy, self.previous = policy or self.policy, previous or self.previous
@@ -256,6 +267,7 @@ class PolicyManager:
         self.events.extendleft(reversed(list(events)[-_NUM_EVENTS + len(self.events) :]))
         if policy is not None:
             self._note("goes on with", policy, "the gateway began anew")
+        self._note_end()
 
     def arm_of(self, request_id: str) -> Arm:
         """Whose decision a request is."""

@@ -20,6 +20,7 @@ from serve_app.policy.ties import least_recently_used
 from serve_app.policy.timeouts import Timeouts, TooSlow
 from tokenyard.routing.policies.delay import mark_safe
 from tokenyard.routing.policies.order import Ordered
+from tokenyard.routing.policies.order_spec import order_spec
 from tokenyard.routing.snapshot_table import SnapshotTable
 from tokenyard.routing.types import (
     Decision,
@@ -285,6 +286,8 @@ class PolicyRunner:
         policy = self.loaded.make(self.rng.spawn(1)[0])
         self.orders = isinstance(policy, OrderingPolicy)
         """Whether it says in which order requests wait."""
+        self.order = order_spec(policy)
+        """By which rule; None: first come, first served."""
         self._decide, self._decide_place = deciders_of(policy)
 
 

@@ -278,8 +278,8 @@ def test_a_store_that_dies_refuses_a_promotion_and_nothing_else(site, tmp_path):
         )  # fmt: skip
         serve.run(build_gateway(options), name="drills", route_prefix=None)
         site.wait_for(WHOLE)
-        canary = {"action": "canary", "policy": str(policy)}
-        started = httpx.post(f"{site.url}/v1/policies", json=canary, timeout=60)
+        shadow = {"action": "shadow", "policy": str(policy)}
+        started = httpx.post(f"{site.url}/v1/policies", json=shadow, timeout=60)
         assert started.status_code == 200, started.text
     finally:
         os.killpg(store.pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.log_replay import Window
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
-from tokenyard.types import IntArray
+from tokenyard.routing.types import EngineSnapshot, OrderKey, ReplicaSnapshot, Request
+from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.trace import Trace
 
 _ENGINE = EngineSnapshot.__dataclass_fields__.keys()
@@ -38,6 +39,8 @@ class LoggedDecision:
     ttft_s: float
     response_s: float
     policy: str
+    order_key: OrderKey | None = None
+    """By what it waited, Unix time, seconds; None: behind all that were there."""
 
     @property
     def replica_id(self) -> str:
@@ -148,9 +151,15 @@ def _window(decisions: Sequence[LoggedDecision], server: IntArray) -> Window:
         np.array([max(one.output_tokens, 1) for one in decisions], dtype=np.int64),
     )
     response_s = np.array([one.response_s for one in decisions])
-    return Window(
-        trace, server, np.where(done, response_s, np.nan), np.array([d.ttft_s for d in decisions])
-    )
+    ttft_s = np.array([one.ttft_s for one in decisions])
+    keys = _order_keys(decisions)
+    return Window(trace, server, np.where(done, response_s, np.nan), ttft_s, keys - arrival_s[0])
+
+
+def _order_keys(decisions: Sequence[LoggedDecision]) -> FloatArray:
+    """By what each waited, Unix time, seconds, shape (num_decisions, 3), as `Window.order_keys`."""
+    keys = [OrderKey(math.nan) if one.order_key is None else one.order_key for one in decisions]
+    return np.array(keys, dtype=np.float64)
 
 
 def _decision(row: dict[str, Any]) -> LoggedDecision:
@@ -164,7 +173,14 @@ def _decision(row: dict[str, Any]) -> LoggedDecision:
         ttft_s=_or_nan(row["ttft_s"]),
         response_s=_or_nan(row["response_s"]),
         policy=row["policy"],
+        order_key=_order_key(row),
     )
+
+
+def _order_key(row: dict[str, Any]) -> OrderKey | None:
+    # Logs of earlier releases have no late keys, and those before them no keys at all.
+    key_s, *late = (row.get(name) for name in ("order_key_s", "late_at_s", "late_key_s"))
+    return None if key_s is None else OrderKey(key_s, *(math.inf if s is None else s for s in late))
 
 
 def _snapshot(fields: dict[str, Any]) -> ReplicaSnapshot:

@@ -4,11 +4,13 @@ The first part of the log is learned from, the last part judges. A twin of the r
 to the log; the champion's weights are searched from where they are, at a price for every logged
 decision that a candidate would change. A candidate is worth offering only if it beats the champion
 on the last part, replayed in the twin, and the importance-weighted estimate does not speak of a
-disaster.
+disaster. Where a rule was served and not the champion, it has to beat that rule as well: a rule may
+place or order as no weights do (`marginal_in_order+boost`), and the search then begins below it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,10 +23,13 @@ from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
 from tokenyard.routing.observation import marginal_scores, snapshot_columns
+from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
-from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.problem import PROBLEM
+from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
+from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.streams import StreamSet
 from tokenyard.routing.validation import outcome_row
 from tokenyard.statistics import off_policy as estimate
@@ -61,10 +66,27 @@ class TwinRunner:
         for copy, stream in enumerate(self._streams.requests):
             self._sim.load(copy, stream)
         self._sim.run_linear(weights, self._tokens, self._order)
-        slo_s = self._scenario.slo_response_s
         copies = range(len(self._streams.requests))
-        rows = [outcome_row(self._sim.outcomes(copy), slo_s) for copy in copies]
-        return np.array(rows)[:, 1:]
+        return self._rows([self._sim.outcomes(copy) for copy in copies])
+
+    def run_rule(self, rule: str, seed: int) -> FloatArray:
+        """The same of a hand-written rule, in its own order.
+
+        Args:
+            rule: Its name.
+            seed: Of its own randomness.
+
+        Raises:
+            ValueError: It cannot be run on the scenario's replicas.
+        """
+        # Nobody reads rewards, and where none are paid rules run compiled.
+        scenario = self._scenario.model_copy(update={"reward": UNPAID})
+        runs = PROBLEM.candidate(scenario, rule).run(scenario, self._streams, seed)
+        return self._rows([one.outcomes for one in runs])
+
+    def _rows(self, outcomes: Sequence[Outcomes]) -> FloatArray:
+        slo_s = self._scenario.slo_response_s
+        return np.array([outcome_row(one, slo_s) for one in outcomes])[:, 1:]
 
 
 class Behaviour:
@@ -141,13 +163,47 @@ def estimated(behaviour: Behaviour, weights: FloatArray) -> Interval:
     )
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """The candidate against the champion, on what neither was tuned on."""
+def served_policy(decisions: Sequence[LoggedDecision]) -> str:
+    """`name@sha256` of the policy that placed most of the logged requests."""
+    ((label, _),) = Counter(one.policy for one in decisions).most_common(1)
+    return label
 
+
+@dataclass(frozen=True)
+class Compared:
+    """The candidate against another policy, on what neither was tuned on."""
+
+    with_whom: str
     replayed: Interval
     """Relative change of the mean response of the whole cluster, in the twin."""
     p99_change: float
+
+    @classmethod
+    def of(
+        cls, with_whom: str, twin: replay.Twin, ours: FloatArray, theirs: FloatArray
+    ) -> Compared:
+        """Compare what `TwinRunner.run` says of both, shape (num_windows, 3)."""
+        p99_change = float(ours[:, 1].mean() / theirs[:, 1].mean() - 1.0)
+        return cls(with_whom, replay.difference(twin, ours[:, 0], theirs[:, 0]), p99_change)
+
+    @property
+    def objection(self) -> str | None:
+        """Why the other is to stay; None: it is not."""
+        if not self.replayed.high < 0.0:
+            return f"its interval in the twin does not lie below {self.with_whom}"
+        if self.p99_change > 0.02:
+            return f"its p99 is {self.p99_change:.1%} higher than that of {self.with_whom}"
+        return None
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The candidate against the champion and what was served, on what none was tuned on."""
+
+    beside: Compared
+    """The champion, where the search begins."""
+    beside_served: Compared
+    """The rule that placed most of the held-out requests; the champion where it was no rule."""
     by_decisions_s: Interval
     mean_response_s: float
     """Of the held-out part, as logged."""
@@ -157,10 +213,9 @@ class Judgement:
     @property
     def objection(self) -> str | None:
         """Why it is not offered; None: it is."""
-        if not self.replayed.high < 0.0:
-            return "its interval in the twin does not lie below the champion"
-        if self.p99_change > 0.02:
-            return f"its p99 is {self.p99_change:.1%} higher"
+        found = self.beside.objection or self.beside_served.objection
+        if found is not None:
+            return found
         if self.by_decisions_s.low > _DISASTER * self.mean_response_s:
             return "its own decisions are estimated to be far slower than those that were made"
         return None
@@ -168,13 +223,22 @@ class Judgement:
 
 def judge(
     twin: replay.Twin, held_out: TwinRunner, behaviour: Behaviour, start: FloatArray,
-    weights: FloatArray,
+    weights: FloatArray, seed: int,
 ) -> Judgement:  # fmt: skip
-    """Compare on the held-out windows."""
-    ours, theirs = held_out.run(weights), held_out.run(start)
+    """Compare on the held-out windows.
+
+    Raises:
+        ValueError: The rule that was served cannot be run on the replicas of the log.
+    """
+    ours = held_out.run(weights)
+    beside = Compared.of("the champion", twin, ours, held_out.run(start))
+    served, rule = beside, served_policy(behaviour.decisions).rpartition("@")[0]
+    if is_rule(rule):
+        theirs = held_out.run_rule(rule, seed)
+        served = Compared.of(f"the rule {rule}, which was served", twin, ours, theirs)
     return Judgement(
-        replay.difference(twin, ours[:, 0], theirs[:, 0]),
-        float(ours[:, 1].mean() / theirs[:, 1].mean() - 1.0),
+        beside,
+        served,
         estimated(behaviour, weights),
         float(np.nanmean([one.response_s for one in behaviour.decisions])),
         float((behaviour.choices(weights) != behaviour.choices(start)).mean()),
@@ -191,6 +255,9 @@ class Finetuned:
     twin: replay.Twin
     curve: Sequence[float]
     """Least cost of every generation, relative to the champion's."""
+    served: str
+    """`name@sha256` of the policy that placed most of the held-out requests."""
+    champion_sha256: str
 
     @property
     def objection(self) -> str | None:
@@ -203,18 +270,32 @@ class Finetuned:
         factors, error = self.twin.speed_factors.round(2).tolist(), self.twin.error_fraction
         return (
             f"twin: iterations take {factors} times as long as declared; "
-            f"off by {error:.1%} on what it was fitted to"
+            f"off by {error:.1%} on what it was fitted to; compared with {self._compared_with}"
         )
+
+    @property
+    def _compared_with(self) -> str:
+        beside, served = self.judgement.beside, self.judgement.beside_served
+        if served is not beside:
+            return f"{beside.with_whom} and {served.with_whom}"
+        if self.served.endswith(f"@{self.champion_sha256}"):
+            return f"{beside.with_whom}, which was served"
+        return f"{beside.with_whom}, and not with {self.served}, which was served"
 
     def row(self) -> dict[str, str | float | int | bool]:
         """The judgement as a row."""
-        replayed, decided = self.judgement.replayed, self.judgement.by_decisions_s
+        beside, served = self.judgement.beside, self.judgement.beside_served
+        replayed, decided = beside.replayed, self.judgement.by_decisions_s
         return {
             "twin_error_fraction": self.twin.error_fraction,
             "delta_mean_fraction": replayed.estimate, "delta_mean_ci_low": replayed.low,
-            "delta_mean_ci_high": replayed.high, "delta_p99_fraction": self.judgement.p99_change,
-            "by_decisions_s": decided.estimate, "by_decisions_ci_low_s": decided.low,
-            "by_decisions_ci_high_s": decided.high, "changed_fraction": self.judgement.changed,
+            "delta_mean_ci_high": replayed.high, "delta_p99_fraction": beside.p99_change,
+            "served": self.served, "delta_served_mean_fraction": served.replayed.estimate,
+            "delta_served_ci_low": served.replayed.low,
+            "delta_served_ci_high": served.replayed.high,
+            "delta_served_p99_fraction": served.p99_change, "by_decisions_s": decided.estimate,
+            "by_decisions_ci_low_s": decided.low, "by_decisions_ci_high_s": decided.high,
+            "changed_fraction": self.judgement.changed,
             "training_cost_over_champion": self.curve[-1] if self.curve else 1.0,
         }  # fmt: skip
 
@@ -237,7 +318,7 @@ def finetune(
 
     Raises:
         ArtifactError: The champion is of a kind that is not fine-tuned.
-        ValueError: The log cannot be used.
+        ValueError: The log cannot be used, or the rule that was served cannot be run in the twin.
     """
     if not KINDS[champion.metadata.kind].is_finetuned:
         raise ArtifactError(
@@ -255,10 +336,11 @@ def finetune(
         start, TwinRunner(twin, learned, champion), Behaviour(some, champion), config
     )
     judgement = judge(
-        twin, TwinRunner(twin, held_out, champion), Behaviour(after, champion), start, weights
-    )
+        twin, TwinRunner(twin, held_out, champion), Behaviour(after, champion), start, weights,
+        config.seed,
+    )  # fmt: skip
     candidate = continued(champion, weights, judgement, twin, lineage)
-    return Finetuned(candidate, judgement, twin, curve)
+    return Finetuned(candidate, judgement, twin, curve, served_policy(after), champion.sha256)
 
 
 def _split(
@@ -282,8 +364,8 @@ def continued(
         "sweep_run": champion.metadata.lineage.get("sweep_run", "none"),
     }
     found = {
-        "delta_mean_fraction": judgement.replayed.estimate,
-        "delta_p99_fraction": judgement.p99_change,
+        "delta_mean_fraction": judgement.beside.replayed.estimate,
+        "delta_p99_fraction": judgement.beside.p99_change,
         "changed_fraction": judgement.changed,
     }
     metadata = champion.metadata.model_copy(update={"lineage": made_of, "metrics": found})

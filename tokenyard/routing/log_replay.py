@@ -3,10 +3,10 @@
 A decision changes how long others wait, so decisions cannot be judged one by one: the outcome of
 one depends on those before it (interference). What a log does tell is what arrived, how long the
 answers were, and how fast the replicas worked under the decisions that were made. `fit_speeds`
-lets the simulator repeat exactly those decisions and corrects the speed of every replica until
-answers take as long as they did; `difference` then runs two policies over the logged requests in
-that twin, paired window by window. What the twin still gets wrong about what was logged widens the
-interval.
+lets the simulator repeat exactly those decisions, with requests waiting by the keys that were
+logged, and corrects the speed of every replica until answers take as long as they did; `difference`
+then runs two policies over the logged requests in that twin, paired window by window. What the twin
+still gets wrong about what was logged widens the interval.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ class Window:
     """NaN where it was not completed."""
     first_token_s: FloatArray
     """Arrival to first token; NaN where there was none."""
+    order_keys: FloatArray | None = None
+    """By what each waited, as `tokenyard.routing.types.OrderKey`, on the clock of `trace`, shape
+    (num_requests, 3); NaN: behind all that were there. None: all were served as they came."""
 
     @property
     def tpot_s(self) -> FloatArray:
@@ -142,7 +145,7 @@ def streams_of(scenario: Scenario, windows: Sequence[Window]) -> StreamSet:
 
 
 def _repeat(scenario: Scenario, windows: Sequence[Window]) -> list[Run]:
-    choosers = [repeating(window.server) for window in windows]
+    choosers = [repeating(window.server, window.order_keys) for window in windows]
     return run_each(scenario, streams_of(scenario, windows), choosers)
 
 

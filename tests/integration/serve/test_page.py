@@ -23,6 +23,7 @@ from serve_app.http.auth import Access
 from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.policies.rules import StaticPlan
 from tokenyard.routing.artifact import rule_for
+from tokenyard.routing.policies.order_spec import in_words
 
 pytestmark = pytest.mark.integration
 
@@ -149,11 +150,13 @@ def test_the_page_shows_live_numbers_within_two_seconds_in_both_themes(site, bro
 def test_a_canary_and_a_rollback_appear_on_the_page(site, browser):
     browser.get(site.url)
     until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")
-    assert site.post("/v1/policies", {"action": "canary", "policy": "sed"}).status_code == 200
+    # A canary waits by the champion's order, or it is refused.
+    policy = f"sed+{in_words(site.gateway.manager.policy.order)}"
+    assert site.post("/v1/policies", {"action": "canary", "policy": policy}).status_code == 200
     until(browser, lambda: "canary" in text_of(browser, "#policies"), "no canary")
     until(browser, lambda: "evidence against it" in text_of(browser, "#policies"), "no evidence")
     assert site.post("/v1/policies", {"action": "promote"}).status_code == 200
-    until(browser, lambda: text_of(browser, "#policy").startswith("sed@"), "not promoted")
+    until(browser, lambda: text_of(browser, "#policy").startswith(f"{policy}@"), "not promoted")
     started_s = time.process_time()
     assert site.post("/v1/policies", {"action": "rollback"}).status_code == 200
     assert time.process_time() - started_s < 1.0

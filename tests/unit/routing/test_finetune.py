@@ -12,13 +12,17 @@ from unit.serve_builders import linear_artifact, marginal_artifact
 from pipelines import finetune
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
 from serve_app.gateway.decision_rows import FORMAT_VERSION
+from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy
+from tokenyard.cross_entropy import FinetuneConfig
+from tokenyard.routing import finetune as of_routing
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.decision_log import FORMAT_VERSIONS, fleet_of, read_log, windows_of
 from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
-from tokenyard.routing.simulator.run import run_each
+from tokenyard.routing.simulator.run import repeating, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.routing.types import Decision
 
@@ -39,24 +43,35 @@ def a_poor_champion():
 @pytest.fixture(scope="module")
 def log(tmp_path_factory):
     """What a gateway would have logged in a simulated world; declared speeds are wrong in it."""
-    folder = tmp_path_factory.mktemp("log")
-    declared = load_scenario(SCENARIO)
-    world = replay.scaled(declared, FACTORS)
     policy, rng = learned_policy(a_poor_champion()), np.random.default_rng(0)
-    placed = []
 
-    def choose(sim, copy):
-        request, snapshots = sim.request(copy), sim.snapshots(copy)
+    def decide(request, snapshots):
         decision, propensity = policy.decide(request, snapshots), 0.9625
         index = decision.replica
         if rng.random() < 0.05:
             index = int(rng.integers(4))
         if index != decision.replica:
             propensity = 0.0125
-        placed.append((request, snapshots, Decision(index, decision.scores), propensity))
-        return sim.offered(copy)[index]
+        return Decision(index, decision.scores), propensity
 
-    stream = StreamSource(world).sample(NUM_REQUESTS, stream_rng(5, "evaluation"))
+    return written(tmp_path_factory.mktemp("log"), decide, "poor@1", FACTORS, NUM_REQUESTS)
+
+
+def written(folder, decide, label, factors, num_requests, load_factor=1.0):
+    """The log of a world whose iterations take `factors` times as long as is declared."""
+    world = replay.scaled(load_scenario(SCENARIO), factors)
+    placed = []
+
+    def choose(sim, copy):
+        request, snapshots = sim.request(copy), sim.snapshots(copy)
+        decision, propensity = decide(request, snapshots)
+        if decision.order_key is not None:
+            sim.order_next(copy, decision.order_key)
+        placed.append((request, snapshots, decision, propensity))
+        return sim.offered(copy)[decision.replica]
+
+    rng = stream_rng(5, "evaluation")
+    stream = StreamSource(world).sample(num_requests, rng, load_factor)
     (run,) = run_each(world, StreamSet([stream], "log"), [choose])
     writer, out = DecisionLog(folder), run.outcomes
     for number, (request, snapshots, decision, propensity) in enumerate(placed):
@@ -70,17 +85,21 @@ def log(tmp_path_factory):
                     kv_token_s=one.engine.kv_token_s / factor,
                 ),
             )
-            for one, factor in zip(snapshots, FACTORS, strict=True)
+            for one, factor in zip(snapshots, factors, strict=True)
         )  # fmt: skip
+        key = bounded_key(
+            decision.order_key, request.arrival_s, request.arrival_s, world.max_overtaking_s
+        )
         writer.write(
             DecisionRecord(
                 decision_id=uuid.uuid4().hex, request_id=str(number), attempt=0,
-                time_s=request.arrival_s, policy="poor@1", service_class="default",
+                time_s=request.arrival_s, policy=label, service_class="default",
                 request=request, snapshots=told, pools=("p",) * 4, scores=decision.scores,
                 index=decision.replica, propensity=propensity, explored=propensity < 0.5,
                 fallback_reason=None, decision_us=1.0, outcome="stop",
                 output_tokens=int(out.output_tokens[number]),
                 ttft_s=float(out.first_token_s[number]), response_s=float(out.response_s[number]),
+                order_key=key,
             )
         )  # fmt: skip
     writer.close()
@@ -101,13 +120,44 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     assert twin.error_fraction < 0.1
 
 
-def rewrite(log, folder, version):
-    """The newest file of a log, as another release would have marked it."""
+@pytest.mark.parametrize("rule", ["marginal_delay+sjf@60", "marginal_delay+boost@4:2"])
+def test_the_log_of_an_ordered_gateway_is_replayed_in_the_order_in_which_it_was_served(
+    tmp_path, rule
+):
+    scenario = load_scenario(SCENARIO)
+    rng = np.random.default_rng(0)
+    policy = make_policy(rule, PolicyContext(SCENARIO, scenario.slo, rng, 4))
+    served = written(
+        tmp_path, lambda *asked: (policy.place(*asked), 1.0), "rule@1", np.ones(4), 2000, 1.1
+    )
+    decisions, _ = read_log(served)
+    assert all(one.order_key is not None for one in decisions)
+    goes_back = [one.order_key.late_key_s < np.inf for one in decisions]
+    assert any(goes_back) == (":" in rule)
+    declared = fleet_of(decisions, scenario, SCENARIO)
+    (window,) = windows_of(decisions, 1)
+    streams = replay.streams_of(declared, [window])
+
+    def replayed(keys):
+        (run,) = run_each(declared, streams, [repeating(window.server, keys)])
+        return run.outcomes.response_s
+
+    assert replayed(window.order_keys) == pytest.approx(window.response_s, rel=1e-6)
+    first_come = replayed(None)
+    assert np.mean(np.abs(first_come / window.response_s - 1.0) > 0.1) > 0.1
+    # So nothing is left for the speeds to explain: they are what was declared.
+    twin = replay.fit_speeds(declared, [window])
+    assert twin.error_fraction < 1e-4
+    assert twin.speed_factors == pytest.approx(np.ones(4), abs=1e-4)
+
+
+def rewrite(log, folder, version, without=()):
+    """The newest file of a log, as another release would have written it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     file = sorted(log.glob("decisions-*.parquet"))[-1]
-    table = pq.read_table(file)
+    table = pq.read_table(file).drop_columns(list(without))
     at = table.schema.get_field_index("format_version")
     marks = pa.array([version] * len(table), pa.int64())
     pq.write_table(table.set_column(at, "format_version", marks), folder / file.name)
@@ -118,6 +168,12 @@ def test_the_log_of_the_last_release_is_read_and_that_of_another_refused(log, tm
     for version in FORMAT_VERSIONS:
         rewrite(log, tmp_path, version)
         assert read_log(tmp_path)[0]
+    # Before there were orders.
+    rewrite(log, tmp_path, FORMAT_VERSION - 1, ["order_key_s", "late_at_s", "late_key_s"])
+    decisions, _ = read_log(tmp_path)
+    assert {one.order_key for one in decisions} == {None}
+    (window,) = windows_of(decisions, 1)
+    assert np.isnan(window.order_keys[:, 0]).all()
     rewrite(log, tmp_path, FORMAT_VERSION + 1)
     with pytest.raises(ValueError, match="has format version 6; this release reads 4 and 5"):
         read_log(tmp_path)
@@ -146,6 +202,43 @@ def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, mo
     assert resolve_policy("candidate", SCENARIO, uri).card.sha256 == candidate.sha256
     # There is still no champion: a candidate is not one before it has been on trial.
     assert "registry" not in resolve_policy("champion", SCENARIO, uri).card.source
+
+
+def test_a_candidate_has_to_beat_the_rule_that_was_served_and_not_only_the_champion(
+    log, monkeypatch
+):
+    champion, scenario = a_poor_champion(), load_scenario(SCENARIO)
+    decisions, _ = read_log(log)
+    twin = replay.fit_speeds(fleet_of(decisions, scenario, SCENARIO), windows_of(decisions, 10)[:4])
+    # Least marginal delay: better than the champion, and than no good rule.
+    better = np.zeros(NUM_MARGINAL_WEIGHTS)
+    monkeypatch.setattr(of_routing, "search", lambda *_: (better, [0.9]))
+    monkeypatch.setattr(of_routing.replay, "fit_speeds", lambda *_: twin)
+
+    def found(label):
+        served = [replace(one, policy=label) for one in decisions]
+        config = FinetuneConfig(windows=10, held_out=0.6)
+        return of_routing.finetune(champion, served, scenario, config, {})
+
+    by_champion = found(f"poor@{champion.sha256}")
+    assert by_champion.objection is None
+    assert "with the champion, which was served" in by_champion.remark
+    row = by_champion.row()
+    assert row["delta_served_ci_high"] == row["delta_mean_ci_high"] < 0
+
+    by_rule = found("tuned_marginal_delay+wspt@0123")
+    assert by_rule.row()["delta_mean_ci_high"] == row["delta_mean_ci_high"]
+    assert by_rule.row()["delta_served_ci_high"] > 0
+    assert "the rule tuned_marginal_delay+wspt, which was served" in by_rule.objection
+
+    by_poor_rule = found("round_robin@0123")
+    assert by_poor_rule.objection is None
+    assert by_poor_rule.row()["delta_served_mean_fraction"] < 0
+
+    # What cannot be run here is not compared with, and that is said.
+    unknown = found("other@0123")
+    assert unknown.objection is None
+    assert "and not with other@0123, which was served" in unknown.remark
 
 
 def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):

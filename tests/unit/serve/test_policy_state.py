@@ -111,6 +111,27 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
     assert live(state, begin) == live(state, go_on)
 
 
+def test_a_canary_of_an_earlier_release_that_orders_otherwise_has_ended(tmp_path):
+    async def begin(client, gateway, lifecycle):
+        await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
+        gateway.manager.experiment.test.record(True, True, 10, 5)
+        await lifecycle.save()
+
+    state = tmp_path / "state.json"
+    live(state, begin)
+    found = json.loads(state.read_text())
+    # What an earlier release wrote of a canary that it let begin.
+    found["experiment"]["policy"]["name"] = "round_robin+sjf"
+    found["experiment"]["policy"]["card"]["name"] = "round_robin+sjf"
+    state.write_text(json.dumps(found))
+    seen = live(state, look)
+    assert seen["state"] is None
+    assert seen["champion"]["name"] == "sed"
+    assert "same queues" in seen["experiment"]["why_ended"]
+    assert seen["experiment"]["canary_requests"] == 1
+    assert [one["what"] for one in seen["events"]][:1] == ["canary ended"]
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from unit.serve.test_serve_gateway import a_body, check
-from unit.serve_builders import a_faulty_policy, marginal_artifact
+from unit.serve_builders import PREDICTOR, a_faulty_policy, marginal_artifact, metadata
 
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.policy import lifecycle
 from serve_app.policy import manager as manager_module
 from serve_app.policy.experiment import Experiment, Verdict, Verdicts
 from serve_app.policy.loading import from_artifact
+from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.metadata import LengthPredictor
 from tokenyard.routing.observation import MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
 
@@ -71,6 +73,35 @@ def test_a_shadow_is_asked_about_everything_and_decides_nothing():
         }  # fmt: skip
         gain = seen["estimated_gains"]["attained_snips"]
         assert gain["low"] <= 0 <= gain["high"]  # All requests were good under both.
+
+    check(test, circuit_breaker={"budget_s": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("shadow", "withheld"),
+    [
+        ("sed+sjf@20", None),
+        ("marginal_delay+sjf@20", None),
+        ("sed+sjf@20:1", "sjf@20:1"),
+        ("sed", "first"),
+    ],
+)
+def test_gains_of_a_shadow_that_orders_otherwise_are_withheld_and_it_says_why(shadow, withheld):
+    async def test(client, pools, gateway):
+        gateway.manager.switch("sed+sjf@20", explore_fraction=0.05)
+        await act(client, "shadow", policy=shadow)
+        assert await ask(client, 110) == [200] * 110
+        running = gateway.manager.experiment.shadow
+        await settled(lambda: running.num_asked == 110)
+        await settled(lambda: len(running._settled) == 110)
+        assert bool(running.estimates()) == (withheld is None)
+        seen = (await client.get(PATH)).json()["experiment"]
+        assert (seen["gains_withheld"] is None) == (withheld is None)
+        if withheld is not None:
+            assert withheld in seen["gains_withheld"]
+            assert seen["estimated_gains"] == {}
+        # What is compared is the replica, whatever the order; 5 % are drawn at random.
+        assert seen["agreement_fraction"] > 0.8
 
     check(test, circuit_breaker={"budget_s": 1.0})
 
@@ -156,7 +187,7 @@ def test_a_canary_whose_requests_fail_is_stopped_within_fifty():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager_module, "Experiment", Foreseen)
-        check(test)
+        check(test, policy="round_robin")
 
 
 def test_a_canary_that_raises_is_stopped_by_its_own_breaker_and_nobody_notices(monkeypatch):
@@ -170,7 +201,7 @@ def test_a_canary_that_raises_is_stopped_by_its_own_breaker_and_nobody_notices(m
         assert state["champion"]["breaker_open"] is False
 
     resolving(monkeypatch, crashes=a_faulty_policy(crash))
-    check(test)
+    check(test, policy="sed")
 
 
 def test_promotion_moves_the_alias_with_lineage_and_rollback_takes_no_time(monkeypatch, tmp_path):
@@ -213,7 +244,7 @@ def test_promotion_moves_the_alias_with_lineage_and_rollback_takes_no_time(monke
         await settled(lambda: again().tags["sha256"] == artifacts[0].sha256)
 
     resolving(monkeypatch, x=loaded[0], y=loaded[1])
-    check(test)
+    check(test, policy="sed")
 
 
 def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_goes_on(
@@ -231,7 +262,7 @@ def test_a_registry_that_cannot_be_written_refuses_the_promotion_and_the_canary_
         assert await ask(client, 3) == [200] * 3
 
     resolving(monkeypatch, x=from_artifact("x", marginal_artifact(), "t", SCENARIO))
-    check(test)
+    check(test, policy="sed")
 
 
 class FakeRegistry:
@@ -293,6 +324,94 @@ def test_a_promotion_that_does_not_come_about_leaves_the_registry_as_it_was(
         else:
             assert (await switching).json()["active"] == "sed"
 
+    check(test, policy="sed")
+
+
+@pytest.mark.parametrize(
+    ("champion", "canary", "why"),
+    [
+        ("sed", "sed+sjf@20", "first come, first served, and those of sed+sjf@20@"),
+        ("sed+sjf@20", "sed", "by sjf@20, and those of sed@"),
+        ("sed+sjf@20", "marginal_delay+sjf@21", "by sjf@20, and those of marginal_delay+sjf@21@"),
+        ("sed+sjf@20:1", "sed+sjf@20:2", "by sjf@20:1, and those of sed+sjf@20:2@"),
+        ("sed+fair", "marginal_delay+fair", "fair@2 counts the requests that it orders"),
+        ("sed", "marginal_in_order+boost@4", "by boost@4"),
+    ],
+)
+def test_a_canary_that_orders_otherwise_is_refused_and_the_experiment_goes_on(
+    champion, canary, why
+):
+    async def test(client, pools, gateway):
+        await act(client, "shadow", policy="round_robin")
+        refused = await act(client, "canary", policy=canary)
+        assert refused.status_code == 409, refused.text
+        detail = refused.json()["detail"]
+        assert why in detail
+        assert "same queues" in detail
+        assert "shadow" in detail
+        running = gateway.manager.experiment
+        assert (running.mode, running.running) == ("shadow", True)
+        # It may be promoted all the same, and taken back.
+        assert (await act(client, "shadow", policy=canary)).status_code == 200
+        promoted = (await act(client, "promote")).json()
+        assert promoted["champion"]["name"] == canary
+        assert (await act(client, "rollback")).json()["champion"]["name"] == champion
+
+    check(test, policy=champion)
+
+
+@pytest.mark.parametrize(
+    ("champion", "canary"),
+    [
+        ("sed+sjf@20:1", "marginal_delay+sjf@20:1"),
+        ("marginal_delay+boost@4", "marginal_in_order+boost@4"),
+        ("sed+edf@2", "round_robin+edf@2"),
+    ],
+)
+def test_a_canary_in_the_champions_order_begins_and_ends_when_another_policy_decides(
+    champion, canary
+):
+    async def test(client, pools, gateway):
+        for change in ("/v1/policy", PATH):
+            started = await act(client, "canary", policy=canary)
+            assert started.status_code == 200, started.text
+            # The new champion orders otherwise than the canary, which must not outlive the old.
+            if change == PATH:
+                assert (await act(client, "rollback")).json()["champion"]["name"] == "sed+slack"
+            else:
+                await client.post("/v1/policy", json={"policy": "sed+slack"})
+            assert gateway.manager.experiment.why == "another policy decides"
+            assert gateway.manager.arm_of("any") == "champion"
+            await client.post("/v1/policy", json={"policy": champion})
+
+    check(test, policy=champion)
+
+
+def test_a_canary_that_predicts_other_lengths_is_refused_where_the_order_goes_by_them(monkeypatch):
+    other = LengthPredictor(bin_edges_tokens=(), mean_generated_tokens=(7.0,))
+    order = np.array([20.0, 0.0, 0.0, 0.0])
+    ours, theirs, unordered = (
+        PolicyArtifact(
+            metadata(kind="marginal", predictor=predictor),
+            {"weights": np.full(NUM_MARGINAL_WEIGHTS, weight)}
+            | ({"order": order} if ordered else {}),
+        )
+        for predictor, weight, ordered in (
+            (PREDICTOR, 0.1, True), (other, 0.2, True), (other, 0.2, False),
+        )
+    )  # fmt: skip
+
+    async def test(client, pools, gateway):
+        await client.post("/v1/policy", json={"policy": "ours"})
+        refused = await act(client, "canary", policy="theirs")
+        assert refused.status_code == 409
+        assert "predict other lengths" in refused.json()["detail"]
+        assert (await act(client, "canary", policy="again")).status_code == 200
+        await client.post("/v1/policy", json={"policy": "sed"})
+        assert (await act(client, "canary", policy="unordered")).status_code == 200
+
+    known = {"ours": ours, "theirs": theirs, "again": ours, "unordered": unordered}
+    resolving(monkeypatch, **{n: from_artifact(n, one, "t", SCENARIO) for n, one in known.items()})
     check(test)
 
 

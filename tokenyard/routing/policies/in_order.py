@@ -25,6 +25,7 @@ from tokenyard.routing.policies.delay import (
     added_delays,
 )
 from tokenyard.routing.policies.order import Order
+from tokenyard.routing.policies.order_spec import OrderSpec
 from tokenyard.routing.types import Decision, ReplicaSnapshot, Request, SnapshotColumns
 from tokenyard.types import FloatArray, IntArray
 
@@ -49,6 +50,11 @@ class MarginalInOrder:
         self._wait_weight = float(wait_weight)
         self._others_weight = float(others_weight)
         self._sent = SentQueues()
+
+    @property
+    def order_spec(self) -> OrderSpec:
+        """By which rule requests wait."""
+        return self._order.spec
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""

@@ -24,6 +24,7 @@ from tokenyard.routing.observation import (
     snapshot_columns,
     squash,
 )
+from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
 from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_key
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
 from tokenyard.routing.types import (
@@ -57,6 +58,12 @@ class _InOrder(_TablePolicy):
     """Mixed into one whose artifact has an order: it also says where a request waits."""
 
     sees_queues = False
+    _order: FloatArray
+
+    @property
+    def order_spec(self) -> OrderSpec | None:
+        """By which rule requests wait; None: by none."""
+        return spec_of_weights(self._order)
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""

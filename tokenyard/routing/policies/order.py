@@ -32,6 +32,7 @@ from tokenyard.routing.policies.delay import (
     ADDED_WAIT_S,
     added_delays,
 )
+from tokenyard.routing.policies.order_spec import BY_SIZE, OrderSpec
 from tokenyard.routing.policies.signals import (
     miss_tokens,
     prefill_token_s,
@@ -41,6 +42,7 @@ from tokenyard.routing.scores.order import (
     FIRST_COME,
     PREFILL_WEIGHT,
     SERVICE_WEIGHT,
+    SET_BACK_WAITS,
     fill_order_delays,
     order_delay_s,
     prefill_time_s,
@@ -86,6 +88,11 @@ class Order(ABC):
     """How far it goes back when it cannot be within its SLO any more, as a multiple of the wait
     that was to be expected when it was placed: at its replica, and before that at the gateway where
     it is held; 0: not at all."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> OrderSpec:
+        """What its keys depend on beside the request and the replica."""
 
     @abstractmethod
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
@@ -140,6 +147,13 @@ class _BySize(Order):
     def __init__(self, which: int, weight: float) -> None:
         self._weights = FIRST_COME.copy()
         self._weights[which] = weight
+
+    @property
+    def spec(self) -> OrderSpec:
+        """The weights, with the set-back in its place among them."""
+        weights = self._weights.copy()
+        weights[SET_BACK_WAITS] = self.set_back_waits
+        return OrderSpec(BY_SIZE, tuple(weights.tolist()))
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """`delays_s` at one replica, seconds."""
@@ -219,6 +233,11 @@ class LateLast(Order):
         """Set those back who cannot be within their SLO any more."""
         self.set_back_waits = set_back_waits
 
+    @property
+    def spec(self) -> OrderSpec:
+        """The set-back alone, among the weights of orders by size."""
+        return OrderSpec(BY_SIZE, (*FIRST_COME[:SET_BACK_WAITS].tolist(), self.set_back_waits))
+
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return 0."""
         return 0.0
@@ -235,6 +254,11 @@ class EarliestDeadline(Order):
         """Count the SLO `due_weight` times."""
         self._due_weight = due_weight
 
+    @property
+    def spec(self) -> OrderSpec:
+        """The weight and the set-back."""
+        return OrderSpec("edf", (self._due_weight, self.set_back_waits))
+
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return the weighted SLO."""
         return self._due_weight * request.due_s
@@ -250,6 +274,11 @@ class LeastSlack(Order):
     def __init__(self, prefill_weight: float = 1.0) -> None:
         """Subtract the weighted time of the prompt from the SLO."""
         self._prefill_weight = prefill_weight
+
+    @property
+    def spec(self) -> OrderSpec:
+        """The weight and the set-back."""
+        return OrderSpec("slack", (self._prefill_weight, self.set_back_waits))
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return the slack."""
@@ -280,6 +309,12 @@ class FairShare(Order):
         self._num_replicas = num_replicas
         self._service_weight = service_weight
         self._clocks_s: dict[str, float] = {}
+
+    @property
+    def spec(self) -> OrderSpec:
+        """The weight, the number of replicas and the set-back."""
+        knobs = (self._service_weight, float(self._num_replicas), self.set_back_waits)
+        return OrderSpec("fair", knobs, counts_requests=True)
 
     def delay_s(self, request: Request, snapshot: ReplicaSnapshot) -> float:
         """Return how far the tenant's clock is ahead, then move it on."""
@@ -313,6 +348,11 @@ class Ordered:
         self._order = order
         # Asked once: looking a protocol's methods up takes as long as a small decision.
         self._scoring = placement if isinstance(placement, ScoringPolicy) else None
+
+    @property
+    def order_spec(self) -> OrderSpec:
+        """By which rule requests wait."""
+        return self._order.spec
 
     def route(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
         """Return the index of the choice."""

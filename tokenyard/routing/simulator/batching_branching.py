@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import (
@@ -38,7 +40,8 @@ from tokenyard.routing.simulator.branching import (
 from tokenyard.routing.simulator.order import LAST
 from tokenyard.types import FloatArray
 
-PLAYED, AHEAD = 0, 1
+# Of numpy's type: for each Python integer, numba would compile all that is called with it anew.
+PLAYED, AHEAD = np.int64(0), np.int64(1)
 """Copies of the fleet: that of the stream, and that in which futures are played."""
 
 

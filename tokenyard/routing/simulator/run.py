@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.server_models import server_model
 from tokenyard.routing.simulator.streams import StreamSet
-from tokenyard.routing.types import OrderingPolicy, RoutingPolicy, counted_in
+from tokenyard.routing.types import OrderingPolicy, OrderKey, RoutingPolicy, counted_in
 from tokenyard.types import FloatArray, IntArray
 
 PolicyFactory = Callable[[np.random.Generator], RoutingPolicy]
@@ -65,10 +65,24 @@ def _place(policy: OrderingPolicy, sim: Simulator, copy: int) -> int:
     return sim.offered(copy)[decision.replica]
 
 
-def repeating(servers: IntArray) -> Chooser:
-    """Repeat decisions made elsewhere, shape (num_requests,), so that they are paid alike."""
-    left = iter(servers.tolist())
-    return lambda sim, copy: next(left)
+def repeating(servers: IntArray, order_keys: FloatArray | None = None) -> Chooser:
+    """Repeat decisions made elsewhere, so that they are paid alike.
+
+    Args:
+        servers: Of the requests, shape (num_requests,).
+        order_keys: By what they wait, on the stream's clock, shape (num_requests, 3); NaN: behind
+            all that are there. None: all are served as they come.
+    """
+    left: Iterator[int] = iter(servers.tolist())
+    if order_keys is None:
+        return lambda sim, copy: next(left)
+    keys = iter(order_keys.tolist())
+
+    def choose(sim: Simulator, copy: int) -> int:
+        sim.order_next(copy, OrderKey(*next(keys)))
+        return next(left)
+
+    return choose
 
 
 def run_policy(
