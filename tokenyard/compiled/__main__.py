@@ -2,7 +2,7 @@
 
 python -m tokenyard.compiled
 
-Simulators compile side by side, as many as there are processors; half a minute of two of them.
+Simulators compile side by side, as many as there are processors: about three minutes on two.
 """
 
 from __future__ import annotations
