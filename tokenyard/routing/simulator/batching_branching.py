@@ -60,15 +60,15 @@ class BatchingBranching(Branching):
         if stream.num_clients:
             raise ValueError("a future cannot be repeated where clients wait for answers")
         for copy in (PLAYED, AHEAD):
-            self._sim.load(copy, stream)
+            self._sim.load(int(copy), stream)
 
     def _offered_s(self, weights: FloatArray) -> FloatArray:
         self._sim.run_linear(weights, self._mean_total_tokens)
-        return self._sim.outcomes(PLAYED).offered_response_s
+        return self._sim.outcomes(int(PLAYED)).offered_response_s
 
     def _sample(self, weights: FloatArray, prices: FloatArray, config: BranchingConfig) -> int:
         for copy in (PLAYED, AHEAD):
-            self._sim.clear(copy)
+            self._sim.clear(int(copy))
         found: int = _sample(
             self._sim.arrays, weights, self._mean_total_tokens, self.scenario.slo_response_s,
             prices, config.margin_slos, config.every, config.horizon, self._scores,
