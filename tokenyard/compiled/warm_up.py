@@ -60,7 +60,11 @@ def compile_batching() -> None:
     first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
     policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
     sim.run_residual(policy, 1.0)
-    _branch(scenario)
+
+
+def compile_branching() -> None:
+    """Choices tried out on replicas that batch."""
+    _branch(load_scenario("azure_code_mixed_gpus_085"))
 
 
 def _read_columns() -> None:
