@@ -42,10 +42,10 @@ class Args:
     """Draw mean response and SLO attainment against load."""
 
     scenario: tuple[str, ...] = ("azure_code_slo", "conversation_mixed_gpus")
-    loads: tuple[float, ...] = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05)
+    loads: tuple[float, ...] = (0.3, 0.5, 0.7, 0.85, 0.95, 1.0, 1.05)
     rules: int = 6
     seed: int = 94811
-    streams: int = 30
+    streams: int = 12
     figure: Path | None = None
     """Where to write the picture."""
     json: Path | None = None
