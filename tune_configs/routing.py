@@ -17,6 +17,7 @@ from ray import tune
 import envs
 from tokenyard.rl.routing.training import SCORE_REWARD
 from tokenyard.rl.routing.trial import RouterTrainable
+from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
@@ -52,7 +53,7 @@ ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
 HAND_RULE = "tuned_marginal_delay"
-"""What networks for replicas that batch start from, and are compared with."""
+"""What networks for replicas that batch start from; it does not order what waits."""
 POLICY_SEARCH = "policy_search"
 WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
@@ -150,7 +151,8 @@ def _search_env_steps(num_generations: int) -> int:
 def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
 
-    They learn for the cluster that `make serve` serves, from the tuned rule on.
+    They learn for the cluster that `make serve` serves, from the tuned rule on. The baseline is the
+    rule that ships for it, which also orders what waits.
     """
     learners = [
         _trial(algorithm, 300_000, weights=weights, scenario=SERVED)
@@ -162,8 +164,8 @@ def default() -> Experiment:
         scenario=SERVED,
         trainable=RoutingTrial,
         trials=(*learners, _search_trial(SERVED, 20)),
-        baselines=("round_robin", "least_connections", "sed", "marginal_delay", HAND_RULE),
-        baseline=HAND_RULE,
+        baselines=("round_robin", "least_connections", "sed", HAND_RULE, rule_for(SERVED)),
+        baseline=rule_for(SERVED),
         warm_up=_compile_kernels,
     )
 
@@ -175,7 +177,7 @@ def smoke() -> Experiment:
     return replace(
         default(),
         trials=(search, learner),
-        baselines=("round_robin", HAND_RULE),
+        baselines=("round_robin", HAND_RULE, rule_for(SERVED)),
         promotion_streams=5,
         evaluation_streams=5,
     )
@@ -265,6 +267,8 @@ def fleet() -> Experiment:
         default(),
         scenario=FLEET,
         trials=(search, *learners),
+        baselines=("round_robin", "least_connections", "sed", HAND_RULE, rule_for(FLEET)),
+        baseline=rule_for(FLEET),
         warm_up=partial(_compile_kernels, FLEET),
     )
 

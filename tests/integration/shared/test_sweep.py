@@ -16,7 +16,7 @@ from scripts import call, refusal
 
 from pipelines import sweep
 from tokenyard import registry
-from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.artifact import PolicyArtifact, rule_for
 from tune_configs import mlflow_log
 from tune_configs.sweep import open_chain
 
@@ -207,7 +207,7 @@ def test_the_smallest_sweep_registers_a_network_for_any_number_of_replicas(run_s
     rules = {rule["policy"]: rule for rule in result["baselines"]}
     # What has hardly learned is still about the rule that it corrects.
     assert all(row["score"] > rules["round_robin"]["score"] for row in rows.values())
-    assert rules["tuned_marginal_delay"]["delta_mean_fraction"] == 0.0
+    assert rules[rule_for("local_cpu")]["delta_mean_fraction"] == 0.0
     lookup = registry.mlflow_lookup(f"sqlite:///{tmp_path}/mlflow.db", registry.CANDIDATE)
     swept = PolicyArtifact.load(lookup(result["registrations"][0]["model"]).path)
     assert swept.metadata.num_replicas is None
