@@ -337,7 +337,7 @@ def _chat_body(model: str) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        "max_tokens": 16, "temperature": 0,
+        "max_tokens": 16,
         "temperature": 0,
     }
 
