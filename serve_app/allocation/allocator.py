@@ -286,7 +286,7 @@ class Allocator:
             self.by_hand = True
         if saved["dry_run"] is not None:
             self.dry_run = bool(saved["dry_run"])
-        if "slot" in saved:  # What was written before 2026-11 has none.
+        if "slot" in saved:  # State files of earlier releases have none.
             away = max(self._slot - int(saved["slot"]), 0)
             self._since_slots = int(saved["since_slots"]) + away
             self._grown_slot = int(saved["grown_slot"])

@@ -22,23 +22,19 @@ BODY = b'{"model":"m","prompt":"a"}'
 CALLERS = 8
 
 
-def tree_of(commit, folder):
-    """Check a commit out."""
-    archive = ["git", "archive", commit, "serve_app", "tokenyard"]
+@pytest.fixture(scope="module")
+def before(tmp_path_factory):
+    """The tree of the commit before."""
+    folder = tmp_path_factory.mktemp("before")
+    archive = ["git", "archive", "HEAD~1", "serve_app", "tokenyard"]
     try:
         made = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip(f"there is no commit {commit} here: a clone with its history has it")
+        pytest.skip("there is no commit before here: a clone with its history has it")
     (folder / "tree.tar").write_bytes(made.stdout)
     with tarfile.open(folder / "tree.tar") as tar:
         tar.extractall(folder, filter="data")
     return folder
-
-
-@pytest.fixture(scope="module")
-def before(tmp_path_factory):
-    """The tree of the commit before."""
-    return tree_of("HEAD~1", tmp_path_factory.mktemp("before"))
 
 
 class Running:
