@@ -15,6 +15,7 @@ from tokenyard.config import FrozenModel
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
+from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching import BatchingSim
@@ -36,6 +37,10 @@ class RoutingEnvConfig(FrozenModel):
     episode_requests: Annotated[int, Field(ge=1)] | None = None
     """Requests per episode; None: the scenario's `requests_per_stream`."""
 
+    order: tuple[Annotated[float, Field(ge=0)], ...] = tuple(FIRST_COME.tolist())
+    """Weights of the order in which requests wait at a replica (`tokenyard.routing.scores.order`);
+    all 0: first come, first served. On servers at a constant rate a response is then paid for at
+    its completion, since who comes later may go before it."""
     randomisation: Randomisation = Randomisation()
     """How one episode's traffic and fleet differ from the next's."""
     shows_rule: bool = False
@@ -48,6 +53,13 @@ class RoutingEnvConfig(FrozenModel):
     @classmethod
     def _load_by_name(cls, value: object) -> object:
         return load_scenario(value) if isinstance(value, str) else value
+
+    @field_validator("order")
+    @classmethod
+    def _order_has_all_weights(cls, order: tuple[float, ...]) -> tuple[float, ...]:
+        if len(order) != NUM_ORDER_WEIGHTS:
+            raise ValueError(f"{len(order)} weights of an order given; give {NUM_ORDER_WEIGHTS}")
+        return order
 
     @model_validator(mode="after")
     def _rule_is_of_replicas_that_batch(self) -> Self:
@@ -82,6 +94,7 @@ class _Feed:
         self.sim = make_simulator(
             config.scenario, num_copies, length, config.weights, config.expected_finish
         )
+        self.sim.order_by(np.array(config.order))
         if config.shows_rule:
             assert isinstance(self.sim, BatchingSim)
             self.sim.show_rule(self.source.mean_total_tokens)

@@ -244,4 +244,5 @@ class RllibTraining(RllibLearner[StreamSource]):
         return export_policy(
             self.module, self._trained_for, self._trainer, metrics, lineage,
             expected_finish=bool(self._config.env_config["expected_finish"]),
+            order=self._config.env_config["order"],
         )  # fmt: skip

@@ -10,7 +10,6 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,13 +32,15 @@ from tokenyard.routing.policies.learned import (
     NetworkPolicy,
     OrderedLinearPolicy,
     OrderedMarginalPolicy,
+    OrderedNetworkPolicy,
+    OrderedResidualPolicy,
     ResidualPolicy,
     order_weights,
 )
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
-from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
+from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.types import PolicyRunner, ScoringPolicy
 from tokenyard.types import FloatArray
 from tokenyard.workload.features import RobustScaler
@@ -55,13 +56,13 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     """A trained routing policy.
 
     Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Either may have an `order`,
-    shape (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`). Arrays of an `mlp`: those of a
-    `tokenyard.network.Network`, from an observation to one preference per replica, higher is
+    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of an `mlp`: those of
+    a `tokenyard.network.Network`, from an observation to one preference per replica, higher is
     better.
     A `corrected` policy has the `weights` of a `marginal` one, and a network that scores every
     replica alike: `request_mean`, `request_std`, `replica_mean` and `replica_std`, and three layers
     from `Layout.num_inputs` numbers to what is taken off the cost of one replica.
+    All may have an `order`, shape (NUM_ORDER_WEIGHTS,) (`tokenyard.routing.scores.order`).
 
     Raises:
         ValueError: The arrays do not fit the metadata.
@@ -72,6 +73,8 @@ class PolicyArtifact(Artifact[ArtifactMetadata]):
     def check(self) -> None:
         """Check what the kind needs."""
         KINDS[self.metadata.kind].check(self)
+        if self.orders:
+            _check_order(self)
 
     @property
     def orders(self) -> bool:
@@ -101,21 +104,18 @@ class RoutingKind(Kind[PolicyArtifact]):
 
 def _check_linear(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "weights", (NUM_SCORE_WEIGHTS,))
-    _check_order(artifact)
 
 
 def _check_order(artifact: PolicyArtifact) -> None:
-    if artifact.orders:
-        check_shape(artifact.arrays, "order", (NUM_ORDER_WEIGHTS,))
-        if (artifact.arrays["order"] < 0.0).any():
-            raise ValueError("order has a weight below 0")
+    check_shape(artifact.arrays, "order", (NUM_ORDER_WEIGHTS,))
+    if (artifact.arrays["order"] < 0.0).any():
+        raise ValueError("order has a weight below 0")
 
 
 def _check_marginal(artifact: PolicyArtifact) -> None:
     has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
     size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
-    _check_order(artifact)
 
 
 def _check_mlp(artifact: PolicyArtifact) -> None:
@@ -154,17 +154,18 @@ def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
 
 def _run_residual(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
     correction = corrected.fold(artifact.arrays, artifact.layers)
-    sim.run_residual(correction, artifact.metadata.mean_total_tokens)
+    order = order_weights(artifact.arrays)
+    sim.run_residual(correction, artifact.metadata.mean_total_tokens, order)
 
 
-def _run_greedily(
-    preferences: Callable[[npt.NDArray[np.float32]], FloatArray], sim: PolicyRunner
-) -> None:
+def _run_network(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
+    sim.order_by(order_weights(artifact.arrays))
     observations = sim.observe()
     while sim.undecided():
-        actions = preferences(observations).argmax(axis=1)
+        actions = network_preferences(artifact, observations).argmax(axis=1)
         observations, _rewards = sim.step_and_observe(actions)
     sim.drain()
+    sim.order_by(FIRST_COME)
 
 
 def network_preferences(
@@ -209,11 +210,12 @@ KINDS: dict[str, RoutingKind] = {
         is_finetuned=True, needs_engine=lambda it: True,
     ),
     "mlp": RoutingKind(
-        _check_mlp, NetworkPolicy, needs_engine=lambda it: False,
-        run=lambda it, sim: _run_greedily(partial(network_preferences, it), sim),
+        _check_mlp, _policy_of(NetworkPolicy, OrderedNetworkPolicy), run=_run_network,
+        needs_engine=lambda it: False,
     ),
     "corrected": RoutingKind(
-        _check_residual, ResidualPolicy, needs_engine=lambda it: True, run=_run_residual
+        _check_residual, _policy_of(ResidualPolicy, OrderedResidualPolicy), run=_run_residual,
+        needs_engine=lambda it: True,
     ),
 }  # fmt: skip
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""

@@ -258,12 +258,17 @@ class PolicyRunner(Protocol):
     def run_linear(self, weights: FloatArray, mean_total_tokens: float, order: FloatArray) -> None:
         """Run all streams to the end under the linear policy of these weights, in an order."""
 
-    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
-        """Run all streams to the end under a corrected policy.
+    def run_residual(
+        self, correction: ResidualNetwork, mean_total_tokens: float, order: FloatArray
+    ) -> None:
+        """Run all streams to the end under a corrected policy, in an order.
 
         Raises:
             ValueError: The servers do not batch.
         """
+
+    def order_by(self, order: FloatArray) -> None:
+        """Let requests that are placed one by one wait by an order."""
 
     def observe(self) -> npt.NDArray[np.float32]:
         """Encode what the router sees."""

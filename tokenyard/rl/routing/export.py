@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ def export_policy(
     lineage: Mapping[str, str] | None = None,
     *,
     expected_finish: bool = True,
+    order: Sequence[float] = (),
 ) -> PolicyArtifact:
     """Export a greedy policy.
 
@@ -51,6 +52,7 @@ def export_policy(
         metrics: What it scored, for the record.
         lineage: What it was made from, for the record.
         expected_finish: Whether the whole observation holds finish times.
+        order: Weights of the order in which requests wait; none: first come, first served.
     """
     scenario = source.scenario
     of_the_kind: dict[str, Any]
@@ -69,6 +71,8 @@ def export_policy(
         }  # fmt: skip
         arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
         arrays |= layer_arrays(weights_of(module.policy_layers))
+    if any(order):
+        arrays["order"] = np.array(order, dtype=np.float64)
     metadata = ArtifactMetadata(
         scenario=scenario.name,
         trainer=trainer,

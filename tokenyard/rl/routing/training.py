@@ -45,6 +45,7 @@ from tokenyard.rl.routing.linear import BRANCHING, BranchingEnvRunner, LinearAct
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import RewardWeights
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator.branching import BranchingConfig
 
 MARGINAL_DELAY = (0.0,) * NUM_MARGINAL_WEIGHTS
@@ -111,6 +112,8 @@ class Recipe:
     """Copies that share their traffic and are compared with each other (PPO and A2C)."""
     centre_rewards: bool = False
     """Whether the mean reward is subtracted from all (PPO and A2C)."""
+    orders: bool = False
+    """Whether requests wait in the order that was tuned beside the rule; else first come."""
     episode_requests: int | None = None
     """Requests of an episode; None: the scenario's."""
     randomisation: Randomisation = field(default_factory=Randomisation)
@@ -212,6 +215,7 @@ def fleet() -> Recipe:
         },
         network="equivariant",
         hidden=(32, 32),
+        orders=True,
         copies_per_stream=8,
         centre_rewards=True,
     )
@@ -271,6 +275,7 @@ def build_config(
     env_config: Mapping[str, Any],
     settings: TrainingSettings = DEFAULT_SETTINGS,
     rule_weights: Sequence[float] = MARGINAL_DELAY,
+    order: Sequence[float] = tuple(FIRST_COME.tolist()),
 ) -> AlgorithmConfig:
     """Configure one algorithm for one environment.
 
@@ -283,6 +288,7 @@ def build_config(
             an episode, randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
         rule_weights: Of the rule that an equivariant network or a linear policy begins with.
+        order: Weights of the order in which requests wait, which is not learned.
 
     Raises:
         ValueError: Unknown algorithm, a residual without finish times in the observation, or an
@@ -304,6 +310,7 @@ def build_config(
             "episode_requests": recipe.episode_requests,
             "randomisation": recipe.randomisation.model_dump(),
             "shows_rule": recipe.network == "equivariant",
+            "order": tuple(order),
             COPIES_PER_STREAM: 1 if algorithm == "dqn" else recipe.copies_per_stream,
         },
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
@@ -16,8 +17,10 @@ from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.policies.order_spec import in_words, spec_of_weights
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
+from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.streams import StreamSource
 
@@ -88,6 +91,7 @@ class RoutingTrialConfig(TrialConfig):
             **flat_numbers(own.reward, "reward."),
             "reward_scale": adapted.reward_scale,
             "residual_scale": own.residual_scale,
+            "order": in_words(spec_of_weights(np.array(self._rule_start(scenario).order))),
             "warm_start_generations": self.warm_start_generations,
         }
 
@@ -106,7 +110,7 @@ class RoutingTrialConfig(TrialConfig):
         self.make_env_known()
         source = StreamSource(scenario)
         return RllibTraining(
-            self._algorithm_config(adapted, self._rule_weights(scenario)),
+            self._algorithm_config(adapted, *self._rule(scenario)),
             source,
             self.algorithm,
             adapted.reward_scale,
@@ -116,30 +120,33 @@ class RoutingTrialConfig(TrialConfig):
         config = SearchConfig(randomisation=recipe(self.recipe).randomisation)
         return started_at_best_rule(scenario, config)
 
-    def _rule_weights(self, scenario: Scenario) -> tuple[float, ...]:
-        """Weights of the rule that a network for a fleet, or a linear policy, begins with."""
-        network = recipe(self.recipe).network
-        if network == "flat":
-            return MARGINAL_DELAY
-        config = started_at_best_rule(scenario, SearchConfig(), orders=False)  # no network orders
+    def _rule_start(self, scenario: Scenario) -> SearchConfig:
+        return started_at_best_rule(scenario, SearchConfig(), recipe(self.recipe).orders)
+
+    def _rule(self, scenario: Scenario) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Weights of the rule that a trial begins with, and of the order in which requests wait."""
+        base, config = recipe(self.recipe), self._rule_start(scenario)
+        if base.network == "flat":
+            return MARGINAL_DELAY, config.order
         assert config.start is not None
         # A network corrects the rule without SLO terms.
-        start = config.start if network == "linear" else config.start[:NUM_MARGINAL_WEIGHTS]
+        start = config.start if base.network == "linear" else config.start[:NUM_MARGINAL_WEIGHTS]
         if not self.warm_start_generations:
-            return start
-        first_come = replace(
+            return start, config.order
+        config = replace(
             config, start=start, num_generations=self.warm_start_generations,
-            randomisation=recipe(self.recipe).randomisation,
+            randomisation=base.randomisation,
         )  # fmt: skip
-        search = PolicySearch(scenario, first_come, self.seed)
+        search = PolicySearch(scenario, config, self.seed)
         for _ in range(self.warm_start_generations):
             search.step()
-        return tuple(search.weights.tolist())
+        return tuple(search.weights.tolist()), tuple(search.order.tolist())
 
     def _algorithm_config(
         self,
         adapted: Recipe,
         rule_weights: Sequence[float] = MARGINAL_DELAY,
+        order: Sequence[float] = tuple(FIRST_COME.tolist()),
     ) -> AlgorithmConfig:
         return build_config(
             self.algorithm,
@@ -148,6 +155,7 @@ class RoutingTrialConfig(TrialConfig):
             {"scenario": self.scenario},
             self.settings(self.steps_per_iteration, implementation=self.implementation),
             rule_weights,
+            order,
         )
 
 

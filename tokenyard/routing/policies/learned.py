@@ -141,8 +141,12 @@ def order_weights(arrays: Arrays) -> FloatArray:
     return found
 
 
-class NetworkPolicy(ScoringPolicy):
-    """A trained network; it remembers the sizes of the last requests, as in training."""
+class NetworkPolicy(_TablePolicy):
+    """A trained network; it remembers the sizes of the last requests, as in training.
+
+    Its costs are minus its preferences. Other replicas than in training are a ValueError: more,
+    fewer, or such as batch.
+    """
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
@@ -152,15 +156,13 @@ class NetworkPolicy(ScoringPolicy):
         self._metadata = metadata
         self._features = _RequestFeatures(metadata, started_at)
         self._network = Network.from_arrays(arrays, metadata.activation)
+        self._order = order_weights(arrays)
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
 
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the preferred replica, and minus each one's preference as its cost.
-
-        Raises:
-            ValueError: Other replicas than in training: more, fewer, or such as batch.
-        """
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
         _check_count(self._metadata.num_replicas, snapshots)
         _check_engines(False, snapshots)
         columns = snapshot_columns(snapshots)
@@ -173,11 +175,14 @@ class NetworkPolicy(ScoringPolicy):
         preference = self._network(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
-        return Decision(int(np.argmin(costs)), costs)
+        return int(np.argmin(costs)), costs, columns, self._order
 
 
-class ResidualPolicy(ScoringPolicy):
-    """Least added delay, corrected by a network; it remembers the sizes of the last requests."""
+class ResidualPolicy(_TablePolicy):
+    """Least added delay, corrected by a network; it remembers the sizes of the last requests.
+
+    No replica, or a snapshot of one that does not batch continuously, is a ValueError.
+    """
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
@@ -186,20 +191,18 @@ class ResidualPolicy(ScoringPolicy):
         self._metadata = metadata
         self._features = _RequestFeatures(metadata, started_at)
         self._correction = fold(arrays, layers_of(arrays))
+        self._order = order_weights(arrays)
         self._scratch = make_scratch(self._correction, 0)
 
-    def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
-        """Return the cheapest replica and the cost of each, in units of the SLO.
-
-        Raises:
-            ValueError: No replica, or a snapshot of one that does not batch continuously.
-        """
+    def _decide(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
+    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
         _check_count(None, snapshots)
         _check_engines(True, snapshots)
         num = len(snapshots)
         if len(self._scratch.observation) != observation_size(num, True, True):
             self._scratch = make_scratch(self._correction, num)
-        costs = np.empty(num)
+        columns, costs = snapshot_columns(snapshots), np.empty(num)
         best = residual_scores(
             self._correction,
             self._features.push(request),
@@ -207,11 +210,19 @@ class ResidualPolicy(ScoringPolicy):
             request.predicted_total_tokens - request.context_tokens,
             self._metadata.mean_total_tokens,
             self._metadata.slo_response_s,
-            snapshot_columns(snapshots),
+            columns,
             self._scratch,
             costs,
         )
-        return Decision(best, costs)
+        return best, costs, columns, self._order
+
+
+class OrderedNetworkPolicy(_InOrder, NetworkPolicy):
+    """A trained network with an order."""
+
+
+class OrderedResidualPolicy(_InOrder, ResidualPolicy):
+    """A corrected policy with an order."""
 
 
 class _RequestFeatures:

@@ -195,6 +195,7 @@ class BatchingSim:
             latencies=np.zeros((num_copies, lay.LATENCY_BINS)),
             tables=np.zeros((num_copies, num, observation.NUM_COLUMNS)),
             asked=np.tile(LAST, (num_copies, 1)),
+            order=FIRST_COME.copy(),
             scratch=np.zeros(width),
         )
         self.rewards = np.zeros(num_copies)
@@ -297,6 +298,16 @@ class BatchingSim:
             key: Its keys are moved to between the arrival and `Scenario.max_overtaking_s` from now.
         """
         self.arrays.asked[copy] = key
+
+    def order_by(self, order: FloatArray) -> None:
+        """Let requests that are placed by `step` wait by an order from now on.
+
+        `order_next` goes before it.
+
+        Args:
+            order: Weights (`tokenyard.routing.scores.order`); those of `FIRST_COME` order nothing.
+        """
+        self.arrays.order[:] = order
 
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
@@ -406,11 +417,14 @@ class BatchingSim:
             self.arrays, order, fleet.wait_weight, fleet.others_weight, self.rewards
         )
 
-    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
-        """Run all streams to the end under a corrected policy (`residual_scores`)."""
+    def run_residual(
+        self, correction: ResidualNetwork, mean_total_tokens: float,
+        order: FloatArray = FIRST_COME,
+    ) -> None:  # fmt: skip
+        """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
         num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
         player = kernel.make_player(correction, num, mean_total_tokens, slo_s)
-        kernel.run_residual(self.arrays, player, self.rewards)
+        kernel.run_residual(self.arrays, player, order, self.rewards)
 
     def _run(
         self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float,

@@ -127,6 +127,7 @@ class ClusterSim:
         self.outcome_table = np.zeros((num_copies, stream_length, kernel.NUM_OUTCOME))
         self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
         self.asked = np.tile(LAST, (num_copies, 1))
+        self._order = FIRST_COME.copy()
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num_servers, expected_finish)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
@@ -180,6 +181,16 @@ class ClusterSim:
         """
         self.asked[copy] = key
 
+    def order_by(self, order: FloatArray) -> None:
+        """Let requests that are placed by `step` wait by an order from now on.
+
+        What is said here of responses and keys is as in `order_next`, which goes before it.
+
+        Args:
+            order: Weights (`tokenyard.routing.scores.order`); those of `FIRST_COME` order nothing.
+        """
+        self._order = np.array(order, dtype=np.float64)
+
     def step(self, actions: Actions) -> FloatArray:
         """Place every copy's waiting request and run to its next decision.
 
@@ -194,7 +205,7 @@ class ClusterSim:
         """
         wrong = kernel.step(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, actions, self.rewards,
+            self.outcome_table, self.tables, self.asked, self._order, actions, self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
         return self.rewards
@@ -210,7 +221,7 @@ class ClusterSim:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, actions, self.rewards,
+            self.outcome_table, self.tables, self.asked, self._order, actions, self.rewards,
             self.observations,
         )  # fmt: skip
         self._check(wrong, actions)
@@ -254,7 +265,10 @@ class ClusterSim:
             np.empty(self.scenario.num_servers),
         )  # fmt: skip
 
-    def run_residual(self, correction: ResidualNetwork, mean_total_tokens: float) -> None:
+    def run_residual(
+        self, correction: ResidualNetwork, mean_total_tokens: float,
+        order: FloatArray = FIRST_COME,
+    ) -> None:  # fmt: skip
         """Refuse: it corrects a rule for replicas that batch.
 
         Raises:

@@ -19,6 +19,8 @@ Shapes: C copies, S servers, R requests per stream.
     outcomes  (C, R, NUM_OUTCOME)  what became of each request
     tables    (C, S, NUM_COLUMNS)  what the router may know (`tokenyard.routing.observation`)
     asked     (C, NUM_ASKED)       places of the next requests in the waiting queues (`order`)
+    order     (NUM_ORDER_WEIGHTS,) by what those wait of whom nothing is asked
+              (`tokenyard.routing.scores.order`)
 
 Order at one instant: completions, then starts of waiting requests, then the decision.
 """
@@ -372,7 +374,19 @@ def advance(state, rules, params, requests, outcomes, until):
 
 
 @compiled
-def step(params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards):
+def _asked_key(order, rules, requests, index, row):
+    """What an order asks for at a server (`scores.order.order_key`); first come asks for none."""
+    if is_first_come(order):
+        return LAST
+    request = requests[index]
+    output = request[PREDICTED_TOTAL] - request[CONTEXT]
+    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, 0.0, row)
+
+
+@compiled
+def step(
+    params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards
+):  # fmt: skip
     """Place the waiting request of every copy and run to the moment of the next decision.
 
     What is `asked` is used up: it is NaN afterwards.
@@ -395,9 +409,11 @@ def step(params, rules, state, clock, requests, outcomes, tables, asked, actions
         else:
             index = int(clock[copy, INDEX])
             now = clock[copy, NOW_S]
-            if not math.isnan(asked[copy, KEY_S]):
-                clock[copy, IS_ORDERED] = 1.0
             ask = asked[copy, KEY_S], asked[copy, LATE_AT_S], asked[copy, LATE_KEY_S]
+            if math.isnan(ask[KEY_S]):
+                ask = _asked_key(order, rules, requests[copy], index, tables[copy, actions[copy]])
+            if not math.isnan(ask[KEY_S]):
+                clock[copy, IS_ORDERED] = 1.0
             key = bounded_key(ask, requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
             rewards[copy] = _decide(
                 state[copy], rules, params, requests[copy], outcomes[copy],
@@ -430,10 +446,13 @@ def observe(rules, clock, requests, tables, observations):
 
 @compiled
 def step_and_observe(
-    params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards, observations,
+    params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards,
+    observations,
 ):  # fmt: skip
     """`step`, then `observe`, in one call; return the results of both."""
-    wrong = step(params, rules, state, clock, requests, outcomes, tables, asked, actions, rewards)
+    wrong = step(
+        params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards
+    )
     if wrong >= 0:
         return wrong, 0
     return wrong, observe(rules, clock, requests, tables, observations)
@@ -449,19 +468,9 @@ def drain(params, rules, state, requests, outcomes, rewards):
 
 
 @compiled
-def _asked_key(order, rules, requests, index, row):
-    """What an order asks for at a server (`scores.order.order_key`)."""
-    request = requests[index]
-    output = request[PREDICTED_TOTAL] - request[CONTEXT]
-    return order_key(order, request[ARRIVAL_S], rules[SLO_S], request[CONTEXT], output, 0.0, row)
-
-
-@compiled
 def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
     """Place a request where it waits by an order, in a run that earns nothing."""
-    asked = LAST
-    if not is_first_come(order):
-        asked = _asked_key(order, rules, requests, index, table[server])
+    asked = _asked_key(order, rules, requests, index, table[server])
     key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
     _decide(state, rules, params, requests, outcomes, index, server, now, key, False)
 

@@ -151,7 +151,9 @@ class FleetArrays(NamedTuple):
     tables: FloatArray
     asked: FloatArray
     """Places of the next requests in the waiting queues, shape (C, NUM_ASKED) of
-    `simulator.order`; NaN: behind the others."""
+    `simulator.order`; NaN: by `order`."""
+    order: FloatArray
+    """Weights of the order in which requests wait, shape (NUM_ORDER_WEIGHTS,) of `scores.order`."""
     scratch: FloatArray
     """Copy of one row of state, in which a look ahead is played; shape (width,)."""
 

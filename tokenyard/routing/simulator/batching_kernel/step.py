@@ -134,6 +134,17 @@ def _collect(fleet, copy):
 
 
 @compiled
+def asked_key(order, request, row):
+    """What an order asks for at a replica (`scores.order.order_key`); first come asks for none."""
+    if is_first_come(order):
+        return LAST
+    return order_key(
+        order, request[lay.ARRIVAL_S], min(request[lay.SLO_TTFT_S], request[lay.SLO_RESPONSE_S]),
+        request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], 0.0, row,
+    )  # fmt: skip
+
+
+@compiled
 def step(fleet, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
@@ -156,6 +167,9 @@ def step(fleet, actions, rewards):
         elif clock[lay.CURRENT] >= 0.0:
             ask = fleet.asked[copy]
             asked = ask[KEY_S], ask[LATE_AT_S], ask[LATE_KEY_S]
+            if math.isnan(ask[KEY_S]):
+                request = fleet.requests[copy, int(clock[lay.CURRENT])]
+                asked = asked_key(fleet.order, request, fleet.tables[copy, actions[copy]])
             rewards[copy] = place(fleet, copy, actions[copy], asked)
             find_decision(fleet, copy)
             rewards[copy] += _collect(fleet, copy)
@@ -205,17 +219,6 @@ def drain(fleet, rewards):
         for server in range(fleet.replica_params.shape[1]):
             advance(replica_of(fleet, copy, server), math.inf)
         rewards[copy] = _collect(fleet, copy)
-
-
-@compiled
-def asked_key(order, request, row):
-    """What an order asks for at a replica (`scores.order.order_key`); first come asks for none."""
-    if is_first_come(order):
-        return LAST
-    return order_key(
-        order, request[lay.ARRIVAL_S], min(request[lay.SLO_TTFT_S], request[lay.SLO_RESPONSE_S]),
-        request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], 0.0, row,
-    )  # fmt: skip
 
 
 @compiled
@@ -347,11 +350,13 @@ def decide(fleet, copy, player):
 
 
 @compiled
-def run_residual(fleet, player, rewards):
+def run_residual(fleet, player, order, rewards):
     """Run every copy's whole stream under the policy, from empty to drained."""
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            place(fleet, copy, decide(fleet, copy, player), LAST)
+            server = decide(fleet, copy, player)
+            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+            place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
