@@ -20,7 +20,7 @@ from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.artifact import rule_for
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
-from tokenyard.routing.search import PolicySearch, SearchConfig
+from tokenyard.routing.search import PolicySearch, SearchConfig, best_start
 from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig, trial_of
 from tune_configs.schedulers import drawn_weights
 
@@ -52,8 +52,6 @@ ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
 
 RLLIB_ALGORITHMS = ("dqn", "ppo", "a2c")
 """Slowest first: a sweep then ends with short trials, and no CPU waits for a long one."""
-HAND_RULE = "tuned_marginal_delay"
-"""What networks for replicas that batch start from; it does not order what waits."""
 POLICY_SEARCH = "policy_search"
 WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
@@ -141,6 +139,11 @@ def _search_trial(scenario: str, num_generations: int, iterations: int = 5) -> T
     )
 
 
+def _own_rules(scenario: str) -> tuple[str, ...]:
+    """The rule that learners begin with, and the one that ships."""
+    return tuple(dict.fromkeys((best_start(load_scenario(scenario)), rule_for(scenario))))
+
+
 def _search_env_steps(num_generations: int) -> int:
     search = SearchConfig()
     candidates = search.population + 1  # and the baseline
@@ -151,8 +154,9 @@ def _search_env_steps(num_generations: int) -> int:
 def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
 
-    They learn for the cluster that `make serve` serves, from the tuned rule on. The baseline is the
-    rule that ships for it, which also orders what waits.
+    They learn for the cluster that `make serve` serves, from the best tuned rule on that their
+    weights can be. Networks keep its order, and policy search moves it. The baseline is the rule
+    that ships for the cluster.
     """
     learners = [
         _trial(algorithm, 300_000, weights=weights, scenario=SERVED)
@@ -164,7 +168,7 @@ def default() -> Experiment:
         scenario=SERVED,
         trainable=RoutingTrial,
         trials=(*learners, _search_trial(SERVED, 20)),
-        baselines=("round_robin", "least_connections", "sed", HAND_RULE, rule_for(SERVED)),
+        baselines=("round_robin", "least_connections", "sed", *_own_rules(SERVED)),
         baseline=rule_for(SERVED),
         warm_up=_compile_kernels,
     )
@@ -177,7 +181,7 @@ def smoke() -> Experiment:
     return replace(
         default(),
         trials=(search, learner),
-        baselines=("round_robin", HAND_RULE, rule_for(SERVED)),
+        baselines=("round_robin", *_own_rules(SERVED)),
         promotion_streams=5,
         evaluation_streams=5,
     )
@@ -267,7 +271,7 @@ def fleet() -> Experiment:
         default(),
         scenario=FLEET,
         trials=(search, *learners),
-        baselines=("round_robin", "least_connections", "sed", HAND_RULE, rule_for(FLEET)),
+        baselines=("round_robin", "least_connections", "sed", *_own_rules(FLEET)),
         baseline=rule_for(FLEET),
         warm_up=partial(_compile_kernels, FLEET),
     )

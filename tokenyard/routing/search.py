@@ -12,7 +12,6 @@ tell candidates apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,34 +106,42 @@ class SearchConfig:
     the scenario's suits more of what comes."""
 
 
-def started_at_best_rule(
-    scenario: Scenario, config: SearchConfig, orders: bool = True
-) -> SearchConfig:
-    """Start where the best tuned rule is that the linear policy can be, by its training score.
+def best_start(scenario: Scenario, orders: bool = True) -> str:
+    """Best tuned rule that the linear policy can be, by its training score: where learning begins.
 
     That is a placement that its weights can be, first come, first served or with an order by size.
     Where none was tuned, it is the placement without learned weights, first come, first served.
 
     Args:
         scenario: Whose rules were tuned.
-        config: What else is searched, and how.
-        orders: Whether orders are searched too; else all is first come, first served.
+        orders: Whether those with an order count.
     """
     tuned = find_tuned(scenario.name)
     placements = server_model(scenario).linear_placements(tuned)
     scores = {} if tuned is None else tuned.scores | (tuned.order_scores if orders else {})
-    first, *_ = placements
-    best, best_score = (first, ""), -math.inf
-    for name, score in scores.items():
+
+    def can_be(name: str) -> bool:
         placement, _, order = name.partition(BETWEEN)
-        if placement in placements and order in ("", *ORDER_WEIGHTS) and score > best_score:
-            best, best_score = (placement, order), score
-    placement, order = best
-    knobs = tuned.orders[placement + BETWEEN + order] if tuned is not None and order else {}
+        return placement in placements and order in ("", *ORDER_WEIGHTS)
+
+    first, *_ = placements
+    return max(filter(can_be, scores), key=scores.__getitem__, default=first)
+
+
+def started_at_best_rule(
+    scenario: Scenario, config: SearchConfig, orders: bool = True
+) -> SearchConfig:
+    """Start at `best_start`.
+
+    Args:
+        scenario: Whose rules were tuned.
+        config: What else is searched, and how.
+        orders: Whether orders are searched too; else all is first come, first served.
+    """
+    tuned, rule = find_tuned(scenario.name), best_start(scenario, orders)
+    knobs = None if tuned is None else tuned.orders.get(rule)
     order_std = config.order_std if orders else 0.0
-    return started_at(
-        scenario, f"{placement}{BETWEEN}{order}", replace(config, order_std=order_std), knobs
-    )
+    return started_at(scenario, rule, replace(config, order_std=order_std), knobs)
 
 
 def started_at(

@@ -1,5 +1,6 @@
 """The corrected policy: the rule without its network, and one function wherever it decides."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -30,9 +31,11 @@ from tokenyard.routing.scores.residual import LAYOUT, fold, make_scratch, residu
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import OrderingPolicy
 from tokenyard.routing.validation import Validation
 
 MIXED, CHURN = "azure_code_mixed_gpus", "churn"
+ORDER = np.array([8.0, 5.0, 2.0, 4.0])
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -151,11 +154,12 @@ def test_without_a_network_it_is_the_rule():
     np.testing.assert_array_equal(scored(artifact, table)[1], rule)
 
 
+@pytest.mark.parametrize("order", [None, ORDER])
 @pytest.mark.parametrize(
     ("name", "kind"),
     [(MIXED, "corrected"), ("multi_turn_prefix", "corrected"), (MIXED, "marginal")],
 )
-def test_kernel_and_served_policy_decide_alike(name, kind):
+def test_kernel_and_served_policy_decide_and_order_alike(name, kind, order):
     """The one runs in the simulator on its rows, the other on snapshots and remembered requests."""
     scenario = load_scenario(name)
     source = StreamSource(scenario)
@@ -163,6 +167,9 @@ def test_kernel_and_served_policy_decide_alike(name, kind):
     if kind == "marginal":
         start = tuple(artifact.arrays["weights"].tolist())
         artifact = PolicySearch(scenario, SearchConfig(start=start)).artifact()
+    if order is not None:
+        artifact = replace(artifact, arrays={**artifact.arrays, "order": order})
+    assert isinstance(learned_policy(artifact), OrderingPolicy) == artifact.orders
     streams = short_streams(source, 2)
     runs = run_policy(scenario, streams, lambda rng: learned_policy(artifact), 0)
     rows = Validation(source, 2, streams=streams).rows(artifact)

@@ -10,8 +10,11 @@ import envs
 from tokenyard.routing.fleet import Churn
 from tokenyard.routing.observation import observation_size
 from tokenyard.routing.scenario import Scenario, load_scenario, scenario_names
+from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.batching_kernel import layout as lay
+from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 
+ORDER = (4.0, 1.0, 2.0, 1.0)
 NOTHING = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
 FLEETS = [name for name in scenario_names() if load_scenario(name).fleet is not None]
 WORKING_REWARD = {"response": -1.0, "slo": -2.0, "accept": 0.0, "subtract_baseline": True}
@@ -41,10 +44,10 @@ def test_the_observation_has_forty_numbers_with_finish_times_and_thirty_four_wit
     assert without.observation_space.shape == (34,)
 
 
-@pytest.mark.parametrize("reward", [None, WORKING_REWARD])
+@pytest.mark.parametrize("more", [{}, {"reward": WORKING_REWARD}, {"order": ORDER}])
 @pytest.mark.parametrize("scenario", ["bursty_serial", "high_load"])
-def test_the_vector_twin_equals_single_environments_step_for_step(scenario, reward):
-    config = {"scenario": scenario, "reward": reward, "episode_requests": 30}
+def test_the_vector_twin_equals_single_environments_step_for_step(scenario, more):
+    config = {"scenario": scenario, **more, "episode_requests": 30}
     many = envs.LoadBalancingVectorEnv(4, config)
     singles = [envs.LoadBalancingEnv(config) for _ in range(4)]
     observations, _ = many.reset(seed=11)
@@ -75,7 +78,7 @@ def restless(name: str):
 
 @pytest.mark.parametrize("name", FLEETS)
 def test_the_vector_twin_of_a_fleet_equals_single_ones_though_requests_come_again(name):
-    config = {"scenario": restless(name), "episode_requests": 60}
+    config = {"scenario": restless(name), "episode_requests": 60, "order": ORDER}
     many = envs.LoadBalancingVectorEnv(3, config)
     singles = [envs.LoadBalancingEnv(config) for _ in range(3)]
     observations, _ = many.reset(seed=4)
@@ -192,16 +195,43 @@ def test_a_four_thousand_token_request_on_an_idle_cluster_earns_the_documented_r
     assert reward == pytest.approx(0.951, abs=5e-4)
 
 
-def test_minus_response_rewards_add_up_to_the_mean_response_time():
+@pytest.mark.parametrize("order", [(0.0,) * 4, ORDER])
+@pytest.mark.parametrize("name", ["nominal", "azure_code_mixed_gpus"])
+def test_minus_response_rewards_add_up_to_all_response_times(name, order):
     only_response = {
         "processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0, "accept": 0.0,
         "response": -1.0,
     }  # fmt: skip
-    env = envs.LoadBalancingEnv(scenario="nominal", reward=only_response, episode_requests=300)
+    env = envs.LoadBalancingEnv(
+        scenario=name, reward=only_response, episode_requests=300, order=order
+    )
     env.reset(seed=3)
     total = sum(env.step(np.int64(i % 3))[1] for i in range(300))
-    env.sim.drain()
+    total += env.sim.drain()[0]
     assert -total == pytest.approx(env.sim.outcomes().response_s[:300].sum())
+
+
+@pytest.mark.parametrize("name", ["bursty_serial", "azure_code_mixed_gpus"])
+def test_requests_wait_by_the_order_that_a_rule_would_give_them(name):
+    scenario = load_scenario(name)
+    source = StreamSource(scenario)
+    stream = source.sample(400, stream_rng(0, "training"))
+    run, stepped = (make_simulator(scenario, 1, 400) for _ in range(2))
+    run.load(0, stream)
+    run.run_linear(np.zeros(run.num_weights), source.mean_total_tokens, np.array(ORDER))
+    outcomes = run.outcomes()
+    for order, alike in ((np.array(ORDER), True), (np.zeros(4), False)):
+        stepped.order_by(order)
+        stepped.load(0, stream)
+        for server in outcomes.server:
+            stepped.step(np.array([server]))
+        stepped.drain()
+        assert np.array_equal(stepped.outcomes().response_s, outcomes.response_s) == alike
+
+
+def test_an_order_that_lacks_a_weight_is_refused():
+    with pytest.raises(ValidationError, match="3 weights of an order given; give 4"):
+        envs.LoadBalancingEnv(scenario="nominal", order=(1.0, 0.0, 0.0))
 
 
 def test_shortest_expected_delay_earns_nothing_once_it_is_the_baseline_itself():

@@ -1,5 +1,7 @@
 """What our networks add to RLlib's: the normaliser, the residual, and the way out."""
 
+from functools import partial
+
 import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
@@ -13,11 +15,13 @@ from ray.rllib.core.columns import Columns
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
 from tokenyard.rl.routing.export import export_policy
 from tokenyard.rl.routing.training import build_config, ours, paper
-from tokenyard.routing.artifact import learned_policy, network_preferences
+from tokenyard.routing.artifact import KINDS, learned_policy, network_preferences
 from tokenyard.routing.observation import observation_size
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.constant_rate import ClusterSim
-from tokenyard.routing.simulator.streams import StreamSource, stream_rng
+from tokenyard.routing.simulator.run import run_policy
+from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.routing.types import OrderingPolicy
 
 ALGORITHMS = ("ppo", "a2c", "dqn")
 
@@ -128,3 +132,23 @@ def test_the_export_carries_the_normaliser_and_survives_a_file(tmp_path):
     assert loaded.sha256 == artifact.sha256
     assert loaded.metadata.metrics == {"score": -1.5}
     np.testing.assert_allclose(loaded.arrays["mean"], module.normaliser.mean)
+
+
+@pytest.mark.parametrize("recipe", [paper(), ours()], ids=["paper", "ours"])
+def test_a_network_with_an_order_is_served_as_it_is_validated(recipe):
+    source, _ = a_run(expected_finish=recipe.expected_finish)
+    module = a_module("ppo", recipe)
+    disturb(module)
+    stream = source.sample(400, stream_rng(5, "validation"))
+    sim = ClusterSim(source.scenario, 1, 400, expected_finish=recipe.expected_finish)
+    # The last one orders nothing, whatever came before.
+    for order in ((8.0, 5.0, 2.0, 4.0), ()):
+        artifact = export_policy(
+            module, source, "ppo", expected_finish=recipe.expected_finish, order=order
+        )
+        streams, make = StreamSet([stream], "drawn"), partial(learned_policy, artifact)
+        assert isinstance(make(), OrderingPolicy) == artifact.orders == bool(order)
+        (run,) = run_policy(source.scenario, streams, lambda rng, make=make: make(), 0)
+        sim.load(0, stream)
+        KINDS["mlp"].run(artifact, sim)
+        np.testing.assert_array_equal(sim.outcomes().response_s, run.outcomes.response_s)

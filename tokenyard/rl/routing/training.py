@@ -202,8 +202,8 @@ def fleet() -> Recipe:
         normalise=True,
         num_envs=128,
         algorithms={
-            "ppo": AlgorithmRecipe(32, ppo, RESPONSE_REWARD, residual_scale=90.0, anneal=True),
-            "a2c": AlgorithmRecipe(32, a2c, RESPONSE_REWARD, residual_scale=90.0, anneal=True),
+            "ppo": AlgorithmRecipe(32, ppo, RESPONSE_REWARD, residual_scale=200.0, anneal=True),
+            "a2c": AlgorithmRecipe(32, a2c, RESPONSE_REWARD, residual_scale=200.0, anneal=True),
             "dqn": AlgorithmRecipe(
                 1,
                 dqn,
