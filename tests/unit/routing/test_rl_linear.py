@@ -106,7 +106,9 @@ def test_a_trial_begins_where_a_search_without_orders_does(name):
     trial = RoutingTrialConfig(algorithm="ppo", scenario=name, recipe=recipe)
     scenario = load_scenario(name)
     search = PolicySearch(scenario, started_at_best_rule(scenario, SearchConfig(), orders=False))
-    assert trial._rule_weights(scenario) == pytest.approx(search.weights)
+    weights, order = trial._rule(scenario)
+    assert weights == pytest.approx(search.weights)
+    assert not any(order)
 
 
 def test_a_trial_of_the_linear_policy_trains(ray_cluster):
