@@ -113,7 +113,7 @@ def _play(sim: ClusterSim | BatchingSim) -> None:
     sim.step_and_observe(first)
     sim.drain()
     sim.run_linear(np.zeros(sim.num_weights), 1.0)
-    sim.run_in_order(np.ones(NUM_ORDER_WEIGHTS))
+    sim.run_linear(np.ones(sim.num_weights), 1.0, np.ones(NUM_ORDER_WEIGHTS))
 
 
 def compile_allocation() -> None:

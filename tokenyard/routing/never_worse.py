@@ -23,6 +23,7 @@ from tokenyard.problem import Row
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.drawn_clusters import draw_wide
 from tokenyard.routing.policies.order import AND, BETWEEN, IN_ORDER, KNOB
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.rule_replay import Replay
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores.order import FIRST_COME
@@ -220,7 +221,7 @@ def law_policy(name: str, scenario: Scenario) -> Decide | None:
     if placement == "marginal_delay":
         return partial(_hand_rule, server_model(scenario), weights)
     if placement == IN_ORDER:
-        return lambda sim: sim.run_in_order(weights)
+        return partial(server_model(scenario).run_in_order(FleetRules()), order=weights)
     raise ValueError(
         f"the law judges marginal_delay, {IN_ORDER} or a policy file (.npz), not {placement!r}"
     )

@@ -11,7 +11,11 @@ the SLO), z the size of the request relative to the mean, k the share of KV memo
 replica's speed rank, the cost is
 
     q + t + u + o + sum over p in 0..2 of r^p * (weights[p] . f),
-    f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0)).
+    f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0), d, e).
+
+The last two are told where the queue is ordered: d is the part of q that is for those behind whom
+the request would not wait, and e the part of o that is for those who would start before it. They
+are 0 where nobody looked at the queues.
 
 After these weights there may be SLO terms: two prices with three powers of the rank, a and b, and
 the logarithms of five limits, v, relative to what is typical. They add
@@ -64,7 +68,12 @@ MATCH_TOKENS = 18
 # How old what was scraped is, and whether the replica is believed to take requests.
 AGE_S = 19
 ROUTABLE = 20
-NUM_COLUMNS = 21
+# Where the request would stand among those who wait (`policies.places`); 0 where nobody looked: by
+# how many seconds its wait is shorter, and how many would start before it and after it.
+OVERTAKEN_S = 21
+NUM_BEFORE = 22
+NUM_BEHIND = 23
+NUM_COLUMNS = 24
 
 NUM_REQUEST_FEATURES = 16
 NUM_REPLICA_FEATURES = 6
@@ -74,10 +83,12 @@ NUM_BATCHING_FEATURES = 6
 OBSERVATION_LIMIT = 20.0
 """Every observed number lies in [-20, 20]: they are logarithms, so the bound is e^20 units."""
 
-NUM_SCORE_FEATURES = 7
+NUM_PLACE_FEATURES = 2
+"""The last features of both costs below: those that are 0 where nobody looked at the queues."""
+NUM_SCORE_FEATURES = 7 + NUM_PLACE_FEATURES
 NUM_SCORE_POWERS = 3
 NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
-NUM_MARGINAL_FEATURES = 9
+NUM_MARGINAL_FEATURES = 9 + NUM_PLACE_FEATURES
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
 NUM_RULE_FEATURES = NUM_MARGINAL_FEATURES + 1
 """What is shown of every replica to those who learn the rule's weights (`encode_rule`)."""
@@ -86,9 +97,11 @@ NUM_SLO_LIMITS = 5
 NUM_SLO_WEIGHTS = NUM_SLO_PRICES + NUM_SLO_LIMITS
 NUM_MARGINAL_SLO_WEIGHTS = NUM_MARGINAL_WEIGHTS + NUM_SLO_WEIGHTS
 """Length of a marginal policy's weights where it prices SLO violations."""
-MARGINAL_WAIT = 1
-MARGINAL_OTHERS = 4
-"""Places of the weights, for all replicas alike, of the request's wait and of others' delays."""
+MARGINAL_WAIT, MARGINAL_OTHERS, MARGINAL_OVERTAKEN, MARGINAL_SPARED = 1, 4, 9, 10
+"""Places of the weights, for all replicas alike, of the request's wait, of others' delays, and of
+what is taken off either by the order: q, o, d and e of the module's docstring."""
+SCORE_WAIT, SCORE_SERVICE, SCORE_OVERTAKEN, SCORE_DELAYED = 1, 2, 7, 8
+"""Places of the weights of w, s, d and o of `linear_scores`, for all servers alike."""
 
 
 def observation_size(num_replicas: int, expected_finish: bool, batches: bool = False) -> int:
@@ -335,13 +348,30 @@ def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -
 
 
 @compiled
+def looks_at_queues(weights: FloatArray, num_features: int) -> bool:
+    """Whether weights of a cost count where a request would stand among those who wait.
+
+    Args:
+        weights: Of `linear_scores` or `marginal_scores`.
+        num_features: NUM_SCORE_FEATURES or NUM_MARGINAL_FEATURES.
+    """
+    for p in range(NUM_SCORE_POWERS):
+        for w in range((p + 1) * num_features - NUM_PLACE_FEATURES, (p + 1) * num_features):
+            if weights[w] != 0.0:
+                return True
+    return False
+
+
+@compiled
 def marginal_features(
     row: FloatArray,
     context_tokens: float,
     output_tokens: float,
     mean_total_tokens: float,
     slo_s: float,
-) -> tuple[float, float, float, float, float, float, float, float, float]:
+) -> tuple[
+    float, float, float, float, float, float, float, float, float, float, float
+]:  # fmt: skip
     """What the cost of one replica is made from: f of the module's docstring.
 
     The plain delay, which is least marginal delay's cost, is the sum of the second to the fifth.
@@ -360,9 +390,11 @@ def marginal_features(
     decode /= slo_s
     others /= slo_s
     own = wait + prefill + decode
+    outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
+    before = row[NUM_BEFORE] / max(outstanding, row[NUM_BEFORE] + row[NUM_BEHIND], 1.0)
     return (
         1.0, wait, prefill, decode, others, own * excess, others * excess, row[KV_USED_FRACTION],
-        max(own - 1.0, 0.0),
+        max(own - 1.0, 0.0), row[OVERTAKEN_S] / slo_s, others * before,
     )  # fmt: skip
 
 
@@ -400,9 +432,19 @@ def marginal_scores(
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
-        one, wait, prefill, decode, others, own_excess, others_excess, kv, late = marginal_features(
-            row, context_tokens, output_tokens, mean_total_tokens, slo_s
-        )
+        (
+            one,
+            wait,
+            prefill,
+            decode,
+            others,
+            own_z,
+            others_z,
+            kv,
+            late,
+            overtaken,
+            spared,
+        ) = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
         own = wait + prefill + decode
         cost = own + others
         power = 1.0
@@ -414,10 +456,12 @@ def marginal_scores(
                 + weights[w + 2] * prefill
                 + weights[w + 3] * decode
                 + weights[w + 4] * others
-                + weights[w + 5] * own_excess
-                + weights[w + 6] * others_excess
+                + weights[w + 5] * own_z
+                + weights[w + 6] * others_z
                 + weights[w + 7] * kv
                 + weights[w + 8] * late
+                + weights[w + 9] * overtaken
+                + weights[w + 10] * spared
             )
             power *= row[SPEED_RANK]
         if prices_slo:
@@ -545,10 +589,13 @@ def linear_scores(
     relative to the mean and r the replica's speed rank, the cost is
 
         w + s + sum over p in 0..2 of r^p * (weights[p] . f),
-        f = (1, w, s, w (z - 1), s (z - 1), [w + s > 1], max(w + s - 1, 0)).
+        f = (1, w, s, w (z - 1), s (z - 1), [w + s > 1], max(w + s - 1, 0), d, o).
 
-    Zero weights are shortest expected delay; the powers of r let the correction differ between
-    slow and fast replicas without tying a weight to a replica, so any number of them works.
+    The last two are told where the queue is ordered: d is the part of w that is for those behind
+    whom the request would not wait, and o is s for each of those per slot, whom it delays. They are
+    0 where nobody looked at the queues. Zero weights are shortest expected delay; the powers of r
+    let the correction differ between slow and fast replicas without tying a weight to a replica, so
+    any number of them works.
 
     Args:
         weights: Shape (NUM_SCORE_WEIGHTS,), powers of the rank first.
@@ -569,6 +616,8 @@ def linear_scores(
         service = predicted_total_tokens / (row[TOKENS_PER_S] * slo_s)
         lateness = max(wait + service - 1.0, 0.0)
         violation = 1.0 if lateness > 0.0 else 0.0
+        overtaken = row[OVERTAKEN_S] / slo_s
+        delayed = service * row[NUM_BEHIND] / row[NUM_SLOTS]
         cost = wait + service
         power = 1.0
         for p in range(NUM_SCORE_POWERS):
@@ -581,6 +630,8 @@ def linear_scores(
                 + weights[w + 4] * service * excess
                 + weights[w + 5] * violation
                 + weights[w + 6] * lateness
+                + weights[w + 7] * overtaken
+                + weights[w + 8] * delayed
             )
             power *= row[SPEED_RANK]
         out[replica] = cost

@@ -24,7 +24,7 @@ from tokenyard.cross_entropy import CrossEntropy
 from tokenyard.routing.artifact import PolicyArtifact, length_predictor, resolve_champion
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.policies.order import BETWEEN, KNOB, parameters_of
+from tokenyard.routing.policies.order import BETWEEN, IN_ORDER, KNOB, parameters_of
 from tokenyard.routing.policies.tuned import FleetRules, find_tuned
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
@@ -32,6 +32,7 @@ from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.server_models import (
     DELAY,
     ORDER_WEIGHTS,
+    in_order_rules,
     order_weights_of,
     server_model,
 )
@@ -122,7 +123,7 @@ def best_start(scenario: Scenario, orders: bool = True) -> str:
 
     def can_be(name: str) -> bool:
         placement, _, order = name.partition(BETWEEN)
-        return placement in placements and order in ("", *ORDER_WEIGHTS)
+        return placement in (*placements, IN_ORDER) and order in ("", *ORDER_WEIGHTS)
 
     first, *_ = placements
     return max(filter(can_be, scores), key=scores.__getitem__, default=first)
@@ -153,16 +154,16 @@ def started_at(
         scenario: Whose tuned placements count.
         rule: Its name.
         config: What else is searched, and how.
-        knobs: Of the order, where its name has none.
+        knobs: Of the order and of the placement that knows it, where the name has none.
 
     Raises:
         ValueError: The linear policy cannot be that placement, or the order is unknown.
     """
     placement, _, order = rule.partition(BETWEEN)
     servers = server_model(scenario)
-    weights = linear_weights(scenario, placement)
+    weights = linear_weights(scenario, placement, knobs)
     if weights is None:
-        known = sorted(servers.linear_placements(find_tuned(scenario.name)))
+        known = sorted((*servers.linear_placements(find_tuned(scenario.name)), IN_ORDER))
         raise ValueError(f"a search cannot begin at {placement!r}; give one of {known}")
     return replace(
         config,
@@ -171,9 +172,19 @@ def started_at(
     )
 
 
-def linear_weights(scenario: Scenario, placement: str) -> tuple[float, ...] | None:
-    """Weights with which the linear policy is a placement; None: it cannot be that one."""
+def linear_weights(
+    scenario: Scenario, placement: str, knobs: Mapping[str, float] | None = None
+) -> tuple[float, ...] | None:
+    """Weights with which the linear policy is a placement; None: it cannot be that one.
+
+    Args:
+        scenario: Whose tuned placements count.
+        placement: Its name.
+        knobs: Of the placement that knows the order, where its name has none.
+    """
     servers = server_model(scenario)
+    if placement.partition(KNOB)[0] == IN_ORDER:
+        return servers.in_order_weights(in_order_rules(placement, knobs or {}))
     if servers.linear_kind == "marginal" and placement.startswith(f"{DELAY}{KNOB}"):
         wait, others = parameters_of(placement)
         return FleetRules(wait_weight=wait, others_weight=others).marginal_weights

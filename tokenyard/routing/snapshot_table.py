@@ -196,6 +196,9 @@ def _fill_columns(fixed: FloatArray, live: FloatArray, out: FloatArray) -> None:
         row[ob.MATCH_TOKENS] = now[MATCH_TOKENS]
         row[ob.AGE_S] = 0.0
         row[ob.ROUTABLE] = 1.0
+        row[ob.OVERTAKEN_S] = 0.0
+        row[ob.NUM_BEFORE] = 0.0
+        row[ob.NUM_BEHIND] = 0.0
         row[ob.WAIT_S] = ob.batching_wait_s(row)
 
 

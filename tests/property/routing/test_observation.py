@@ -184,7 +184,9 @@ def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
 def test_prices_are_added_where_an_slo_violation_is_likely(seed, context, output, some):
     """Against the formula of the docstring, by names and not by places."""
     rng = np.random.default_rng(seed)
-    plain, risky_prices, lateness_prices, logs = (rng.normal(size=n) for n in (27, 3, 3, 5))
+    plain, risky_prices, lateness_prices, logs = (
+        rng.normal(size=n) for n in (ob.NUM_MARGINAL_WEIGHTS, 3, 3, 5)
+    )
     columns, slo_s = ob.snapshot_columns(some), 2.0
     without, priced = np.empty(len(some)), np.empty(len(some))
     ob.marginal_scores(plain, context, output, 2000.0, slo_s, columns, without)

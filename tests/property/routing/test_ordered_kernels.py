@@ -1,6 +1,7 @@
 """Placements with orders decide alike in compiled code and as policies."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -58,18 +59,21 @@ def weights_of(place, knob):
 
 
 def check(scenario, stream, knob):
+    servers = server_model(scenario)
+    in_order, weighed = servers.run_in_order(FleetRules()), servers.run_in_order(WEIGHED)
+
     def hand(sim, weights):
-        next(iter(server_model(scenario).placements(sim).values()))(sim, weights)
+        next(iter(servers.placements(sim).values()))(sim, weights)
 
     for (rule, place), set_back_waits in product(ORDERS, (0.0, 4.0)):
         weights, order = weights_of(place, knob), rule(knob)
         if set_back_waits:
             weights[SET_BACK_WAITS] = order.set_back_waits = set_back_waits
         for decide, policy in (
-            (lambda sim, weights=weights: hand(sim, weights), Ordered(MarginalDelay(), order)),
-            (lambda sim, weights=weights: sim.run_in_order(weights), MarginalInOrder(order)),
+            (partial(hand, weights=weights), Ordered(MarginalDelay(), order)),
+            (partial(in_order, order=weights), MarginalInOrder(order)),
             (
-                lambda sim, weights=weights: sim.run_in_order(weights, WEIGHED),
+                partial(weighed, order=weights),
                 MarginalInOrder(order, WEIGHED.wait_weight, WEIGHED.others_weight),
             ),
         ):

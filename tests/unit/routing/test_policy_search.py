@@ -6,6 +6,7 @@ import pytest
 from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
+from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, Server, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.search import (
@@ -13,6 +14,7 @@ from tokenyard.routing.search import (
     PolicySearch,
     SearchConfig,
     StreamCosts,
+    best_start,
     started_at,
     started_at_best_rule,
 )
@@ -133,10 +135,15 @@ def test_a_search_of_a_fleet_has_all_orders_by_size():
 def test_a_search_begins_at_the_best_rule_that_it_can_be(name):
     tuned = load_tuned(name)
     config = started_at_best_rule(load_scenario(name), SMALL)
-    placements = server_model(load_scenario(name)).linear_placements(tuned)
+    servers = server_model(load_scenario(name))
+    placements = dict(servers.linear_placements(tuned))
     scores = tuned.scores | tuned.order_scores
-    known = [one for one in scores if one.partition("+")[0] in placements]
-    placement, _, order = max(known, key=scores.__getitem__).partition("+")
+    known = [one for one in scores if one.partition("+")[0] in (*placements, "marginal_in_order")]
+    best = max(known, key=scores.__getitem__)
+    assert best == best_start(load_scenario(name))
+    placement, _, order = best.partition("+")
+    knobs = {key: v for key, v in tuned.orders[best].items() if key in FleetRules.model_fields}
+    placements["marginal_in_order"] = servers.in_order_weights(FleetRules(**knobs))
     assert config.start[: len(placements[placement])] == placements[placement]
     assert any(config.order) == bool(order)
 
@@ -149,21 +156,27 @@ def test_a_search_begins_at_the_rule_that_is_named():
     np.testing.assert_allclose(config.order, order_weights_of("wspt@60"))
     assert not any(started_at(own, "marginal_delay", SMALL).order)
     for rule, reason in (
-        ("marginal_in_order+sjf", "a search cannot begin at 'marginal_in_order'"),
+        ("tuned_lmetric+sjf", "a search cannot begin at 'tuned_lmetric'"),
         ("marginal_delay+edf", "compiled orders are"),
     ):
         with pytest.raises(ValueError, match=reason):
             started_at(own, rule, SMALL)
 
 
-def test_a_search_begins_like_the_rule_that_is_named():
+@pytest.mark.parametrize("name", ["azure_code_slo", "bursty_serial"])
+@pytest.mark.parametrize(
+    "rule", ["marginal_delay@0:3+wspt@60", "marginal_in_order@0.5:2+boost@4:1"]
+)
+def test_a_search_begins_like_the_rule_that_is_named(name, rule):
     """Its first candidate decides as the rule does, request by request."""
-    scenario = load_scenario("azure_code_slo")
+    scenario = load_scenario(name)
+    if scenario.fleet is None and "delay" in rule:
+        rule = "sed+boost@4:1"
     source = StreamSource(scenario)
     streams = synthetic_streams(source, 1, seed=3)
-    search = PolicySearch(scenario, started_at(scenario, "marginal_delay@0:3+wspt@60", SMALL))
-    rule = server_model(scenario).compiled_order("marginal_delay@0:3+wspt@60")
-    ours, theirs = (policy_runs(scenario, streams, one)[0] for one in (search.artifact(), rule))
+    search = PolicySearch(scenario, started_at(scenario, rule, SMALL))
+    (ours,) = policy_runs(scenario, streams, search.artifact())
+    (theirs,) = PROBLEM.candidate(scenario, rule).run(scenario, streams, 0)
     np.testing.assert_array_equal(ours.outcomes.response_s, theirs.outcomes.response_s)
 
 

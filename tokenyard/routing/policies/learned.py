@@ -15,17 +15,27 @@ import numpy as np
 from tokenyard.network import Arrays, Network, layers_of
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import (
+    NUM_MARGINAL_FEATURES,
+    NUM_SCORE_FEATURES,
+    OVERTAKEN_S,
     TOKENS_PER_S,
     WAIT_S,
     encode,
     linear_scores,
+    looks_at_queues,
     marginal_scores,
     observation_size,
     snapshot_columns,
     squash,
 )
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
-from tokenyard.routing.scores.order import FIRST_COME, is_first_come, order_key
+from tokenyard.routing.policies.places import QueuePlaces
+from tokenyard.routing.scores.order import (
+    FIRST_COME,
+    fill_order_delays,
+    is_first_come,
+    order_key,
+)
 from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
 from tokenyard.routing.types import (
     Decision,
@@ -42,23 +52,42 @@ from tokenyard.workload.features import FeatureTracker
 class _TablePolicy(ScoringPolicy):
     """Scores replicas by the table of what is seen of them."""
 
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
+    ) -> None:
+        """Take the units."""
+        self._metadata = metadata
+
     def decide(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica and the cost of each, in units of the SLO or the cluster."""
-        best, costs, _, _ = self._decide(request, snapshots)
-        return Decision(best, costs)
+        self._check(snapshots)
+        columns = snapshot_columns(snapshots)
+        columns[:, OVERTAKEN_S:] = 0.0  # Of the places that another policy looked at.
+        return Decision(*self._decide(request, columns))
 
     @abstractmethod
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
-        """The choice, all costs, the table, and the weights of the order."""
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        """Refuse replicas that it does not decide between, with a ValueError."""
+
+    @abstractmethod
+    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        """The choice, and the cost of every replica of a table with ranks."""
 
 
 class _InOrder(_TablePolicy):
     """Mixed into one whose artifact has an order: it also says where a request waits."""
 
-    sees_queues = False
-    _order: FloatArray
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
+    ) -> None:
+        """Take the order, and see whether the weights look at the queues."""
+        super().__init__(metadata, arrays, started_at)
+        self._order: FloatArray = np.ascontiguousarray(arrays["order"])
+        self._places = QueuePlaces()
+        self.sees_queues = "weights" in arrays and looks_at_queues(
+            np.ascontiguousarray(arrays["weights"]),
+            NUM_SCORE_FEATURES if metadata.kind == "linear" else NUM_MARGINAL_FEATURES,
+        )
 
     @property
     def order_spec(self) -> OrderSpec | None:
@@ -67,31 +96,42 @@ class _InOrder(_TablePolicy):
 
     def place(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Decision:
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
-        best, costs, columns, order = self._decide(request, snapshots)
-        if is_first_come(order):
-            return Decision(best, costs)
+        self._check(snapshots)
+        columns = snapshot_columns(snapshots)
         context = float(request.context_tokens)
         output = float(request.predicted_total_tokens) - context
+        if self.sees_queues:
+            keys_s = np.empty(len(columns))
+            fill_order_delays(self._order, context, output, columns, keys_s)
+            keys_s += request.arrival_s
+            self._places.fill(snapshots, keys_s, columns)
+        best, costs = self._decide(request, columns)
+        if is_first_come(self._order):
+            return Decision(best, costs)
         key = order_key(
-            order, request.arrival_s, request.due_s, context, output, request.held_s, columns[best]
-        )
+            self._order, request.arrival_s, request.due_s, context, output, request.held_s,
+            columns[best],
+        )  # fmt: skip
+        if self.sees_queues:
+            self._places.note(request, best, key[0], columns)
         return Decision(best, costs, OrderKey(*key))
 
 
 class LinearPolicy(_TablePolicy):
     """Least expected response time plus a learned correction (`observation.linear_scores`)."""
 
-    def __init__(self, metadata: ArtifactMetadata, arrays: Arrays, *_: object) -> None:
-        """Take units, weights and the order."""
-        self._metadata = metadata
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
+    ) -> None:
+        """Take units and weights."""
+        super().__init__(metadata, arrays, started_at)
         self._weights = np.ascontiguousarray(arrays["weights"], dtype=np.float64)
-        self._order = order_weights(arrays)
 
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         _check_count(self._metadata.num_replicas, snapshots)
-        columns, costs = snapshot_columns(snapshots), np.empty(len(snapshots))
+
+    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        costs = np.empty(len(columns))
         best = linear_scores(
             self._weights,
             request.predicted_total_tokens,
@@ -100,7 +140,7 @@ class LinearPolicy(_TablePolicy):
             columns,
             costs,
         )
-        return best, costs, columns, self._order
+        return best, costs
 
 
 class MarginalPolicy(LinearPolicy):
@@ -109,12 +149,12 @@ class MarginalPolicy(LinearPolicy):
     A snapshot that is not of a replica that batches continuously is a ValueError.
     """
 
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
-        _check_count(self._metadata.num_replicas, snapshots)
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        super()._check(snapshots)
         _check_engines(True, snapshots)
-        columns, costs = snapshot_columns(snapshots), np.empty(len(snapshots))
+
+    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        costs = np.empty(len(columns))
         best = marginal_scores(
             self._weights,
             request.context_tokens,
@@ -124,7 +164,7 @@ class MarginalPolicy(LinearPolicy):
             columns,
             costs,
         )
-        return best, costs, columns, self._order
+        return best, costs
 
 
 class OrderedLinearPolicy(_InOrder, LinearPolicy):
@@ -149,23 +189,21 @@ class NetworkPolicy(_TablePolicy):
     """
 
     def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
         """Take the network, from an observation to one preference per replica."""
         assert metadata.num_replicas is not None
-        self._metadata = metadata
+        super().__init__(metadata, arrays, started_at)
         self._features = _RequestFeatures(metadata, started_at)
         self._network = Network.from_arrays(arrays, metadata.activation)
-        self._order = order_weights(arrays)
         size = observation_size(metadata.num_replicas, metadata.expected_finish)
         self._observation = np.empty(size, dtype=np.float32)
 
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         _check_count(self._metadata.num_replicas, snapshots)
         _check_engines(False, snapshots)
-        columns = snapshot_columns(snapshots)
+
+    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
         features = self._features.push(request)
         size_tokens = request.predicted_total_tokens
         encode(
@@ -175,7 +213,7 @@ class NetworkPolicy(_TablePolicy):
         preference = self._network(self._observation)
         finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
         costs = self._metadata.residual_scale * finish_s - preference
-        return int(np.argmin(costs)), costs, columns, self._order
+        return int(np.argmin(costs)), costs
 
 
 class ResidualPolicy(_TablePolicy):
@@ -185,24 +223,23 @@ class ResidualPolicy(_TablePolicy):
     """
 
     def __init__(
-        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
         """Take weights, network and units."""
-        self._metadata = metadata
+        super().__init__(metadata, arrays, started_at)
         self._features = _RequestFeatures(metadata, started_at)
         self._correction = fold(arrays, layers_of(arrays))
-        self._order = order_weights(arrays)
         self._scratch = make_scratch(self._correction, 0)
 
-    def _decide(
-        self, request: Request, snapshots: Sequence[ReplicaSnapshot]
-    ) -> tuple[int, FloatArray, FloatArray, FloatArray]:
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         _check_count(None, snapshots)
         _check_engines(True, snapshots)
-        num = len(snapshots)
+
+    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
+        num = len(columns)
         if len(self._scratch.observation) != observation_size(num, True, True):
             self._scratch = make_scratch(self._correction, num)
-        columns, costs = snapshot_columns(snapshots), np.empty(num)
+        costs = np.empty(num)
         best = residual_scores(
             self._correction,
             self._features.push(request),
@@ -214,7 +251,7 @@ class ResidualPolicy(_TablePolicy):
             self._scratch,
             costs,
         )
-        return best, costs, columns, self._order
+        return best, costs
 
 
 class OrderedNetworkPolicy(_InOrder, NetworkPolicy):

@@ -9,7 +9,17 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from tokenyard.config import FrozenModel
-from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT, NUM_MARGINAL_WEIGHTS
+from tokenyard.routing.observation import (
+    MARGINAL_OTHERS,
+    MARGINAL_OVERTAKEN,
+    MARGINAL_SPARED,
+    MARGINAL_WAIT,
+    NUM_MARGINAL_WEIGHTS,
+    NUM_SCORE_WEIGHTS,
+    SCORE_DELAYED,
+    SCORE_OVERTAKEN,
+    SCORE_WAIT,
+)
 
 
 class FleetRules(FrozenModel):
@@ -26,6 +36,23 @@ class FleetRules(FrozenModel):
         weights = [0.0] * NUM_MARGINAL_WEIGHTS
         weights[MARGINAL_WAIT] = self.wait_weight - 1.0
         weights[MARGINAL_OTHERS] = self.others_weight - 1.0
+        return tuple(weights)
+
+    @property
+    def marginal_in_order_weights(self) -> tuple[float, ...]:
+        """The placement that knows the order as weights of `observation.marginal_scores`."""
+        weights = list(self.marginal_weights)
+        weights[MARGINAL_OVERTAKEN] = -self.wait_weight
+        weights[MARGINAL_SPARED] = -self.others_weight
+        return tuple(weights)
+
+    @property
+    def linear_in_order_weights(self) -> tuple[float, ...]:
+        """The same as weights of `observation.linear_scores`."""
+        weights = [0.0] * NUM_SCORE_WEIGHTS
+        weights[SCORE_WAIT] = self.wait_weight - 1.0
+        weights[SCORE_OVERTAKEN] = -self.wait_weight
+        weights[SCORE_DELAYED] = self.others_weight
         return tuple(weights)
 
 

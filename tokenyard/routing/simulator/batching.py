@@ -11,7 +11,6 @@ import numpy as np
 from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork
@@ -404,18 +403,6 @@ class BatchingSim:
                 f"that batch need {observation.NUM_MARGINAL_WEIGHTS}"
             )
         self._run(kernel.run_marginal, weights, mean_total_tokens, order)
-
-    def run_in_order(self, order: FloatArray, fleet: FleetRules | None = None) -> None:
-        """Run all streams to the end under least marginal delay that knows the order.
-
-        Args:
-            order: Weights of an order.
-            fleet: Weights of the waits and of others' delays.
-        """
-        fleet = fleet or FleetRules()
-        kernel.run_in_order(
-            self.arrays, order, fleet.wait_weight, fleet.others_weight, self.rewards
-        )
 
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,

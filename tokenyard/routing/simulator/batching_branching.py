@@ -133,9 +133,19 @@ def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
     limits = slo_limits(weights)
     for replica in range(table.shape[0]):
         row, out = table[replica], costs_from[replica]
-        one, wait, prefill, decode, others, own_excess, others_excess, kv, late = marginal_features(
-            row, context, output, mean_total_tokens, slo_s
-        )
+        (
+            one,
+            wait,
+            prefill,
+            decode,
+            others,
+            own_z,
+            others_z,
+            kv,
+            late,
+            overtaken,
+            spared,
+        ) = marginal_features(row, context, output, mean_total_tokens, slo_s)
         risky, lateness = slo_terms(
             limits, wait, prefill, decode, output, (context + output) / mean_total_tokens
         )
@@ -148,10 +158,12 @@ def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
             out[at + 2] = power * prefill
             out[at + 3] = power * decode
             out[at + 4] = power * others
-            out[at + 5] = power * own_excess
-            out[at + 6] = power * others_excess
+            out[at + 5] = power * own_z
+            out[at + 6] = power * others_z
             out[at + 7] = power * kv
             out[at + 8] = power * late
+            out[at + 9] = power * overtaken
+            out[at + 10] = power * spared
             at = 1 + ob.NUM_MARGINAL_WEIGHTS + p
             out[at] = power if risky else 0.0
             out[at + ob.NUM_SCORE_POWERS] = power * lateness

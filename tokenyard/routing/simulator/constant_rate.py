@@ -11,7 +11,6 @@ import numpy.typing as npt
 from tokenyard import metrics
 from tokenyard.routing import observation
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.scores.residual import ResidualNetwork
@@ -289,19 +288,6 @@ class ClusterSim:
         kernel.run_delay_rule(
             self.params, self.rules, self.state, self.clock, self.requests,
             self.outcome_table, self.tables, reserve_above_tokens, dump_server, order,
-        )  # fmt: skip
-
-    def run_in_order(self, order: FloatArray, fleet: FleetRules | None = None) -> None:
-        """Run all streams to the end under least marginal delay that knows the order.
-
-        Args:
-            order: Weights of an order.
-            fleet: Weights of the waits and of others' delays.
-        """
-        fleet = fleet or FleetRules()
-        kernel.run_in_order(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, order, fleet.wait_weight, fleet.others_weight,
         )  # fmt: skip
 
     def sizes_seen(self) -> FloatArray:

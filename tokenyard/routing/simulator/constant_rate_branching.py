@@ -153,6 +153,9 @@ def _note(table, size_tokens, mean_total_tokens, slo_s, costs_from):
             out[at + 4] = power * service * excess
             out[at + 5] = power if lateness > 0.0 else 0.0
             out[at + 6] = power * lateness
+            # Queues are first come, first served here.
+            out[at + 7] = 0.0
+            out[at + 8] = 0.0
             power *= table[server, ob.SPEED_RANK]
 
 

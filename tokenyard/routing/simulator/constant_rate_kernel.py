@@ -31,8 +31,9 @@ import math
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode, linear_scores
+from tokenyard.routing.observation import encode, linear_scores, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_key
+from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
 from tokenyard.routing.simulator.rewards import (
     ACCEPT,
@@ -307,6 +308,9 @@ def fill_table(state, rules, params, requests, now, table):
         out[ob.WAIT_S] = _predicted_wait_s(row, rules, params[server], requests, now)
         out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
         out[ob.SPEED_RANK] = params[server, RANK]
+        out[ob.OVERTAKEN_S] = 0.0
+        out[ob.NUM_BEFORE] = 0.0
+        out[ob.NUM_BEHIND] = 0.0
 
 
 @compiled
@@ -468,6 +472,27 @@ def drain(params, rules, state, requests, outcomes, rewards):
 
 
 @compiled
+def _fill_places(state, rules, requests, outcomes, index, order, table):
+    """Write where a request would stand in each queue (`policies.places`)."""
+    for server in range(table.shape[0]):
+        row, seen = state[server], table[server]
+        waiting = int(row[WAITING])
+        if waiting == 0:
+            continue
+        ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+        key_s = _asked_key(order, rules, requests, index, seen)[KEY_S]
+        tokens = 0.0
+        behind = 0
+        for place in range(waiting - 1, -1, -1):
+            other = int(ring[(int(row[HEAD]) + place) % ring.shape[0]])
+            if outcomes[other, ORDER_KEY_S] <= key_s:
+                break
+            tokens += requests[other, PREDICTED_TOTAL]
+            behind += 1
+        fill_place(seen, waiting - behind, behind, tokens)
+
+
+@compiled
 def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
     """Place a request where it waits by an order, in a run that earns nothing."""
     asked = _asked_key(order, rules, requests, index, table[server])
@@ -481,12 +506,17 @@ def run_linear(
     scores,
 ):  # fmt: skip
     """Run every copy's whole stream under `linear_scores`, from empty to drained."""
+    looks = looks_at_queues(weights, ob.NUM_SCORE_FEATURES) and not is_first_come(order)
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
             now = requests[copy, index, DISPATCH_S]
             advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
             fill_table(state[copy], rules, params, requests[copy], now, tables[copy])
+            if looks:
+                _fill_places(
+                    state[copy], rules, requests[copy], outcomes[copy], index, order, tables[copy]
+                )
             server = linear_scores(
                 weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
                 rules[SLO_S], tables[copy], scores,
@@ -534,54 +564,5 @@ def run_delay_rule(
             _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,
                 order, tables[copy],
-            )  # fmt: skip
-        advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)
-
-
-@compiled
-def _cost_in_order(
-    row, rules, requests, outcomes, index, asked_s, table_row, wait_weight, others_weight
-):
-    """Cost of `policies.in_order.MarginalInOrder` at one server."""
-    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
-    tokens = 0.0
-    behind = 0
-    for place in range(int(row[WAITING]) - 1, -1, -1):
-        other = int(ring[(int(row[HEAD]) + place) % ring.shape[0]])
-        if outcomes[other, ORDER_KEY_S] <= asked_s:
-            break
-        tokens += requests[other, PREDICTED_TOTAL]
-        behind += 1
-    slots = table_row[ob.NUM_SLOTS]
-    speed = table_row[ob.TOKENS_PER_S]
-    wait_s = max(table_row[ob.WAIT_S] - tokens / (speed * slots), 0.0)
-    service_s = requests[index, PREDICTED_TOTAL] / speed
-    return wait_weight * wait_s + service_s + others_weight * service_s * behind / slots
-
-
-@compiled
-def run_in_order(
-    params, rules, state, clock, requests, outcomes, tables, order, wait_weight, others_weight
-):
-    """Run every copy's whole stream under `policies.in_order.MarginalInOrder`."""
-    for copy in range(state.shape[0]):
-        clear(rules, state, clock, requests, outcomes, copy)
-        for index in range(requests.shape[1]):
-            now = requests[copy, index, DISPATCH_S]
-            advance(state[copy], rules, params, requests[copy], outcomes[copy], now)
-            table = tables[copy]
-            fill_table(state[copy], rules, params, requests[copy], now, table)
-            best, least = 0, math.inf
-            for server in range(params.shape[0]):
-                cost = _cost_in_order(
-                    state[copy, server], rules, requests[copy], outcomes[copy], index,
-                    _asked_key(order, rules, requests[copy], index, table[server])[KEY_S],
-                    table[server], wait_weight, others_weight,
-                )  # fmt: skip
-                if cost < least:
-                    best, least = server, cost
-            _place_by(
-                state[copy], rules, params, requests[copy], outcomes[copy], index, best, now,
-                order, table,
             )  # fmt: skip
         advance(state[copy], rules, params, requests[copy], outcomes[copy], math.inf)

@@ -18,7 +18,7 @@ import numpy as np
 from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS
+from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS, SCORE_SERVICE
 from tokenyard.routing.policies.order import (
     AND,
     BETWEEN,
@@ -65,8 +65,6 @@ ORDER_WEIGHTS = {
 }
 """Orders that compiled code knows, and the place of each one's knob among their weights."""
 DELAY, TUNED_DELAY = "marginal_delay", "tuned_marginal_delay"
-_SERVICE = 2
-"""Place of the weight of the service time among those of `observation.linear_scores`."""
 
 
 def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> FloatArray:
@@ -88,6 +86,18 @@ def order_weights_of(order: str, tuned: Mapping[str, float] | None = None) -> Fl
     weights[SET_BACK_WAITS] = knobs.get(SET_BACK, 0.0)
     weights[ORDER_WEIGHTS[name]] = knobs.get(ORDERS[name].knob, ORDERS[name].default)
     return weights
+
+
+def in_order_rules(placement: str, knobs: Mapping[str, float]) -> FleetRules:
+    """Weights of the placement that knows the order: those of its name, else of the knobs.
+
+    Raises:
+        ValueError: The name has other than two numbers.
+    """
+    names = ("wait_weight", "others_weight")
+    if KNOB in placement:
+        knobs = dict(zip(names, parameters_of(placement), strict=True))
+    return FleetRules.model_validate({name: knobs[name] for name in names if name in knobs})
 
 
 def _few_knobs(order: str) -> list[str]:
@@ -170,14 +180,7 @@ class _Servers:
         weights = order_weights_of(order, knobs)
         place = self._placement(placement, tuned)
         if placement.partition(KNOB)[0] == IN_ORDER:
-            if KNOB in placement:
-                knobs = dict(
-                    zip(("wait_weight", "others_weight"), parameters_of(placement), strict=True)
-                )
-            rules = FleetRules.model_validate(
-                {k: v for k, v in knobs.items() if k in FLEET_GRIDS[TUNED_DELAY]}
-            )
-            place = partial(_run_in_order, fleet=rules)
+            place = self.run_in_order(in_order_rules(placement, knobs))
         # Weights of 0 order nothing, and are no order of arrivals.
         if place is None or not weights.any():
             return None
@@ -225,11 +228,22 @@ class _Servers:
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 
+    @staticmethod
+    @abstractmethod
+    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
+        """Weights with which the linear policy is the placement that knows the order."""
+
+    def run_in_order(self, rules: FleetRules) -> Place:
+        """What runs the placement that knows the order."""
+        weights = np.array(self.in_order_weights(rules))
+        size = sum(self.scenario.mean_lengths_tokens)
+        return lambda sim, order: sim.run_linear(weights, size, order)
+
     def in_order(self) -> Mapping[str, Place]:
         """The placement that knows the order, with weights of the wait and of others' delays."""
         return {
-            f"{IN_ORDER}{KNOB}{wait:g}{AND}{others:g}": partial(
-                _run_in_order, fleet=FleetRules(wait_weight=wait, others_weight=others)
+            f"{IN_ORDER}{KNOB}{wait:g}{AND}{others:g}": self.run_in_order(
+                FleetRules(wait_weight=wait, others_weight=others)
             )
             for wait, others in ((1.0, 0.5), (1.0, 1.0), (1.0, 2.0), (2.0, 2.0))
         }
@@ -301,9 +315,14 @@ class ConstantRate(_Servers):
         if tuned is not None and "sed_linear" in tuned.scores:
             weight = tuned.knobs.get("sed_linear", {}).get("service_weight", 1.0)
             weights = [0.0] * NUM_SCORE_WEIGHTS
-            weights[_SERVICE] = weight - 1.0
+            weights[SCORE_SERVICE] = weight - 1.0
             found["sed_linear"] = tuple(weights)
         return found
+
+    @staticmethod
+    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
+        """Weights of `linear_scores`."""
+        return rules.linear_in_order_weights
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         base, given, _ = name.partition(KNOB)
@@ -402,6 +421,11 @@ class Batching(_Servers):
             found[TUNED_DELAY] = tuned.fleet.marginal_weights
         return found
 
+    @staticmethod
+    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
+        """Weights of `marginal_scores`."""
+        return rules.marginal_in_order_weights
+
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         if name.startswith(f"{DELAY}{KNOB}"):
             wait, others = parameters_of(name)
@@ -471,10 +495,6 @@ def _placed_by_delay(reserve_above_tokens: float, dump_server: int) -> Place:
     return lambda sim, order: cast(ClusterSim, sim).run_delay_rule(
         reserve_above_tokens, dump_server, order
     )
-
-
-def _run_in_order(sim: Simulator, order: FloatArray, fleet: FleetRules) -> None:
-    sim.run_in_order(order, fleet)
 
 
 def _compared(digits: int, tail_digits: int, violation: str) -> list[Measure]:

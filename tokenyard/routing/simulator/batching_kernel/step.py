@@ -9,8 +9,14 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode, encode_rule, marginal_scores
+from tokenyard.routing.observation import (
+    encode,
+    encode_rule,
+    looks_at_queues,
+    marginal_scores,
+)
 from tokenyard.routing.scores.order import is_first_come, order_delay_s, order_key
+from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.scores.residual import (
     ResidualNetwork,
     Scratch,
@@ -145,6 +151,36 @@ def asked_key(order, request, row):
 
 
 @compiled
+def fill_places(fleet, copy, order):
+    """Write where the current request would stand in each queue (`policies.places`)."""
+    requests = fleet.requests[copy]
+    request = requests[int(fleet.clock[copy, lay.CURRENT])]
+    for server in range(fleet.replica_params.shape[1]):
+        row, seen = fleet.state[copy, server], fleet.tables[copy, server]
+        waiting = int(row[int(fleet.rules[lay.RING_AT]) + 1])
+        if waiting == 0:
+            continue
+        key_s = request[lay.ARRIVAL_S] + order_delay_s(
+            order, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], seen
+        )
+        before = 0
+        behind = 0
+        tokens = 0.0
+        for number in range(waiting):
+            at = waiting_at(row, fleet.rules, number)
+            other = requests[int(row[at + lay.W_INDEX])]
+            if other[lay.ROUTER] != request[lay.ROUTER]:
+                continue
+            later = other[lay.PRIORITY] - request[lay.PRIORITY]
+            if later > 0.0 or (later == 0.0 and row[at + lay.W_KEY_S] > key_s):
+                behind += 1
+                tokens += other[lay.CONTEXT]
+            else:
+                before += 1
+        fill_place(seen, before, behind, tokens)
+
+
+@compiled
 def step(fleet, actions, rewards):
     """Place the waiting request of every copy and run to the moment of the next decision.
 
@@ -175,6 +211,8 @@ def step(fleet, actions, rewards):
             rewards[copy] += _collect(fleet, copy)
         fleet.asked[copy] = LAST
         fill_table(fleet, copy)
+        if not is_first_come(fleet.order) and fleet.clock[copy, lay.CURRENT] >= 0.0:
+            fill_places(fleet, copy, fleet.order)
     return -1
 
 
@@ -224,71 +262,19 @@ def drain(fleet, rewards):
 @compiled
 def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
     """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
+    looks = looks_at_queues(weights, ob.NUM_MARGINAL_FEATURES) and not is_first_come(order)
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
             fill_table(fleet, copy)
+            if looks:
+                fill_places(fleet, copy, order)
             request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
             server = marginal_scores(
                 weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
                 slo_s, fleet.tables[copy], scores,
             )  # fmt: skip
             place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))
-            find_decision(fleet, copy)
-    drain(fleet, rewards)
-
-
-@compiled
-def _cost_in_order(fleet, copy, server, order, wait_weight, others_weight):
-    """Cost of `policies.in_order.MarginalInOrder` at one replica."""
-    row = fleet.state[copy, server]
-    table_row = fleet.tables[copy, server]
-    requests = fleet.requests[copy]
-    request = requests[int(fleet.clock[copy, lay.CURRENT])]
-    delay_s = order_delay_s(order, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], table_row)
-    key_s = request[lay.ARRIVAL_S] + delay_s
-    tokens = 0.0
-    behind = 0
-    own = 0
-    for number in range(int(row[int(fleet.rules[lay.RING_AT]) + 1])):
-        at = waiting_at(row, fleet.rules, number)
-        other = requests[int(row[at + lay.W_INDEX])]
-        if other[lay.ROUTER] != request[lay.ROUTER]:
-            continue
-        own += 1
-        later = other[lay.PRIORITY] - request[lay.PRIORITY]
-        if later > 0.0 or (later == 0.0 and row[at + lay.W_KEY_S] > key_s):
-            behind += 1
-            tokens += other[lay.CONTEXT]
-    first_s, decode_s, others_s = ob.batching_delays(
-        table_row, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
-    )
-    wait_s = table_row[ob.WAIT_S]
-    service_s = first_s + decode_s - wait_s
-    wait_s *= 1.0 - min(tokens / max(table_row[ob.PREFILL_IN_FLIGHT], 1.0), 1.0)
-    outstanding = table_row[ob.NUM_WAITING] + table_row[ob.NUM_RUNNING]
-    others_s *= 1.0 - (own - behind) / max(outstanding, own, 1.0)
-    return wait_weight * wait_s + service_s + others_weight * others_s
-
-
-@compiled
-def run_in_order(fleet, order, wait_weight, others_weight, rewards):
-    """Run every copy's whole stream under `policies.in_order.MarginalInOrder`."""
-    for copy in range(fleet.state.shape[0]):
-        clear(fleet, copy)
-        while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            fill_table(fleet, copy)
-            table = fleet.tables[copy]
-            any_up = table[:, ob.ROUTABLE].any()
-            best, least = 0, math.inf
-            for server in range(table.shape[0]):
-                if any_up and table[server, ob.ROUTABLE] == 0.0:
-                    continue
-                cost = _cost_in_order(fleet, copy, server, order, wait_weight, others_weight)
-                if cost < least:
-                    best, least = server, cost
-            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-            place(fleet, copy, best, asked_key(order, request, table[best]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
 
@@ -339,8 +325,7 @@ def make_player(
 
 @compiled
 def decide(fleet, copy, player):
-    """Replica that the policy takes for the current request of a copy."""
-    fill_table(fleet, copy)
+    """Replica that the policy takes for the current request of a copy, whose table is filled."""
     request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
     return residual_scores(
         player.correction, request[lay.FEATURES:], request[lay.CONTEXT],
@@ -352,9 +337,14 @@ def decide(fleet, copy, player):
 @compiled
 def run_residual(fleet, player, order, rewards):
     """Run every copy's whole stream under the policy, from empty to drained."""
+    looks = looks_at_queues(player.correction.weights, ob.NUM_MARGINAL_FEATURES)
+    looks = looks and not is_first_come(order)
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
+            fill_table(fleet, copy)
+            if looks:
+                fill_places(fleet, copy, order)
             server = decide(fleet, copy, player)
             request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
             place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))

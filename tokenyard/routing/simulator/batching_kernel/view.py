@@ -100,6 +100,9 @@ def _fill_row(replica, index, now, out):
     out[ob.AGE_S] = now - row[lay.SCRAPED_S]
     out[ob.ROUTABLE] = row[lay.SCRAPED_STATUS] == lay.UP
     out[ob.WAIT_S] = ob.batching_wait_s(out)
+    out[ob.OVERTAKEN_S] = 0.0
+    out[ob.NUM_BEFORE] = 0.0
+    out[ob.NUM_BEHIND] = 0.0
 
 
 @compiled_inline
