@@ -30,6 +30,7 @@ from serve_app.policy.runner import RAY_DEFAULT, Choice
 from serve_app.router import RayDefault
 from tokenyard.routing.observation import WAIT_S
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.routing.snapshot_table import (
     MATCH_TOKENS,
     OBSERVED_AT_S,
@@ -150,6 +151,8 @@ class Placement:
         self._history, self._outliers, self._metrics = history, outliers, metrics
         self._clock_s = clock_s
         self._ray: RayDefault | None = None
+        self._sent = SentQueues()
+        """What may wait at each replica, while somebody who decides looks at it."""
         self.realtime = RealtimePriority()
         """Of the thread that decides."""
         self._others_went_s = 0.0
@@ -202,7 +205,7 @@ class Placement:
         rows = self._candidates(asked, now_s)
         if asked.is_ordered or not runner.orders or not len(rows):
             return
-        snapshots = self._table.snapshots(rows, asked.prompt)
+        snapshots = self._shown(rows, asked.prompt)
         request = self._request(asked, runner.loaded.predicted_total_tokens)
         decision = runner.decide(replace(request, held_s=expected_wait_s()), snapshots)
         snapshots.release()
@@ -282,7 +285,7 @@ class Placement:
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             return None
         manager, arm = self._manager, asked.arm
-        snapshots = self._table.snapshots(rows, asked.prompt)
+        snapshots = self._shown(rows, asked.prompt)
         runner = manager.deciding(arm)
         request = self._request(asked, runner.loaded.predicted_total_tokens)
         if index is not None:
@@ -302,6 +305,13 @@ class Placement:
             replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
             index is not None, self._order_key(asked, choice, now_s),
         )  # fmt: skip
+
+    def _shown(self, rows: IntArray, prompt: Prompt) -> SnapshotTable:
+        """What policies see of some replicas, with what may wait there where one looks at it."""
+        snapshots = self._table.snapshots(rows, prompt)
+        if self._manager.sees_queues:
+            snapshots.sent = self._sent
+        return snapshots
 
     def _order_key(self, asked: Placeable, choice: Choice, now_s: float) -> OrderKey | None:
         """Key that a request waits by: it keeps that of its first placement."""
@@ -393,6 +403,9 @@ class Placement:
         match_tokens = int(pick.snapshots.live[choice.index, MATCH_TOKENS])
         output_tokens = pick.request.predicted_total_tokens - context
         replica.send(asked.request_id, asked.prompt, match_tokens, output_tokens, now_s)
+        if self._manager.sees_queues:
+            key_s = now_s if pick.order_key is None else pick.order_key.key_s
+            self._sent.add(replica.replica_id, key_s, float(context))
         metrics, series = self._metrics, self._metrics.of_pool(replica.pool)
         metrics.decision_seconds.observe(choice.decision_us / 1e6)
         series.in_flight.inc()

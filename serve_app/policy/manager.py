@@ -280,6 +280,11 @@ class PolicyManager:
             return experiment.policy
         return self.policy
 
+    @property
+    def sees_queues(self) -> bool:
+        """Whether anybody who decides looks at what waits, request by request."""
+        return self.policy.sees_queues or self.deciding("canary").sees_queues
+
     def pick(
         self,
         request: Request,

@@ -286,6 +286,8 @@ class PolicyRunner:
         policy = self.loaded.make(self.rng.spawn(1)[0])
         self.orders = isinstance(policy, OrderingPolicy)
         """Whether it says in which order requests wait."""
+        self.sees_queues = isinstance(policy, OrderingPolicy) and policy.sees_queues
+        """Whether it looks at what waits, request by request."""
         self.order = order_spec(policy)
         """By which rule; None: first come, first served."""
         self._decide, self._decide_place = deciders_of(policy)

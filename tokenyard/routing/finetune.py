@@ -26,8 +26,10 @@ from tokenyard.routing.observation import marginal_scores, snapshot_columns
 from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
+from tokenyard.routing.policies.places import QueuePlaces
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scores.order import fill_order_delays
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.streams import StreamSet
@@ -92,11 +94,21 @@ class TwinRunner:
 class Behaviour:
     """What was decided, and what weights would decide in its place."""
 
-    def __init__(self, decisions: Sequence[LoggedDecision], artifact: PolicyArtifact) -> None:
-        """Keep the decisions that can be compared."""
-        self.decisions = decisions
+    def __init__(
+        self, decisions: Sequence[LoggedDecision], artifact: PolicyArtifact, every: int = 1
+    ) -> None:
+        """Look at all decisions, and keep those that are compared.
+
+        Args:
+            decisions: In order of arrival.
+            artifact: In whose order requests would wait.
+            every: From one that is kept to the next.
+        """
+        columns = [snapshot_columns(one.snapshots) for one in decisions]
+        if artifact.orders:
+            _fill_places(decisions, columns, order_weights(artifact.arrays))
+        self.decisions, self._columns = decisions[::every], columns[::every]
         self._metadata = artifact.metadata
-        self._columns = [snapshot_columns(one.snapshots) for one in decisions]
 
     def choices(self, weights: FloatArray) -> IntArray:
         """Index of the replica that weights choose, shape (num_decisions,)."""
@@ -110,6 +122,21 @@ class Behaviour:
                 np.empty(len(columns)),
             )  # fmt: skip
         return found
+
+
+def _fill_places(
+    decisions: Sequence[LoggedDecision], columns: Sequence[FloatArray], order: FloatArray
+) -> None:
+    """Write where each request would have stood among those that were logged to wait."""
+    places = QueuePlaces()
+    for one, table in zip(decisions, columns, strict=True):
+        request, delays_s = one.request, np.empty(len(table))
+        context = float(request.context_tokens)
+        output = float(request.predicted_total_tokens) - context
+        fill_order_delays(order, context, output, table, delays_s)
+        places.fill(one.snapshots, request.arrival_s + delays_s, table)
+        waits_by_s = request.arrival_s if one.order_key is None else one.order_key.key_s
+        places.note(request, one.snapshots, one.index, waits_by_s)
 
 
 def search(
@@ -331,10 +358,8 @@ def finetune(
     twin = replay.fit_speeds(declared, learned)
     start = np.ascontiguousarray(champion.arrays["weights"], dtype=np.float64)
     before, after = decisions[:first_held_out], decisions[first_held_out:]
-    some = before[:: max(1, len(before) // _MAX_COMPARED)]
-    weights, curve = search(
-        start, TwinRunner(twin, learned, champion), Behaviour(some, champion), config
-    )
+    some = Behaviour(before, champion, every=max(1, len(before) // _MAX_COMPARED))
+    weights, curve = search(start, TwinRunner(twin, learned, champion), some, config)
     judgement = judge(
         twin, TwinRunner(twin, held_out, champion), Behaviour(after, champion), start, weights,
         config.seed,

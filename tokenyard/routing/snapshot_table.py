@@ -278,7 +278,7 @@ class SnapshotTable(SnapshotColumns):
 
     def release(self) -> None:
         """Drop what can be derived again: whoever keeps the table long keeps less."""
-        self._columns = self._count_blocks = None
+        self._columns = self._count_blocks = self.sent = None
 
     def __len__(self) -> int:
         """Number of replicas."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.types import FloatArray
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
 
     batches: bool = True
     """Whether the replicas batch continuously, all of them, or none."""
+    sent: SentQueues | None = None
+    """What whoever shows them has sent to the replicas; None: who decides has to remember."""
 
     @property
     @abstractmethod

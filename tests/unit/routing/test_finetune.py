@@ -21,6 +21,7 @@ from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.decision_log import FORMAT_VERSIONS, fleet_of, read_log, windows_of
 from tokenyard.routing.observation import MARGINAL_OTHERS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies import PolicyContext, make_policy
+from tokenyard.routing.policies.tuned import FleetRules
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.run import repeating, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
@@ -104,6 +105,26 @@ def written(folder, decide, label, factors, num_requests, load_factor=1.0):
         )  # fmt: skip
     writer.close()
     return folder
+
+
+def test_a_champion_that_looks_at_queues_would_decide_as_it_did(tmp_path):
+    """What waited is not logged, and found again from where requests went."""
+    plain = marginal_artifact(
+        FleetRules().marginal_in_order_weights, scenario=SCENARIO, slo_response_s=15.0
+    )
+    champion = replace(plain, arrays={**plain.arrays, "order": np.array([20.0, 0.0, 0.0, 0.0])})
+    policy = learned_policy(champion)
+    assert policy.sees_queues
+    folder = written(
+        tmp_path, lambda *seen: (policy.place(*seen), 1.0), "queues@1", np.ones(4), 2000, 1.15
+    )
+    decisions, _ = read_log(folder)
+    went = [one.index for one in decisions]
+    weights = champion.arrays["weights"]
+    assert (of_routing.Behaviour(decisions, champion).choices(weights) == went).mean() > 0.99
+    assert (of_routing.Behaviour(decisions, plain).choices(weights) == went).mean() < 0.95
+    some = of_routing.Behaviour(decisions, champion, every=7)
+    np.testing.assert_array_equal(some.choices(weights), went[::7])
 
 
 def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -11,20 +12,28 @@ from hypothesis import strategies as st
 from unit.serve.test_policy_state import live, look, switching_to
 from unit.serve.test_serve_gateway import a_body, check
 from unit.serve_builders import a_body as a_question
-from unit.serve_builders import a_deciding_api, a_manager, call, marginal_artifact, three_snapshots
+from unit.serve_builders import (
+    a_deciding_api,
+    a_faulty_policy,
+    a_manager,
+    call,
+    marginal_artifact,
+    three_snapshots,
+)
 
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.gateway.order import bounded_key
 from serve_app.policy.loading import resolve_policy
 from serve_app.policy.runner import warm_up
+from tokenyard.routing import sent_queues
 from tokenyard.routing.artifact import DEFAULT_RULE
-from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.policies import PolicyContext, in_order, make_policy
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_WAITING
+from tokenyard.routing.policies import PolicyContext, in_order, make_policy, places
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.order import bounded_key as simulated_key
 from tokenyard.routing.snapshot_table import SnapshotTable
-from tokenyard.routing.types import OrderingPolicy, OrderKey, ReplicaSnapshot, Request
+from tokenyard.routing.types import Decision, OrderingPolicy, OrderKey, ReplicaSnapshot, Request
 from tokenyard.types import Slo
 
 FLEET = "azure_code_slo"
@@ -59,7 +68,12 @@ def test_nothing_is_left_to_compile_for_the_first_request():
     """It would take longer than a decision may: the breaker opens, and opens again."""
     loaded = resolve_policy("marginal_in_order@1:0.5+wspt@60", FLEET)
     warm_up(loaded)
-    compiled = [one for one in vars(in_order).values() if hasattr(one, "signatures")]
+    compiled = [
+        one
+        for module in (in_order, places, sent_queues)
+        for one in vars(module).values()
+        if hasattr(one, "signatures") and one.py_func.__module__ == module.__name__
+    ]
     before = [len(one.signatures) for one in compiled]
     policy = loaded.make(np.random.default_rng(0))
     for num in (4, 1):
@@ -182,6 +196,66 @@ def test_a_gateway_logs_the_key_that_a_request_keeps_when_it_is_placed_again(tmp
     assert keys[0][0] > rows[0]["arrival_s"]
     assert keys[0][2] > keys[0][0]
     assert keys[2] == (None, None, None)
+
+
+class Spy:
+    """Looks at what waits, sends everything to the first replica, and asks for the same delay."""
+
+    sees_queues = True
+
+    def __init__(self, seen):
+        self._seen = seen
+
+    def route(self, request, snapshots):
+        return self.place(request, snapshots).replica
+
+    def place(self, request, snapshots):
+        rows = snapshots.sent.rows_of(snapshots.replica_ids)
+        snapshots.sent.keep_latest(rows, snapshots.columns[:, NUM_WAITING].copy())
+        starts, keys_s, tokens = snapshots.sent.queues
+        known = slice(starts[rows[0]], starts[rows[0] + 1])
+        self._seen.append((request, keys_s[known].tolist(), tokens[known].tolist()))
+        return Decision(0, None, OrderKey(request.arrival_s + 7.0))
+
+
+def test_whoever_looks_at_queues_sees_what_others_have_sent():
+    seen = []
+    spy = replace(a_faulty_policy(lambda: 0), make=lambda rng: Spy(seen))
+
+    async def test(client, pools, gateway):
+        manager = gateway.manager
+        pools["a"].num_waiting = 1  # Of what was sent one waits, always.
+        manager.experiment = manager.make_experiment(
+            manager.policy, manager.runner("spy", spy), "canary", 0.5, 0.05, 0.0
+        )
+        for _ in range(40):
+            assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+        assert 3 < len(seen) < 37
+
+    check(test)
+    assert any(len(keys_s) == 1 for _, keys_s, _ in seen)
+    for request, keys_s, tokens in seen:
+        assert all(key_s <= request.arrival_s + 7.0 for key_s in keys_s)
+        assert set(tokens) <= {float(request.context_tokens)}
+
+
+def test_a_policy_remembers_what_it_sent_where_nobody_keeps_it():
+    def decide(policy, kept):
+        table = SnapshotTable.idle(2)
+        table.live[:, 0] = 1.0  # One waits at each.
+        table.sent = kept
+        return policy.place(Request(0.0, 100, 200.0), table)
+
+    kept, policy = sent_queues.SentQueues(), resolve_policy("marginal_in_order+sjf", FLEET)
+    kept.add("idle-0", 1e9, 500.0)
+    kept.add("idle-1", -1.0, 500.0)
+    ours, others = (policy.make(np.random.default_rng(0)) for _ in range(2))
+    # It would go before the one that waits at the first replica, and behind that at the second.
+    assert decide(ours, kept).scores[0] != decide(ours, kept).scores[1]
+    assert decide(ours, kept).scores.tolist() == decide(others, kept).scores.tolist()
+    first, second = (decide(ours, None) for _ in range(2))
+    assert first.replica == 0
+    assert first.scores.tolist() != second.scores.tolist()
 
 
 def test_a_file_with_an_order_decides_after_a_crash(tmp_path):

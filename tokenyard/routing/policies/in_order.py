@@ -68,7 +68,7 @@ class MarginalInOrder:
         costs = np.empty(len(columns))
         _fill_costs(columns, delays, self._wait_weight, self._others_weight, costs)
         chosen = cheapest(costs)
-        self._places.note(request, chosen, keys_s[chosen], columns)
+        self._places.note(request, snapshots, chosen, keys_s[chosen])
         key = self._order.key_at(request, snapshots, chosen, float(delays_s[chosen]))
         return Decision(chosen, costs, key)
 

@@ -113,7 +113,7 @@ class _InOrder(_TablePolicy):
             columns[best],
         )  # fmt: skip
         if self.sees_queues:
-            self._places.note(request, best, key[0], columns)
+            self._places.note(request, snapshots, best, key[0])
         return Decision(best, costs, OrderKey(*key))
 
 

@@ -1,7 +1,7 @@
 """Where a request would stand in each replica's queue: who waits is shown, or remembered.
 
-A simulator shows what waits. Live replicas say only how many do: those are taken to be the ones
-with the latest keys of all that was sent there, as the earliest start first.
+A simulator shows what waits. A gateway keeps what it has sent, whoever decided
+(`tokenyard.routing.sent_queues`), and without one a policy remembers what it has sent itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from tokenyard.compiled import compiled
-from tokenyard.routing.observation import ITERATION_S, NUM_WAITING
+from tokenyard.routing.observation import NUM_WAITING
 from tokenyard.routing.scores.places import fill_place
+from tokenyard.routing.sent_queues import Queues, SentQueues
 from tokenyard.routing.types import ReplicaSnapshot, Request, SnapshotColumns
 from tokenyard.types import FloatArray, IntArray
 
@@ -23,8 +24,8 @@ class QueuePlaces:
     def __init__(self) -> None:
         """Begin with nothing sent."""
         self._sent = SentQueues()
-        self._rows: IntArray | None = None
-        """Of those whom `fill` looked at last, in what was sent; None: queues were shown."""
+        self._notes = False
+        """Whether `fill` looked at what this policy has sent itself."""
 
     def fill(
         self, snapshots: Sequence[ReplicaSnapshot], keys_s: FloatArray, columns: FloatArray
@@ -36,81 +37,39 @@ class QueuePlaces:
             keys_s: Key of the request at each of them, seconds, shape (num,).
             columns: Their table, shape (num, NUM_COLUMNS).
         """
-        if not isinstance(snapshots, SnapshotColumns) and snapshots[0].queue is not None:
-            self._rows = None
+        kept = snapshots.sent if isinstance(snapshots, SnapshotColumns) else None
+        is_shown = not isinstance(snapshots, SnapshotColumns) and snapshots[0].queue is not None
+        self._notes = kept is None and not is_shown
+        if is_shown:
             rows, queues = _shown(snapshots)
         else:
-            rows = self._rows = self._sent.rows_of(_names(snapshots))
+            sent = self._sent if kept is None else kept
+            rows = sent.rows_of(_names(snapshots))
             # Of one replica the column is contiguous, and of several it is not: a view would be
             # compiled anew at the first decision after warming up.
-            self._sent.keep_latest(rows, columns[:, NUM_WAITING].copy())
-            queues = self._sent.queues
+            sent.keep_latest(rows, columns[:, NUM_WAITING].copy())
+            queues = sent.queues
         _fill(columns, keys_s, rows, *queues)
 
-    def note(self, request: Request, chosen: int, key_s: float, columns: FloatArray) -> None:
+    def note(
+        self, request: Request, snapshots: Sequence[ReplicaSnapshot], chosen: int, key_s: float
+    ) -> None:
         """Note where a request is sent that `fill` was asked about.
 
         Args:
             request: The request.
-            chosen: Place of its replica among the candidates.
+            snapshots: Candidates.
+            chosen: Which of them it is sent to.
             key_s: Its key there, seconds.
-            columns: Table of the candidates.
         """
-        if self._rows is None:
+        if not self._notes:
             return
-        batches = columns[chosen, ITERATION_S] > 0.0
+        if isinstance(snapshots, SnapshotColumns):
+            name, batches = snapshots.replica_ids[chosen], snapshots.batches
+        else:
+            name, batches = snapshots[chosen].replica_id, snapshots[chosen].engine is not None
         tokens = request.context_tokens if batches else request.predicted_total_tokens
-        self._sent.add(int(self._rows[chosen]), float(key_s), float(tokens))
-
-
-Queues = tuple[IntArray, FloatArray, FloatArray]
-"""Queues one behind the other: where each starts, shape (num_queues + 1,) at least, keys in
-seconds and tokens of all that wait, each of the shape of what is kept."""
-
-
-class SentQueues:
-    """What was sent to each replica and may wait there, one queue behind the other.
-
-    To read, to shorten and to lengthen them takes one pass over numbers: a decision between a
-    thousand replicas makes no object for each.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nothing sent."""
-        self._row_of: dict[str, int] = {}
-        self._names: tuple[str, ...] = ()
-        self._rows: IntArray = np.zeros(0, dtype=np.int64)
-        self._most: FloatArray = np.zeros(0)
-        self._starts: IntArray = np.zeros(1, dtype=np.int64)
-        self._keys_s: FloatArray = np.zeros(64)
-        self._tokens: FloatArray = np.zeros(64)
-
-    @property
-    def queues(self) -> Queues:
-        """Those of all replicas, by row, each in the order of keys."""
-        return self._starts, self._keys_s, self._tokens
-
-    def rows_of(self, names: tuple[str, ...]) -> IntArray:
-        """Row of each replica by its name, shape (num,); new ones have nothing sent."""
-        if names != self._names:
-            self._names = names
-            rows = [self._row_of.setdefault(name, len(self._row_of)) for name in names]
-            self._rows = np.array(rows, dtype=np.int64)
-            new = len(self._row_of) - len(self._most)
-            self._most = np.empty(len(self._row_of))
-            self._starts = np.concatenate((self._starts, np.repeat(self._starts[-1:], new)))
-        return self._rows
-
-    def keep_latest(self, rows: IntArray, num_waiting: FloatArray) -> None:
-        """Drop all but the latest `num_waiting` keys of these rows, both of shape (num,)."""
-        _keep_latest(rows, num_waiting, self._most, *self.queues)
-
-    def add(self, row: int, key_s: float, tokens: float) -> None:
-        """Note what is sent to the replica of a row, behind what has the same key."""
-        if self._starts[-1] == len(self._keys_s):
-            self._keys_s = np.concatenate((self._keys_s, np.zeros_like(self._keys_s)))
-            self._tokens = np.concatenate((self._tokens, np.zeros_like(self._tokens)))
-        _insert(row, key_s, tokens, *self.queues)
+        self._sent.add(name, float(key_s), float(tokens))
 
 
 def _names(snapshots: Sequence[ReplicaSnapshot]) -> tuple[str, ...]:
@@ -127,54 +86,6 @@ def _shown(snapshots: Sequence[ReplicaSnapshot]) -> tuple[IntArray, Queues]:
     keys_s = np.concatenate([one.order_keys_s for one in queues])
     tokens = np.concatenate([one.tokens for one in queues])
     return np.arange(len(snapshots)), (starts, keys_s, tokens)
-
-
-@compiled
-def _keep_latest(
-    rows: IntArray,
-    num_waiting: FloatArray,
-    most: FloatArray,
-    starts: IntArray,
-    keys_s: FloatArray,
-    tokens: FloatArray,
-) -> None:
-    for row in range(most.shape[0]):
-        most[row] = np.inf  # Of replicas that are not offered all is kept.
-    for i in range(rows.shape[0]):
-        most[rows[i]] = num_waiting[i]
-    first = kept = 0
-    for row in range(most.shape[0]):
-        end = starts[row + 1]
-        if end - first > most[row]:
-            first = end - int(most[row])
-        for at in range(first, end):
-            keys_s[kept] = keys_s[at]
-            tokens[kept] = tokens[at]
-            kept += 1
-        starts[row + 1] = kept
-        first = end
-
-
-@compiled
-def _insert(
-    row: int,
-    key_s: float,
-    num_tokens: float,
-    starts: IntArray,
-    keys_s: FloatArray,
-    tokens: FloatArray,
-) -> None:
-    last = starts.shape[0] - 1
-    place = starts[row + 1]
-    while place > starts[row] and keys_s[place - 1] > key_s:
-        place -= 1
-    for at in range(starts[last], place, -1):
-        keys_s[at] = keys_s[at - 1]
-        tokens[at] = tokens[at - 1]
-    keys_s[place] = key_s
-    tokens[place] = num_tokens
-    for later in range(row + 1, last + 1):
-        starts[later] += 1
 
 
 @compiled
