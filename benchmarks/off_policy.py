@@ -24,11 +24,11 @@ from tokenyard.routing.observation import (
     MARGINAL_OTHERS,
     MARGINAL_WAIT,
     NUM_MARGINAL_FEATURES,
-    marginal_scores,
     snapshot_columns,
 )
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.scenario import Scenario, load_scenario
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.run import Run, run_each
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng

@@ -145,8 +145,8 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
         the request would delay all others and of thousands of prompt and of output tokens in
         flight; the share of KV memory in use; the share of the prompt believed to be cached; and
         1 where the replica is believed to take requests, else 0. With `shows_rule`, what the cost
-        of every replica is made from comes last (`observation.encode_rule`). All within [-20, 20];
-        `sim.num_saturated` counts numbers that hit it.
+        of every replica is made from comes last (`scores.linear.encode_rule`). All are within
+        [-20, 20]; `sim.num_saturated` counts numbers that hit it.
 
     Action:
         Index of the server. A replica of a fleet that is down or full refuses the request, which

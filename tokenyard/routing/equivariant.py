@@ -34,8 +34,9 @@ class Observed(NamedTuple):
     routable: Array
     """Which replicas are to be chosen from, bool, shape (B, N); all, where none is routable."""
     rule: Array | None = None
-    """What a rule's costs are made from (`observation.encode_rule`), as it is, not squashed, shape
-    (B, N, NUM_RULE_FEATURES); None: it is not shown."""
+    """What a rule's costs are made from (`scores.linear.encode_rule`), as it is, not squashed.
+
+    Shape (B, N, NUM_RULE_FEATURES); None: it is not shown."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def scorer_inputs(observed: Observed, xp: Any) -> Array:
 
 
 def rule_costs(rule: Array, weights: Array, xp: Any) -> Array:
-    """What `observation.marginal_scores` says that each replica costs.
+    """What `scores.linear.marginal_scores` says that each replica costs.
 
     Args:
         rule: What the costs are made from, shape (B, N, NUM_RULE_FEATURES).

@@ -22,13 +22,14 @@ from tokenyard.cross_entropy import CrossEntropy, FinetuneConfig, minimise
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
-from tokenyard.routing.observation import marginal_scores, snapshot_columns
+from tokenyard.routing.observation import snapshot_columns
 from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.places import QueuePlaces
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.scores.order import fill_order_delays
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.constant_rate import Outcomes

@@ -41,7 +41,7 @@ class ArtifactMetadata(FrozenModel):
     format_version: Literal[1] = 1
     kind: Literal["linear", "marginal", "mlp", "corrected"]
     """`linear`: a learned correction of the expected response time
-    (`tokenyard.routing.observation.linear_scores`); `marginal`: one of the delay that a request
+    (`tokenyard.routing.scores.linear`); `marginal`: one of the delay that a request
     adds, for replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
     observation; `corrected`: a `marginal` policy and a network that scores every replica alike and
     corrects it (`tokenyard.routing.scores.residual`)."""

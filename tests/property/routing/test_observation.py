@@ -12,6 +12,7 @@ from sizes import scaled
 
 from tokenyard.routing import observation as ob
 from tokenyard.routing.policies.delay import MarginalDelay
+from tokenyard.routing.scores import linear
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 seeds = st.integers(0, 2**32 - 1)
@@ -82,8 +83,8 @@ def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed
     columns = ob.snapshot_columns(some)
     weights = np.random.default_rng(seed).normal(size=ob.NUM_SCORE_WEIGHTS)
     scores, plain_scores = np.empty(len(some)), np.empty(len(some))
-    choice = ob.linear_scores(weights, tokens, 2000.0, 2.0, columns, scores)
-    plain = ob.linear_scores.py_func(weights, tokens, 2000.0, 2.0, columns, plain_scores)
+    choice = linear.linear_scores(weights, tokens, 2000.0, 2.0, columns, scores)
+    plain = linear.linear_scores.py_func(weights, tokens, 2000.0, 2.0, columns, plain_scores)
     assert scores.tobytes() == plain_scores.tobytes()
     assert choice == plain == np.argmin(scores)
 
@@ -93,7 +94,7 @@ def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed
 def test_zero_weights_score_the_expected_response_in_units_of_the_slo(tokens, some, slo_s):
     scores = np.empty(len(some))
     weights = np.zeros(ob.NUM_SCORE_WEIGHTS)
-    ob.linear_scores(weights, tokens, 2000.0, slo_s, ob.snapshot_columns(some), scores)
+    linear.linear_scores(weights, tokens, 2000.0, slo_s, ob.snapshot_columns(some), scores)
     delays_s = [s.wait_s + tokens / s.tokens_per_s for s in some]
     assert scores * slo_s == pytest.approx(np.array(delays_s), rel=1e-9)
 
@@ -108,9 +109,9 @@ def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens,
     ]
     weights = rng.normal(size=ob.NUM_SCORE_WEIGHTS)
     scores, permuted = np.empty(4), np.empty(4)
-    ob.linear_scores(weights, tokens, 2000.0, 2.0, ob.snapshot_columns(some), scores)
+    linear.linear_scores(weights, tokens, 2000.0, 2.0, ob.snapshot_columns(some), scores)
     columns = ob.snapshot_columns([some[i] for i in order])
-    ob.linear_scores(weights, tokens, 2000.0, 2.0, columns, permuted)
+    linear.linear_scores(weights, tokens, 2000.0, 2.0, columns, permuted)
     assert permuted.tobytes() == scores[order].tobytes()
 
 
@@ -161,8 +162,8 @@ def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, outpu
     columns = ob.snapshot_columns(some)
     weights = np.random.default_rng(seed).normal(size=size)
     scores, plain = np.empty(len(some)), np.empty(len(some))
-    choice = ob.marginal_scores(weights, context, output, 2000.0, 2.0, columns, scores)
-    ob.marginal_scores.py_func(weights, context, output, 2000.0, 2.0, columns, plain)
+    choice = linear.marginal_scores(weights, context, output, 2000.0, 2.0, columns, scores)
+    linear.marginal_scores.py_func(weights, context, output, 2000.0, 2.0, columns, plain)
     assert scores == pytest.approx(plain, rel=1e-9)
     assert choice == np.argmin(scores)
 
@@ -174,7 +175,7 @@ def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
 ):
     scores = np.empty(len(some))
     weights = np.zeros(size)
-    ob.marginal_scores(weights, context, output, 2000.0, 2.0, ob.snapshot_columns(some), scores)
+    linear.marginal_scores(weights, context, output, 2000.0, 2.0, ob.snapshot_columns(some), scores)
     rule = MarginalDelay().costs(Request(0.0, context, context + output), some)
     assert 2.0 * scores == pytest.approx(np.array(rule), rel=1e-9)
 
@@ -189,10 +190,10 @@ def test_prices_are_added_where_an_slo_violation_is_likely(seed, context, output
     )
     columns, slo_s = ob.snapshot_columns(some), 2.0
     without, priced = np.empty(len(some)), np.empty(len(some))
-    ob.marginal_scores(plain, context, output, 2000.0, slo_s, columns, without)
+    linear.marginal_scores(plain, context, output, 2000.0, slo_s, columns, without)
     weights = np.concatenate([plain, risky_prices, lateness_prices, logs])
-    ob.marginal_scores(weights, context, output, 2000.0, slo_s, columns, priced)
-    first, token, response, size, lateness = ob._TYPICAL_LIMITS * np.exp(logs)
+    linear.marginal_scores(weights, context, output, 2000.0, slo_s, columns, priced)
+    first, token, response, size, lateness = linear._TYPICAL_LIMITS * np.exp(logs)
     for row, before, after in zip(columns, without, priced, strict=True):
         to_first_s, decode_s, _ = ob.batching_delays(row, context, output)
         seen = np.array([to_first_s, decode_s / max(output - 1, 1), to_first_s + decode_s]) / slo_s
@@ -211,5 +212,5 @@ def test_a_replica_that_is_not_routable_costs_infinity():
     columns[0, ob.ROUTABLE] = 0.0
     scores = np.empty(2)
     weights = np.zeros(ob.NUM_MARGINAL_WEIGHTS)
-    assert ob.marginal_scores(weights, 10.0, 10.0, 2000.0, 2.0, columns, scores) == 1
+    assert linear.marginal_scores(weights, 10.0, 10.0, 2000.0, 2.0, columns, scores) == 1
     assert scores[0] == math.inf

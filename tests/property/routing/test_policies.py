@@ -11,14 +11,13 @@ from sizes import scaled
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_SCORE_WEIGHTS,
-    linear_scores,
-    marginal_scores,
     snapshot_columns,
 )
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.policies.delay import MarginalDelay, SedDump, finish_s
 from tokenyard.routing.policies.public import is_tuned, public_factories
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules
+from tokenyard.routing.scores.linear import linear_scores, marginal_scores
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.types import Slo
 

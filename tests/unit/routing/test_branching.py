@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tokenyard.metrics import percentile
-from tokenyard.routing.observation import linear_scores, marginal_scores
 from tokenyard.routing.scenario import UNPAID, load_scenario
+from tokenyard.routing.scores.linear import linear_scores, marginal_scores
 from tokenyard.routing.search import SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.branching import LOST_SLOS, BranchingConfig

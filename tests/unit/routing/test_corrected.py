@@ -23,10 +23,10 @@ from tokenyard.routing.observation import (
     NUM_REQUEST_FEATURES,
     ROUTABLE,
     encode,
-    marginal_scores,
     observation_size,
 )
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.scores.residual import LAYOUT, fold, make_scratch, residual_scores
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.simulator.run import run_policy

@@ -22,10 +22,10 @@ from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
     NUM_RULE_FEATURES,
-    marginal_scores,
 )
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.validation import Validation

@@ -36,7 +36,7 @@ from tokenyard.routing.observation import NUM_REQUEST_FEATURES
 LAYOUT = Layout(shows_rule=True)
 """What is observed in training; a server computes the rule's costs itself."""
 RULE_WEIGHTS = "rule_weights"
-"""Key of a module's `model_config`: the rule to begin with (`observation.marginal_scores`)."""
+"""Key of a module's `model_config`: the rule to begin with (`scores.linear.marginal_scores`)."""
 LEARNS_RULE = "learns_rule"
 """Key of a module's `model_config`: whether the weights of that rule are learned."""
 HIDDEN = "fcnet_hiddens"

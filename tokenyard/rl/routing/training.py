@@ -49,7 +49,7 @@ from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator.branching import BranchingConfig
 
 MARGINAL_DELAY = (0.0,) * NUM_MARGINAL_WEIGHTS
-"""Weights of the plain rule of least marginal delay (`observation.marginal_scores`)."""
+"""Weights of the plain rule of least marginal delay (`scores.linear.marginal_scores`)."""
 
 PAPER_REWARD = RewardWeights()
 """The five terms at their printed values."""

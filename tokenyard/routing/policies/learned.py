@@ -21,15 +21,13 @@ from tokenyard.routing.observation import (
     TOKENS_PER_S,
     WAIT_S,
     encode,
-    linear_scores,
-    looks_at_queues,
-    marginal_scores,
     observation_size,
     snapshot_columns,
     squash,
 )
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
 from tokenyard.routing.policies.places import QueuePlaces
+from tokenyard.routing.scores.linear import linear_scores, looks_at_queues, marginal_scores
 from tokenyard.routing.scores.order import (
     FIRST_COME,
     fill_order_delays,
@@ -118,7 +116,7 @@ class _InOrder(_TablePolicy):
 
 
 class LinearPolicy(_TablePolicy):
-    """Least expected response time plus a learned correction (`observation.linear_scores`)."""
+    """Least expected response time plus a learned correction (`scores.linear.linear_scores`)."""
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
@@ -144,7 +142,7 @@ class LinearPolicy(_TablePolicy):
 
 
 class MarginalPolicy(LinearPolicy):
-    """Least added delay plus a learned correction (`observation.marginal_scores`).
+    """Least added delay plus a learned correction (`scores.linear.marginal_scores`).
 
     A snapshot that is not of a replica that batches continuously is a ValueError.
     """

@@ -32,7 +32,7 @@ class FleetRules(FrozenModel):
 
     @property
     def marginal_weights(self) -> tuple[float, ...]:
-        """Tuned marginal delay as weights of `observation.marginal_scores`."""
+        """Tuned marginal delay as weights of `scores.linear.marginal_scores`."""
         weights = [0.0] * NUM_MARGINAL_WEIGHTS
         weights[MARGINAL_WAIT] = self.wait_weight - 1.0
         weights[MARGINAL_OTHERS] = self.others_weight - 1.0
@@ -40,7 +40,7 @@ class FleetRules(FrozenModel):
 
     @property
     def marginal_in_order_weights(self) -> tuple[float, ...]:
-        """The placement that knows the order as weights of `observation.marginal_scores`."""
+        """The placement that knows the order as weights of `scores.linear.marginal_scores`."""
         weights = list(self.marginal_weights)
         weights[MARGINAL_OVERTAKEN] = -self.wait_weight
         weights[MARGINAL_SPARED] = -self.others_weight
@@ -48,7 +48,7 @@ class FleetRules(FrozenModel):
 
     @property
     def linear_in_order_weights(self) -> tuple[float, ...]:
-        """The same as weights of `observation.linear_scores`."""
+        """The same as weights of `scores.linear.linear_scores`."""
         weights = [0.0] * NUM_SCORE_WEIGHTS
         weights[SCORE_WAIT] = self.wait_weight - 1.0
         weights[SCORE_OVERTAKEN] = -self.wait_weight

@@ -1,6 +1,6 @@
 """Least added delay with searched weights, corrected by a network that scores every replica alike.
 
-The rule (`observation.marginal_scores`) holds what is known of replicas that batch; the network
+The rule (`scores.linear.marginal_scores`) holds what is known of replicas that batch; the network
 (`equivariant`) adds what it cannot say, such as that a fast replica is worth more to those who
 come next while traffic is high. One compiled function is the policy, in training and serving.
 
@@ -18,12 +18,8 @@ import numpy.typing as npt
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.equivariant import Layout
-from tokenyard.routing.observation import (
-    NUM_REQUEST_FEATURES,
-    ROUTABLE,
-    encode,
-    marginal_scores,
-)
+from tokenyard.routing.observation import NUM_REQUEST_FEATURES, ROUTABLE, encode
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.types import FloatArray
 
 LAYOUT = Layout()

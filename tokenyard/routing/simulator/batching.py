@@ -216,7 +216,7 @@ class BatchingSim:
         return len(self.rewards)
 
     def show_rule(self, mean_total_tokens: float) -> None:
-        """Append to observations what a rule's costs are made from (`observation.encode_rule`).
+        """Append to observations what a rule's costs are made from (`scores.linear.encode_rule`).
 
         Args:
             mean_total_tokens: Typical size of a request, tokens.
@@ -387,7 +387,7 @@ class BatchingSim:
     def run_linear(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
     ) -> None:
-        """Run all streams to the end under the linear policy (`observation.marginal_scores`).
+        """Run all streams to the end under the linear policy (`scores.linear.marginal_scores`).
 
         Args:
             weights: Of the policy.

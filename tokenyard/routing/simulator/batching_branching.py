@@ -13,13 +13,13 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import (
+from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scores.linear import (
     marginal_features,
     marginal_scores,
     slo_limits,
     slo_terms,
 )
-from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import find_decision

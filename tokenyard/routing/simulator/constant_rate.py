@@ -251,7 +251,7 @@ class ClusterSim:
     def run_linear(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
     ) -> None:
-        """Run all streams to the end under the linear policy (`observation.linear_scores`).
+        """Run all streams to the end under the linear policy (`scores.linear.linear_scores`).
 
         Args:
             weights: Of the policy.

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import linear_scores
 from tokenyard.routing.scenario import UNPAID, Scenario
+from tokenyard.routing.scores.linear import linear_scores
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream

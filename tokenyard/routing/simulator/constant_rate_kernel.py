@@ -31,7 +31,8 @@ import math
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode, linear_scores, looks_at_queues
+from tokenyard.routing.observation import encode
+from tokenyard.routing.scores.linear import linear_scores, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_key
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key

@@ -9,12 +9,8 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import (
-    encode,
-    encode_rule,
-    looks_at_queues,
-    marginal_scores,
-)
+from tokenyard.routing.observation import encode
+from tokenyard.routing.scores.linear import encode_rule, looks_at_queues, marginal_scores
 from tokenyard.routing.scores.order import is_first_come, order_delay_s, order_key
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.scores.residual import (

@@ -1,0 +1,341 @@
+"""Costs that are linear in their weights, which searches and PPO learn.
+
+Least marginal delay, corrected (`marginal_scores`). With q the wait, t the time to the first token
+after it, u the time of decoding, o what the others are delayed by (`batching_delays`, in units of
+the SLO), z the size of the request relative to the mean, k the share of KV memory in use and r the
+replica's speed rank, the cost is
+
+    q + t + u + o + sum over p in 0..2 of r^p * (weights[p] . f),
+    f = (1, q, t, u, o, (q + t + u) (z - 1), o (z - 1), k, max(q + t + u - 1, 0), d, e).
+
+The last two are told where the queue is ordered: d is the part of q that is for those behind whom
+the request would not wait, and e the part of o that is for those who would start before it. They
+are 0 where nobody looked at the queues.
+
+After these weights there may be SLO terms: two prices with three powers of the rank, a and b, and
+the logarithms of five limits, v, relative to what is typical. They add
+
+    sum over p in 0..2 of r^p * (a[p] [risky] + b[p] max((q + t) / limit_4 - 1, 0)),
+
+with a choice risky where (q + t) > limit_0, the time per token after the first is more than
+limit_1, (q + t + u) > limit_2 or z > limit_3. An SLO is met or violated, which a sum of delays
+cannot express. A request that will violate its SLO on every replica should go where it delays
+nobody else, and a fast replica should be loaded to just below the point where its requests start
+to violate theirs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from tokenyard.compiled import compiled
+from tokenyard.routing.observation import (
+    KV_USED_FRACTION,
+    NUM_BEFORE,
+    NUM_BEHIND,
+    NUM_MARGINAL_FEATURES,
+    NUM_MARGINAL_WEIGHTS,
+    NUM_PLACE_FEATURES,
+    NUM_RULE_FEATURES,
+    NUM_RUNNING,
+    NUM_SCORE_FEATURES,
+    NUM_SCORE_POWERS,
+    NUM_SLO_PRICES,
+    NUM_SLOTS,
+    NUM_WAITING,
+    OBSERVATION_LIMIT,
+    OVERTAKEN_S,
+    ROUTABLE,
+    SPEED_RANK,
+    TOKENS_PER_S,
+    WAIT_S,
+    batching_delays,
+)
+from tokenyard.types import FloatArray
+
+_TYPICAL_LIMITS = (0.2, 0.025, 0.5, 1.0, 0.2)
+"""Of the first token, of each one after it, of the response (in units of the SLO), of the size
+(relative to the mean), and of the first token again; where weights of zero put them."""
+
+
+@compiled
+def slo_limits(weights: FloatArray) -> tuple[float, float, float, float, float]:
+    """Beyond what a choice is risky, by weights of shape (NUM_MARGINAL_SLO_WEIGHTS,)."""
+    w = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
+    return (
+        _TYPICAL_LIMITS[0] * math.exp(weights[w]),
+        _TYPICAL_LIMITS[1] * math.exp(weights[w + 1]),
+        _TYPICAL_LIMITS[2] * math.exp(weights[w + 2]),
+        _TYPICAL_LIMITS[3] * math.exp(weights[w + 3]),
+        _TYPICAL_LIMITS[4] * math.exp(weights[w + 4]),
+    )
+
+
+@compiled
+def slo_terms(
+    limits: tuple[float, float, float, float, float],
+    wait: float,
+    prefill: float,
+    decode: float,
+    output_tokens: float,
+    size: float,
+) -> tuple[bool, float]:
+    """What the SLO terms of a choice are made from: whether it is risky, and its lateness.
+
+    Args:
+        limits: Of `slo_limits`.
+        wait: Until the replica could start, in units of the SLO, as are the next two.
+        prefill: From then to the first token.
+        decode: From the first token to the last.
+        output_tokens: Output length as the router knows it, tokens.
+        size: Of the request, relative to the mean.
+    """
+    token = decode / max(output_tokens - 1.0, 1.0)
+    risky = (
+        wait + prefill > limits[0]
+        or token > limits[1]
+        or wait + prefill + decode > limits[2]
+        or size > limits[3]
+    )
+    return risky, max((wait + prefill) / limits[4] - 1.0, 0.0)
+
+
+@compiled
+def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -> float:
+    price = 0.0
+    power = 1.0
+    for p in range(NUM_SCORE_POWERS):
+        w = NUM_MARGINAL_WEIGHTS + p
+        price += power * (risky * weights[w] + lateness * weights[w + NUM_SCORE_POWERS])
+        power *= rank
+    return price
+
+
+@compiled
+def looks_at_queues(weights: FloatArray, num_features: int) -> bool:
+    """Whether weights of a cost count where a request would stand among those who wait.
+
+    Args:
+        weights: Of `linear_scores` or `marginal_scores`.
+        num_features: NUM_SCORE_FEATURES or NUM_MARGINAL_FEATURES.
+    """
+    for p in range(NUM_SCORE_POWERS):
+        for w in range((p + 1) * num_features - NUM_PLACE_FEATURES, (p + 1) * num_features):
+            if weights[w] != 0.0:
+                return True
+    return False
+
+
+@compiled
+def marginal_features(
+    row: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+) -> tuple[
+    float, float, float, float, float, float, float, float, float, float, float
+]:  # fmt: skip
+    """What the cost of one replica is made from: f of the module's docstring.
+
+    The plain delay, which is least marginal delay's cost, is the sum of the second to the fifth.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+    """
+    excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
+    first, decode, others = batching_delays(row, context_tokens, output_tokens)
+    wait = row[WAIT_S] / slo_s
+    prefill = first / slo_s - wait
+    decode /= slo_s
+    others /= slo_s
+    own = wait + prefill + decode
+    outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
+    before = row[NUM_BEFORE] / max(outstanding, row[NUM_BEFORE] + row[NUM_BEHIND], 1.0)
+    return (
+        1.0, wait, prefill, decode, others, own * excess, others * excess, row[KV_USED_FRACTION],
+        max(own - 1.0, 0.0), row[OVERTAKEN_S] / slo_s, others * before,
+    )  # fmt: skip
+
+
+@compiled
+def marginal_scores(
+    weights: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every replica: the delay that the request adds there, corrected.
+
+    The module's docstring has the formula. Zero weights are the rule of least marginal delay.
+    Replicas that are not routable cost infinity.
+
+    Args:
+        weights: Shape (NUM_MARGINAL_WEIGHTS,), powers of the rank first, or with the SLO terms
+            after them (NUM_MARGINAL_SLO_WEIGHTS,): a, b, v.
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of the SLO, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest replica, the first of equals.
+    """
+    excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
+    prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    limits = slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        (
+            one,
+            wait,
+            prefill,
+            decode,
+            others,
+            own_z,
+            others_z,
+            kv,
+            late,
+            overtaken,
+            spared,
+        ) = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+        own = wait + prefill + decode
+        cost = own + others
+        power = 1.0
+        for p in range(NUM_SCORE_POWERS):
+            w = p * NUM_MARGINAL_FEATURES
+            cost += power * (
+                weights[w] * one
+                + weights[w + 1] * wait
+                + weights[w + 2] * prefill
+                + weights[w + 3] * decode
+                + weights[w + 4] * others
+                + weights[w + 5] * own_z
+                + weights[w + 6] * others_z
+                + weights[w + 7] * kv
+                + weights[w + 8] * late
+                + weights[w + 9] * overtaken
+                + weights[w + 10] * spared
+            )
+            power *= row[SPEED_RANK]
+        if prices_slo:
+            risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)
+            cost += _slo_price(weights, risky, lateness, row[SPEED_RANK])
+        out[replica] = cost if row[ROUTABLE] != 0.0 else math.inf
+        if out[replica] < out[best]:
+            best = replica
+    return best
+
+
+@compiled
+def encode_rule(
+    row: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    out: npt.NDArray[np.float32],
+) -> int:
+    """Write what `marginal_scores` makes the cost of one replica from, for those who learn it.
+
+    Args:
+        row: One row of the table, shape (NUM_COLUMNS,).
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        out: The first NUM_RULE_FEATURES numbers are filled, each squashed by sign(x) log(1 + |x|):
+            `marginal_features`, then the speed rank.
+
+    Returns:
+        How many numbers were beyond OBSERVATION_LIMIT and were set to it.
+    """
+    saturated = 0
+    features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+    for i in range(NUM_RULE_FEATURES):
+        value = features[i] if i < NUM_MARGINAL_FEATURES else row[SPEED_RANK]
+        size = math.log(1.0 + abs(value))
+        if size > OBSERVATION_LIMIT:
+            saturated += 1
+            size = OBSERVATION_LIMIT
+        out[i] = math.copysign(size, value)
+    return saturated
+
+
+@compiled
+def linear_scores(
+    weights: FloatArray,
+    predicted_total_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> int:
+    """Write the cost of every replica: its expected response time plus a learned correction.
+
+    With w the wait, s the service time (both in units of the SLO), z the size of the request
+    relative to the mean and r the replica's speed rank, the cost is
+
+        w + s + sum over p in 0..2 of r^p * (weights[p] . f),
+        f = (1, w, s, w (z - 1), s (z - 1), [w + s > 1], max(w + s - 1, 0), d, o).
+
+    The last two are told where the queue is ordered: d is the part of w that is for those behind
+    whom the request would not wait, and o is s for each of those per slot, whom it delays. They are
+    0 where nobody looked at the queues. Zero weights are shortest expected delay; the powers of r
+    let the correction differ between slow and fast replicas without tying a weight to a replica, so
+    any number of them works.
+
+    Args:
+        weights: Shape (NUM_SCORE_WEIGHTS,), powers of the rank first.
+        predicted_total_tokens: Size of the request as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the costs, in units of the SLO, shape (num_replicas,).
+
+    Returns:
+        Index of the cheapest replica, the first of equals.
+    """
+    excess = predicted_total_tokens / mean_total_tokens - 1.0
+    best = 0
+    for replica in range(columns.shape[0]):
+        row = columns[replica]
+        wait = row[WAIT_S] / slo_s
+        service = predicted_total_tokens / (row[TOKENS_PER_S] * slo_s)
+        lateness = max(wait + service - 1.0, 0.0)
+        violation = 1.0 if lateness > 0.0 else 0.0
+        overtaken = row[OVERTAKEN_S] / slo_s
+        delayed = service * row[NUM_BEHIND] / row[NUM_SLOTS]
+        cost = wait + service
+        power = 1.0
+        for p in range(NUM_SCORE_POWERS):
+            w = p * NUM_SCORE_FEATURES
+            cost += power * (
+                weights[w]
+                + weights[w + 1] * wait
+                + weights[w + 2] * service
+                + weights[w + 3] * wait * excess
+                + weights[w + 4] * service * excess
+                + weights[w + 5] * violation
+                + weights[w + 6] * lateness
+                + weights[w + 7] * overtaken
+                + weights[w + 8] * delayed
+            )
+            power *= row[SPEED_RANK]
+        out[replica] = cost
+        if cost < out[best]:
+            best = replica
+    return best
