@@ -56,6 +56,9 @@ POLICY_SEARCH = "policy_search"
 WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
+_STEPS_PER_GENERATION = 15_000
+"""Steps of an RLlib trial on a fleet per generation of the policy search that it goes on from."""
+
 SERVED = "local_cpu"
 """Scenario of the cluster that `make serve` serves."""
 FLEET = "azure_code_mixed_gpus"
@@ -108,6 +111,8 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         named = reward_weights(trial["reward_weights"], scenario).model_dump()
         config["reward"] = RewardWeights.model_validate(named | dict(trial.get(WEIGHTS, {})))
         config["train_steps"] = trial["env_steps"]
+        if trial["recipe"] == "fleet":
+            config["warm_start_generations"] = trial["env_steps"] // _STEPS_PER_GENERATION
         config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
     return config
 
@@ -155,8 +160,8 @@ def default() -> Experiment:
     """PPO, DQN and A2C under three reward weightings each, and policy search beside them.
 
     They learn for the cluster that `make serve` serves, from the best tuned rule on that their
-    weights can be. Networks keep its order, and policy search moves it. The baseline is the rule
-    that ships for the cluster.
+    weights can be. Policy search moves its weights and its order; networks correct what a short
+    search has found, and keep its order. The baseline is the rule that ships for the cluster.
     """
     learners = [
         _trial(algorithm, 300_000, weights=weights, scenario=SERVED)

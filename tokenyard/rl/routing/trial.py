@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 
@@ -17,11 +16,15 @@ from tokenyard.rl.trainable import PolicyTrainable, TrialConfig
 from tokenyard.rl.training import RllibTraining, SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact, lineage_of
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
-from tokenyard.routing.policies.order_spec import in_words, spec_of_weights
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
+from tokenyard.routing.search import (
+    PolicySearch,
+    SearchConfig,
+    best_start,
+    started_at_best_rule,
+)
 from tokenyard.routing.simulator.streams import StreamSource
 
 
@@ -91,7 +94,7 @@ class RoutingTrialConfig(TrialConfig):
             **flat_numbers(own.reward, "reward."),
             "reward_scale": adapted.reward_scale,
             "residual_scale": own.residual_scale,
-            "order": in_words(spec_of_weights(np.array(self._rule_start(scenario).order))),
+            "start": self._start(scenario),
             "warm_start_generations": self.warm_start_generations,
         }
 
@@ -120,12 +123,15 @@ class RoutingTrialConfig(TrialConfig):
         config = SearchConfig(randomisation=recipe(self.recipe).randomisation)
         return started_at_best_rule(scenario, config)
 
-    def _rule_start(self, scenario: Scenario) -> SearchConfig:
-        return started_at_best_rule(scenario, SearchConfig(), recipe(self.recipe).orders)
+    def _start(self, scenario: Scenario) -> str:
+        """Rule that the trial begins with, or that its search does."""
+        base = recipe(self.recipe)
+        return "sed" if base.network == "flat" else best_start(scenario, base.orders)
 
     def _rule(self, scenario: Scenario) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Weights of the rule that a trial begins with, and of the order in which requests wait."""
-        base, config = recipe(self.recipe), self._rule_start(scenario)
+        base = recipe(self.recipe)
+        config = started_at_best_rule(scenario, SearchConfig(), base.orders)
         if base.network == "flat":
             return MARGINAL_DELAY, config.order
         assert config.start is not None
