@@ -105,6 +105,7 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
     config["recipe"] = trial["recipe"]
     if trial["algorithm"] == POLICY_SEARCH:
         generations = trial["env_steps"] // _search_env_steps(num_generations=1)
+        config["num_generations"] = max(1, generations)
         config["generations_per_iteration"] = max(1, generations // trial["iterations"])
     else:
         scenario = load_scenario(trial["scenario"])

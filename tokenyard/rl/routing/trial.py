@@ -53,6 +53,8 @@ class RoutingTrialConfig(TrialConfig):
     place of the tuned rule. Their CPU time is the trial's own. A flat network has none."""
     generations_per_iteration: Annotated[int, Field(ge=1)] = 8
     """Generations of policy search between two results."""
+    num_generations: Annotated[int, Field(ge=1)] = SearchConfig.num_generations
+    """Generations over which the noise of policy search fades."""
 
     def adapted_recipe(self, slo_s: float) -> Recipe:
         """The recipe with what this trial changes, for a scenario of this SLO, seconds.
@@ -120,7 +122,9 @@ class RoutingTrialConfig(TrialConfig):
         )
 
     def _search_config(self, scenario: Scenario) -> SearchConfig:
-        config = SearchConfig(randomisation=recipe(self.recipe).randomisation)
+        config = SearchConfig(
+            num_generations=self.num_generations, randomisation=recipe(self.recipe).randomisation
+        )
         return started_at_best_rule(scenario, config)
 
     def _start(self, scenario: Scenario) -> str:
