@@ -95,6 +95,19 @@ def test_a_share_of_the_budget_is_at_least_one_generation():
         assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
 
 
+def test_networks_for_a_fleet_go_on_from_a_search_as_long_as_the_one_beside_them():
+    *learners, search = (
+        RoutingTrialConfig.model_validate(routing.trainer_config(trial))
+        for trial in routing.default().trials
+    )
+    assert search.algorithm == routing.POLICY_SEARCH
+    assert {one.warm_start_generations for one in learners} == {search.num_generations} == {20}
+    short = {**routing.default().trials[0], "env_steps": 30_000}
+    assert routing.trainer_config(short)["warm_start_generations"] == 2
+    for trial in routing.paper().trials[:1] + routing.ours().trials[:1]:
+        assert "warm_start_generations" not in routing.trainer_config(trial)
+
+
 def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():
     trials = routing.default().designed_trials(0)
     learners = [t for t in trials if t["algorithm"] != "policy_search"]
