@@ -26,11 +26,10 @@ from tokenyard.routing.observation import snapshot_columns
 from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
-from tokenyard.routing.policies.places import QueuePlaces
+from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import marginal_scores
-from tokenyard.routing.scores.order import fill_order_delays
 from tokenyard.routing.simulator import Simulator, make_simulator
 from tokenyard.routing.simulator.constant_rate import Outcomes
 from tokenyard.routing.simulator.streams import StreamSet
@@ -131,11 +130,8 @@ def _fill_places(
     """Write where each request would have stood among those that were logged to wait."""
     places = QueuePlaces()
     for one, table in zip(decisions, columns, strict=True):
-        request, delays_s = one.request, np.empty(len(table))
-        context = float(request.context_tokens)
-        output = float(request.predicted_total_tokens) - context
-        fill_order_delays(order, context, output, table, delays_s)
-        places.fill(one.snapshots, request.arrival_s + delays_s, table)
+        request = one.request
+        places.fill(one.snapshots, order_keys_s(order, request, table), table)
         waits_by_s = request.arrival_s if one.order_key is None else one.order_key.key_s
         places.note(request, one.snapshots, one.index, waits_by_s)
 

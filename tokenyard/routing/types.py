@@ -140,7 +140,7 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
     batches: bool = True
     """Whether the replicas batch continuously, all of them, or none."""
     sent: SentQueues | None = None
-    """What whoever shows them has sent to the replicas; None: who decides has to remember."""
+    """What the gateway that shows them has sent to the replicas; None: the policy remembers."""
 
     @property
     @abstractmethod

@@ -113,7 +113,7 @@ class Recipe:
     centre_rewards: bool = False
     """Whether the mean reward is subtracted from all (PPO and A2C)."""
     orders: bool = False
-    """Whether requests wait in the order that was tuned beside the rule; else first come."""
+    """Whether requests wait in the order that was tuned with the rule; else first come."""
     episode_requests: int | None = None
     """Requests of an episode; None: the scenario's."""
     randomisation: Randomisation = field(default_factory=Randomisation)

@@ -26,11 +26,10 @@ from tokenyard.routing.observation import (
     squash,
 )
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
-from tokenyard.routing.policies.places import QueuePlaces
+from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
 from tokenyard.routing.scores.linear import linear_scores, looks_at_queues, marginal_scores
 from tokenyard.routing.scores.order import (
     FIRST_COME,
-    fill_order_delays,
     is_first_come,
     order_key,
 )
@@ -96,16 +95,13 @@ class _InOrder(_TablePolicy):
         """Return the cheapest replica, the cost of each, and the order key where there is one."""
         self._check(snapshots)
         columns = snapshot_columns(snapshots)
-        context = float(request.context_tokens)
-        output = float(request.predicted_total_tokens) - context
         if self.sees_queues:
-            keys_s = np.empty(len(columns))
-            fill_order_delays(self._order, context, output, columns, keys_s)
-            keys_s += request.arrival_s
-            self._places.fill(snapshots, keys_s, columns)
+            self._places.fill(snapshots, order_keys_s(self._order, request, columns), columns)
         best, costs = self._decide(request, columns)
         if is_first_come(self._order):
             return Decision(best, costs)
+        context = float(request.context_tokens)
+        output = float(request.predicted_total_tokens) - context
         key = order_key(
             self._order, request.arrival_s, request.due_s, context, output, request.held_s,
             columns[best],

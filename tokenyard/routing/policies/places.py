@@ -1,7 +1,7 @@
 """Where a request would stand in each replica's queue: who waits is shown, or remembered.
 
-A simulator shows what waits. A gateway keeps what it has sent, whoever decided
-(`tokenyard.routing.sent_queues`), and without one a policy remembers what it has sent itself.
+A simulator shows what waits. A gateway keeps what it has sent, under all policies
+(`tokenyard.routing.sent_queues`). Without one a policy remembers what it has sent itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.observation import NUM_WAITING
+from tokenyard.routing.scores.order import fill_order_delays
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.sent_queues import Queues, SentQueues
 from tokenyard.routing.types import ReplicaSnapshot, Request, SnapshotColumns
@@ -70,6 +71,23 @@ class QueuePlaces:
             name, batches = snapshots[chosen].replica_id, snapshots[chosen].engine is not None
         tokens = request.context_tokens if batches else request.predicted_total_tokens
         self._sent.add(name, float(key_s), float(tokens))
+
+
+def order_keys_s(order: FloatArray, request: Request, columns: FloatArray) -> FloatArray:
+    """Key of a request at each replica, before it is late, seconds, shape (num,).
+
+    Args:
+        order: Weights (`tokenyard.routing.scores.order`).
+        request: The request.
+        columns: Table of the replicas.
+    """
+    # Always floats: the compiled function would be compiled anew for other types.
+    context = float(request.context_tokens)
+    keys_s = np.empty(len(columns))
+    output = float(request.predicted_total_tokens) - context
+    fill_order_delays(order, context, output, columns, keys_s)
+    keys_s += request.arrival_s
+    return keys_s
 
 
 def _names(snapshots: Sequence[ReplicaSnapshot]) -> tuple[str, ...]:

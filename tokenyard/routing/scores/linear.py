@@ -199,37 +199,17 @@ def marginal_scores(
     best = 0
     for replica in range(columns.shape[0]):
         row = columns[replica]
-        (
-            one,
-            wait,
-            prefill,
-            decode,
-            others,
-            own_z,
-            others_z,
-            kv,
-            late,
-            overtaken,
-            spared,
-        ) = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+        features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+        _, wait, prefill, decode, others = features[:5]
         own = wait + prefill + decode
         cost = own + others
         power = 1.0
         for p in range(NUM_SCORE_POWERS):
             w = p * NUM_MARGINAL_FEATURES
-            cost += power * (
-                weights[w] * one
-                + weights[w + 1] * wait
-                + weights[w + 2] * prefill
-                + weights[w + 3] * decode
-                + weights[w + 4] * others
-                + weights[w + 5] * own_z
-                + weights[w + 6] * others_z
-                + weights[w + 7] * kv
-                + weights[w + 8] * late
-                + weights[w + 9] * overtaken
-                + weights[w + 10] * spared
-            )
+            correction = 0.0
+            for i in range(NUM_MARGINAL_FEATURES):
+                correction += weights[w + i] * features[i]
+            cost += power * correction
             power *= row[SPEED_RANK]
         if prices_slo:
             risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, excess + 1.0)

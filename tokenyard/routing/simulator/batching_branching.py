@@ -133,19 +133,8 @@ def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
     limits = slo_limits(weights)
     for replica in range(table.shape[0]):
         row, out = table[replica], costs_from[replica]
-        (
-            one,
-            wait,
-            prefill,
-            decode,
-            others,
-            own_z,
-            others_z,
-            kv,
-            late,
-            overtaken,
-            spared,
-        ) = marginal_features(row, context, output, mean_total_tokens, slo_s)
+        features = marginal_features(row, context, output, mean_total_tokens, slo_s)
+        _, wait, prefill, decode, others = features[:5]
         risky, lateness = slo_terms(
             limits, wait, prefill, decode, output, (context + output) / mean_total_tokens
         )
@@ -153,17 +142,8 @@ def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
         power = 1.0
         for p in range(ob.NUM_SCORE_POWERS):
             at = 1 + p * ob.NUM_MARGINAL_FEATURES
-            out[at] = power * one
-            out[at + 1] = power * wait
-            out[at + 2] = power * prefill
-            out[at + 3] = power * decode
-            out[at + 4] = power * others
-            out[at + 5] = power * own_z
-            out[at + 6] = power * others_z
-            out[at + 7] = power * kv
-            out[at + 8] = power * late
-            out[at + 9] = power * overtaken
-            out[at + 10] = power * spared
+            for i in range(ob.NUM_MARGINAL_FEATURES):
+                out[at + i] = power * features[i]
             at = 1 + ob.NUM_MARGINAL_WEIGHTS + p
             out[at] = power if risky else 0.0
             out[at + ob.NUM_SCORE_POWERS] = power * lateness
