@@ -29,7 +29,11 @@ from tokenyard.routing.artifact import (
     learned_policy,
 )
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
-from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS, observation_size
+from tokenyard.routing.observation import (
+    NUM_MARGINAL_WEIGHTS,
+    NUM_REQUEST_FEATURES,
+    observation_size,
+)
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import champion_or_rule
@@ -81,8 +85,8 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
 
 def random_linear(seed: int) -> PolicyArtifact:
     """Make a linear policy for any number of replicas that has learned nothing."""
-    weights = np.random.default_rng(seed).normal(size=NUM_SCORE_WEIGHTS)
-    return PolicyArtifact(untrained("linear", num_replicas=None), {"weights": weights})
+    weights = np.random.default_rng(seed).normal(size=NUM_MARGINAL_WEIGHTS)
+    return PolicyArtifact(untrained("marginal", num_replicas=None), {"weights": weights})
 
 
 def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
@@ -101,7 +105,7 @@ def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
 
 
 def untrained(
-    kind: Literal["linear", "mlp"], num_replicas: int | None, **more: Any
+    kind: Literal["marginal", "mlp"], num_replicas: int | None, **more: Any
 ) -> ArtifactMetadata:
     return ArtifactMetadata(
         kind=kind,

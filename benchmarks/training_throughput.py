@@ -69,7 +69,6 @@ from tokenyard.rl.routing.training import (
 )
 from tokenyard.rl.training import RllibTraining
 from tokenyard.routing.artifact import PolicyArtifact
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import linear_weights
 from tokenyard.routing.simulator import Decide
@@ -468,8 +467,7 @@ def baseline_response_s(source: StreamSource, num_streams: int) -> float:
     It is shortest expected delay, or tuned marginal delay on a fleet.
     """
     scenario = source.scenario
-    untuned = MARGINAL_DELAY if scenario.fleet else (0.0,) * NUM_SCORE_WEIGHTS
-    weights = np.array(linear_weights(scenario, TUNED_DELAY) or untuned)
+    weights = np.array(linear_weights(scenario, TUNED_DELAY) or MARGINAL_DELAY)
     streams = synthetic_streams(source, num_streams, 0, "validation")
     size_tokens = source.mean_total_tokens
     return _mean_response_s(source, streams, lambda sim: sim.run_linear(weights, size_tokens))

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from envs.copies import IndependentCopies, Stepped
 from tokenyard.config import FrozenModel
 from tokenyard.routing.fleet import Randomisation
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, OBSERVATION_LIMIT
+from tokenyard.routing.observation import OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
 from tokenyard.routing.simulator import Simulator, make_simulator
@@ -118,7 +118,7 @@ class _Feed:
 
     def _baseline_response_s(self, shadow: Simulator, rows: FloatArray) -> FloatArray:
         shadow.load(0, rows)
-        shadow.run_linear(np.zeros(NUM_SCORE_WEIGHTS), self.source.mean_total_tokens)
+        shadow.run_linear(np.zeros(shadow.num_weights), self.source.mean_total_tokens)
         return shadow.outcomes().response_s
 
 

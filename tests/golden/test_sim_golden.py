@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import Scenario, Server
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.constant_rate import ClusterSim
@@ -50,7 +50,7 @@ def a_fixed_simulation(discipline: str) -> dict[str, float]:
     observation = sim.observe()[0].astype(float)
     sim.drain()
     outcomes = sim.outcomes()
-    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), float(tokens.mean()))
+    sim.run_linear(np.zeros(NUM_MARGINAL_WEIGHTS), float(tokens.mean()))
     return {
         "reward": rewards,
         "mean_response_s": float(outcomes.response_s.mean()),

@@ -13,7 +13,7 @@ from ray import tune
 
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.problem import PROBLEM
 from tune_configs.experiment import Experiment
 from tune_configs.schedulers import AshaPerAlgorithm
@@ -49,10 +49,10 @@ class ToyRouter(tune.Trainable):
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         Path(checkpoint_dir, "env_steps.txt").write_text(str(self.env_steps))
-        weights = np.zeros(NUM_SCORE_WEIGHTS)
+        weights = np.zeros(NUM_MARGINAL_WEIGHTS)
         weights[0] = 1e-9 * self.config["seed"]
         metadata = ArtifactMetadata(
-            kind="linear",
+            kind="marginal",
             scenario="poisson_085",
             trainer=self.config["algorithm"],
             num_replicas=3,

@@ -20,7 +20,6 @@ from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling, LengthP
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
-    NUM_SCORE_WEIGHTS,
     observation_size,
 )
 from tokenyard.routing.scenario import load_scenario
@@ -59,7 +58,7 @@ def a_body(snapshots=None, **request):
 
 def metadata(**fields):
     known = {
-        "kind": "linear",
+        "kind": "marginal",
         "scenario": "poisson_085",
         "trainer": "policy_search",
         "num_replicas": None,
@@ -73,8 +72,8 @@ def metadata(**fields):
 
 def linear_artifact(weights=None, **fields):
     """Shortest expected delay, unless weights say otherwise."""
-    weights = np.zeros(NUM_SCORE_WEIGHTS) if weights is None else np.asarray(weights, float)
-    return PolicyArtifact(metadata(**fields), {"weights": weights})
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS) if weights is None else np.asarray(weights, float)
+    return PolicyArtifact(metadata(**{"num_replicas": 3, **fields}), {"weights": weights})
 
 
 def network_artifact(seed=0, **fields):
@@ -122,7 +121,7 @@ def a_faulty_policy(act):
     """A served policy that calls `act` for its choice."""
     card = PolicyCard(
         name="faulty",
-        kind="linear",
+        kind="marginal",
         trainer="a test",
         scenario="poisson_085",
         sha256="0",

@@ -19,7 +19,7 @@ from tokenyard.regions.policies import make_region_policy
 from tokenyard.regions.scenario import Failure, load_regions
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.routing.bounds import clairvoyant, mc_rollout
-from tokenyard.routing.observation import NUM_SLO_LIMITS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.order import Ordered, ShortestJob
@@ -101,7 +101,7 @@ def _branch(scenario: Scenario) -> None:
     stream = StreamSource(scenario).sample(_NUM_REQUESTS, stream_rng(0, "training"))
     servers = server_model(scenario)
     branching = servers.branching(scenario, 1.0)
-    weights = np.zeros(branching.num_features + (NUM_SLO_LIMITS if servers.num_slo_weights else 0))
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS + servers.num_slo_weights)
     branching.sample(weights, stream, BranchingConfig(horizon=2))
 
 

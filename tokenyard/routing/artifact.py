@@ -22,15 +22,12 @@ from tokenyard.routing.observation import (
     NUM_MARGINAL_SLO_WEIGHTS,
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
-    NUM_SCORE_WEIGHTS,
     finish_columns,
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
-    LinearPolicy,
     MarginalPolicy,
     NetworkPolicy,
-    OrderedLinearPolicy,
     OrderedMarginalPolicy,
     OrderedNetworkPolicy,
     OrderedResidualPolicy,
@@ -55,8 +52,8 @@ DEFAULT_RULE = "marginal_delay+sjf@60"
 class PolicyArtifact(Artifact[ArtifactMetadata]):
     """A trained routing policy.
 
-    Arrays of a `linear` policy: `weights`, shape (NUM_SCORE_WEIGHTS,); of a `marginal` one the
-    same, shape (NUM_MARGINAL_WEIGHTS,) or (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of an `mlp`: those of
+    Arrays of a `marginal` policy: `weights`, shape (NUM_MARGINAL_WEIGHTS,) or
+    (NUM_MARGINAL_SLO_WEIGHTS,). Arrays of an `mlp`: those of
     a `tokenyard.network.Network`, from an observation to one preference per replica, higher is
     better.
     A `corrected` policy has the `weights` of a `marginal` one, and a network that scores every
@@ -102,10 +99,6 @@ class RoutingKind(Kind[PolicyArtifact]):
     """Whether it decides between replicas that batch continuously; None: between any."""
 
 
-def _check_linear(artifact: PolicyArtifact) -> None:
-    check_shape(artifact.arrays, "weights", (NUM_SCORE_WEIGHTS,))
-
-
 def _check_order(artifact: PolicyArtifact) -> None:
     check_shape(artifact.arrays, "order", (NUM_ORDER_WEIGHTS,))
     if (artifact.arrays["order"] < 0.0).any():
@@ -116,6 +109,11 @@ def _check_marginal(artifact: PolicyArtifact) -> None:
     has_slo_terms = len(artifact.arrays.get("weights", ())) == NUM_MARGINAL_SLO_WEIGHTS
     size = NUM_MARGINAL_SLO_WEIGHTS if has_slo_terms else NUM_MARGINAL_WEIGHTS
     check_shape(artifact.arrays, "weights", (size,))
+
+
+def _learned_on_batches(artifact: PolicyArtifact) -> bool | None:
+    """On servers at a constant rate a policy is for as many as it learned on."""
+    return True if artifact.metadata.num_replicas is None else None
 
 
 def _check_mlp(artifact: PolicyArtifact) -> None:
@@ -202,12 +200,9 @@ def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> Make
 
 
 KINDS: dict[str, RoutingKind] = {
-    "linear": RoutingKind(
-        _check_linear, _policy_of(LinearPolicy, OrderedLinearPolicy), run=_run_linear
-    ),
     "marginal": RoutingKind(
         _check_marginal, _policy_of(MarginalPolicy, OrderedMarginalPolicy), run=_run_linear,
-        is_finetuned=True, needs_engine=lambda it: True,
+        is_finetuned=True, needs_engine=_learned_on_batches,
     ),
     "mlp": RoutingKind(
         _check_mlp, _policy_of(NetworkPolicy, OrderedNetworkPolicy), run=_run_network,

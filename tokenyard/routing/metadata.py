@@ -39,10 +39,9 @@ class ArtifactMetadata(FrozenModel):
     """What a policy is, where it comes from, and how its inputs are made."""
 
     format_version: Literal[1] = 1
-    kind: Literal["linear", "marginal", "mlp", "corrected"]
-    """`linear`: a learned correction of the expected response time
-    (`tokenyard.routing.scores.linear`); `marginal`: one of the delay that a request
-    adds, for replicas that batch continuously (`marginal_scores`); `mlp`: a network over the flat
+    kind: Literal["marginal", "mlp", "corrected"]
+    """`marginal`: a learned correction of the delay that a request adds
+    (`tokenyard.routing.scores.linear`); `mlp`: a network over the flat
     observation; `corrected`: a `marginal` policy and a network that scores every replica alike and
     corrects it (`tokenyard.routing.scores.residual`)."""
     problem: Literal["routing"] = "routing"

@@ -61,11 +61,9 @@ OBSERVATION_LIMIT = 20.0
 """Every observed number lies in [-20, 20]: they are logarithms, so the bound is e^20 units."""
 
 NUM_PLACE_FEATURES = 2
-"""The last features of both costs below: those that are 0 where nobody looked at the queues."""
-NUM_SCORE_FEATURES = 7 + NUM_PLACE_FEATURES
-NUM_SCORE_POWERS = 3
-NUM_SCORE_WEIGHTS = NUM_SCORE_FEATURES * NUM_SCORE_POWERS
+"""The last features of costs: those that are 0 where nobody looked at the queues."""
 NUM_MARGINAL_FEATURES = 9 + NUM_PLACE_FEATURES
+NUM_SCORE_POWERS = 3
 NUM_MARGINAL_WEIGHTS = NUM_MARGINAL_FEATURES * NUM_SCORE_POWERS
 NUM_RULE_FEATURES = NUM_MARGINAL_FEATURES + 1
 """What is shown of every replica to those who learn the rule's weights (`encode_rule`)."""
@@ -74,11 +72,10 @@ NUM_SLO_LIMITS = 5
 NUM_SLO_WEIGHTS = NUM_SLO_PRICES + NUM_SLO_LIMITS
 NUM_MARGINAL_SLO_WEIGHTS = NUM_MARGINAL_WEIGHTS + NUM_SLO_WEIGHTS
 """Length of a marginal policy's weights where it prices SLO violations."""
-MARGINAL_WAIT, MARGINAL_OTHERS, MARGINAL_OVERTAKEN, MARGINAL_SPARED = 1, 4, 9, 10
-"""Places of the weights, for all replicas alike, of the request's wait, of others' delays, and of
-what is taken off either by the order: q, o, d and e of the module's docstring."""
-SCORE_WAIT, SCORE_SERVICE, SCORE_OVERTAKEN, SCORE_DELAYED = 1, 2, 7, 8
-"""Places of the weights of w, s, d and o of `linear_scores`, for all servers alike."""
+MARGINAL_WAIT, MARGINAL_PREFILL, MARGINAL_OTHERS = 1, 2, 4
+"""Places of the weights, for all replicas alike, of q, t and o of `scores.linear`."""
+MARGINAL_OVERTAKEN, MARGINAL_SPARED = 9, 10
+"""The same of d and e, which an order takes off q and o."""
 
 
 def observation_size(num_replicas: int, expected_finish: bool, batches: bool = False) -> int:
@@ -249,6 +246,21 @@ def batching_delays(
         together = min(output_tokens, output_left)
         others = outstanding * (tokens_to_prefill * row[PREFILL_TOKEN_S] + together * own_step)
     return row[WAIT_S] + prefill, decode, others
+
+
+@compiled
+def request_delays(
+    row: FloatArray, context_tokens: float, output_tokens: float
+) -> tuple[float, float, float]:
+    """What `batching_delays` returns, of a replica of either kind.
+
+    One that does not batch has only one time: all before the last token is told as the time to the
+    first. It delays only those whom the request would overtake, each by its own service.
+    """
+    if row[ITERATION_S] > 0.0:
+        return batching_delays(row, context_tokens, output_tokens)
+    service_s = (context_tokens + output_tokens) / row[TOKENS_PER_S]
+    return row[WAIT_S] + service_s, 0.0, service_s * row[NUM_BEHIND] / row[NUM_SLOTS]
 
 
 @compiled

@@ -184,8 +184,8 @@ def linear_weights(
     """
     servers = server_model(scenario)
     if placement.partition(KNOB)[0] == IN_ORDER:
-        return servers.in_order_weights(in_order_rules(placement, knobs or {}))
-    if servers.linear_kind == "marginal" and placement.startswith(f"{DELAY}{KNOB}"):
+        return in_order_rules(placement, knobs or {}).in_order_weights
+    if placement.startswith(f"{DELAY}{KNOB}"):
         wait, others = parameters_of(placement)
         return FleetRules(wait_weight=wait, others_weight=others).marginal_weights
     return servers.linear_placements(find_tuned(scenario.name)).get(placement)
@@ -298,7 +298,7 @@ class PolicySearch(CrossEntropy):
         """
         scenario, servers = self.scenario, server_model(self.scenario)
         metadata = ArtifactMetadata(
-            kind=servers.linear_kind,
+            kind="marginal",
             scenario=scenario.name,
             trainer="policy_search",
             # Replicas that are down are not offered.

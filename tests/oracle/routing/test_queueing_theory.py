@@ -11,7 +11,7 @@ import pytest
 from oracle.instances import a_poisson_stream, a_scenario, loaded, one
 from sizes import is_thorough
 
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scores.order import BOOST_S, FIRST_COME, SERVICE_WEIGHT
 from tokenyard.routing.types import OrderKey
 
@@ -33,7 +33,7 @@ def outcomes_under(
     rate_per_s = load * slots * servers / SERVICE_S
     rng = np.random.default_rng(seed)
     sim = loaded(scenario, a_poisson_stream(rng, len(tokens), rate_per_s, tokens))
-    sim.run_linear(np.zeros(NUM_SCORE_WEIGHTS), MEAN_TOKENS, order)
+    sim.run_linear(np.zeros(NUM_MARGINAL_WEIGHTS), MEAN_TOKENS, order)
     return sim.outcomes(), rate_per_s
 
 

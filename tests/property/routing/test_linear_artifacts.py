@@ -1,4 +1,4 @@
-"""Linear and marginal policies: simulator and server decide and order alike, whatever the weights.
+"""Policies of linear costs: simulator and server decide and order alike, whatever the weights.
 
 Compiled variants of shortest expected delay are held to their policies here too.
 """
@@ -13,7 +13,7 @@ from sizes import scaled
 from tokenyard.routing.artifact import KINDS, PolicyArtifact, learned_policy
 from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS, NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.delay import SedDump, SedReserve, ShortestExpectedDelay
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.run import run_policy
@@ -23,14 +23,14 @@ from tokenyard.types import Slo
 
 ORDER = np.array([8.0, 5.0, 2.0, 4.0])
 SERVERS = [(3000.0, 3), (5000.0, 5), (5000.0, 5), (7000.0, 7)]
-SIZES = {"linear": NUM_SCORE_WEIGHTS, "marginal": NUM_MARGINAL_SLO_WEIGHTS}
+SIZES = (NUM_MARGINAL_WEIGHTS, NUM_MARGINAL_SLO_WEIGHTS)
 ENGINE = EngineSnapshot(0.01, 1e-4, 1e-3, 1e-7, 512, 5e4, 0.2, 900.0, 300.0, 0)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def an_artifact(kind, weights, order=None, slo_s=2.0):
+def an_artifact(weights, order=None, slo_s=2.0, num_replicas=None):
     metadata = ArtifactMetadata(
-        kind=kind, scenario="test", trainer="policy_search", num_replicas=None,
+        kind="marginal", scenario="test", trainer="policy_search", num_replicas=num_replicas,
         slo_response_s=slo_s, mean_total_tokens=2000.0, output_length="none",
     )  # fmt: skip
     return PolicyArtifact(
@@ -38,8 +38,9 @@ def an_artifact(kind, weights, order=None, slo_s=2.0):
     )
 
 
-def random_artifact(kind, rng, order, slo_s):
-    return an_artifact(kind, rng.normal(0.0, 0.3, SIZES[kind]), order, slo_s)
+def random_artifact(rng, order, slo_s, num_replicas=None):
+    weights = rng.normal(0.0, 0.3, rng.choice(SIZES))
+    return an_artifact(weights, order, slo_s, num_replicas)
 
 
 def check(artifact, scenario, stream):
@@ -60,7 +61,7 @@ def test_servers_are_chosen_and_ordered_as_the_gateway_would(discipline, seed, o
     rng = np.random.default_rng(seed)
     scenario = a_scenario(SERVERS, discipline)
     stream = random_stream(scenario, rng, 60, load=1.2)
-    check(random_artifact("linear", rng, order, scenario.slo_response_s), scenario, stream)
+    check(random_artifact(rng, order, scenario.slo_response_s, len(SERVERS)), scenario, stream)
 
 
 @pytest.mark.parametrize("order", [None, ORDER])
@@ -69,29 +70,28 @@ def test_replicas_that_batch_are_chosen_and_ordered_as_the_gateway_would(seed, o
     rng = np.random.default_rng(seed)
     scenario = draw_cluster(rng, "engines")
     stream = StreamSource(scenario).sample(80, rng)
-    check(random_artifact("marginal", rng, order, scenario.slo_response_s), scenario, stream)
+    check(random_artifact(rng, order, scenario.slo_response_s), scenario, stream)
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("engine", [None, ENGINE])
 @settings(max_examples=scaled(60))
 @given(seed=seeds)
-def test_the_order_key_grows_with_the_request(kind, seed):
+def test_the_order_key_grows_with_the_request(engine, seed):
     rng = np.random.default_rng(seed)
-    policy = learned_policy(random_artifact(kind, rng, ORDER, 2.0))
-    engine = ENGINE if kind == "marginal" else None
+    policy = learned_policy(random_artifact(rng, ORDER, 2.0, num_replicas=1))
     replica = ReplicaSnapshot("a", rng.uniform(1000, 9000), 4, 8, 1, 1, 900.0, engine=engine)
     short, long = Request(3.0, 100, 150.0), Request(3.0, 2000, 2500.0)
     keys = [policy.place(request, [replica]).order_key.key_s for request in (short, long)]
     assert 3.0 < keys[0] < keys[1]
 
 
-@pytest.mark.parametrize("kind", SIZES)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("order", "reason"), [(-ORDER, "below 0"), (np.zeros(3), "'order' has shape")]
 )
-def test_an_order_that_does_not_fit_is_refused(kind, order, reason):
+def test_an_order_that_does_not_fit_is_refused(size, order, reason):
     with pytest.raises(ValueError, match=reason):
-        an_artifact(kind, np.zeros(SIZES[kind]), order)
+        an_artifact(np.zeros(size), order)
 
 
 @settings(max_examples=scaled(20))
@@ -112,11 +112,3 @@ def test_compiled_delay_rules_are_the_policies(seed, above, dump):
             stepped.step(one(policy.route(stepped.request(), stepped.snapshots())))
         stepped.drain()
         assert compiled.outcome_table.tobytes() == stepped.outcome_table.tobytes()
-
-
-def test_weights_for_servers_are_refused_where_replicas_batch():
-    scenario = draw_cluster(np.random.default_rng(0), "engines")
-    sim = make_simulator(scenario, 1, 10)
-    artifact = an_artifact("linear", np.zeros(NUM_SCORE_WEIGHTS))
-    with pytest.raises(ValueError, match="for servers of a constant rate"):
-        KINDS["linear"].run(artifact, sim)

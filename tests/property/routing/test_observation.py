@@ -50,6 +50,7 @@ batching = st.builds(
 )  # fmt: skip
 batching_replicas = st.lists(batching, min_size=1, max_size=6)
 replicas = st.lists(snapshots, min_size=1, max_size=9)
+any_replicas = replicas | batching_replicas
 request_features = st.lists(
     st.floats(-1e8, 1e8), min_size=ob.NUM_REQUEST_FEATURES, max_size=ob.NUM_REQUEST_FEATURES
 ).map(lambda values: ob.squash(np.array(values)))
@@ -77,28 +78,6 @@ def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bou
     assert (saturated > 0) == bool((out[ob.NUM_REQUEST_FEATURES :] == ob.OBSERVATION_LIMIT).any())
 
 
-@settings(max_examples=scaled(200))
-@given(seeds, amounts, replicas)
-def test_compiled_and_plain_scores_are_equal_and_the_choice_is_the_cheapest(seed, tokens, some):
-    columns = ob.snapshot_columns(some)
-    weights = np.random.default_rng(seed).normal(size=ob.NUM_SCORE_WEIGHTS)
-    scores, plain_scores = np.empty(len(some)), np.empty(len(some))
-    choice = linear.linear_scores(weights, tokens, 2000.0, 2.0, columns, scores)
-    plain = linear.linear_scores.py_func(weights, tokens, 2000.0, 2.0, columns, plain_scores)
-    assert scores.tobytes() == plain_scores.tobytes()
-    assert choice == plain == np.argmin(scores)
-
-
-@settings(max_examples=scaled(100))
-@given(amounts, replicas, st.floats(0.1, 60.0))
-def test_zero_weights_score_the_expected_response_in_units_of_the_slo(tokens, some, slo_s):
-    scores = np.empty(len(some))
-    weights = np.zeros(ob.NUM_SCORE_WEIGHTS)
-    linear.linear_scores(weights, tokens, 2000.0, slo_s, ob.snapshot_columns(some), scores)
-    delays_s = [s.wait_s + tokens / s.tokens_per_s for s in some]
-    assert scores * slo_s == pytest.approx(np.array(delays_s), rel=1e-9)
-
-
 @settings(max_examples=scaled(100))
 @given(seeds, amounts, st.permutations(range(4)))
 def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens, order):
@@ -107,11 +86,11 @@ def test_permuting_replicas_of_unequal_speed_permutes_their_scores(seed, tokens,
         ReplicaSnapshot("replica", speed, 1, 4, 2, 1, 3000.0, predicted_wait_s=rng.exponential())
         for speed in (1000.0, 2000.0, 3000.0, 4000.0)
     ]
-    weights = rng.normal(size=ob.NUM_SCORE_WEIGHTS)
+    weights = rng.normal(size=ob.NUM_MARGINAL_WEIGHTS)
     scores, permuted = np.empty(4), np.empty(4)
-    linear.linear_scores(weights, tokens, 2000.0, 2.0, ob.snapshot_columns(some), scores)
-    columns = ob.snapshot_columns([some[i] for i in order])
-    linear.linear_scores(weights, tokens, 2000.0, 2.0, columns, permuted)
+    for table, out in ((some, scores), ([some[i] for i in order], permuted)):
+        columns = ob.snapshot_columns(table)
+        linear.marginal_scores(weights, tokens / 2, tokens / 2, 2000.0, 2.0, columns, out)
     assert permuted.tobytes() == scores[order].tobytes()
 
 
@@ -157,7 +136,9 @@ def test_speed_ranks_run_from_slowest_to_fastest_and_tell_equals_apart(speeds, r
 
 
 @settings(max_examples=scaled(100))
-@given(seeds, marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+@given(
+    seeds, marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), replicas | batching_replicas
+)
 def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, output, some):
     columns = ob.snapshot_columns(some)
     weights = np.random.default_rng(seed).normal(size=size)
@@ -169,7 +150,7 @@ def test_compiled_and_plain_marginal_scores_are_equal(seed, size, context, outpu
 
 
 @settings(max_examples=scaled(100))
-@given(marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), batching_replicas)
+@given(marginal_sizes, st.integers(1, 10**5), st.floats(1, 1e5), any_replicas)
 def test_zero_marginal_weights_score_what_the_rule_of_least_marginal_delay_does(
     size, context, output, some
 ):

@@ -10,14 +10,13 @@ from sizes import scaled
 
 from tokenyard.routing.observation import (
     NUM_MARGINAL_WEIGHTS,
-    NUM_SCORE_WEIGHTS,
     snapshot_columns,
 )
 from tokenyard.routing.policies import BASELINES, PolicyContext, make_policy
 from tokenyard.routing.policies.delay import MarginalDelay, SedDump, finish_s
 from tokenyard.routing.policies.public import is_tuned, public_factories
 from tokenyard.routing.policies.tuned import FleetRules, TunedRules
-from tokenyard.routing.scores.linear import linear_scores, marginal_scores
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request, ScoringPolicy
 from tokenyard.types import Slo
 
@@ -212,18 +211,6 @@ def test_rules_that_name_a_replica_are_sed_while_one_is_down(request_, cluster, 
 
 
 @few
-@given(request_=requests, cluster=token_level_clusters, mean_tokens=st.floats(1, 1e5))
-def test_sed_is_the_linear_policy_with_no_correction(request_, cluster, mean_tokens):
-    costs = np.empty(len(cluster))
-    linear_scores(
-        np.zeros(NUM_SCORE_WEIGHTS), request_.predicted_total_tokens, mean_tokens,
-        SLO.response_s, snapshot_columns(cluster), costs,
-    )  # fmt: skip
-    expected = make("sed", len(cluster)).decide(request_, cluster).scores
-    assert costs * SLO.response_s == pytest.approx(expected)
-
-
-@few
 @given(request_=requests, cluster=clusters)
 def test_dump_is_sed_as_long_as_some_replica_meets_the_slo(request_, cluster):
     num_replicas = len(cluster)
@@ -276,6 +263,19 @@ def test_tuned_marginal_delay_is_the_marginal_policy_with_two_of_its_weights(
     )  # fmt: skip
     expected = MarginalDelay(wait_weight, others_weight).costs(request_, cluster)
     assert costs * slo_s == pytest.approx(expected, rel=1e-9, abs=1e-6)
+
+
+@few
+@given(request_=requests, cluster=token_level_clusters, slo_s=st.floats(0.1, 60))
+def test_sed_is_the_linear_policy_with_no_correction(request_, cluster, slo_s):
+    costs = np.empty(len(cluster))
+    marginal_scores(
+        np.zeros(NUM_MARGINAL_WEIGHTS), request_.context_tokens,
+        request_.predicted_total_tokens - request_.context_tokens, 1000.0, slo_s,
+        snapshot_columns(cluster), costs,
+    )  # fmt: skip
+    expected = make("sed", len(cluster)).decide(request_, cluster).scores
+    assert costs * slo_s == pytest.approx(expected)
 
 
 @few

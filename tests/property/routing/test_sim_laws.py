@@ -309,7 +309,7 @@ def test_run_linear_with_zero_weights_is_shortest_expected_delay(seed):
     scenario = a_scenario(SERVERS)
     stream = random_stream(scenario, rng, 60)
     compiled, stepped = loaded(scenario, stream), loaded(scenario, stream)
-    compiled.run_linear(np.zeros(ob.NUM_SCORE_WEIGHTS), 2000.0)
+    compiled.run_linear(np.zeros(ob.NUM_MARGINAL_WEIGHTS), 2000.0)
     for _ in range(len(stream)):
         tokens = stepped.request().predicted_total_tokens
         delays_s = [s.wait_s + tokens / s.tokens_per_s for s in stepped.snapshots()]

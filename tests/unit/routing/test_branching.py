@@ -5,7 +5,7 @@ import pytest
 
 from tokenyard.metrics import percentile
 from tokenyard.routing.scenario import UNPAID, load_scenario
-from tokenyard.routing.scores.linear import linear_scores, marginal_scores
+from tokenyard.routing.scores.linear import marginal_scores
 from tokenyard.routing.search import SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.branching import LOST_SLOS, BranchingConfig
@@ -37,14 +37,9 @@ def scores_of(sim, source, weights):
     """What the policy says that each server costs now."""
     request, scores = sim.request(), np.empty(source.scenario.num_servers)
     mean, slo_s = source.mean_total_tokens, source.scenario.slo_response_s
-    total = request.predicted_total_tokens
-    if source.scenario.fleet is None:
-        linear_scores(weights, total, mean, slo_s, sim.tables[0], scores)
-    else:
-        context = float(request.context_tokens)
-        marginal_scores(
-            weights, context, total - context, mean, slo_s, sim.arrays.tables[0], scores
-        )
+    table = sim.tables[0] if source.scenario.fleet is None else sim.arrays.tables[0]
+    context, total = float(request.context_tokens), request.predicted_total_tokens
+    marginal_scores(weights, context, total - context, mean, slo_s, table, scores)
     return scores
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from rich.console import Console
-from unit.serve_builders import linear_artifact, marginal_artifact
+from unit.serve_builders import marginal_artifact, network_artifact
 
 from pipelines import finetune
 from serve_app.gateway.decision_log import DecisionLog, DecisionRecord
@@ -109,9 +109,7 @@ def written(folder, decide, label, factors, num_requests, load_factor=1.0):
 
 def test_a_champion_that_looks_at_queues_would_decide_as_it_did(tmp_path):
     """What waited is not logged, and found again from where requests went."""
-    plain = marginal_artifact(
-        FleetRules().marginal_in_order_weights, scenario=SCENARIO, slo_response_s=15.0
-    )
+    plain = marginal_artifact(FleetRules().in_order_weights, scenario=SCENARIO, slo_response_s=15.0)
     champion = replace(plain, arrays={**plain.arrays, "order": np.array([20.0, 0.0, 0.0, 0.0])})
     policy = learned_policy(champion)
     assert policy.sees_queues
@@ -266,7 +264,7 @@ def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
     console = Console(quiet=True)
     with pytest.raises(ValueError, match="no decisions"):
         finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)
-    path = tmp_path / "linear.npz"
-    linear_artifact().save(path)
-    with pytest.raises(ValueError, match="of kind 'linear'"):
+    path = tmp_path / "network.npz"
+    network_artifact().save(path)
+    with pytest.raises(ValueError, match="of kind 'mlp'"):
         finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, champion=path), console)

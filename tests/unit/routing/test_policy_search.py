@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.routing.artifact import learned_policy
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Arrivals, Server, load_scenario
@@ -98,7 +98,7 @@ def test_the_search_learns_to_keep_requests_off_a_server_that_is_useless():
 
 def test_a_search_may_start_at_tuned_weights_and_is_compared_with_them():
     scenario = load_scenario("poisson_085")
-    start = tuple(float(i) / 50 for i in range(NUM_SCORE_WEIGHTS))
+    start = tuple(float(i) / 50 for i in range(NUM_MARGINAL_WEIGHTS))
     search = PolicySearch(scenario, replace(SMALL, start=start, order=(5.0, 0.0, 0.0, 0.0)), seed=0)
     assert search.weights.tolist() == list(start)
     np.testing.assert_allclose(search.order, [5.0, 0.0, 0.0, 0.0])
@@ -143,7 +143,7 @@ def test_a_search_begins_at_the_best_rule_that_it_can_be(name):
     assert best == best_start(load_scenario(name))
     placement, _, order = best.partition("+")
     knobs = {key: v for key, v in tuned.orders[best].items() if key in FleetRules.model_fields}
-    placements["marginal_in_order"] = servers.in_order_weights(FleetRules(**knobs))
+    placements["marginal_in_order"] = FleetRules(**knobs).in_order_weights
     assert config.start[: len(placements[placement])] == placements[placement]
     assert any(config.order) == bool(order)
 

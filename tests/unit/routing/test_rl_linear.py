@@ -17,34 +17,34 @@ from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.observation import (
     NUM_MARGINAL_SLO_WEIGHTS,
-    NUM_SCORE_WEIGHTS,
     NUM_SLO_LIMITS,
 )
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig, started_at_best_rule
 from tokenyard.routing.simulator.streams import StreamSource
 
+NUM_LEARNED = NUM_MARGINAL_SLO_WEIGHTS - NUM_SLO_LIMITS
 CASES = (
-    ("poisson_085", linear, NUM_SCORE_WEIGHTS, 0, "linear"),
-    ("local_cpu", linear_fleet, NUM_MARGINAL_SLO_WEIGHTS, NUM_SLO_LIMITS, "marginal"),
+    ("poisson_085", linear),
+    ("local_cpu", linear_fleet),
 )
 
 
-def a_learner(recipe, num_weights, num_limits, num_servers=3):
+def a_learner(recipe, num_servers=3):
     """A learner whose weights are told apart, and they."""
-    weights = np.linspace(-0.4, 0.5, num_weights)
-    space = Box(-np.inf, np.inf, (num_servers, 1 + num_weights - num_limits), np.float32)
+    weights = np.linspace(-0.4, 0.5, NUM_MARGINAL_SLO_WEIGHTS)
+    space = Box(-np.inf, np.inf, (num_servers, 1 + NUM_LEARNED), np.float32)
     config = build_config("ppo", recipe(), "unused", {}, rule_weights=weights.tolist())
     config = config.environment(observation_space=space, action_space=Discrete(num_servers))
     return config.build_learner(), weights
 
 
-def drawn(num_features, num=200, num_actions=3):
+def drawn(num=200, num_actions=3):
     """Decisions at which the last of three actions was never tried, and the first is the best."""
     rng = np.random.default_rng(0)
     costs = np.tile(np.array([0.0, 2.0, 0.0], dtype=np.float32), (num, 1))
     return TriedActions(
-        observations=rng.normal(0.0, 0.03, (num, num_actions, 1 + num_features)).astype(np.float32),
+        observations=rng.normal(0.0, 0.03, (num, num_actions, 1 + NUM_LEARNED)).astype(np.float32),
         tried=np.tile([True, True, False], (num, 1)),
         costs=costs + rng.normal(0.0, 0.1, costs.shape).astype(np.float32) * [1, 1, 0],
         num_steps=1000,
@@ -52,43 +52,41 @@ def drawn(num_features, num=200, num_actions=3):
     )
 
 
-@pytest.mark.parametrize(("name", "recipe", "num_weights", "num_limits", "kind"), CASES)
-def test_what_is_exported_are_the_weights(name, recipe, num_weights, num_limits, kind, tmp_path):
-    learner, weights = a_learner(recipe, num_weights, num_limits)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_what_is_exported_are_the_weights(name, recipe, tmp_path):
+    learner, weights = a_learner(recipe)
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
     export_policy(module, StreamSource(load_scenario(name)), "ppo").save(tmp_path / "policy.npz")
     found = PolicyArtifact.load(tmp_path / "policy.npz")
-    assert found.metadata.kind == kind
+    assert found.metadata.kind == "marginal"
     assert found.arrays["weights"] == pytest.approx(weights, abs=1e-6)
 
 
-@pytest.mark.parametrize(("name", "recipe", "num_weights", "num_limits", "kind"), CASES)
-def test_an_update_lowers_the_expected_cost_and_moves_no_limit(
-    name, recipe, num_weights, num_limits, kind
-):
-    learner, weights = a_learner(recipe, num_weights, num_limits)
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_an_update_lowers_the_expected_cost_and_moves_no_limit(name, recipe):
+    learner, weights = a_learner(recipe)
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
-    sample = drawn(num_weights - num_limits)
+    sample = drawn()
     before = learner.batch_of([sample], module)[Columns.ACTION_PROB]
     learner.update(episodes=[sample], num_epochs=8)
     after = learner.batch_of([sample], module)[Columns.ACTION_PROB]
     costs = torch.from_numpy(sample.costs)
     assert (after * costs).sum() < (before * costs).sum()
     assert not after[:, 2].any()
-    num_learned = num_weights - num_limits
-    assert module.all_weights[num_learned:] == pytest.approx(weights[num_learned:], abs=1e-6)
-    assert (module.all_weights[:num_learned] != weights[:num_learned].astype(np.float32)).all()
+    after, before = module.all_weights, weights.astype(np.float32)
+    assert after[NUM_LEARNED:] == pytest.approx(before[NUM_LEARNED:], abs=1e-6)
+    assert (after[:NUM_LEARNED] != before[:NUM_LEARNED]).all()
 
 
 def test_the_surrogate_is_that_of_every_action_weighted_by_its_probability():
-    learner, _ = a_learner(linear, NUM_SCORE_WEIGHTS, 0)
+    learner, _ = a_learner(linear)
     module = learner.module[DEFAULT_MODULE_ID].unwrapped()
-    batch = learner.batch_of([drawn(NUM_SCORE_WEIGHTS)], module)
+    batch = learner.batch_of([drawn()], module)
     advantages, before = batch[Postprocessing.ADVANTAGES], batch[Columns.ACTION_PROB]
     assert (before * advantages).sum(-1).abs().max() < 1e-4
     assert not advantages[~batch[TRIED]].any()
     with torch.no_grad():
-        module.weights.add_(torch.linspace(-0.5, 0.5, NUM_SCORE_WEIGHTS))
+        module.weights.add_(torch.linspace(-0.5, 0.5, NUM_LEARNED))
         now = learner._probabilities(batch, module)
         expected = 0.0
         for action in range(2):

@@ -54,11 +54,13 @@ def test_the_best_is_written_and_nothing_where_no_rule_is_beaten(
         json=tmp_path / "rows.json",
     )  # fmt: skip
     main(args)
-    assert PolicyArtifact.load(tmp_path / "all" / "poisson_050-o5-s0.npz").metadata.kind == "linear"
+    assert (
+        PolicyArtifact.load(tmp_path / "all" / "poisson_050-o5-s0.npz").metadata.kind == "marginal"
+    )
     path = tmp_path / "poisson_050.npz"
     assert path.exists() == kept
     if kept:
-        assert PolicyArtifact.load(path).metadata.kind == "linear"
+        assert PolicyArtifact.load(path).metadata.kind == "marginal"
     else:
         assert "no candidate beats the rule" in capsys.readouterr().out
     assert json.loads(args.json.read_text())["rows"]

@@ -143,7 +143,8 @@ def test_an_engine_that_cannot_be_is_refused_with_the_reason(change, reason):
 def test_a_wait_that_is_given_counts_instead_of_the_tokens_in_flight():
     snapshots = [a_snapshot("a", num_running=1, tokens_in_flight=9000.0, predicted_wait_s=0.0)]
     snapshots.append(a_snapshot("b", num_running=1, tokens_in_flight=1.0, predicted_wait_s=5.0))
-    assert route(a_body(snapshots))[1]["replica_id"] == "a"
+    policy = a_trained_policy(linear_artifact(num_replicas=2))
+    assert route(a_body(snapshots), policy)[1]["replica_id"] == "a"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +230,7 @@ def test_refused_requests_are_not_decisions():
 def test_the_policy_page_says_what_is_served_and_where_it_is_from():
     artifact = linear_artifact(metrics={"score": -1.5}, lineage={"git_sha": "abc"})
     answer = call(an_api(a_trained_policy(artifact)), "GET", "/v1/policy")[1]
-    assert answer["kind"] == "linear"
+    assert answer["kind"] == "marginal"
     assert answer["trainer"] == "policy_search"
     assert answer["scenario"] == "poisson_085"
     assert answer["sha256"] == artifact.sha256

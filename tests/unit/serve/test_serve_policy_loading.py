@@ -22,7 +22,7 @@ def test_a_policy_file_is_served_under_its_name_and_hash(tmp_path):
     path = tmp_path / "mine.npz"
     artifact.save(path)
     card = resolve_policy(str(path), "poisson_085").card
-    assert (card.name, card.sha256, card.kind) == ("mine", artifact.sha256, "linear")
+    assert (card.name, card.sha256, card.kind) == ("mine", artifact.sha256, "marginal")
     assert card.source == f"file {path}"
 
 

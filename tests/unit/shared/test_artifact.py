@@ -18,25 +18,25 @@ from tokenyard.regions import artifact as of_regions
 from tokenyard.routing import artifact as of_routing
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy, resolve_champion
 from tokenyard.routing.metadata import ArtifactMetadata, FeatureScaling
-from tokenyard.routing.observation import NUM_REQUEST_FEATURES, NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_REQUEST_FEATURES
 from tokenyard.routing.types import EngineSnapshot, ReplicaSnapshot, Request
 
 
 def a_linear_policy(weights=None, **changes):
     metadata = ArtifactMetadata(
         **{
-            "kind": "linear", "scenario": "poisson_085", "trainer": "policy_search",
+            "kind": "marginal", "scenario": "poisson_085", "trainer": "policy_search",
             "num_replicas": 3, "slo_response_s": 2.0, "mean_total_tokens": 2000.0,
             "output_length": "by_context",
         } | changes
     )  # fmt: skip
-    weights = np.zeros(NUM_SCORE_WEIGHTS) if weights is None else weights
+    weights = np.zeros(NUM_MARGINAL_WEIGHTS) if weights is None else weights
     return PolicyArtifact(metadata, {"weights": weights})
 
 
 def a_network(arrays=None, **changes):
     ones = tuple([1.0] * NUM_REQUEST_FEATURES)
-    metadata = a_linear_policy(kind="linear").metadata.model_copy(
+    metadata = a_linear_policy(kind="marginal").metadata.model_copy(
         update={"kind": "mlp", "scaling": FeatureScaling(medians=ones, scales=ones)} | changes
     )
     rng = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_equal_policies_give_equal_bytes(tmp_path):
 
 
 def test_another_weight_gives_another_hash():
-    assert a_linear_policy().sha256 != a_linear_policy(np.ones(NUM_SCORE_WEIGHTS)).sha256
+    assert a_linear_policy().sha256 != a_linear_policy(np.ones(NUM_MARGINAL_WEIGHTS)).sha256
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -131,7 +131,7 @@ def test_a_zip_without_metadata_is_no_policy(tmp_path):
 
 def test_weights_that_are_not_finite_are_refused():
     with pytest.raises(ValueError, match="not finite"):
-        a_linear_policy(np.full(NUM_SCORE_WEIGHTS, np.nan))
+        a_linear_policy(np.full(NUM_MARGINAL_WEIGHTS, np.nan))
 
 
 def test_layers_that_do_not_fit_are_refused():

@@ -13,7 +13,7 @@ from tokenyard import registry
 from tokenyard.artifact import RegistryError
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tune_configs import mlflow_log
 
 MODEL = "tokenyard-routing-poisson_085"
@@ -48,7 +48,7 @@ class FakeTrial:
 
 def a_policy(weight, trainer="policy_search"):
     metadata = ArtifactMetadata(
-        kind="linear",
+        kind="marginal",
         scenario="poisson_085",
         trainer=trainer,
         num_replicas=3,
@@ -56,7 +56,7 @@ def a_policy(weight, trainer="policy_search"):
         mean_total_tokens=2_000.0,
         output_length="by_context",
     )
-    return PolicyArtifact(metadata, {"weights": np.full(NUM_SCORE_WEIGHTS, weight)})
+    return PolicyArtifact(metadata, {"weights": np.full(NUM_MARGINAL_WEIGHTS, weight)})
 
 
 def test_only_what_a_trial_reported_becomes_a_metric():

@@ -59,7 +59,7 @@ def export_policy(
     if isinstance(module, LinearActor):
         servers = server_model(scenario)
         num_replicas = None if servers.refuses else scenario.num_servers
-        of_the_kind = {"kind": servers.linear_kind, "num_replicas": num_replicas}
+        of_the_kind = {"kind": "marginal", "num_replicas": num_replicas}
         arrays = {"weights": module.all_weights}
     elif isinstance(module, Equivariant):
         of_the_kind = {"kind": "corrected", "num_replicas": None, "activation": "tanh"}

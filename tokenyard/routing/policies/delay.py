@@ -16,7 +16,7 @@ from tokenyard.routing.observation import (
     NUM_WAITING,
     TOKENS_PER_S,
     WAIT_S,
-    batching_delays,
+    request_delays,
     unranked_columns,
 )
 from tokenyard.routing.policies.cost import LeastCost
@@ -49,8 +49,7 @@ def finish_times_s(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> Fl
 def added_delays(request: Request, snapshots: Sequence[ReplicaSnapshot]) -> FloatArray:
     """Estimate the delays of a request at every replica, seconds, shape (num_replicas, NUM_ADDED).
 
-    Of replicas that batch, `batching_delays`. One that does not batch has nobody to delay, and only
-    one time: all before the last token is told as the time to the first.
+    As `observation.request_delays` has them.
     """
     return _delays(request, unranked_columns(snapshots))
 
@@ -70,17 +69,12 @@ def _fill_delays(
     for i in range(columns.shape[0]):
         row, delays = columns[i], out[i]
         delays[ADDED_WAIT_S] = row[WAIT_S]
-        if row[ITERATION_S] > 0.0:
-            first_s, decode_s, others_s = batching_delays(
-                row, context_tokens, total_tokens - context_tokens
-            )
-            delays[ADDED_FIRST_TOKEN_S] = first_s
-            delays[ADDED_DECODE_S] = decode_s
-            delays[ADDED_OTHERS_S] = others_s
-        else:
-            delays[ADDED_FIRST_TOKEN_S] = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
-            delays[ADDED_DECODE_S] = 0.0
-            delays[ADDED_OTHERS_S] = 0.0
+        first_s, decode_s, others_s = request_delays(
+            row, context_tokens, total_tokens - context_tokens
+        )
+        delays[ADDED_FIRST_TOKEN_S] = first_s
+        delays[ADDED_DECODE_S] = decode_s
+        delays[ADDED_OTHERS_S] = others_s
 
 
 def mark_safe(
@@ -108,14 +102,11 @@ def _fill_safe(
     num = 0
     for i in range(columns.shape[0]):
         row = columns[i]
-        if row[ITERATION_S] > 0.0:
-            first_s, decode_s, _ = batching_delays(
-                row, context_tokens, total_tokens - context_tokens
-            )
-            finish = first_s + decode_s
-        else:
-            finish = row[WAIT_S] + total_tokens / row[TOKENS_PER_S]
-        out[i] = finish <= slo_s and row[NUM_WAITING] + row[NUM_RUNNING] < row[MAX_CONCURRENCY]
+        first_s, decode_s, _ = request_delays(row, context_tokens, total_tokens - context_tokens)
+        out[i] = (
+            first_s + decode_s <= slo_s
+            and row[NUM_WAITING] + row[NUM_RUNNING] < row[MAX_CONCURRENCY]
+        )
         num += out[i]
     return num
 

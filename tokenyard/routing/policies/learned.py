@@ -15,8 +15,6 @@ import numpy as np
 from tokenyard.network import Arrays, Network, layers_of
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import (
-    NUM_MARGINAL_FEATURES,
-    NUM_SCORE_FEATURES,
     OVERTAKEN_S,
     TOKENS_PER_S,
     WAIT_S,
@@ -27,7 +25,7 @@ from tokenyard.routing.observation import (
 )
 from tokenyard.routing.policies.order_spec import OrderSpec, spec_of_weights
 from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
-from tokenyard.routing.scores.linear import linear_scores, looks_at_queues, marginal_scores
+from tokenyard.routing.scores.linear import looks_at_queues, marginal_scores
 from tokenyard.routing.scores.order import (
     FIRST_COME,
     is_first_come,
@@ -82,8 +80,7 @@ class _InOrder(_TablePolicy):
         self._order: FloatArray = np.ascontiguousarray(arrays["order"])
         self._places = QueuePlaces()
         self.sees_queues = "weights" in arrays and looks_at_queues(
-            np.ascontiguousarray(arrays["weights"]),
-            NUM_SCORE_FEATURES if metadata.kind == "linear" else NUM_MARGINAL_FEATURES,
+            np.ascontiguousarray(arrays["weights"])
         )
 
     @property
@@ -111,8 +108,11 @@ class _InOrder(_TablePolicy):
         return Decision(best, costs, OrderKey(*key))
 
 
-class LinearPolicy(_TablePolicy):
-    """Least expected response time plus a learned correction (`scores.linear.linear_scores`)."""
+class MarginalPolicy(_TablePolicy):
+    """Least added delay plus a learned correction (`scores.linear.marginal_scores`).
+
+    What is for any number of replicas learned on such as batch: others are a ValueError.
+    """
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
@@ -123,29 +123,8 @@ class LinearPolicy(_TablePolicy):
 
     def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
         _check_count(self._metadata.num_replicas, snapshots)
-
-    def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
-        costs = np.empty(len(columns))
-        best = linear_scores(
-            self._weights,
-            request.predicted_total_tokens,
-            self._metadata.mean_total_tokens,
-            self._metadata.slo_response_s,
-            columns,
-            costs,
-        )
-        return best, costs
-
-
-class MarginalPolicy(LinearPolicy):
-    """Least added delay plus a learned correction (`scores.linear.marginal_scores`).
-
-    A snapshot that is not of a replica that batches continuously is a ValueError.
-    """
-
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        super()._check(snapshots)
-        _check_engines(True, snapshots)
+        if self._metadata.num_replicas is None:
+            _check_engines(True, snapshots)
 
     def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
         costs = np.empty(len(columns))
@@ -159,10 +138,6 @@ class MarginalPolicy(LinearPolicy):
             costs,
         )
         return best, costs
-
-
-class OrderedLinearPolicy(_InOrder, LinearPolicy):
-    """A linear policy with an order."""
 
 
 class OrderedMarginalPolicy(_InOrder, MarginalPolicy):

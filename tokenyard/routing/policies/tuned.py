@@ -15,15 +15,11 @@ from tokenyard.routing.observation import (
     MARGINAL_SPARED,
     MARGINAL_WAIT,
     NUM_MARGINAL_WEIGHTS,
-    NUM_SCORE_WEIGHTS,
-    SCORE_DELAYED,
-    SCORE_OVERTAKEN,
-    SCORE_WAIT,
 )
 
 
 class FleetRules(FrozenModel):
-    """Parameters of least marginal delay, which have an effect where replicas batch."""
+    """Parameters of least marginal delay."""
 
     wait_weight: Annotated[float, Field(ge=0)] = 1.0
     """Tuned marginal delay: weight of the request's own wait."""
@@ -39,20 +35,11 @@ class FleetRules(FrozenModel):
         return tuple(weights)
 
     @property
-    def marginal_in_order_weights(self) -> tuple[float, ...]:
+    def in_order_weights(self) -> tuple[float, ...]:
         """The placement that knows the order as weights of `scores.linear.marginal_scores`."""
         weights = list(self.marginal_weights)
         weights[MARGINAL_OVERTAKEN] = -self.wait_weight
         weights[MARGINAL_SPARED] = -self.others_weight
-        return tuple(weights)
-
-    @property
-    def linear_in_order_weights(self) -> tuple[float, ...]:
-        """The same as weights of `scores.linear.linear_scores`."""
-        weights = [0.0] * NUM_SCORE_WEIGHTS
-        weights[SCORE_WAIT] = self.wait_weight - 1.0
-        weights[SCORE_OVERTAKEN] = -self.wait_weight
-        weights[SCORE_DELAYED] = self.others_weight
         return tuple(weights)
 
 

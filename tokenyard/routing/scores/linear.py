@@ -1,7 +1,7 @@
 """Costs that are linear in their weights, which searches and PPO learn.
 
 Least marginal delay, corrected (`marginal_scores`). With q the wait, t the time to the first token
-after it, u the time of decoding, o what the others are delayed by (`batching_delays`, in units of
+after it, u the time of decoding, o what the others are delayed by (`request_delays`, in units of
 the SLO), z the size of the request relative to the mean, k the share of KV memory in use and r the
 replica's speed rank, the cost is
 
@@ -11,6 +11,10 @@ replica's speed rank, the cost is
 The last two are told where the queue is ordered: d is the part of q that is for those behind whom
 the request would not wait, and e the part of o that is for those who would start before it. They
 are 0 where nobody looked at the queues.
+
+A server at a constant rate has no KV memory and no second time: t is all of the service, u is 0, k
+is 1 where q + t is beyond the SLO and else 0, and e is 0, as o holds only those whom the request
+overtakes. There the cost without learned weights is shortest expected delay.
 
 After these weights there may be SLO terms: two prices with three powers of the rank, a and b, and
 the logarithms of five limits, v, relative to what is typical. They add
@@ -33,6 +37,7 @@ import numpy.typing as npt
 
 from tokenyard.compiled import compiled
 from tokenyard.routing.observation import (
+    ITERATION_S,
     KV_USED_FRACTION,
     NUM_BEFORE,
     NUM_BEHIND,
@@ -41,18 +46,15 @@ from tokenyard.routing.observation import (
     NUM_PLACE_FEATURES,
     NUM_RULE_FEATURES,
     NUM_RUNNING,
-    NUM_SCORE_FEATURES,
     NUM_SCORE_POWERS,
     NUM_SLO_PRICES,
-    NUM_SLOTS,
     NUM_WAITING,
     OBSERVATION_LIMIT,
     OVERTAKEN_S,
     ROUTABLE,
     SPEED_RANK,
-    TOKENS_PER_S,
     WAIT_S,
-    batching_delays,
+    request_delays,
 )
 from tokenyard.types import FloatArray
 
@@ -115,15 +117,11 @@ def _slo_price(weights: FloatArray, risky: bool, lateness: float, rank: float) -
 
 
 @compiled
-def looks_at_queues(weights: FloatArray, num_features: int) -> bool:
-    """Whether weights of a cost count where a request would stand among those who wait.
-
-    Args:
-        weights: Of `linear_scores` or `marginal_scores`.
-        num_features: NUM_SCORE_FEATURES or NUM_MARGINAL_FEATURES.
-    """
+def looks_at_queues(weights: FloatArray) -> bool:
+    """Whether weights of a cost count where a request would stand among those who wait."""
     for p in range(NUM_SCORE_POWERS):
-        for w in range((p + 1) * num_features - NUM_PLACE_FEATURES, (p + 1) * num_features):
+        end = (p + 1) * NUM_MARGINAL_FEATURES
+        for w in range(end - NUM_PLACE_FEATURES, end):
             if weights[w] != 0.0:
                 return True
     return False
@@ -151,16 +149,21 @@ def marginal_features(
         slo_s: Response-time SLO, seconds.
     """
     excess = (context_tokens + output_tokens) / mean_total_tokens - 1.0
-    first, decode, others = batching_delays(row, context_tokens, output_tokens)
+    first, decode, others = request_delays(row, context_tokens, output_tokens)
     wait = row[WAIT_S] / slo_s
     prefill = first / slo_s - wait
     decode /= slo_s
     others /= slo_s
     own = wait + prefill + decode
-    outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
-    before = row[NUM_BEFORE] / max(outstanding, row[NUM_BEFORE] + row[NUM_BEHIND], 1.0)
+    before = 0.0
+    if row[ITERATION_S] > 0.0:
+        outstanding = row[NUM_WAITING] + row[NUM_RUNNING]
+        before = row[NUM_BEFORE] / max(outstanding, row[NUM_BEFORE] + row[NUM_BEHIND], 1.0)
+        limited = row[KV_USED_FRACTION]
+    else:
+        limited = 1.0 if own > 1.0 else 0.0
     return (
-        1.0, wait, prefill, decode, others, own * excess, others * excess, row[KV_USED_FRACTION],
+        1.0, wait, prefill, decode, others, own * excess, others * excess, limited,
         max(own - 1.0, 0.0), row[OVERTAKEN_S] / slo_s, others * before,
     )  # fmt: skip
 
@@ -221,6 +224,50 @@ def marginal_scores(
 
 
 @compiled
+def fill_cost_parts(
+    weights: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    mean_total_tokens: float,
+    slo_s: float,
+    columns: FloatArray,
+    out: FloatArray,
+) -> None:
+    """Write what `marginal_scores` makes the cost of every replica from, for those who learn it.
+
+    Args:
+        weights: As `marginal_scores` has them: limits of SLO terms count.
+        context_tokens: Prompt length, tokens.
+        output_tokens: Output length as the router knows it, tokens.
+        mean_total_tokens: Typical size of a request, tokens.
+        slo_s: Response-time SLO, seconds.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        out: Filled with the plain delay and what every weight but the limits is multiplied by,
+            shape (num_replicas, 1 + NUM_MARGINAL_WEIGHTS), or with the SLO terms after them
+            (num_replicas, 1 + NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES).
+    """
+    size = (context_tokens + output_tokens) / mean_total_tokens
+    prices_slo = weights.shape[0] > NUM_MARGINAL_WEIGHTS
+    limits = slo_limits(weights) if prices_slo else _TYPICAL_LIMITS
+    for replica in range(columns.shape[0]):
+        row, parts = columns[replica], out[replica]
+        features = marginal_features(row, context_tokens, output_tokens, mean_total_tokens, slo_s)
+        _, wait, prefill, decode, others = features[:5]
+        risky, lateness = slo_terms(limits, wait, prefill, decode, output_tokens, size)
+        parts[0] = wait + prefill + decode + others
+        power = 1.0
+        for p in range(NUM_SCORE_POWERS):
+            at = 1 + p * NUM_MARGINAL_FEATURES
+            for i in range(NUM_MARGINAL_FEATURES):
+                parts[at + i] = power * features[i]
+            if prices_slo:
+                at = 1 + NUM_MARGINAL_WEIGHTS + p
+                parts[at] = power if risky else 0.0
+                parts[at + NUM_SCORE_POWERS] = power * lateness
+            power *= row[SPEED_RANK]
+
+
+@compiled
 def encode_rule(
     row: FloatArray,
     context_tokens: float,
@@ -253,69 +300,3 @@ def encode_rule(
             size = OBSERVATION_LIMIT
         out[i] = math.copysign(size, value)
     return saturated
-
-
-@compiled
-def linear_scores(
-    weights: FloatArray,
-    predicted_total_tokens: float,
-    mean_total_tokens: float,
-    slo_s: float,
-    columns: FloatArray,
-    out: FloatArray,
-) -> int:
-    """Write the cost of every replica: its expected response time plus a learned correction.
-
-    With w the wait, s the service time (both in units of the SLO), z the size of the request
-    relative to the mean and r the replica's speed rank, the cost is
-
-        w + s + sum over p in 0..2 of r^p * (weights[p] . f),
-        f = (1, w, s, w (z - 1), s (z - 1), [w + s > 1], max(w + s - 1, 0), d, o).
-
-    The last two are told where the queue is ordered: d is the part of w that is for those behind
-    whom the request would not wait, and o is s for each of those per slot, whom it delays. They are
-    0 where nobody looked at the queues. Zero weights are shortest expected delay; the powers of r
-    let the correction differ between slow and fast replicas without tying a weight to a replica, so
-    any number of them works.
-
-    Args:
-        weights: Shape (NUM_SCORE_WEIGHTS,), powers of the rank first.
-        predicted_total_tokens: Size of the request as the router knows it, tokens.
-        mean_total_tokens: Typical size of a request, tokens.
-        slo_s: Response-time SLO, seconds.
-        columns: The table, shape (num_replicas, NUM_COLUMNS).
-        out: Filled with the costs, in units of the SLO, shape (num_replicas,).
-
-    Returns:
-        Index of the cheapest replica, the first of equals.
-    """
-    excess = predicted_total_tokens / mean_total_tokens - 1.0
-    best = 0
-    for replica in range(columns.shape[0]):
-        row = columns[replica]
-        wait = row[WAIT_S] / slo_s
-        service = predicted_total_tokens / (row[TOKENS_PER_S] * slo_s)
-        lateness = max(wait + service - 1.0, 0.0)
-        violation = 1.0 if lateness > 0.0 else 0.0
-        overtaken = row[OVERTAKEN_S] / slo_s
-        delayed = service * row[NUM_BEHIND] / row[NUM_SLOTS]
-        cost = wait + service
-        power = 1.0
-        for p in range(NUM_SCORE_POWERS):
-            w = p * NUM_SCORE_FEATURES
-            cost += power * (
-                weights[w]
-                + weights[w + 1] * wait
-                + weights[w + 2] * service
-                + weights[w + 3] * wait * excess
-                + weights[w + 4] * service * excess
-                + weights[w + 5] * violation
-                + weights[w + 6] * lateness
-                + weights[w + 7] * overtaken
-                + weights[w + 8] * delayed
-            )
-            power *= row[SPEED_RANK]
-        out[replica] = cost
-        if cost < out[best]:
-            best = replica
-    return best

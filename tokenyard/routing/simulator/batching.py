@@ -393,15 +393,7 @@ class BatchingSim:
             weights: Of the policy.
             mean_total_tokens: Typical size of a request, tokens.
             order: Weights of an order (`tokenyard.routing.scores.order`).
-
-        Raises:
-            ValueError: The weights are those of a policy for servers of a constant rate.
         """
-        if len(weights) < observation.NUM_MARGINAL_WEIGHTS:
-            raise ValueError(
-                f"{len(weights)} weights are of a policy for servers of a constant rate; replicas "
-                f"that batch need {observation.NUM_MARGINAL_WEIGHTS}"
-            )
         self._run(kernel.run_marginal, weights, mean_total_tokens, order)
 
     def run_residual(

@@ -12,14 +12,9 @@ import math
 import numpy as np
 
 from tokenyard.compiled import compiled
-from tokenyard.routing import observation as ob
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_SLO_PRICES
 from tokenyard.routing.scenario import UNPAID, Scenario
-from tokenyard.routing.scores.linear import (
-    marginal_features,
-    marginal_scores,
-    slo_limits,
-    slo_terms,
-)
+from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import find_decision
@@ -48,7 +43,7 @@ PLAYED, AHEAD = np.int64(0), np.int64(1)
 class BatchingBranching(Branching):
     """Two copies of a fleet: the one that is played, and that of the futures."""
 
-    num_features = ob.NUM_MARGINAL_WEIGHTS + ob.NUM_SLO_PRICES
+    num_features = NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES
 
     def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
         """Make room for streams of the scenario's length."""
@@ -127,30 +122,6 @@ def _decide(fleet, copy, weights, mean_total_tokens, slo_s, scores):
 
 
 @compiled
-def _note(table, request, weights, mean_total_tokens, slo_s, costs_from):
-    """Write what `marginal_scores` makes the cost of every replica from."""
-    context, output = request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT]
-    limits = slo_limits(weights)
-    for replica in range(table.shape[0]):
-        row, out = table[replica], costs_from[replica]
-        features = marginal_features(row, context, output, mean_total_tokens, slo_s)
-        _, wait, prefill, decode, others = features[:5]
-        risky, lateness = slo_terms(
-            limits, wait, prefill, decode, output, (context + output) / mean_total_tokens
-        )
-        out[0] = wait + prefill + decode + others
-        power = 1.0
-        for p in range(ob.NUM_SCORE_POWERS):
-            at = 1 + p * ob.NUM_MARGINAL_FEATURES
-            for i in range(ob.NUM_MARGINAL_FEATURES):
-                out[at + i] = power * features[i]
-            at = 1 + ob.NUM_MARGINAL_WEIGHTS + p
-            out[at] = power if risky else 0.0
-            out[at + ob.NUM_SCORE_POWERS] = power * lateness
-            power *= row[ob.SPEED_RANK]
-
-
-@compiled
 def _play_on(
     fleet, weights, mean_total_tokens, slo_s, prices, scores, choice, first, last, counts
 ):  # fmt: skip
@@ -204,9 +175,9 @@ def _sample(
         if num_close > 1 and current + horizon < num_requests:
             if close % every == 0:
                 request = fleet.requests[PLAYED, current]
-                _note(
-                    fleet.tables[PLAYED], request, weights, mean_total_tokens, slo_s,
-                    costs_from[found],
+                fill_cost_parts(
+                    weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
+                    mean_total_tokens, slo_s, fleet.tables[PLAYED], costs_from[found],
                 )  # fmt: skip
                 for replica in range(num):
                     costs_s[found, replica] = 0.0

@@ -9,7 +9,8 @@ tried, because no small change of the weights changes the others.
 What is paid are the score's terms (`tokenyard.metrics.score`): response times, violations, and the
 time beyond the stream's own 99th percentile.
 
-The policy's cost of a server is linear in its weights: base + features @ weights.
+The policy's cost of a server is linear in its weights: base + features @ weights
+(`tokenyard.routing.scores.linear.fill_cost_parts`).
 
 Shapes: K decisions, N servers, P weights.
 """

@@ -130,7 +130,7 @@ class ClusterSim:
         self.rewards = np.zeros(num_copies)
         size = observation.observation_size(num_servers, expected_finish)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
-        self.num_weights = observation.NUM_SCORE_WEIGHTS
+        self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
         """Observed numbers that hit the documented bound since the simulator was made."""
@@ -251,7 +251,7 @@ class ClusterSim:
     def run_linear(
         self, weights: FloatArray, mean_total_tokens: float, order: FloatArray = FIRST_COME
     ) -> None:
-        """Run all streams to the end under the linear policy (`scores.linear.linear_scores`).
+        """Run all streams to the end under the linear policy (`scores.linear.marginal_scores`).
 
         Args:
             weights: Of the policy.

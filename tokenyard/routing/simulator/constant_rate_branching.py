@@ -8,9 +8,9 @@ no more of it is played.
 from __future__ import annotations
 
 from tokenyard.compiled import compiled
-from tokenyard.routing import observation as ob
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import UNPAID, Scenario
-from tokenyard.routing.scores.linear import linear_scores
+from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.scores.order import FIRST_COME
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream
@@ -33,7 +33,7 @@ _SAME_S = 1e-9
 class ConstantRateBranching(Branching):
     """Copies of servers: the one that is played, a future per server, and one to compare with."""
 
-    num_features = ob.NUM_SCORE_WEIGHTS
+    num_features = NUM_MARGINAL_WEIGHTS
 
     def __init__(self, scenario: Scenario, mean_total_tokens: float) -> None:
         """Make room for streams of the scenario's length.
@@ -127,36 +127,11 @@ def _place_s(state, rules, params, requests, outcomes, index, server, prices):
 def _decide(state, rules, params, requests, index, table, weights, mean_total_tokens, scores):
     """Server that the policy takes, in a copy that has been advanced to the request."""
     kernel.fill_table(state, rules, params, requests, requests[index, kernel.DISPATCH_S], table)
-    return linear_scores(
-        weights, requests[index, kernel.PREDICTED_TOTAL], mean_total_tokens, rules[kernel.SLO_S],
-        table, scores,
+    context_tokens = requests[index, kernel.CONTEXT]
+    return marginal_scores(
+        weights, context_tokens, requests[index, kernel.PREDICTED_TOTAL] - context_tokens,
+        mean_total_tokens, rules[kernel.SLO_S], table, scores,
     )  # fmt: skip
-
-
-@compiled
-def _note(table, size_tokens, mean_total_tokens, slo_s, costs_from):
-    """Write what `linear_scores` makes the cost of every server from."""
-    excess = size_tokens / mean_total_tokens - 1.0
-    for server in range(table.shape[0]):
-        out = costs_from[server]
-        wait = table[server, ob.WAIT_S] / slo_s
-        service = size_tokens / (table[server, ob.TOKENS_PER_S] * slo_s)
-        lateness = max(wait + service - 1.0, 0.0)
-        out[0] = wait + service
-        power = 1.0
-        for p in range(ob.NUM_SCORE_POWERS):
-            at = 1 + p * ob.NUM_SCORE_FEATURES
-            out[at] = power
-            out[at + 1] = power * wait
-            out[at + 2] = power * service
-            out[at + 3] = power * wait * excess
-            out[at + 4] = power * service * excess
-            out[at + 5] = power if lateness > 0.0 else 0.0
-            out[at + 6] = power * lateness
-            # Queues are first come, first served here.
-            out[at + 7] = 0.0
-            out[at + 8] = 0.0
-            power *= table[server, ob.SPEED_RANK]
 
 
 @compiled
@@ -239,8 +214,12 @@ def _sample(
             num_close += near
         if num_close > 1:
             if close % every == 0:
-                size_tokens = requests[index, kernel.PREDICTED_TOTAL]
-                _note(table, size_tokens, mean_total_tokens, rules[kernel.SLO_S], costs_from[found])
+                context_tokens = requests[index, kernel.CONTEXT]
+                fill_cost_parts(
+                    weights, context_tokens,
+                    requests[index, kernel.PREDICTED_TOTAL] - context_tokens, mean_total_tokens,
+                    rules[kernel.SLO_S], table, costs_from[found],
+                )  # fmt: skip
                 for server in range(num):
                     # The second row of scores says which futures go on.
                     scores[1, server] = 1.0 if tried[found, server] else 0.0

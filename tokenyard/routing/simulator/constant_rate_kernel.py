@@ -32,7 +32,7 @@ import math
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
 from tokenyard.routing.observation import encode
-from tokenyard.routing.scores.linear import linear_scores, looks_at_queues
+from tokenyard.routing.scores.linear import looks_at_queues, marginal_scores
 from tokenyard.routing.scores.order import is_first_come, order_key
 from tokenyard.routing.scores.places import fill_place
 from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
@@ -309,6 +309,7 @@ def fill_table(state, rules, params, requests, now, table):
         out[ob.WAIT_S] = _predicted_wait_s(row, rules, params[server], requests, now)
         out[ob.MEAN_RESPONSE_S] = row[RECENT_RESPONSE_S]
         out[ob.SPEED_RANK] = params[server, RANK]
+        out[ob.ROUTABLE] = 1.0
         out[ob.OVERTAKEN_S] = 0.0
         out[ob.NUM_BEFORE] = 0.0
         out[ob.NUM_BEHIND] = 0.0
@@ -506,8 +507,8 @@ def run_linear(
     params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, order,
     scores,
 ):  # fmt: skip
-    """Run every copy's whole stream under `linear_scores`, from empty to drained."""
-    looks = looks_at_queues(weights, ob.NUM_SCORE_FEATURES) and not is_first_come(order)
+    """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
+    looks = looks_at_queues(weights) and not is_first_come(order)
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
@@ -518,9 +519,10 @@ def run_linear(
                 _fill_places(
                     state[copy], rules, requests[copy], outcomes[copy], index, order, tables[copy]
                 )
-            server = linear_scores(
-                weights, requests[copy, index, PREDICTED_TOTAL], mean_total_tokens,
-                rules[SLO_S], tables[copy], scores,
+            context_tokens = requests[copy, index, CONTEXT]
+            server = marginal_scores(
+                weights, context_tokens, requests[copy, index, PREDICTED_TOTAL] - context_tokens,
+                mean_total_tokens, rules[SLO_S], tables[copy], scores,
             )  # fmt: skip
             _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,

@@ -11,14 +11,14 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Protocol, cast
 
 import numpy as np
 
 from tokenyard.config import did_you_mean
 from tokenyard.problem import Measure
 from tokenyard.routing.fleet import Fleet
-from tokenyard.routing.observation import NUM_SCORE_WEIGHTS, NUM_SLO_WEIGHTS, SCORE_SERVICE
+from tokenyard.routing.observation import MARGINAL_PREFILL, NUM_SLO_WEIGHTS
 from tokenyard.routing.policies.order import (
     AND,
     BETWEEN,
@@ -110,10 +110,8 @@ def _few_knobs(order: str) -> list[str]:
 class _Servers:
     """What both models say in the same words, of the servers of one scenario."""
 
-    linear_kind: ClassVar[Literal["linear", "marginal"]]
-    """Kind of artifact of the linear policy."""
     num_slo_weights: ClassVar[int]
-    """Weights of SLO terms that the linear policy may have."""
+    """Weights of SLO terms that the linear policy may have. On servers they made searches worse."""
     rules: ClassVar[tuple[str, ...]]
     """Rules that a champion has to stand beside; those that are never best are left out."""
     compiled_rules: ClassVar[tuple[str, ...]]
@@ -228,14 +226,9 @@ class _Servers:
         }
         return {name: decide for name, decide in rules.items() if decide is not None}
 
-    @staticmethod
-    @abstractmethod
-    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
-        """Weights with which the linear policy is the placement that knows the order."""
-
     def run_in_order(self, rules: FleetRules) -> Place:
         """What runs the placement that knows the order."""
-        weights = np.array(self.in_order_weights(rules))
+        weights = np.array(rules.in_order_weights)
         size = sum(self.scenario.mean_lengths_tokens)
         return lambda sim, order: sim.run_linear(weights, size, order)
 
@@ -254,7 +247,6 @@ class ConstantRate(_Servers):
 
     simulator = ClusterSim
     branching = ConstantRateBranching
-    linear_kind = "linear"
     num_slo_weights = 0
     rules = ("sed", "sed_reserve", "sed_dump", "sed_linear", "sita", "weighted_least_connections")
     compiled_rules = ("sed", "sed_reserve", "sed_dump")
@@ -311,18 +303,13 @@ class ConstantRate(_Servers):
 
     def linear_placements(self, tuned: TunedRules | None) -> Mapping[str, tuple[float, ...]]:
         """Shortest expected delay, and the same with a weight of the service."""
-        found = {"sed": (0.0,) * NUM_SCORE_WEIGHTS}
+        found = {"sed": FleetRules().marginal_weights}
         if tuned is not None and "sed_linear" in tuned.scores:
             weight = tuned.knobs.get("sed_linear", {}).get("service_weight", 1.0)
-            weights = [0.0] * NUM_SCORE_WEIGHTS
-            weights[SCORE_SERVICE] = weight - 1.0
+            weights = [*found["sed"]]
+            weights[MARGINAL_PREFILL] = weight - 1.0
             found["sed_linear"] = tuple(weights)
         return found
-
-    @staticmethod
-    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
-        """Weights of `linear_scores`."""
-        return rules.linear_in_order_weights
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         base, given, _ = name.partition(KNOB)
@@ -363,7 +350,6 @@ class Batching(_Servers):
 
     simulator = BatchingSim
     branching = BatchingBranching
-    linear_kind = "marginal"
     num_slo_weights = NUM_SLO_WEIGHTS
     rules = (
         "sed", "sed_dump", DELAY, TUNED_DELAY, "weighted_least_connections",
@@ -420,11 +406,6 @@ class Batching(_Servers):
         if tuned is not None:
             found[TUNED_DELAY] = tuned.fleet.marginal_weights
         return found
-
-    @staticmethod
-    def in_order_weights(rules: FleetRules) -> tuple[float, ...]:
-        """Weights of `marginal_scores`."""
-        return rules.marginal_in_order_weights
 
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         if name.startswith(f"{DELAY}{KNOB}"):

@@ -258,7 +258,7 @@ def drain(fleet, rewards):
 @compiled
 def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
     """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
-    looks = looks_at_queues(weights, ob.NUM_MARGINAL_FEATURES) and not is_first_come(order)
+    looks = looks_at_queues(weights) and not is_first_come(order)
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
         while fleet.clock[copy, lay.CURRENT] >= 0.0:
@@ -333,7 +333,7 @@ def decide(fleet, copy, player):
 @compiled
 def run_residual(fleet, player, order, rewards):
     """Run every copy's whole stream under the policy, from empty to drained."""
-    looks = looks_at_queues(player.correction.weights, ob.NUM_MARGINAL_FEATURES)
+    looks = looks_at_queues(player.correction.weights)
     looks = looks and not is_first_come(order)
     for copy in range(fleet.state.shape[0]):
         clear(fleet, copy)
