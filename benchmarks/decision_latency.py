@@ -78,15 +78,15 @@ def policies(args: Args, num_replicas: int) -> tuple[dict[str, RoutingPolicy], l
     else:
         left_out.append(f"champion, {num_replicas} replicas: trained on {trained_on}")
     made[DEFAULT_RULE] = make_policy(DEFAULT_RULE, context)
-    made["linear"] = learned_policy(random_linear(args.seed))
+    made["linear"] = learned_policy(random_linear(num_replicas, args.seed))
     made["network_128x128"] = learned_policy(random_network(num_replicas, args.seed))
     return made, left_out
 
 
-def random_linear(seed: int) -> PolicyArtifact:
-    """Make a linear policy for any number of replicas that has learned nothing."""
+def random_linear(num_replicas: int, seed: int) -> PolicyArtifact:
+    """Make a linear policy that has learned nothing."""
     weights = np.random.default_rng(seed).normal(size=NUM_MARGINAL_WEIGHTS)
-    return PolicyArtifact(untrained("marginal", num_replicas=None), {"weights": weights})
+    return PolicyArtifact(untrained("marginal", num_replicas), {"weights": weights})
 
 
 def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
@@ -104,9 +104,7 @@ def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
     return PolicyArtifact(metadata, arrays)
 
 
-def untrained(
-    kind: Literal["marginal", "mlp"], num_replicas: int | None, **more: Any
-) -> ArtifactMetadata:
+def untrained(kind: Literal["marginal", "mlp"], num_replicas: int, **more: Any) -> ArtifactMetadata:
     return ArtifactMetadata(
         kind=kind,
         scenario="none",

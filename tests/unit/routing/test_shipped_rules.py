@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from tokenyard.artifact import NoChampionError
-from tokenyard.routing.artifact import PolicyArtifact, resolve_champion, rule_for
+from tokenyard.routing.artifact import (
+    PolicyArtifact,
+    best_tuned_rule,
+    resolve_champion,
+    rule_for,
+)
+from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario, scenario_names
 
@@ -29,3 +35,17 @@ def test_where_no_champion_ships_the_best_tuned_rule_decides_and_is_named(name):
     with pytest.raises(NoChampionError):
         resolve_champion(name)
     assert PROBLEM.candidate(load_scenario(name), "champion").source == f"the rule {rule_for(name)}"
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("multi_turn_prefix", "tuned_marginal_delay+wspt"),
+        ("agentic_trace_replay@mixed", "tuned_llmd_predicted_latency+wspt"),
+    ],
+)
+def test_of_level_scores_one_by_delay_decides_and_no_lower_one(name, rule):
+    tuned = load_tuned(name)
+    scores = tuned.scores | tuned.order_scores
+    assert best_tuned_rule(name) == rule
+    assert 0.995 <= max(scores.values()) / scores[rule] <= 1.0
