@@ -2,10 +2,10 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 from contextlib import asynccontextmanager
 
@@ -26,14 +26,13 @@ CALLERS = 8
 def before(tmp_path_factory):
     """The tree of the commit before."""
     folder = tmp_path_factory.mktemp("before")
-    archive = ["git", "archive", "HEAD~1", "serve_app", "tokenyard"]
+    tree = folder / "tree.zip"
+    archive = ["git", "archive", f"--output={tree}", "HEAD~1", "serve_app", "tokenyard"]
     try:
-        made = subprocess.run(archive, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(archive, cwd=ROOT, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("there is no commit before here: a clone with its history has it")
-    (folder / "tree.tar").write_bytes(made.stdout)
-    with tarfile.open(folder / "tree.tar") as tar:
-        tar.extractall(folder, filter="data")
+    shutil.unpack_archive(tree, folder)
     return folder
 
 
