@@ -1,4 +1,4 @@
-"""Policies of linear costs: simulator and server decide and order alike, whatever the weights.
+"""Policies of linear costs: simulator and server decide and order alike, for all weights.
 
 Compiled variants of shortest expected delay are held to their policies here too.
 """

@@ -236,12 +236,12 @@ def fill_cost_parts(
     """Write what `marginal_scores` makes the cost of every replica from, for those who learn it.
 
     Args:
-        weights: As `marginal_scores` has them: limits of SLO terms count.
-        context_tokens: Prompt length, tokens.
-        output_tokens: Output length as the router knows it, tokens.
-        mean_total_tokens: Typical size of a request, tokens.
-        slo_s: Response-time SLO, seconds.
-        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        weights: Limits of SLO terms count. This and the next five are those of `marginal_scores`.
+        context_tokens: Tokens.
+        output_tokens: Tokens.
+        mean_total_tokens: Tokens.
+        slo_s: Seconds.
+        columns: The table.
         out: Filled with the plain delay and what every weight but the limits is multiplied by,
             shape (num_replicas, 1 + NUM_MARGINAL_WEIGHTS), or with the SLO terms after them
             (num_replicas, 1 + NUM_MARGINAL_WEIGHTS + NUM_SLO_PRICES).
