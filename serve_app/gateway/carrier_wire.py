@@ -15,12 +15,13 @@ import logging
 import os
 import struct
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from enum import IntEnum
 from importlib.metadata import version
 from typing import Any, Self, cast
+
+import numpy as np
 
 from serve_app.cluster import Cluster
 from serve_app.engines.waiting import read_order_key, write_order_key
@@ -271,9 +272,8 @@ def write_request(
             *_told(request),
         ]
     ).encode()  # fmt: skip
-    return b"".join(
-        (len(told).to_bytes(4, "little"), told, *(array("q", one).tobytes() for one in blocks))
-    )
+    names = (one.tobytes() for one in blocks)
+    return b"".join((len(told).to_bytes(4, "little"), told, *names))
 
 
 def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceRequest, str]:
@@ -284,11 +284,11 @@ def read_request(payload: bytes, block_sizes: Sequence[int]) -> tuple[InferenceR
     ) = json.loads(payload[4:start])  # fmt: skip
     *known, trace = told or ("",)
     caller = Caller(*known) if any(known) else ANYBODY
-    names = array("q", payload[start:]).tolist()
-    blocks: dict[int, tuple[int, ...]] = {}
+    # A copy may be written to: what is compiled would be compiled anew for other arrays.
+    names, blocks, end = np.frombuffer(payload[start:], np.int64).copy(), {}, 0
     for size, count in zip(block_sizes, counts, strict=True):
-        blocks[size] = tuple(names[:count])
-        del names[:count]
+        blocks[size] = names[end : end + count]
+        end += count
     prompt = Prompt(range(num_tokens), blocks)
     return (
         InferenceRequest(

@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 
 from serve_app.cluster import EngineProfile
 from tokenyard.routing import snapshot_table as columns
+from tokenyard.routing.prefix_index import PrefixIndex, block_names
 from tokenyard.routing.snapshot_table import Candidates, SnapshotTable, fill_live, offer
 from tokenyard.types import FloatArray, IntArray
 
@@ -30,6 +30,7 @@ RECENT_WEIGHT = 0.1
 _MAX_HISTORY = 4096
 _FIRST_ROWS = 16
 _MAX_CANDIDATE_SETS = 64
+_NO_BLOCKS: IntArray = np.zeros(0, dtype=np.int64)
 
 
 class Row(Protocol):
@@ -61,8 +62,8 @@ class _Sent:
     assumed_prefill_tokens: float
     predicted_output_tokens: float
     prompt_tokens: int
-    blocks: tuple[int, ...]
-    """Names of the prompt's whole blocks in the prefix cache."""
+    blocks: IntArray
+    """Names of the prompt's whole blocks in the prefix cache, shape (num_blocks,)."""
     num_generated: int = 0
 
 
@@ -116,7 +117,7 @@ class InFlight:
         predicted_output_tokens: float,
         now_s: float,
         prompt_tokens: int = 0,
-        blocks: tuple[int, ...] = (),
+        blocks: IntArray = _NO_BLOCKS,
     ) -> None:
         """Note a request that is on its way."""
         self._requests[request_id] = _Sent(
@@ -164,7 +165,7 @@ class InFlight:
         self.tell(self._row)
         self._remember(now_s)
 
-    def prompts(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def prompts(self) -> Iterator[tuple[int, IntArray]]:
         """Length of each prompt in flight, tokens, and the names of its whole blocks."""
         return ((one.prompt_tokens, one.blocks) for one in self._requests.values())
 
@@ -173,83 +174,11 @@ class InFlight:
         self._counts.append(self.count)
 
 
-class PrefixIndex:
-    """Prefix blocks that were sent to replicas; of each, the least recently sent are forgotten.
-
-    A block has the set of the replicas that hold it, as the bits of an integer: what all replicas
-    hold of a prompt costs its blocks, however many replicas there are.
-    """
-
-    def __init__(self) -> None:
-        """Believe in nothing."""
-        self._holders: dict[int, int] = {}
-        self._sent: dict[int, OrderedDict[int, None]] = {}
-        """Blocks of every row, the least recently sent first."""
-
-    def match(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Lengths of pieces of a prompt, leading first, each with the rows that hold all so far.
-
-        Rows are the bits of an integer. There are no more pieces once nobody holds all so far.
-        """
-        holders, since = -1, 0
-        for num, block in enumerate(blocks):
-            now = holders & self._holders.get(block, 0)
-            if now != holders:
-                if num > since:
-                    yield num - since, holders
-                holders, since = now, num
-                if not holders:
-                    return
-        if since < len(blocks):
-            yield len(blocks) - since, holders
-
-    def match_row(self, blocks: Sequence[int], row: int) -> int:
-        """How many leading blocks one row is believed to hold."""
-        sent = self._sent.get(row, ())
-        return next((num for num, block in enumerate(blocks) if block not in sent), len(blocks))
-
-    def send(self, blocks: Iterable[int], row: int, capacity_blocks: int) -> None:
-        """Note blocks that were sent to a row, which holds no more than its capacity."""
-        bit, holders = 1 << row, self._holders
-        sent = self._sent.get(row)
-        if sent is None:
-            sent = self._sent[row] = OrderedDict()
-        for block in blocks:
-            if block in sent:
-                sent.move_to_end(block)
-            else:
-                sent[block] = None
-                holders[block] = holders.get(block, 0) | bit
-        for _ in range(len(sent) - capacity_blocks):
-            oldest, _none = sent.popitem(last=False)
-            if holders[oldest] == bit:
-                del holders[oldest]
-            else:
-                holders[oldest] ^= bit
-
-    def forget(self, row: int) -> None:
-        """Forget all that was sent to a row."""
-        bit, holders = 1 << row, self._holders
-        for block in self._sent.pop(row, ()):
-            if holders[block] == bit:
-                del holders[block]
-            else:
-                holders[block] ^= bit
-
-
-@lru_cache(maxsize=256)
-def _bits(number: int, count: int) -> IntArray:
-    """The lowest bits of an integer, shape (count,); it must not be written to."""
-    raw = number.to_bytes((count + 7) // 8, "little")
-    bits = np.unpackbits(np.frombuffer(raw, np.uint8), count=count, bitorder="little")
-    return bits.astype(np.int64)
-
-
 class Prompt:
     """A prompt, and the names of its whole blocks: hashed once per size of block."""
 
     def __init__(
-        self, token_ids: Sequence[int], blocks: Mapping[int, tuple[int, ...]] | None = None
+        self, token_ids: Sequence[int], blocks: Mapping[int, IntArray] | None = None
     ) -> None:
         """Hash nothing yet.
 
@@ -258,18 +187,13 @@ class Prompt:
             blocks: Names of its blocks that are known already, by the size of a block, tokens.
         """
         self.token_ids = token_ids
-        self._blocks: dict[int, tuple[int, ...]] = {0: (), **(blocks or {})}
+        self._blocks: dict[int, IntArray] = {0: _NO_BLOCKS, **(blocks or {})}
 
-    def blocks(self, block_tokens: int) -> tuple[int, ...]:
+    def blocks(self, block_tokens: int) -> IntArray:
         """Return the names of blocks, each by all tokens up to its end; 0 tokens: none."""
         if block_tokens not in self._blocks:
-            self._blocks[block_tokens] = self._hash(block_tokens)
+            self._blocks[block_tokens] = block_names(self.token_ids, block_tokens)
         return self._blocks[block_tokens]
-
-    def _hash(self, block_tokens: int) -> tuple[int, ...]:
-        ids, name = self.token_ids, 0
-        starts = range(0, len(ids) - block_tokens + 1, block_tokens)
-        return tuple([name := hash((name, *ids[at : at + block_tokens])) for at in starts])
 
 
 class ReplicaState:
@@ -346,8 +270,8 @@ class ReplicaState:
         if not self.block_tokens:
             return 0
         most = (len(prompt.token_ids) - 1) // self.block_tokens
-        found = self._prefixes.match_row(prompt.blocks(self.block_tokens), self.row)
-        return min(found, most) * self.block_tokens
+        blocks = prompt.blocks(self.block_tokens)[:most]
+        return self._prefixes.match_row(blocks, self.row) * self.block_tokens
 
     def send(
         self,
@@ -372,7 +296,7 @@ class ReplicaState:
         own_rest, names, size = 0, set[int](), self.block_tokens
         one_more = (len(prompt.token_ids), prompt.blocks(size))
         for length, blocks in (one_more, *self.in_flight.prompts()):
-            names.update(blocks)
+            names.update(blocks.tolist())
             # What is in no whole block is the request's own.
             own_rest += math.ceil((length - len(blocks) * size) / block_tokens)
         return own_rest + math.ceil(len(names) * size / block_tokens)
@@ -396,7 +320,8 @@ class ReplicaTable:
         self._free = list(range(_FIRST_ROWS - 1, -1, -1))
         self._at: list[ReplicaState | None] = [None] * _FIRST_ROWS
         self._sets: dict[bytes, Candidates] = {}
-        self._no_matches: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
+        self._match_tokens: IntArray = np.zeros(_FIRST_ROWS, dtype=np.int64)
+        """Of the prompt that was asked for last, by row."""
         self._rows: IntArray | None = None
         """In the order of adding; None: not known since replicas came or went."""
         self._scratch: IntArray = np.zeros(0, dtype=np.int64)
@@ -482,14 +407,14 @@ class ReplicaTable:
 
     def _matches(self, prompt: Prompt) -> IntArray:
         """Leading tokens of a prompt that are believed to be cached, by row."""
-        matches = self._no_matches
+        matches = self._match_tokens
+        matches.fill(0)
         for block_tokens, prefixes in self._prefixes.items():
             if not block_tokens:
                 continue
             # The last token is always computed.
             most = (len(prompt.token_ids) - 1) // block_tokens
-            for num, holders in prefixes.match(prompt.blocks(block_tokens)[:most]):
-                matches = matches + num * block_tokens * _bits(holders, len(self._state))
+            prefixes.match(prompt.blocks(block_tokens)[:most], block_tokens, matches)
         return matches
 
     def _candidates(self, rows: IntArray) -> Candidates:
@@ -524,7 +449,7 @@ class ReplicaTable:
         self._state = np.vstack([self._state, np.zeros_like(self._state)])
         self._free += range(2 * num - 1, num - 1, -1)
         self._at += [None] * num
-        self._no_matches = np.zeros(2 * num, dtype=np.int64)
+        self._match_tokens = np.zeros(2 * num, dtype=np.int64)
         for one in self.replicas.values():
             one.tell(self._row(one.row))
 

@@ -60,7 +60,7 @@ class ObjectReplica:
         if not self.block_tokens:
             return 0
         most, found = (len(prompt.token_ids) - 1) // self.block_tokens, 0
-        for block in prompt.blocks(self.block_tokens):
+        for block in prompt.blocks(self.block_tokens).tolist():
             if block not in self.blocks:
                 break
             found += 1
@@ -70,7 +70,7 @@ class ObjectReplica:
         self.requests[name] = Sent(float(len(prompt.token_ids) - match), output)
         self.last_sent_s = now_s
         self._remember(now_s)
-        for block in prompt.blocks(self.block_tokens):
+        for block in prompt.blocks(self.block_tokens).tolist():
             self.blocks[block] = None
             self.blocks.move_to_end(block)
         while len(self.blocks) > self.capacity:

@@ -23,6 +23,7 @@ from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.delay import MarginalDelay, finish_times_s, mark_safe
 from tokenyard.routing.policies.in_order import MarginalInOrder
 from tokenyard.routing.policies.order import Ordered, ShortestJob
+from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
 from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
@@ -69,6 +70,7 @@ def compile_branching() -> None:
 
 def _read_columns() -> None:
     """Read what a gateway keeps, as at a decision."""
+    PrefixIndex()
     state, rows = np.zeros((1, NUM_STATE)), np.zeros(1, dtype=np.int64)
     offer(state, rows, 0.0, 1.0, rows.copy())
     live = np.empty((1, NUM_LIVE))
