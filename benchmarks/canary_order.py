@@ -1,6 +1,6 @@
 """A canary that orders what waits otherwise than the champion: what its test would see.
 
-python benchmarks/canary_order.py
+    python benchmarks/canary_order.py
 
 One placement decides for all requests of a cluster that is simulated; a drawn share of them waits
 by the canary's order, the others by the champion's. The SLO is what 90 % attain where all are

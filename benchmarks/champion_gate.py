@@ -1,6 +1,6 @@
 """Whether shipped champions of routing lose to rules where they may be chosen: no test part.
 
-python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
+    python benchmarks/champion_gate.py --csv docs/results/champions_gate.csv
 
 The promotion gate (tokenyard/routing/gate.py) looks at half, the whole and 1.15 of the scenario's
 load, and at the recorded requests before the test part.

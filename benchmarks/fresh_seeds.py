@@ -1,7 +1,7 @@
 """Champions of routing beside the best rules, on streams that nothing was chosen on.
 
-python benchmarks/fresh_seeds.py --json fresh_seeds.json
-python benchmarks/fresh_seeds.py --scenario azure_code_slo --loads 0.5 0.7 0.95 1.05
+    python benchmarks/fresh_seeds.py --json fresh_seeds.json
+    python benchmarks/fresh_seeds.py --scenario azure_code_slo --loads 0.5 0.7 0.95 1.05
 
 The rules are the best that orders, the best first come, first served, and the best that looks at
 all who wait, each by its score on the training streams that it was tuned on. Streams are synthetic

@@ -1,6 +1,6 @@
 """What ships and the six best rules over the load range: mean response and SLOs attained, drawn.
 
-python benchmarks/load_curve.py --figure docs/results/load.png
+    python benchmarks/load_curve.py --figure docs/results/load.png
 
 Rules are those with the best training score at the scenario's own load, one per placement, each
 with its best order. Streams are synthetic ones of a fresh seed, the same for all at a load. Bands

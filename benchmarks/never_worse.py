@@ -1,6 +1,6 @@
 """The law: whether a policy is ever worse than the best tuned rule, on clusters drawn at random.
 
-python benchmarks/never_worse.py --draws 200 --json never_worse.json
+    python benchmarks/never_worse.py --draws 200 --json never_worse.json
 
 Each draw is a cluster and its traffic (`tokenyard.routing.drawn_clusters.draw_wide`). Its rival is
 the best of all placements, orders and knobs on one half of the draw's streams; policies are judged

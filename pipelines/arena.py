@@ -1,9 +1,9 @@
 """Rank routing policies over many clusters, loads and kinds of traffic; add one of your own.
 
-python pipelines/arena.py --quick
-python pipelines/arena.py --quick --entry my_rule.py
-python pipelines/arena.py --full --json arena.json
-python pipelines/arena.py --quick --entry http://127.0.0.1:8000/v1/route
+    python pipelines/arena.py --quick
+    python pipelines/arena.py --quick --entry my_rule.py
+    python pipelines/arena.py --full --json arena.json
+    python pipelines/arena.py --quick --entry http://127.0.0.1:8000/v1/route
 
 my_rule.py is a Python file with one class that has `route(self, request, snapshots) -> int`
 (docs/arena.md); a trained policy (.npz) and a URL are entries too.

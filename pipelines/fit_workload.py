@@ -1,9 +1,9 @@
 """Fit a workload model to a trace of your own, or the shipped ones again, or report on those.
 
-python pipelines/fit_workload.py --trace mine.csv --out mine.json   for `workload:` of a scenario
-python pipelines/fit_workload.py            writes tokenyard/workload/models/*.json
-python pipelines/fit_workload.py --report   the tables of docs/results/synthetic-workload.md
-python pipelines/fit_workload.py --demand   writes tokenyard/allocation/demand_generator.json
+    python pipelines/fit_workload.py --trace mine.csv --out mine.json   a scenario's `workload:`
+    python pipelines/fit_workload.py            writes tokenyard/workload/models/*.json
+    python pipelines/fit_workload.py --report   the tables of docs/results/synthetic-workload.md
+    python pipelines/fit_workload.py --demand   writes tokenyard/allocation/demand_generator.json
 
 Traces: Azure LLM inference traces 2023, github.com/Azure/AzurePublicDataset, CC-BY 4.0,
 Patel et al., Splitwise, ISCA 2024. Requests after the training part never touch a model.

@@ -1,11 +1,11 @@
 """Repeat what the papers print, and what stands beside it.
 
-python pipelines/paper.py tables         routing: its Tables I and II; six CPU-hours
-python pipelines/paper.py ranking        does synthetic traffic rank rules as recorded traffic does?
-python pipelines/paper.py allocation --figures runs/allocation-paper    Table 1, figures 2 to 13
-python pipelines/paper.py fronts --figures runs/fronts                  plans, fronts, constraints
-python pipelines/paper.py torta accuracy                                also ablation, failures
-python pipelines/paper.py layouts --scenario abilene --seed 1           regions, over drawn layouts
+    python pipelines/paper.py tables         routing: its Tables I and II; six CPU-hours
+    python pipelines/paper.py ranking        do drawn and recorded traffic rank rules alike?
+    python pipelines/paper.py allocation --figures runs/allocation-paper   Table 1, figures 2 to 13
+    python pipelines/paper.py fronts --figures runs/fronts                 plans, fronts, limits
+    python pipelines/paper.py torta accuracy                               also ablation, failures
+    python pipelines/paper.py layouts --scenario abilene --seed 1          regions, drawn layouts
 
 Sources: Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems";
 Dadizadeh Dargiry 2026; Du et al. 2025, TORTA, arXiv 2507.10259.

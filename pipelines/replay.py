@@ -1,10 +1,10 @@
 """Replay a trace against a live endpoint, and compare the policies that route it.
 
-python pipelines/replay.py --url http://127.0.0.1:8000 --rate 2 --duration-s 120
-python pipelines/replay.py --url http://127.0.0.1:8000 --trace my.csv --rate-scale 0.1 \
-    --compare champion,sed,ray_default --repeats 5 --json live.json
-python pipelines/replay.py --url emulated --rate 7.5 --length-scale 0.1 --duration-s 30 \
-    --compare champion,sed,ray_default --figure live.png
+    python pipelines/replay.py --url http://127.0.0.1:8000 --rate 2 --duration-s 120
+    python pipelines/replay.py --url http://127.0.0.1:8000 --trace my.csv --compare champion,sed
+    python pipelines/replay.py --url emulated --rate 7.5 --duration-s 30 --figure live.png
+
+With several repeats the policies take turns, and differences have intervals.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 This is how the shipped champions are made; docs/results has the commands.
 
-python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
-python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
-python pipelines/search.py region-rules --rules skylb,ot_slack
+    python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
+    python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
+    python pipelines/search.py region-rules --rules skylb,ot_slack
 """
 
 from __future__ import annotations
