@@ -92,7 +92,7 @@ def random_linear(num_replicas: int, seed: int) -> PolicyArtifact:
 def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
     """Make a network of the trained size that has learned nothing."""
     rng = np.random.default_rng(seed)
-    sizes = [observation_size(num_replicas, expected_finish=True), 128, 128, num_replicas]
+    sizes = [observation_size(num_replicas, whole=False), 128, 128, num_replicas]
     arrays = {"mean": np.zeros(sizes[0]), "std": np.ones(sizes[0])}
     for layer, (inputs, outputs) in enumerate(pairwise(sizes)):
         arrays[f"w{layer}"] = rng.normal(size=(outputs, inputs)) / np.sqrt(inputs)
@@ -100,7 +100,7 @@ def random_network(num_replicas: int, seed: int) -> PolicyArtifact:
     scaling = FeatureScaling(
         medians=(0.0,) * NUM_REQUEST_FEATURES, scales=(1.0,) * NUM_REQUEST_FEATURES
     )
-    metadata = untrained("mlp", num_replicas, residual_scale=1.0, scaling=scaling)
+    metadata = untrained("mlp", num_replicas, expected_finish=False, scaling=scaling)
     return PolicyArtifact(metadata, arrays)
 
 

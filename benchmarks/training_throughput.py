@@ -17,10 +17,10 @@ shortest expected delay's, null if that takes longer than the budget.
 | sb3_dummy | DummyVecEnv of 8 single environments, its usual way | Stable-Baselines3 |
 | sb3_vec | the vectorised environment, 64 copies, through an adapter | Stable-Baselines3 |
 
-The recipe `ours` has normalised observations and a network that corrects shortest expected delay,
-which Stable-Baselines3 does not have. On a fleet (`--scenario local_cpu`) the recipe is `fleet`,
-what `make sweep` trains, and the baseline is tuned marginal delay. Stable-Baselines3 is shown the
-same observations there.
+They see what the paper's agents see. The recipe `equivariant`, what `make sweep` trains, has
+normalised observations and a network that corrects a rule, which Stable-Baselines3 does not have.
+On a fleet (`--scenario local_cpu`) there is that recipe alone, and the baseline is tuned marginal
+delay. Stable-Baselines3 is shown the same observations there.
 
 Allocators have hybrid actions and a recipe of their own; arrays and RLlib as shipped take turns in
 the same way, judged by their cost per hour against the tuned autoscaler's. `--budget-cpu-s 0` gives
@@ -63,8 +63,7 @@ from tokenyard.rl.routing.training import (
     AlgorithmRecipe,
     Recipe,
     build_config,
-    fleet,
-    ours,
+    equivariant,
     scaled,
 )
 from tokenyard.rl.training import RllibTraining
@@ -202,8 +201,6 @@ def plain(copies: int) -> Recipe:
     settings = {"ppo": PPO, "a2c": A2C, "dqn": dqn}
     return Recipe(
         reward_scale=REWARD_SCALE,
-        expected_finish=True,
-        normalise=False,
         num_envs=copies,
         hidden=HIDDEN,
         algorithms={
@@ -344,7 +341,6 @@ def _greedily(model: Any, mean_total_tokens: float, sim: Any) -> None:
 class _Sb3Network:
     """What the export reads of one of our modules, read from a Stable-Baselines3 policy."""
 
-    residual_scale = 0.0
     normaliser = torch.nn.Identity()
 
     def __init__(self, policy: Any) -> None:
@@ -415,11 +411,11 @@ def _sb3_vec_env(env_config: dict[str, Any], num: int, trainer: str) -> Any:
 def routers(args: Args, source: StreamSource) -> Contest:
     """All that can learn to route here, and what cannot."""
     if source.scenario.fleet is not None:
-        plans = [(name, "tokenyard", fleet(), "fleet") for name in args.algorithms]
+        plans = [(name, "tokenyard", equivariant(), "equivariant") for name in args.algorithms]
     else:
         both = ("tokenyard", "rllib_stock")
         plans = [(name, by, plain(COPIES), "plain") for name in args.algorithms for by in both]
-        plans += [(name, both[0], ours(), "ours") for name in args.algorithms if name != "dqn"]
+        plans += [(name, both[0], equivariant(), "equivariant") for name in args.algorithms]
     some = [_router(args, source, *plan) for plan in plans]
     notes = []
     try:

@@ -16,13 +16,9 @@ from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import OBSERVATION_LIMIT
 from tokenyard.routing.scenario import RewardWeights, Scenario, load_scenario
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
-from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator import constant_rate_kernel as kernel
-from tokenyard.routing.simulator.batching import BatchingSim
-from tokenyard.routing.simulator.batching_streams import token_rows
+from tokenyard.routing.simulator import make_simulator
 from tokenyard.routing.simulator.constant_rate import Observations
 from tokenyard.routing.simulator.streams import StreamSource
-from tokenyard.types import FloatArray
 
 
 class RoutingEnvConfig(FrozenModel):
@@ -32,19 +28,17 @@ class RoutingEnvConfig(FrozenModel):
     """A scenario, or the name or YAML path of one."""
     reward: RewardWeights | None = None
     """Reward weights in place of the scenario's."""
-    expected_finish: bool = True
-    """Whether the observation holds each server's expected wait and finish time."""
     episode_requests: Annotated[int, Field(ge=1)] | None = None
     """Requests per episode; None: the scenario's `requests_per_stream`."""
 
     order: tuple[Annotated[float, Field(ge=0)], ...] = tuple(FIRST_COME.tolist())
     """Weights of the order in which requests wait at a replica (`tokenyard.routing.scores.order`);
-    all 0: first come, first served. On servers at a constant rate a response is then paid for at
-    its completion, since who comes later may go before it."""
+    all 0: first come, first served."""
     randomisation: Randomisation = Randomisation()
     """How one episode's traffic and fleet differ from the next's."""
     shows_rule: bool = False
-    """Whether what a rule's costs are made from is shown of every replica (fleets only)."""
+    """Whether what a rule's costs are made from is shown of every replica. Of servers, delays are
+    only then shown too; else their observation is the paper's."""
     copies_per_stream: Annotated[int, Field(ge=1)] = 1
     """Copies of the vectorised environment that have the same traffic and the same fleet. What one
     of them earns beyond the others was not luck (common random numbers)."""
@@ -60,12 +54,6 @@ class RoutingEnvConfig(FrozenModel):
         if len(order) != NUM_ORDER_WEIGHTS:
             raise ValueError(f"{len(order)} weights of an order given; give {NUM_ORDER_WEIGHTS}")
         return order
-
-    @model_validator(mode="after")
-    def _rule_is_of_replicas_that_batch(self) -> Self:
-        if self.shows_rule and not (self.scenario.required_fleet and self.expected_finish):
-            raise ValueError("shows_rule needs expected_finish in the observation")
-        return self
 
     @model_validator(mode="after")
     def _reward_has_only_terms_of_the_scenario(self) -> Self:
@@ -91,16 +79,10 @@ class _Feed:
         self.source = StreamSource(config.scenario)
         # One request more than is placed: the last observation shows a request that waits.
         length = config.num_steps + 1
-        self.sim = make_simulator(
-            config.scenario, num_copies, length, config.weights, config.expected_finish
-        )
+        self.sim = make_simulator(config.scenario, num_copies, length, config.weights)
         self.sim.order_by(np.array(config.order))
         if config.shows_rule:
-            assert isinstance(self.sim, BatchingSim)
             self.sim.show_rule(self.source.mean_total_tokens)
-        self._shadow = (
-            make_simulator(config.scenario, 1, length) if config.weights.subtract_baseline else None
-        )
 
     def start(self, copy: int, rng: np.random.Generator) -> None:
         """Empty one copy and give it a fresh stream drawn from `rng`."""
@@ -108,18 +90,9 @@ class _Feed:
         low, high = randomisation.load_factor
         # A range of no width draws nothing, so that streams do not depend on there being one.
         load_factor = low if low == high else rng.uniform(low, high)
-        stream = self.source.sample(self.config.num_steps + 1, rng, load_factor)
-        if self._shadow is not None:
-            rows = token_rows(stream)
-            rows[:, kernel.BASELINE_RESPONSE_S] = self._baseline_response_s(self._shadow, rows)
-        self.sim.load(copy, stream)
+        self.sim.load(copy, self.source.sample(self.config.num_steps + 1, rng, load_factor))
         if randomisation.varies_fleet:
             self.sim.vary(copy, randomisation, rng)
-
-    def _baseline_response_s(self, shadow: Simulator, rows: FloatArray) -> FloatArray:
-        shadow.load(0, rows)
-        shadow.run_linear(np.zeros(shadow.num_weights), self.source.mean_total_tokens)
-        return shadow.outcomes().response_s
 
 
 def _spaces(feed: _Feed) -> tuple[gymnasium.spaces.Box, gymnasium.spaces.Discrete[np.int64]]:
@@ -132,21 +105,21 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
     """Place one request after the other on a heterogeneous cluster, or fleet of engines.
 
     Observation:
-        float32, shape (16 + 6 N,), or (16 + 8 N,) with `expected_finish` (the default): 40
-        numbers for three servers. A fleet adds 6 N: 72 numbers for four replicas. First the
-        request: hour, day of week, day of month, ISO week, total, context and generated tokens
+        float32, shape (16 + 6 N,): 34 numbers for three servers. A fleet adds 8 N: 72 numbers for
+        four replicas. First the request: hour, day of week, day of month, ISO week, total, context
+        and generated tokens
         as the router knows them, mean and standard deviation of the last 5, 10 and 20 requests,
         and the last request's three counts; robustly scaled and squashed by sign(x) log(1 + |x|).
         Then per server log(1 + x) of requests waiting, thousands of tokens in flight, seconds of
         recent mean response (-1: none yet), outstanding over concurrency; utilisation of its
-        slots; log(1 + thousands of tokens per second); and, with `expected_finish`, log(1 + x) of
-        the seconds until the request would start (a fleet: until its first token could be
-        computed) and finish there. Then, of a fleet's replica, log(1 + x) of the seconds by which
-        the request would delay all others and of thousands of prompt and of output tokens in
+        slots; log(1 + thousands of tokens per second). Then, of a fleet's replica, log(1 + x) of
+        the seconds until its first token could be computed, until the request would finish there,
+        and by which it would delay all others, and of thousands of prompt and of output tokens in
         flight; the share of KV memory in use; the share of the prompt believed to be cached; and
-        1 where the replica is believed to take requests, else 0. With `shows_rule`, what the cost
-        of every replica is made from comes last (`scores.linear.encode_rule`). All are within
-        [-20, 20]; `sim.num_saturated` counts numbers that hit it.
+        1 where the replica is believed to take requests, else 0. With `shows_rule` these are there
+        of servers too, and what the cost of every replica is made from comes last
+        (`scores.linear.encode_rule`). All are within [-20, 20]; `sim.num_saturated` counts
+        numbers that hit it.
 
     Action:
         Index of the server. A replica of a fleet that is down or full refuses the request, which
@@ -167,8 +140,7 @@ class LoadBalancingEnv(gymnasium.Env[Observations, np.int64]):
 
     Source:
         Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM Inference Systems",
-        section IV. Ours: the expected finish times, and that the router is told no output length
-        unless the scenario says so.
+        section IV. Ours: that the router is told no output length unless the scenario says so.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012

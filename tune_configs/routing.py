@@ -35,7 +35,6 @@ _CREDITED_AT_DECISION = {
     "response_slo": RewardWeights(**_NO_PAPER_TERM, response=-1.0, slo=-2.0),
     "response_slo_tail": SCORE_REWARD,
     "response_energy": RewardWeights(**_NO_PAPER_TERM, response=-1.0, energy=-_JOULE_S),
-    "response_over_sed": RewardWeights(**_NO_PAPER_TERM, response=-1.0, subtract_baseline=True),
 }
 _ABLATED_FIELDS = {
     "processing": ("processing",),
@@ -46,6 +45,7 @@ _ABLATED_FIELDS = {
     "slo": ("slo_at_completion",),
 }
 
+_PAPER_BASELINES = ("round_robin", "least_connections", "least_loaded", "sed")
 PAPER = "paper"
 ABLATIONS = tuple(f"paper_without_{term}" for term in _ABLATED_FIELDS)
 """The paper's reward with one term removed; `base` is what a placed or finished request earns."""
@@ -57,7 +57,7 @@ WEIGHTINGS = ("response", "response_slo_tail", "response_energy")
 """The reward weightings of the default sweep."""
 
 _STEPS_PER_GENERATION = 15_000
-"""Steps of an RLlib trial on a fleet per generation of the policy search that it goes on from."""
+"""Steps of an RLlib trial per generation of the policy search that it goes on from."""
 
 SERVED = "local_cpu"
 """Scenario of the cluster that `make serve` serves."""
@@ -112,7 +112,7 @@ def trainer_config(trial: Mapping[str, Any]) -> dict[str, Any]:
         named = reward_weights(trial["reward_weights"], scenario).model_dump()
         config["reward"] = RewardWeights.model_validate(named | dict(trial.get(WEIGHTS, {})))
         config["train_steps"] = trial["env_steps"]
-        if trial["recipe"] == "fleet":
+        if trial["recipe"] == "equivariant":
             config["warm_start_generations"] = trial["env_steps"] // _STEPS_PER_GENERATION
         config["steps_per_iteration"] = trial["env_steps"] // trial["iterations"]
     return config
@@ -125,15 +125,13 @@ class RoutingTrial(RouterTrainable):
 
 
 def _compile_kernels(scenario: str = SERVED) -> None:
-    fleet = load_scenario(scenario).fleet is not None
-    config = {"scenario": scenario, "expected_finish": fleet, "shows_rule": fleet}
-    cluster = envs.LoadBalancingVectorEnv(2, config)
+    cluster = envs.LoadBalancingVectorEnv(2, {"scenario": scenario, "shows_rule": True})
     cluster.reset(seed=0)
     cluster.step(np.zeros(2, dtype=np.int64))
     PolicySearch(load_scenario(scenario), SearchConfig(population=2, num_elites=1)).step()
 
 
-_trial = partial(trial_of, recipe="fleet")
+_trial = partial(trial_of, recipe="equivariant")
 _paper_trial = partial(trial_of, recipe="paper", iterations=20)
 
 
@@ -194,21 +192,18 @@ def smoke() -> Experiment:
 
 
 def serial() -> Experiment:
-    """The same on serial servers, with networks that read the whole observation."""
-    algorithms = (("dqn", 60_000), ("ppo", 300_000), ("a2c", 300_000))
-    weightings = (PAPER, "response", "response_slo_tail")
+    """The same on serial servers."""
     learners = [
-        _trial(algorithm, steps, weights=weights, scenario=SERIAL, recipe="ours")
-        for algorithm, steps in algorithms
-        for weights in weightings
+        _trial(algorithm, 300_000, weights=weights, scenario=SERIAL)
+        for algorithm in RLLIB_ALGORITHMS
+        for weights in ("response", "response_slo_tail")
     ]
-    search = {**_search_trial(SERIAL, SearchConfig().num_generations), "recipe": "ours"}
     return replace(
         default(),
         scenario=SERIAL,
-        trials=(search, *learners),
-        baselines=("round_robin", "least_connections", "least_loaded", "sed"),
-        baseline="sed",
+        trials=(*learners, _search_trial(SERIAL, 20)),
+        baselines=(*_PAPER_BASELINES, *_own_rules(SERIAL)),
+        baseline=rule_for(SERIAL),
         warm_up=partial(_compile_kernels, SERIAL),
     )
 
@@ -220,7 +215,10 @@ def paper() -> Experiment:
         for algorithm in RLLIB_ALGORITHMS
         for seed in range(5)
     ]
-    return replace(serial(), scenario="nominal", trials=tuple(trials))
+    return replace(
+        serial(), scenario="nominal", trials=tuple(trials), baselines=_PAPER_BASELINES,
+        baseline="sed",
+    )  # fmt: skip
 
 
 def paper_high_load() -> Experiment:
@@ -245,25 +243,7 @@ def ablation() -> Experiment:
         for weights in (PAPER, *ABLATIONS)
         for seed in range(3)
     ]
-    return replace(serial(), scenario="high_load", trials=tuple(trials))
-
-
-def ours() -> Experiment:
-    """Our recipe, five seeds of each algorithm, each with the reward it learns best from.
-
-    DQN gets fewer steps: an update for every 64 of them makes one several times as costly.
-    """
-    plans = (
-        ("dqn", "response", 60_000),
-        ("ppo", "response_slo_tail", 300_000),
-        ("a2c", "response_slo_tail", 300_000),
-    )
-    trials = [
-        _trial(algorithm, env_steps, seed, weights=weights, scenario=SERIAL, recipe="ours")
-        for algorithm, weights, env_steps in plans
-        for seed in range(5)
-    ]
-    return replace(serial(), trials=tuple(trials))
+    return replace(paper(), scenario="high_load", trials=tuple(trials))
 
 
 def fleet() -> Experiment:

@@ -23,7 +23,6 @@ class Job:
     tokens: float
     predicted_tokens: float
     action: int
-    baseline_response_s: float = 0.0
     order_key_s: float | None = None
     """What it waits by; None: the time of its dispatch, and it is paid for then."""
     late_at_s: float = math.inf
@@ -101,15 +100,12 @@ class HeapqCluster:
     def rewards(self) -> list[float]:
         """Every step's reward, term by term; the last step has no completions in it."""
         weights = self.scenario.reward
-        ordered_from = next(
-            (i for i, job in enumerate(self.jobs) if job.order_key_s is not None), len(self.jobs)
-        )
         slo_s = self.scenario.slo_response_s
 
-        def of_response(response_s: float) -> float:
+        def of_response(response_s: float, added_s: float) -> float:
             violated = response_s > slo_s
             beyond = max(response_s - weights.tail_after_s, 0.0)
-            return weights.response * response_s + weights.slo * violated + weights.tail * beyond
+            return weights.response * added_s + weights.slo * violated + weights.tail * beyond
 
         rewards = []
         for index, job in enumerate(self.jobs):
@@ -121,27 +117,21 @@ class HeapqCluster:
                 weights.balance * self.balance[index],
                 weights.accept if job.accepted else weights.drop,
             ]
-            if job.accepted and weights.credits_response and index < ordered_from:
-                terms.append(of_response(self._response_if_last_s(index, ordered_from)))
-            if weights.subtract_baseline:
-                terms.append(-of_response(job.baseline_response_s))
+            if job.accepted and weights.credits_response:
+                before, after = self._if_last_s(index), self._if_last_s(index + 1)
+                terms.append(of_response(after[index], math.fsum(after) - math.fsum(before)))
             if index < len(self.jobs) - 1:
                 done = [self.jobs[i].response_s for i in self.completed[index]]
-                unpaid = [i for i in self.completed[index] if i >= ordered_from]
-                terms += [of_response(self.jobs[i].response_s) for i in unpaid]
                 terms.append(weights.complete * len(done))
                 terms.append(weights.slo_at_completion * sum(r > slo_s for r in done))
             rewards.append(math.fsum(terms))
         return rewards
 
-    def _response_if_last_s(self, index: int, ordered_from: int) -> float:
-        """Response time as known at the decision: nobody has come later, and overtaken it."""
-        if ordered_from == len(self.jobs):
-            return self.jobs[index].response_s
-        known = [
-            replace(job, accepted=False, response_s=math.nan) for job in self.jobs[: index + 1]
-        ]
-        return HeapqCluster(self.scenario, known).run().jobs[index].response_s
+    def _if_last_s(self, num: int) -> list[float]:
+        """Response times of the first so many if nobody comes later; 0 of those not accepted."""
+        known = [replace(job, accepted=False, response_s=math.nan) for job in self.jobs[:num]]
+        found = HeapqCluster(self.scenario, known).run().jobs
+        return [job.response_s if job.accepted else 0.0 for job in found]
 
     def _place(self, index: int, job: Job) -> None:
         server = self.servers[job.action]

@@ -82,7 +82,6 @@ def the_oracle(scenario: Scenario, stream: FloatArray, actions, keys=None) -> He
             arrival_s=row[kernel.ARRIVAL_S],
             tokens=row[kernel.TRUE_TOTAL],
             predicted_tokens=row[kernel.PREDICTED_TOTAL],
-            baseline_response_s=row[kernel.BASELINE_RESPONSE_S],
             action=int(action),
             **({} if key is None else dict(zip(_KEY, key, strict=False))),
         )
@@ -156,7 +155,6 @@ def instances(draw, disciplines=DISCIPLINES) -> Instance:
             slo=draw(credit),
             tail=draw(credit),
             tail_after_s=1.0,
-            subtract_baseline=draw(st.booleans()),
         ),
     )
     num = draw(st.integers(1, 30))
@@ -170,5 +168,4 @@ def instances(draw, disciplines=DISCIPLINES) -> Instance:
     unit = 256.0 if sharing else 500.0
     tokens = unit * column([1, 2, 2, 3, 8])
     stream = a_stream(arrival_s, tokens, tokens * column([0.5, 1.0, 1.5]), dispatch_s)
-    stream[:, kernel.BASELINE_RESPONSE_S] = column([0.25, 1.5, 3.0])
     return scenario, stream, column(list(range(len(servers)))).tolist()

@@ -79,7 +79,7 @@ def linear_artifact(weights=None, **fields):
 def network_artifact(seed=0, **fields):
     """An untrained network over three replicas."""
     rng = np.random.default_rng(seed)
-    size = observation_size(3, expected_finish=True)
+    size = observation_size(3, whole=False)
     scaling = FeatureScaling(
         medians=(0.0,) * NUM_REQUEST_FEATURES, scales=(1.0,) * NUM_REQUEST_FEATURES
     )
@@ -91,7 +91,8 @@ def network_artifact(seed=0, **fields):
         "w1": rng.normal(size=(3, 16)),
         "b1": rng.normal(size=3),
     }
-    fields = {"kind": "mlp", "trainer": "ppo", "num_replicas": 3, "scaling": scaling, **fields}
+    known = {"kind": "mlp", "trainer": "ppo", "num_replicas": 3, "expected_finish": False}
+    fields = {**known, "scaling": scaling, **fields}
     return PolicyArtifact(metadata(**fields), arrays)
 
 

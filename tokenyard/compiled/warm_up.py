@@ -26,7 +26,6 @@ from tokenyard.routing.policies.order import Ordered, ShortestJob
 from tokenyard.routing.prefix_index import PrefixIndex
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.scores.order import NUM_ORDER_WEIGHTS
-from tokenyard.routing.scores.residual import LAYOUT, ResidualNetwork
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_streams import token_rows
 from tokenyard.routing.simulator.branching import BranchingConfig
@@ -57,10 +56,6 @@ def compile_batching() -> None:
     sim.snapshots(0, 1)
     _play(sim)
     sim.run_given(np.zeros((1, _NUM_REQUESTS), dtype=np.int64))
-    size, hidden = LAYOUT.num_inputs, 4
-    first, second, bias = np.zeros((size, hidden)), np.zeros((hidden, hidden)), np.zeros(hidden)
-    policy = ResidualNetwork(np.zeros(sim.num_weights), first, bias, second, bias, bias)
-    sim.run_residual(policy, 1.0)
 
 
 def compile_branching() -> None:

@@ -1,9 +1,7 @@
-"""Networks of the RLlib algorithms: the stock ones, plus what a router needs.
+"""Networks of the RLlib algorithms: the stock ones, with a normaliser of the observation.
 
-Both add two things to the module that RLlib ships. A normaliser of the observation lives in
-buffers of the module, so that it travels with the weights to the env runners, into checkpoints
-and into the artifact. A residual makes the network a correction of shortest expected delay: the
-expected finish time, read back from the observation, is subtracted from every output.
+It lives in buffers of the module, so that it travels with the weights to the env runners, into
+checkpoints and into the artifact.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium.spaces import Discrete
 from ray.rllib.algorithms.dqn.default_dqn_rl_module import QF_PREDS
 from ray.rllib.algorithms.dqn.torch.default_dqn_torch_rl_module import DefaultDQNTorchRLModule
 from ray.rllib.algorithms.ppo.torch.default_ppo_torch_rl_module import DefaultPPOTorchRLModule
@@ -25,18 +22,17 @@ from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from torch import Tensor, nn
 
-from tokenyard.routing.observation import finish_columns, observation_size
 from tokenyard.types import FloatArray
 
 NORMALISE = "normalise"
 """Key of a module's `model_config`: whether observations are normalised (bool)."""
 RESIDUAL_SCALE = "residual_scale"
-"""Key of a module's `model_config`: weight of the finish time, per second; 0: no residual."""
+"""Key of a module's `model_config`: what an SLO of the rule's cost lowers a preference by."""
 
 SMALLEST_STD = 0.1
 """A number that hardly varied in training is divided by this: a rare value stays small."""
 OUTPUT_GAIN = 0.01
-"""Factor on the initial output weights: a fresh network hardly disturbs its residual."""
+"""Factor on the initial output weights: a fresh network hardly disturbs what it corrects."""
 
 
 class RunningNormaliser(nn.Module):
@@ -104,31 +100,19 @@ class Observes:
 
 
 class _RouterParts(Observes):
-    """Normaliser and residual, mixed into an RLModule of RLlib."""
+    """Normaliser, mixed into an RLModule of RLlib."""
 
     observation_space: Any
-    action_space: Any
     model_config: dict[str, Any]
-    finish_columns: list[int]
 
     def _add_parts(self, output: nn.Module) -> None:
         size = self.observation_space.shape[0]
         normalise = self.model_config.get(NORMALISE, False)
         self.normaliser = RunningNormaliser(size) if normalise else nn.Identity()
-        self.residual_scale = float(self.model_config.get(RESIDUAL_SCALE, 0.0))
-        if self.residual_scale:
-            assert isinstance(self.action_space, Discrete)
-            num_replicas = int(self.action_space.n)
-            # A residual without finish times in the observation is refused by build_config.
-            assert size == observation_size(num_replicas, expected_finish=True)
-            self.finish_columns = finish_columns(num_replicas)
         shrink_last_layer(output)
 
-    def _adjusted(self, preferences: Tensor, batch: dict[str, Any]) -> Tensor:
-        if not self.residual_scale:
-            return preferences
-        finish_s = torch.expm1(batch[Columns.OBS][..., self.finish_columns])
-        return preferences - self.residual_scale * finish_s
+    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
+        return outputs
 
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:

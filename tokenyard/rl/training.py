@@ -243,6 +243,5 @@ class RllibTraining(RllibLearner[StreamSource]):
         """The greedy policy of the present weights."""
         return export_policy(
             self.module, self._trained_for, self._trainer, metrics, lineage,
-            expected_finish=bool(self._config.env_config["expected_finish"]),
             order=self._config.env_config["order"],
         )  # fmt: skip

@@ -22,7 +22,6 @@ from tokenyard.routing.observation import (
     NUM_MARGINAL_SLO_WEIGHTS,
     NUM_MARGINAL_WEIGHTS,
     NUM_REQUEST_FEATURES,
-    finish_columns,
     observation_size,
 )
 from tokenyard.routing.policies.learned import (
@@ -126,7 +125,11 @@ def _check_mlp(artifact: PolicyArtifact) -> None:
     metadata = artifact.metadata
     if metadata.num_replicas is None:
         raise ValueError("a network needs num_replicas in its metadata")
-    size = observation_size(metadata.num_replicas, metadata.expected_finish)
+    if metadata.expected_finish or metadata.residual_scale:
+        raise ValueError(
+            "networks over the flat observation are no longer shown finish times; train another one"
+        )
+    size = observation_size(metadata.num_replicas, whole=False)
     check_network(artifact.arrays, size, metadata.num_replicas)
 
 
@@ -146,8 +149,6 @@ def _check_inputs(artifact: PolicyArtifact) -> None:
     metadata = artifact.metadata
     if metadata.scaling is None:
         raise ValueError("a network needs scaling in its metadata")
-    if metadata.residual_scale and not metadata.expected_finish:
-        raise ValueError("residual_scale needs expected_finish in the observation")
 
 
 def _run_linear(artifact: PolicyArtifact, sim: PolicyRunner) -> None:
@@ -183,13 +184,7 @@ def network_preferences(
     Returns:
         Shape (num, num_replicas), higher is better.
     """
-    metadata = artifact.metadata
-    assert metadata.num_replicas is not None
-    preferences = Network.from_arrays(artifact.arrays, metadata.activation)(observations)
-    if metadata.residual_scale:
-        finish_s = np.expm1(observations[:, finish_columns(metadata.num_replicas)])
-        preferences -= metadata.residual_scale * finish_s
-    return preferences
+    return Network.from_arrays(artifact.arrays, artifact.metadata.activation)(observations)
 
 
 def _policy_of(plain: type[ScoringPolicy], ordered: type[ScoringPolicy]) -> MakePolicy:
@@ -215,7 +210,7 @@ KINDS: dict[str, RoutingKind] = {
     ),
     "corrected": RoutingKind(
         _check_residual, _policy_of(ResidualPolicy, OrderedResidualPolicy), run=_run_residual,
-        needs_engine=lambda it: True,
+        needs_engine=lambda it: it.metadata.num_replicas is None,
     ),
 }  # fmt: skip
 """Kind of an artifact to what there is to know of it; `ArtifactMetadata.kind` says what each is."""

@@ -41,19 +41,19 @@ class Observed(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What an observation holds of every replica that batches (`observation.encode`).
+    """What the whole observation holds of every replica (`observation.encode`).
 
     The last number of a replica is whether it takes requests, which is no feature, because those
     that are chosen from all do.
     """
 
     shows_rule: bool = False
-    """Whether what a rule's costs are made from comes last (`BatchingSim.show_rule`)."""
+    """Whether what a rule's costs are made from comes last (`Simulator.show_rule`)."""
 
     @property
     def numbers_per_replica(self) -> int:
         """Length of an observation's part about one replica, without the rule."""
-        return observation_size(1, expected_finish=True, batches=True) - NUM_REQUEST_FEATURES
+        return observation_size(1, whole=True) - NUM_REQUEST_FEATURES
 
     @property
     def num_features(self) -> int:

@@ -41,17 +41,17 @@ class ArtifactMetadata(FrozenModel):
     format_version: Literal[1] = 1
     kind: Literal["marginal", "mlp", "corrected"]
     """`marginal`: a learned correction of the delay that a request adds
-    (`tokenyard.routing.scores.linear`); `mlp`: a network over the flat
-    observation; `corrected`: a `marginal` policy and a network that scores every replica alike and
+    (`tokenyard.routing.scores.linear`); `mlp`: a network over what the paper's agents see of
+    servers; `corrected`: a `marginal` policy and a network that scores every replica alike and
     corrects it (`tokenyard.routing.scores.residual`)."""
     problem: Literal["routing"] = "routing"
     scenario: str
     trainer: str
     """Algorithm that made it: policy_search, ppo, a2c or dqn."""
     num_replicas: int | None
-    """Replicas it decides between, in the order it was trained on; None: any."""
+    """Servers it decides between, in the order it was trained on; None: any that batch."""
     expected_finish: bool = True
-    """Whether its observation holds the expected finish times."""
+    """False of an `mlp`, which is not shown them; of other kinds it says nothing."""
     slo_response_s: Annotated[float, Field(gt=0)]
     mean_total_tokens: Annotated[float, Field(gt=0)]
     """Typical size of a request in training, tokens."""
@@ -63,7 +63,7 @@ class ArtifactMetadata(FrozenModel):
     """Needed by networks."""
     activation: Activation = "relu"
     residual_scale: Annotated[float, Field(ge=0)] = 0.0
-    """How much a second of expected response time lowers the preference of an `mlp`."""
+    """0: networks of earlier releases that corrected shortest expected delay are refused."""
     metrics: Mapping[str, float] = {}
     """What it scored when it was exported."""
     lineage: Mapping[str, str] = {}

@@ -54,8 +54,8 @@ NUM_COLUMNS = 24
 
 NUM_REQUEST_FEATURES = 16
 NUM_REPLICA_FEATURES = 6
-NUM_FINISH_FEATURES = 2
-NUM_BATCHING_FEATURES = 6
+NUM_DELAY_FEATURES = 8
+"""Of a replica in the whole observation, after those that the paper's agents see."""
 
 OBSERVATION_LIMIT = 20.0
 """Every observed number lies in [-20, 20]: they are logarithms, so the bound is e^20 units."""
@@ -78,25 +78,15 @@ MARGINAL_OVERTAKEN, MARGINAL_SPARED = 9, 10
 """The same of d and e, which an order takes off q and o."""
 
 
-def observation_size(num_replicas: int, expected_finish: bool, batches: bool = False) -> int:
-    """Length of the flat observation: 40 for three replicas with expected finish times.
+def observation_size(num_replicas: int, whole: bool) -> int:
+    """Length of an observation of three replicas: 58, or 34 of what the paper's agents see.
 
     Args:
         num_replicas: Replicas to choose from.
-        expected_finish: Whether each replica's expected times are in it.
-        batches: Whether the replicas batch continuously.
+        whole: Whether delays, tokens and memory of each replica are in it.
     """
-    per_replica = NUM_REPLICA_FEATURES + (NUM_FINISH_FEATURES if expected_finish else 0)
-    if batches:
-        per_replica += NUM_BATCHING_FEATURES
+    per_replica = NUM_REPLICA_FEATURES + (NUM_DELAY_FEATURES if whole else 0)
     return NUM_REQUEST_FEATURES + num_replicas * per_replica
-
-
-def finish_columns(num_replicas: int) -> list[int]:
-    """Places of the finish times in an observation that has them (`encode`)."""
-    per_replica = NUM_REPLICA_FEATURES + NUM_FINISH_FEATURES
-    first = NUM_REQUEST_FEATURES + per_replica - 1
-    return [first + per_replica * replica for replica in range(num_replicas)]
 
 
 def speed_ranks(tokens_per_s: FloatArray) -> FloatArray:
@@ -284,7 +274,7 @@ def encode(
     context_tokens: float,
     predicted_total_tokens: float,
     columns: FloatArray,
-    expected_finish: bool,
+    whole: bool,
     out: npt.NDArray[np.float32],
 ) -> int:
     """Write the observation of one decision and count the numbers that hit the bound.
@@ -294,7 +284,7 @@ def encode(
         context_tokens: Length of its prompt, tokens.
         predicted_total_tokens: Size of the request as the router knows it, tokens.
         columns: The table, shape (num_replicas, NUM_COLUMNS).
-        expected_finish: Whether to add the wait and the finish time of each replica.
+        whole: Whether to add delays, tokens and memory of each replica.
         out: Filled with the observation, shape (observation_size(...),).
 
     Returns:
@@ -318,25 +308,18 @@ def encode(
         out[at + 4] = row[NUM_RUNNING] / row[NUM_SLOTS]
         out[at + 5] = math.log(1.0 + row[TOKENS_PER_S] / 1000.0)
         at += NUM_REPLICA_FEATURES
-        batches = row[ITERATION_S] > 0.0
-        finish = row[WAIT_S] + predicted_total_tokens / row[TOKENS_PER_S]
-        others = 0.0
-        if batches:
+        if whole:
             output_tokens = predicted_total_tokens - context_tokens
-            prefill, decode, others = batching_delays(row, context_tokens, output_tokens)
-            finish = prefill + decode
-        if expected_finish:
+            prefill, decode, others = request_delays(row, context_tokens, output_tokens)
             out[at] = math.log(1.0 + row[WAIT_S])
-            out[at + 1] = math.log(1.0 + finish)
-            at += NUM_FINISH_FEATURES
-        if batches:
-            out[at] = math.log(1.0 + others)
-            out[at + 1] = math.log(1.0 + row[PREFILL_IN_FLIGHT] / 1000.0)
-            out[at + 2] = math.log(1.0 + row[OUTPUT_IN_FLIGHT] / 1000.0)
-            out[at + 3] = row[KV_USED_FRACTION]
-            out[at + 4] = row[MATCH_TOKENS] / context_tokens
-            out[at + 5] = row[ROUTABLE]
-            at += NUM_BATCHING_FEATURES
+            out[at + 1] = math.log(1.0 + (prefill + decode))
+            out[at + 2] = math.log(1.0 + others)
+            out[at + 3] = math.log(1.0 + row[PREFILL_IN_FLIGHT] / 1000.0)
+            out[at + 4] = math.log(1.0 + row[OUTPUT_IN_FLIGHT] / 1000.0)
+            out[at + 5] = row[KV_USED_FRACTION]
+            out[at + 6] = row[MATCH_TOKENS] / max(context_tokens, 1.0)
+            out[at + 7] = row[ROUTABLE]
+            at += NUM_DELAY_FEATURES
         for i in range(first, at):
             if out[i] > OBSERVATION_LIMIT:
                 saturated += 1

@@ -115,9 +115,6 @@ class RewardWeights(FrozenModel):
     """Where the tail begins, seconds."""
     energy: float = 0.0
     """Per joule that the placement adds to what the chosen replica's work takes (fleets only)."""
-    subtract_baseline: bool = False
-    """Subtract what shortest expected delay would have earned on the same request of the same
-    stream (an input-dependent baseline, Mao et al. 2019, arXiv:1807.02264); servers only."""
 
     @property
     def credits_response(self) -> bool:
@@ -129,7 +126,7 @@ UNPAID = RewardWeights(processing=0, queue=0, overload=0, balance=0, accept=0, d
 """Weights of nothing, where nobody looks at rewards. To look ahead how long a response will take is
 a tenth to two thirds of the work of simulating a fleet."""
 
-_SERVER_TERMS = ("processing", "queue", "overload", "balance", "subtract_baseline")
+_SERVER_TERMS = ("processing", "queue", "overload", "balance")
 _FLEET_TERMS = ("energy",)
 _OF_SERVERS: dict[str, object] = {"discipline": "serial", "queue_limit": 1000, "overflow": "queue"}
 """Fields of a scenario that say how servers work, and their defaults."""

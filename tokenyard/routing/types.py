@@ -264,11 +264,7 @@ class PolicyRunner(Protocol):
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float, order: FloatArray
     ) -> None:
-        """Run all streams to the end under a corrected policy, in an order.
-
-        Raises:
-            ValueError: The servers do not batch.
-        """
+        """Run all streams to the end under a corrected policy, in an order."""
 
     def order_by(self, order: FloatArray) -> None:
         """Let requests that are placed one by one wait by an order."""

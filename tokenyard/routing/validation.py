@@ -74,9 +74,7 @@ def outcome_row(outcomes: Outcomes, slo_s: float) -> tuple[float, float, float, 
 
 def artifact_runs(scenario: Scenario, streams: StreamSet, artifact: PolicyArtifact) -> list[Run]:
     """Run the greedy policy of an artifact in compiled code; see `outcome_runs`."""
-    metadata = artifact.metadata
-    run = partial(KINDS[metadata.kind].run, artifact)
-    return outcome_runs(scenario, streams, run, metadata.expected_finish)
+    return outcome_runs(scenario, streams, partial(KINDS[artifact.metadata.kind].run, artifact))
 
 
 def policy_runs(
@@ -88,15 +86,10 @@ def policy_runs(
     return outcome_runs(scenario, streams, policy)
 
 
-def outcome_runs(
-    scenario: Scenario,
-    streams: StreamSet,
-    decide: Decide,
-    expected_finish: bool = True,
-) -> list[Run]:
+def outcome_runs(scenario: Scenario, streams: StreamSet, decide: Decide) -> list[Run]:
     """Run streams of equal length to the end in compiled code; rewards are 0."""
     requests = streams.requests
-    sim = make_simulator(scenario, len(requests), len(requests[0]), expected_finish=expected_finish)
+    sim = make_simulator(scenario, len(requests), len(requests[0]))
     for copy, stream in enumerate(requests):
         sim.load(copy, stream)
     decide(sim)

@@ -10,7 +10,7 @@ import pytest
 import envs
 from tokenyard.registry import ARTIFACT_FILE
 from tokenyard.rl.columnar.sampling import TrainingSettings
-from tokenyard.rl.routing.training import build_config, ours
+from tokenyard.rl.routing.training import RESPONSE_REWARD, build_config, equivariant
 from tokenyard.rl.routing.trial import RouterTrainable
 from tokenyard.routing.artifact import PolicyArtifact
 
@@ -23,7 +23,7 @@ def a_trial(algorithm, **changes):
         "scenario": "poisson_085",
         "register_env": envs.register,
         "num_env_runners": 0,
-        "num_envs": 8,
+        "num_envs": 32,
         "steps_per_iteration": 600,
         "validation_streams": 1,
         "seed": 3,
@@ -123,7 +123,7 @@ def test_a_killed_env_runner_is_replaced_and_the_trial_goes_on(algorithm):
 
 def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
     envs.register()
-    short = replace(ours(), num_envs=8, episode_requests=50)
+    short = replace(equivariant(), num_envs=16, episode_requests=30)
     config = build_config(
         "ppo", short, "LoadBalancingEnv", {"scenario": "poisson_085"},
         TrainingSettings(num_env_runners=2, steps_per_iteration=1024),
@@ -138,12 +138,12 @@ def test_remote_runners_and_evaluation_work_as_in_any_rllib_algorithm():
             lambda runner: runner.sample()[0].observations[0], local_env_runner=False
         )
         weights = algorithm.env_runner_group.foreach_env_runner(
-            lambda runner: runner.module.pi.state_dict(), local_env_runner=False
+            lambda runner: runner.module.scorer.state_dict(), local_env_runner=False
         )
     finally:
         algorithm.stop()
     assert result["env_runners"]["num_env_steps_sampled"] == 1024
-    assert result["env_runners"]["episode_len_mean"] == 50
+    assert result["env_runners"]["episode_len_mean"] == 30
     assert result["evaluation"]["env_runners"]["num_episodes"] == 2
     assert {"policy_loss", "vf_loss", "entropy"} <= result["learners"]["default_policy"].keys()
     assert not np.array_equal(*starts)
@@ -187,7 +187,8 @@ def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp
     trial = a_trial(
         algorithm,
         scenario=str(scenario),
-        residual_scale=0.0,
+        recipe="paper",
+        reward=RESPONSE_REWARD,
         training={"lr": lr},
         steps_per_iteration=2000,
         train_steps=10_000,

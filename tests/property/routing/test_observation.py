@@ -56,21 +56,20 @@ request_features = st.lists(
 ).map(lambda values: ob.squash(np.array(values)))
 
 
-def an_observation(function, features, tokens, columns, finish=True):
-    batches = bool(columns[0, ob.ITERATION_S])
-    out = np.full(ob.observation_size(len(columns), finish, batches), np.nan, dtype=np.float32)
+def an_observation(function, features, tokens, columns, whole):
+    out = np.full(ob.observation_size(len(columns), whole), np.nan, dtype=np.float32)
     context = max(0.75 * tokens, 1.0)
-    return function(features, context, max(tokens, 2.0), columns, finish, out), out
+    return function(features, context, max(tokens, 2.0), columns, whole, out), out
 
 
 @settings(max_examples=scaled(200))
 @given(request_features, amounts, replicas | batching_replicas, st.booleans())
 def test_compiled_and_plain_observations_are_equal_and_within_the_documented_bounds(
-    features, tokens, some, finish
+    features, tokens, some, whole
 ):
     columns = ob.snapshot_columns(some)
-    saturated, out = an_observation(ob.encode, features, tokens, columns, finish)
-    plain_saturated, plain = an_observation(ob.encode.py_func, features, tokens, columns, finish)
+    saturated, out = an_observation(ob.encode, features, tokens, columns, whole)
+    plain_saturated, plain = an_observation(ob.encode.py_func, features, tokens, columns, whole)
     assert out.tobytes() == plain.tobytes()
     assert saturated == plain_saturated
     assert np.isfinite(out).all()
@@ -103,28 +102,34 @@ def test_the_server_computes_from_snapshots_what_the_simulator_shows_in_training
     stream = random_stream(scenario, rng, 50, load=1.2)
     stream[:, -ob.NUM_REQUEST_FEATURES :] = ob.squash(rng.normal(size=(50, 16)))
     sim = loaded(scenario, stream)
+    whole = bool(rng.integers(2))
+    if whole:
+        sim.show_rule(2000.0)
     for index, action in enumerate(rng.integers(0, 3, 49)):
         columns = ob.snapshot_columns(list(sim.snapshots()))
         assert ob.snapshot_columns(sim.snapshots()).tobytes() == columns.tobytes()
         features = stream[index, -ob.NUM_REQUEST_FEATURES :]
         request = sim.request()
-        out = np.empty(ob.observation_size(3, True), dtype=np.float32)
+        out = np.empty(ob.observation_size(3, whole=whole), dtype=np.float32)
         sizes = request.context_tokens, request.predicted_total_tokens
-        ob.encode(features, *sizes, columns, True, out)
-        assert out.tobytes() == sim.observe()[0].tobytes()
+        ob.encode(features, *sizes, columns, whole, out)
+        assert out.tobytes() == sim.observe()[0, : len(out)].tobytes()
         sim.step(one(action))
 
 
 def test_numbers_beyond_the_bound_are_counted_by_the_simulator():
     stream = random_stream(a_scenario([(1e-12, 1)]), np.random.default_rng(0), 3)
     sim = loaded(a_scenario([(1e-12, 1)]), stream)
+    sim.show_rule(2000.0)
     sim.observe()
-    assert sim.num_saturated == 1  # the finish time, e^35 seconds away
+    # The finish time, e^35 seconds away. In SLOs the service, that by the size of the request, and
+    # how far it is beyond the SLO.
+    assert sim.num_saturated == 4
 
 
-def test_three_replicas_with_finish_times_make_forty_numbers():
-    assert ob.observation_size(3, expected_finish=True) == 40
-    assert ob.observation_size(3, expected_finish=False) == 34
+def test_three_replicas_make_58_numbers_or_the_papers_34():
+    assert ob.observation_size(3, whole=True) == 58
+    assert ob.observation_size(3, whole=False) == 34
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,14 @@ from tokenyard.routing.observation import (
 )
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.scores.linear import marginal_scores
-from tokenyard.routing.scores.residual import LAYOUT, fold, make_scratch, residual_scores
+from tokenyard.routing.scores.residual import LAYOUT, fold, make_player, residual_scores
 from tokenyard.routing.search import PolicySearch, SearchConfig
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
 from tokenyard.routing.types import OrderingPolicy
 from tokenyard.routing.validation import Validation
 
-MIXED, CHURN = "azure_code_mixed_gpus", "churn"
+MIXED, CHURN, SERIAL = "azure_code_mixed_gpus", "churn", "poisson_085"
 ORDER = np.array([8.0, 5.0, 2.0, 4.0])
 seeds = st.integers(0, 2**32 - 1)
 
@@ -87,13 +87,10 @@ def a_table(rng, num_replicas=4):
 
 def scored(artifact, table, request=None):
     correction = fold(artifact.arrays, artifact.layers)
-    costs = np.empty(len(table))
+    player = make_player(correction, len(table), 2000.0, 3.0)
     features = np.zeros(NUM_REQUEST_FEATURES) if request is None else request
-    best = residual_scores(
-        correction, features, 900.0, 40.0, 2000.0, 3.0, table,
-        make_scratch(correction, len(table)), costs,
-    )  # fmt: skip
-    return best, costs
+    best = residual_scores(player, features, 900.0, 40.0, table)
+    return best, player.scores
 
 
 @given(seeds)
@@ -107,7 +104,7 @@ def test_the_costs_are_those_of_a_plain_network_on_the_plain_observation(seed):
     rule = np.empty(4)
     arrays = artifact.arrays
     marginal_scores(arrays["weights"], 900.0, 40.0, 2000.0, 3.0, table, rule)
-    observation = np.empty(observation_size(4, True, True), dtype=np.float32)
+    observation = np.empty(observation_size(4, whole=True), dtype=np.float32)
     encode(request, 900.0, 940.0, table, True, observation)
     seen = LAYOUT.split_observation(observation.astype(np.float64), np)
     x = scorer_inputs(
@@ -157,7 +154,13 @@ def test_without_a_network_it_is_the_rule():
 @pytest.mark.parametrize("order", [None, ORDER])
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(MIXED, "corrected"), ("multi_turn_prefix", "corrected"), (MIXED, "marginal")],
+    [
+        (MIXED, "corrected"),
+        ("multi_turn_prefix", "corrected"),
+        (SERIAL, "corrected"),
+        (MIXED, "marginal"),
+        (SERIAL, "marginal"),
+    ],
 )
 def test_kernel_and_served_policy_decide_and_order_alike(name, kind, order):
     """The one runs in the simulator on its rows, the other on snapshots and remembered requests."""

@@ -17,7 +17,7 @@ from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 ORDER = (4.0, 1.0, 2.0, 1.0)
 NOTHING = {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
 FLEETS = [name for name in scenario_names() if load_scenario(name).fleet is not None]
-WORKING_REWARD = {"response": -1.0, "slo": -2.0, "accept": 0.0, "subtract_baseline": True}
+WORKING_REWARD = {"response": -1.0, "slo": -2.0, "accept": 0.0}
 
 
 @pytest.mark.parametrize("scenario", scenario_names())
@@ -34,17 +34,19 @@ def test_gymnasium_makes_the_environment_and_its_vector_twin_by_name():
     single = gymnasium.make(envs.LOAD_BALANCING_ID, **options)
     many = gymnasium.make_vec(envs.LOAD_BALANCING_ID, num_envs=3, **options)
     assert single.observation_space == many.single_observation_space
-    assert many.reset(seed=0)[0].shape == (3, 40)
+    assert many.reset(seed=0)[0].shape == (3, 34)
 
 
-def test_the_observation_has_forty_numbers_with_finish_times_and_thirty_four_without():
-    with_finish = envs.LoadBalancingEnv(scenario="poisson_085")
-    without = envs.LoadBalancingEnv(scenario="poisson_085", expected_finish=False)
-    assert with_finish.observation_space.shape == (observation_size(3, True),) == (40,)
-    assert without.observation_space.shape == (34,)
+def test_observations_of_servers_are_the_papers_unless_a_rule_is_shown():
+    plain = envs.LoadBalancingEnv(scenario="poisson_085")
+    shown = envs.LoadBalancingEnv(scenario="poisson_085", shows_rule=True)
+    assert plain.observation_space.shape == (observation_size(3, whole=False),) == (34,)
+    assert shown.observation_space.shape == (16 + (14 + 12) * 3,)
 
 
-@pytest.mark.parametrize("more", [{}, {"reward": WORKING_REWARD}, {"order": ORDER}])
+@pytest.mark.parametrize(
+    "more", [{}, {"reward": WORKING_REWARD}, {"order": ORDER, "shows_rule": True}]
+)
 @pytest.mark.parametrize("scenario", ["bursty_serial", "high_load"])
 def test_the_vector_twin_equals_single_environments_step_for_step(scenario, more):
     config = {"scenario": scenario, **more, "episode_requests": 30}
@@ -138,8 +140,6 @@ def test_placing_on_a_replica_that_is_down_is_a_refused_attempt_and_a_step():
 def test_observations_of_a_fleet_have_the_documented_length():
     env = envs.LoadBalancingEnv(scenario="churn")
     assert env.observation_space.shape == (16 + 14 * 5,)
-    short = envs.LoadBalancingEnv(scenario="churn", expected_finish=False)
-    assert short.observation_space.shape == (16 + 12 * 5,)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,6 @@ def test_observations_of_a_fleet_have_the_documented_length():
     [
         ("churn", {}, "processing.*queue.*overload.*balance"),
         ("churn", NOTHING | {"balance": 0.1}, "balance"),
-        ("churn", NOTHING | {"subtract_baseline": True}, "subtract_baseline"),
         ("nominal", {"energy": -0.01}, "energy"),
     ],
 )
@@ -232,19 +231,6 @@ def test_requests_wait_by_the_order_that_a_rule_would_give_them(name):
 def test_an_order_that_lacks_a_weight_is_refused():
     with pytest.raises(ValidationError, match="3 weights of an order given; give 4"):
         envs.LoadBalancingEnv(scenario="nominal", order=(1.0, 0.0, 0.0))
-
-
-def test_shortest_expected_delay_earns_nothing_once_it_is_the_baseline_itself():
-    reward = WORKING_REWARD | {"processing": 0.0, "queue": 0.0, "overload": 0.0, "balance": 0.0}
-    scenario = load_scenario("poisson_085")
-    env = envs.LoadBalancingEnv(scenario=scenario, reward=reward, episode_requests=500)
-    env.reset(seed=5)
-    for _ in range(500):
-        finish = [
-            s.wait_s + env.sim.request().predicted_total_tokens / s.tokens_per_s
-            for s in env.sim.snapshots()
-        ]
-        assert env.step(np.int64(np.argmin(finish)))[1] == pytest.approx(0.0, abs=1e-9)
 
 
 def test_copies_of_one_stream_have_equal_traffic_and_copies_of_another_do_not():

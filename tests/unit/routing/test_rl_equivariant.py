@@ -15,7 +15,7 @@ from scipy.special import log_softmax
 
 from tokenyard.rl.routing.equivariant import LAYOUT, EquivariantActorCritic
 from tokenyard.rl.routing.export import export_policy
-from tokenyard.rl.routing.training import build_config, fleet
+from tokenyard.rl.routing.training import build_config, equivariant
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.equivariant import rule_costs
 from tokenyard.routing.observation import (
@@ -31,7 +31,7 @@ from tokenyard.routing.simulator.streams import StreamSource, stream_rng
 from tokenyard.routing.validation import Validation
 
 ALGORITHMS = ("ppo", "a2c", "dqn")
-MIXED, CHURN, LOCAL = "azure_code_mixed_gpus", "churn", "local_cpu"
+MIXED, CHURN, LOCAL, SERIAL = "azure_code_mixed_gpus", "churn", "local_cpu", "poisson_085"
 TUNED = tuple(np.linspace(-0.2, 0.3, NUM_MARGINAL_WEIGHTS).tolist())
 
 
@@ -41,7 +41,8 @@ def spaces(num_replicas):
 
 def a_module(algorithm, num_replicas=4, recipe=None, rule_weights=TUNED):
     """The learner's module of an algorithm, built without starting anything."""
-    config = build_config(algorithm, recipe or fleet(), "unused", {}, rule_weights=rule_weights)
+    recipe = recipe or equivariant()
+    config = build_config(algorithm, recipe, "unused", {}, rule_weights=rule_weights)
     torch.manual_seed(0)
     spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: spaces(num_replicas)})
     return spec.build()
@@ -116,11 +117,13 @@ def below_best(preferences):
     return preferences - preferences.max()
 
 
+@pytest.mark.parametrize("scenario", [MIXED, SERIAL])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_fresh_network_is_the_rule_that_it_begins_with(algorithm):
-    source, sim = a_run(MIXED)
-    module = a_module(algorithm, rule_weights=(0.0,) * NUM_MARGINAL_WEIGHTS)
-    context = PolicyContext(MIXED, source.scenario.slo, np.random.default_rng(0), 4)
+def test_a_fresh_network_is_the_rule_that_it_begins_with(algorithm, scenario):
+    source, sim = a_run(scenario)
+    num = source.scenario.num_servers
+    module = a_module(algorithm, num, rule_weights=(0.0,) * NUM_MARGINAL_WEIGHTS)
+    context = PolicyContext(scenario, source.scenario.slo, np.random.default_rng(0), num)
     policy = make_policy("marginal_delay", context)
     agreed = [
         preferences(module, observation)[0].argmax() == policy.route(sim.request(), sim.snapshots())
@@ -144,7 +147,7 @@ def test_costs_made_from_what_is_shown_are_those_of_the_rule():
         assert rule_costs(rule, weights, np) == pytest.approx(costs, rel=1e-4, abs=1e-4)
 
 
-@pytest.mark.parametrize("scenario", [MIXED, LOCAL])
+@pytest.mark.parametrize("scenario", [MIXED, LOCAL, SERIAL])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
     algorithm, scenario, tmp_path
@@ -153,7 +156,7 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(
     module = disturb(a_module(algorithm, source.scenario.num_servers))
     export_policy(module, source, algorithm).save(tmp_path / "policy.npz")
     artifact = PolicyArtifact.load(tmp_path / "policy.npz")
-    assert artifact.needs_engine
+    assert artifact.needs_engine == (source.scenario.fleet is not None)
     policy = learned_policy(artifact)
     for observation in driven_at_random(sim):
         trained = below_best(preferences(module, observation)[0])
@@ -213,7 +216,7 @@ def test_one_network_decides_between_any_number_of_replicas(num_replicas):
 
 
 def test_an_observation_without_what_rules_are_made_of_is_refused():
-    config = build_config("ppo", fleet(), "unused", {})
+    config = build_config("ppo", equivariant(), "unused", {})
     short = Box(-20, 20, (LAYOUT.size(4) - 1,), np.float32), Discrete(4)
     with pytest.raises(ValueError, match="give the environment shows_rule"):
         config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: short}).build()
@@ -221,7 +224,7 @@ def test_an_observation_without_what_rules_are_made_of_is_refused():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_exploration_never_leaves_the_routable_replicas(algorithm):
-    recipe = fleet()
+    recipe = equivariant()
     curious = replace(recipe.algorithms["dqn"], epsilon=(1.0, 1.0))
     recipe = replace(recipe, algorithms={**recipe.algorithms, "dqn": curious})
     module = disturb(a_module(algorithm, 4, recipe=recipe))
@@ -243,7 +246,7 @@ def test_where_no_replica_is_routable_all_are_chosen_from():
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_update_with_replicas_that_are_not_routable_is_finite_and_moves_the_scorer(algorithm):
-    config = build_config(algorithm, fleet(), "unused", {})
+    config = build_config(algorithm, equivariant(), "unused", {})
     observations, actions = spaces(4)
     config = config.environment(observation_space=observations, action_space=actions)
     learner = config.build_learner()
@@ -291,7 +294,7 @@ def update(learner, module, algorithm, observation_space, action_space):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_an_env_runner_gets_all_it_decides_with_and_no_critic(algorithm):
-    config = build_config(algorithm, fleet(), "unused", {})
+    config = build_config(algorithm, equivariant(), "unused", {})
     observations, actions = spaces(4)
     spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: (observations, actions)})
     learners = disturb(spec.build())
@@ -319,7 +322,7 @@ def test_the_target_network_follows_the_scorer_when_it_is_told_to():
     torch.testing.assert_close(module.forward_target(batch)["qf_preds"], main)
 
 
-@pytest.mark.parametrize("scenario", [MIXED, CHURN])
+@pytest.mark.parametrize("scenario", [MIXED, CHURN, SERIAL])
 def test_validation_of_a_fresh_network_is_that_of_its_rule(scenario):
     source = StreamSource(load_scenario(scenario).model_copy(update={"requests_per_stream": 600}))
     module = a_module("ppo", source.scenario.num_servers, rule_weights=TUNED)

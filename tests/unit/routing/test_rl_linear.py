@@ -128,8 +128,8 @@ def test_trials_that_a_recipe_is_not_for_are_refused():
     def trial(algorithm, scenario, name):
         return RoutingTrialConfig(algorithm=algorithm, scenario=scenario, recipe=name)
 
-    with pytest.raises(ValueError, match="recipe 'ours' is not for a fleet"):
-        trial("ppo", "local_cpu", "ours").make_training(load_scenario("local_cpu"))
+    with pytest.raises(ValueError, match="recipe 'paper' is not for a fleet"):
+        trial("ppo", "local_cpu", "paper").make_training(load_scenario("local_cpu"))
     with pytest.raises(ValueError, match="recipe 'linear' has no 'dqn'"):
         trial("dqn", "poisson_085", "linear").make_training(load_scenario("poisson_085"))
 

@@ -1,4 +1,4 @@
-"""What our networks add to RLlib's: the normaliser, the residual, and the way out."""
+"""What our networks add to RLlib's: the normaliser, and the way out of the paper's agents."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from ray.rllib.core.columns import Columns
 
 from tokenyard.rl.modules import SMALLEST_STD, RunningNormaliser
 from tokenyard.rl.routing.export import export_policy
-from tokenyard.rl.routing.training import build_config, ours, paper
+from tokenyard.rl.routing.training import build_config, paper
 from tokenyard.routing.artifact import KINDS, learned_policy, network_preferences
 from tokenyard.routing.observation import observation_size
 from tokenyard.routing.scenario import load_scenario
@@ -26,30 +26,22 @@ from tokenyard.routing.types import OrderingPolicy
 ALGORITHMS = ("ppo", "a2c", "dqn")
 
 
-def a_module(algorithm, recipe, num_servers=3):
+def a_module(algorithm, num_servers=3):
     """The learner's module of an algorithm, built without starting anything."""
-    config = build_config(algorithm, recipe, "unused", {})
-    spec = config.get_rl_module_spec(
-        spaces={
-            DEFAULT_MODULE_ID: (
-                Box(-20, 20, (observation_size(num_servers, recipe.expected_finish),), np.float32),
-                Discrete(num_servers),
-            )
-        }
-    )
+    config = build_config(algorithm, paper(), "unused", {})
+    size = observation_size(num_servers, whole=False)
+    spaces = Box(-20, 20, (size,), np.float32), Discrete(num_servers)
+    spec = config.get_rl_module_spec(spaces={DEFAULT_MODULE_ID: spaces})
     torch.manual_seed(0)
     return spec.build()
 
 
 def disturb(module):
-    """Give every weight and buffer a value that no code path can hide."""
+    """Give every weight a value that no code path can hide."""
     rng = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.normal_(0.0, 0.3, generator=rng)
-        if isinstance(module.normaliser, RunningNormaliser):
-            module.normaliser.mean.normal_(0.0, 0.5, generator=rng)
-            module.normaliser.variance.uniform_(0.0, 2.0, generator=rng)
 
 
 def greedy_actions(module, observations):
@@ -59,11 +51,11 @@ def greedy_actions(module, observations):
     return output[Columns.ACTION_DIST_INPUTS].argmax(dim=1).numpy()
 
 
-def a_run(num_requests=300, expected_finish=True):
+def a_run(num_requests=300):
     """A cluster under load that is driven at random, so that queues build up."""
     scenario = load_scenario("poisson_085")
     source = StreamSource(scenario)
-    sim = ClusterSim(scenario, 1, num_requests, expected_finish=expected_finish)
+    sim = ClusterSim(scenario, 1, num_requests)
     sim.load(0, source.sample(num_requests, stream_rng(5, "validation")))
     return source, sim
 
@@ -91,27 +83,11 @@ def test_a_number_that_never_varied_does_not_explode_when_it_does():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_fresh_residual_network_is_shortest_expected_delay(algorithm):
-    _, sim = a_run()
-    module = a_module(algorithm, ours())
-    rng = np.random.default_rng(0)
-    observations, agreed, num = sim.observe(), 0, 299
-    for _ in range(num):
-        snapshots, request = sim.snapshots(), sim.request()
-        finish_s = [s.wait_s + request.predicted_total_tokens / s.tokens_per_s for s in snapshots]
-        agreed += int(greedy_actions(module, observations)[0]) == int(np.argmin(finish_s))
-        observations, _ = sim.step_and_observe(rng.integers(0, 3, 1))
-    # Not always: the fresh network's small outputs decide between nearly equal servers.
-    assert agreed > 0.9 * num
-
-
-@pytest.mark.parametrize("recipe", [paper(), ours()], ids=["paper", "ours"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorithm, recipe):
-    source, sim = a_run(expected_finish=recipe.expected_finish)
-    module = a_module(algorithm, recipe)
+def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorithm):
+    source, sim = a_run()
+    module = a_module(algorithm)
     disturb(module)
-    artifact = export_policy(module, source, algorithm, expected_finish=recipe.expected_finish)
+    artifact = export_policy(module, source, algorithm)
     policy = learned_policy(artifact)
     rng = np.random.default_rng(1)
     observations = sim.observe()
@@ -122,30 +98,15 @@ def test_trainer_and_server_pick_the_same_replica_on_the_same_snapshots(algorith
         observations, _ = sim.step_and_observe(rng.integers(0, 3, 1))
 
 
-def test_the_export_carries_the_normaliser_and_survives_a_file(tmp_path):
+def test_a_network_with_an_order_is_served_as_it_is_validated():
     source, _ = a_run()
-    module = a_module("ppo", ours())
-    module.normaliser.update(torch.from_numpy(np.random.default_rng(0).normal(size=(99, 40))))
-    artifact = export_policy(module, source, "ppo", metrics={"score": -1.5})
-    artifact.save(tmp_path / "policy.npz")
-    loaded = type(artifact).load(tmp_path / "policy.npz")
-    assert loaded.sha256 == artifact.sha256
-    assert loaded.metadata.metrics == {"score": -1.5}
-    np.testing.assert_allclose(loaded.arrays["mean"], module.normaliser.mean)
-
-
-@pytest.mark.parametrize("recipe", [paper(), ours()], ids=["paper", "ours"])
-def test_a_network_with_an_order_is_served_as_it_is_validated(recipe):
-    source, _ = a_run(expected_finish=recipe.expected_finish)
-    module = a_module("ppo", recipe)
+    module = a_module("ppo")
     disturb(module)
     stream = source.sample(400, stream_rng(5, "validation"))
-    sim = ClusterSim(source.scenario, 1, 400, expected_finish=recipe.expected_finish)
+    sim = ClusterSim(source.scenario, 1, 400)
     # The last one orders nothing, whatever came before.
     for order in ((8.0, 5.0, 2.0, 4.0), ()):
-        artifact = export_policy(
-            module, source, "ppo", expected_finish=recipe.expected_finish, order=order
-        )
+        artifact = export_policy(module, source, "ppo", order=order)
         streams, make = StreamSet([stream], "drawn"), partial(learned_policy, artifact)
         assert isinstance(make(), OrderingPolicy) == artifact.orders == bool(order)
         (run,) = run_policy(source.scenario, streams, lambda rng, make=make: make(), 0)

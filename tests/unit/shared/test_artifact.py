@@ -37,12 +37,15 @@ def a_linear_policy(weights=None, **changes):
 def a_network(arrays=None, **changes):
     ones = tuple([1.0] * NUM_REQUEST_FEATURES)
     metadata = a_linear_policy(kind="marginal").metadata.model_copy(
-        update={"kind": "mlp", "scaling": FeatureScaling(medians=ones, scales=ones)} | changes
-    )
+        update={
+            "kind": "mlp", "scaling": FeatureScaling(medians=ones, scales=ones),
+            "expected_finish": False,
+        } | changes
+    )  # fmt: skip
     rng = np.random.default_rng(0)
-    layers = {"w0": rng.normal(size=(8, 40)), "b0": np.zeros(8)}
+    layers = {"w0": rng.normal(size=(8, 34)), "b0": np.zeros(8)}
     layers |= {"w1": rng.normal(size=(3, 8)), "b1": np.zeros(3)}
-    return PolicyArtifact(metadata, {"mean": np.zeros(40), "std": np.ones(40)} | (arrays or layers))
+    return PolicyArtifact(metadata, {"mean": np.zeros(34), "std": np.ones(34)} | (arrays or layers))
 
 
 def snapshots(*waits):
@@ -135,10 +138,10 @@ def test_weights_that_are_not_finite_are_refused():
 
 
 def test_layers_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"'w0' has shape \(8, 39\)"):
-        a_network({"w0": np.zeros((8, 39)), "b0": np.zeros(8)})
+    with pytest.raises(ValueError, match=r"'w0' has shape \(8, 33\)"):
+        a_network({"w0": np.zeros((8, 33)), "b0": np.zeros(8)})
     with pytest.raises(ValueError, match="8 outputs where there must be 3"):
-        a_network({"w0": np.zeros((8, 40)), "b0": np.zeros(8)})
+        a_network({"w0": np.zeros((8, 34)), "b0": np.zeros(8)})
 
 
 def test_a_file_of_a_kind_that_is_gone_is_refused_with_the_rule_that_ships_now(tmp_path):
@@ -161,12 +164,10 @@ def test_a_policy_refuses_another_number_of_replicas_than_it_was_trained_on():
         learned_policy(a_network()).route(A_REQUEST, snapshots(0.0, 0.0))
 
 
-def test_a_residual_with_a_silent_network_is_shortest_expected_delay():
-    silent = {"w0": np.zeros((3, 40)), "b0": np.zeros(3)}
-    policy = learned_policy(a_network(silent, residual_scale=3.0))
-    decision = policy.decide(A_REQUEST, snapshots(0.0, 0.6, 0.9))
-    assert decision.replica == 0 or decision.scores[0] > min(decision.scores)
-    assert decision.scores == pytest.approx((3.0, 3 * 1.1, 3 * (0.9 + 1 / 3)))
+@pytest.mark.parametrize("changes", [{"residual_scale": 3.0}, {"expected_finish": True}])
+def test_networks_of_earlier_releases_that_read_finish_times_are_refused(changes):
+    with pytest.raises(ValueError, match="no longer shown finish times; train another one"):
+        a_network(**changes)
 
 
 def test_champion_prefers_the_path_then_the_registry_then_what_ships(tmp_path):

@@ -11,12 +11,12 @@ import envs
 from envs import LoadBalancingVectorEnv
 from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner, RouterEnvRunner
 from tokenyard.rl.columnar.sampling import TrainingSettings
-from tokenyard.rl.routing.training import build_config, ours
+from tokenyard.rl.routing.training import build_config, paper
 
 
 def a_runner(algorithm="ppo", runner=ColumnarEnvRunner, num_envs=4, episode_requests=6, **config):
     envs.register()
-    short = replace(ours(), num_envs=num_envs, episode_requests=episode_requests)
+    short = replace(paper(), num_envs=num_envs, episode_requests=episode_requests)
     settings = TrainingSettings(seed=3)
     built = build_config(
         algorithm, short, "LoadBalancingEnv", {"scenario": "poisson_085"}, settings

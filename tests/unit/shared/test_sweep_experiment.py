@@ -80,7 +80,7 @@ def test_a_reference_to_something_else_says_what_is_wrong(reference, reason):
 @pytest.mark.parametrize(
     "name",
     [
-        "default", "smoke", "serial", "paper", "paper_high_load", "ablation", "ours", "fleet",
+        "default", "smoke", "serial", "paper", "paper_high_load", "ablation", "fleet",
     ],
 )  # fmt: skip
 def test_every_trial_of_every_routing_experiment_is_one_the_trainer_accepts(name):
@@ -95,17 +95,17 @@ def test_a_share_of_the_budget_is_at_least_one_generation():
         assert RoutingTrialConfig.model_validate(routing.trainer_config(trial))
 
 
-def test_networks_for_a_fleet_go_on_from_a_search_as_long_as_the_one_beside_them():
+@pytest.mark.parametrize("experiment", [routing.default, routing.serial])
+def test_networks_go_on_from_a_search_as_long_as_the_one_beside_them(experiment):
     *learners, search = (
         RoutingTrialConfig.model_validate(routing.trainer_config(trial))
-        for trial in routing.default().trials
+        for trial in experiment().trials
     )
     assert search.algorithm == routing.POLICY_SEARCH
     assert {one.warm_start_generations for one in learners} == {search.num_generations} == {20}
     short = {**routing.default().trials[0], "env_steps": 30_000}
     assert routing.trainer_config(short)["warm_start_generations"] == 2
-    for trial in routing.paper().trials[:1] + routing.ours().trials[:1]:
-        assert "warm_start_generations" not in routing.trainer_config(trial)
+    assert "warm_start_generations" not in routing.trainer_config(routing.paper().trials[0])
 
 
 def test_the_default_sweep_trains_each_algorithm_on_three_weightings_and_searches_beside_them():

@@ -104,14 +104,14 @@ class _EquivariantParts(Observes):
         """Build all but the scorer, which is returned for the module to name.
 
         Raises:
-            ValueError: The observation is none of replicas that batch with what rules are made of.
+            ValueError: The observation lacks what rules are made of.
         """
         assert isinstance(self.action_space, Discrete)
         (size,), num = self.observation_space.shape, int(self.action_space.n)
         if size != LAYOUT.size(num):
             raise ValueError(
-                f"{size} numbers are not the {LAYOUT.size(num)} that are seen of {num} replicas "
-                "that batch; give the environment shows_rule"
+                f"{size} numbers are not the {LAYOUT.size(num)} that are seen of {num} replicas; "
+                "give the environment shows_rule"
             )
         self.normaliser = KindNormaliser()
         self.residual_scale = float(self.model_config[RESIDUAL_SCALE])

@@ -37,12 +37,11 @@ def export_policy(
     metrics: Mapping[str, float] | None = None,
     lineage: Mapping[str, str] | None = None,
     *,
-    expected_finish: bool = True,
     order: Sequence[float] = (),
 ) -> PolicyArtifact:
     """Export a greedy policy.
 
-    A network that reads the whole observation is of kind `mlp`, one that corrects a rule of kind
+    A network over the paper's observation is of kind `mlp`, one that corrects a rule of kind
     `corrected`, and weights alone are of the kind that policy search exports.
 
     Args:
@@ -51,24 +50,18 @@ def export_policy(
         trainer: Algorithm that trained it.
         metrics: What it scored, for the record.
         lineage: What it was made from, for the record.
-        expected_finish: Whether the whole observation holds finish times.
         order: Weights of the order in which requests wait; none: first come, first served.
     """
     scenario = source.scenario
     of_the_kind: dict[str, Any]
     if isinstance(module, LinearActor):
-        servers = server_model(scenario)
-        num_replicas = None if servers.refuses else scenario.num_servers
-        of_the_kind = {"kind": "marginal", "num_replicas": num_replicas}
+        of_the_kind = {"kind": "marginal"}
         arrays = {"weights": module.all_weights}
     elif isinstance(module, Equivariant):
-        of_the_kind = {"kind": "corrected", "num_replicas": None, "activation": "tanh"}
+        of_the_kind = {"kind": "corrected", "activation": "tanh"}
         arrays = _correction_arrays(module)
     else:
-        of_the_kind = {
-            "kind": "mlp", "num_replicas": scenario.num_servers,
-            "expected_finish": expected_finish, "residual_scale": module.residual_scale,
-        }  # fmt: skip
+        of_the_kind = {"kind": "mlp", "expected_finish": False}
         arrays = _normaliser_arrays(module.normaliser, module.observation_space.shape[0])
         arrays |= layer_arrays(weights_of(module.policy_layers))
     if any(order):
@@ -76,6 +69,7 @@ def export_policy(
     metadata = ArtifactMetadata(
         scenario=scenario.name,
         trainer=trainer,
+        num_replicas=None if server_model(scenario).refuses else scenario.num_servers,
         slo_response_s=scenario.slo_response_s,
         mean_total_tokens=source.mean_total_tokens,
         output_length=scenario.output_length,

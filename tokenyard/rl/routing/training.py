@@ -2,12 +2,11 @@
 
 `paper` is the recipe of Abbaraju, "Intelligent Load Balancing Using RL for Heterogeneous LLM
 Inference Systems", section V; what it leaves open is Stable-Baselines3's default, the library it
-names. `ours` is what was found to work: the response time credited at the decision, expected
-finish times in the observation, a normaliser, and the network as a correction of shortest
-expected delay. `fleet` is for replicas that batch continuously: a network that scores any number of
-them alike, as a correction of the tuned rule, and copies of the environment that share their
-traffic. `linear` learns the weights that policy search searches, from all choices at close
-decisions, which are tried to their end. `linear_fleet` is that for replicas that batch: futures
+names. `equivariant` is what was found to work, on servers and on replicas that batch: the response
+time credited at the decision, a network that scores any number of replicas alike, as a correction
+of what a search has found, and copies of the environment that share their traffic. `linear` learns
+the weights that policy search searches, from all choices at close decisions, which are tried to
+their end. `linear_fleet` is that for replicas that batch: futures
 there are noisier, do not meet again and take longer, so they are shorter, and fewer to a batch.
 """
 
@@ -29,7 +28,6 @@ from tokenyard.rl.columnar.learners import (
 )
 from tokenyard.rl.columnar.sampling import DEFAULT_SETTINGS, TrainingSettings, with_sampling
 from tokenyard.rl.modules import (
-    NORMALISE,
     RESIDUAL_SCALE,
     RouterActorCritic,
     RouterQNetwork,
@@ -75,11 +73,8 @@ class AlgorithmRecipe:
     """Settings for `AlgorithmConfig.training`."""
     reward: RewardWeights = PAPER_REWARD
     residual_scale: float = 0.0
-    """What a second of the rule's cost, or an SLO of it for an equivariant network, lowers the
-    output by; 0: no residual. For PPO and A2C in logits, for DQN in units of the scaled reward."""
-    subtract_baseline: bool = False
-    """Whether rewards are told relative to shortest expected delay's on the same stream
-    (`RewardWeights.subtract_baseline`): the same optimum with less noise."""
+    """What an SLO of the rule's cost lowers the output by; a flat network has no rule. For PPO and
+    A2C in logits, for DQN in units of the scaled reward."""
     learns_rule: bool = True
     """Whether the weights of the rule are learned beside the network that corrects it."""
     anneal: bool = False
@@ -96,13 +91,11 @@ class Recipe:
     """Factor on all rewards. It changes no preference; small rewards keep the critic's error
     near the size that a fresh network can represent. For an equivariant network it is that of a
     reward per SLO (`for_slo`), so that slow and fast replicas are learned alike."""
-    expected_finish: bool
-    normalise: bool
     num_envs: int
     """Copies of the environment that one env runner steps at once."""
     algorithms: Mapping[str, AlgorithmRecipe]
     network: Literal["flat", "equivariant", "linear"] = "flat"
-    """`flat` reads the whole observation and is tied to number and order of the replicas; `linear`
+    """`flat` reads what the paper's agents see, tied to number and order of servers; `linear`
     has no network, and learns the weights of the linear policy from `branching` (PPO)."""
     hidden: tuple[int, ...] = (128, 128)
     """Widths of the networks' hidden layers."""
@@ -143,8 +136,6 @@ def paper() -> Recipe:
     }
     return Recipe(
         reward_scale=1.0,
-        expected_finish=False,
-        normalise=False,
         num_envs=8,
         algorithms={
             "ppo": AlgorithmRecipe(256, {**common, **ppo}),
@@ -154,52 +145,22 @@ def paper() -> Recipe:
     )
 
 
-_PPO = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "minibatch_size": 512, "num_epochs": 6}
-_A2C = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
-_DQN = {
-    "lr": 1e-4,
-    "gamma": 0.97,
-    "train_batch_size_per_learner": 256,
-    "target_network_update_freq": 2_000,
-    "num_steps_sampled_before_learning_starts": 1_000,
-    "double_q": True,
-}
-
-
-def ours() -> Recipe:
-    """What the reward at the decision and the finish times make possible."""
-    return Recipe(
-        reward_scale=0.1,
-        expected_finish=True,
-        normalise=True,
-        num_envs=32,
-        algorithms={
-            "ppo": AlgorithmRecipe(64, _PPO, SCORE_REWARD, residual_scale=3.0, anneal=True),
-            "a2c": AlgorithmRecipe(16, _A2C, SCORE_REWARD, residual_scale=3.0, anneal=True),
-            # Steps and tails in the reward drown the small differences between actions, and
-            # random actions at this load pile up backlogs that teach nothing about good ones.
-            "dqn": AlgorithmRecipe(
-                2,
-                _DQN,
-                RESPONSE_REWARD,
-                residual_scale=0.1,
-                subtract_baseline=True,
-                epsilon=(0.1, 0.02),
-            ),
-        },
-    )
-
-
-def fleet() -> Recipe:
-    """For replicas that batch continuously; decision 0008 says what each of these is good for."""
+def equivariant() -> Recipe:
+    """For servers and fleets; decision 0008 says what each of these is good for."""
     ppo = {"lr": 3e-3, "gamma": 0.998, "lambda_": 0.97, "minibatch_size": 1024, "num_epochs": 3}
     a2c = {"lr": 5e-4, "gamma": 0.99, "lambda_": 0.95, "entropy_coeff": 0.0}
-    # With a longer discount it does worse (decision 0008).
-    dqn = {**_DQN, "dueling": True, "gamma": 0.9}
+    dqn = {
+        "lr": 1e-4,
+        # With a longer one it does worse (decision 0008).
+        "gamma": 0.9,
+        "train_batch_size_per_learner": 256,
+        "target_network_update_freq": 2_000,
+        "num_steps_sampled_before_learning_starts": 1_000,
+        "double_q": True,
+        "dueling": True,
+    }
     return Recipe(
         reward_scale=0.3,
-        expected_finish=True,
-        normalise=True,
         num_envs=128,
         algorithms={
             "ppo": AlgorithmRecipe(32, ppo, RESPONSE_REWARD, residual_scale=200.0, anneal=True),
@@ -228,8 +189,6 @@ def linear() -> Recipe:
     }  # fmt: skip
     return Recipe(
         reward_scale=1.0,
-        expected_finish=True,
-        normalise=False,
         num_envs=8,
         # No environment is stepped, so there are no fragments.
         algorithms={"ppo": AlgorithmRecipe(1, ppo, residual_scale=30.0, anneal=True)},
@@ -250,8 +209,7 @@ def linear_fleet() -> Recipe:
 
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "paper": paper,
-    "ours": ours,
-    "fleet": fleet,
+    "equivariant": equivariant,
     "linear": linear,
     "linear_fleet": linear_fleet,
 }
@@ -284,29 +242,28 @@ def build_config(
         recipe: How it is trained.
         env: Name under which the environment is registered with RLlib. Its creator must return
             a vectorised environment where the configuration holds "num_envs".
-        env_config: What the environment is made from; reward, expected finish times, length of
-            an episode, randomisation and copies of a stream are the recipe's.
+        env_config: What the environment is made from; reward, length of an episode,
+            randomisation and copies of a stream are the recipe's.
         settings: For how long, on what, and by whose code.
         rule_weights: Of the rule that an equivariant network or a linear policy begins with.
         order: Weights of the order in which requests wait, which is not learned.
 
     Raises:
-        ValueError: Unknown algorithm, a residual without finish times in the observation, or an
-            equivariant network without a residual.
+        ValueError: Unknown algorithm, or a network that corrects a rule of no weight.
     """
     if algorithm not in recipe.algorithms:
         known = sorted(recipe.algorithms)
         raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {known}")
     own = recipe.algorithms[algorithm]
-    _check_residual(recipe, own)
+    if recipe.network == "equivariant" and not own.residual_scale:
+        raise ValueError("an equivariant network corrects a rule: residual_scale must be above 0")
     batch_size = recipe.num_envs * own.fragment_steps * max(settings.num_env_runners, 1)
     config = _BUILDERS[algorithm](own, batch_size, settings.train_steps)
     config = config.rl_module(rl_module_spec=_module(algorithm, recipe, rule_weights)).environment(
         env,
         env_config={
             **env_config,
-            "reward": _told_reward(recipe, own).model_dump(),
-            "expected_finish": recipe.expected_finish,
+            "reward": scaled(own.reward, recipe.reward_scale).model_dump(),
             "episode_requests": recipe.episode_requests,
             "randomisation": recipe.randomisation.model_dump(),
             "shows_rule": recipe.network == "equivariant",
@@ -321,7 +278,7 @@ def build_config(
         settings,
         num_envs=recipe.num_envs,
         fragment_steps=own.fragment_steps,
-        normalise=recipe.normalise,
+        normalise=recipe.network == "equivariant",
     )
     if recipe.branching is None:
         return config
@@ -331,20 +288,10 @@ def build_config(
     )
 
 
-def _check_residual(recipe: Recipe, own: AlgorithmRecipe) -> None:
-    if own.residual_scale and not recipe.expected_finish:
-        raise ValueError(
-            f"residual_scale {own.residual_scale} needs expected_finish, since finish times are "
-            "read back from the observation; set the one to 0 or the other to true"
-        )
-    if recipe.network == "equivariant" and not own.residual_scale:
-        raise ValueError("an equivariant network corrects a rule: residual_scale must be above 0")
-
-
 def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
     """The same reward in other units: every term times `factor`."""
     weights = {
-        name: value if name in ("tail_after_s", "subtract_baseline") else value * factor
+        name: value if name == "tail_after_s" else value * factor
         for name, value in reward.model_dump().items()
     }
     return RewardWeights.model_validate(weights)
@@ -352,7 +299,6 @@ def scaled(reward: RewardWeights, factor: float) -> RewardWeights:
 
 def _module(algorithm: str, recipe: Recipe, rule_weights: Sequence[float]) -> RLModuleSpec:
     extra = {
-        NORMALISE: recipe.normalise,
         RESIDUAL_SCALE: recipe.algorithms[algorithm].residual_scale,
         RULE_WEIGHTS: tuple(rule_weights),
         LEARNS_RULE: recipe.algorithms[algorithm].learns_rule,
@@ -368,12 +314,6 @@ _MODULES: dict[str, tuple[type[Any], type[Any] | None]] = {
     "equivariant": (EquivariantActorCritic, EquivariantQNetwork),
     "linear": (LinearActor, None),
 }
-
-
-def _told_reward(recipe: Recipe, own: AlgorithmRecipe) -> RewardWeights:
-    reward = scaled(own.reward, recipe.reward_scale)
-    subtract = reward.subtract_baseline or own.subtract_baseline
-    return reward.model_copy(update={"subtract_baseline": subtract})
 
 
 def _settings(own: AlgorithmRecipe, train_steps: int) -> dict[str, Any]:

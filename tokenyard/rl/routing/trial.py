@@ -36,12 +36,10 @@ class RoutingTrialConfig(TrialConfig):
     """Name that `register_env` registers."""
     implementation: Implementation = "tokenyard"
     """Who samples and learns in an RLlib trial (`recipes.build_config`)."""
-    recipe: str = "ours"
+    recipe: str = "equivariant"
     """Name of a recipe of `tokenyard.rl.routing.training`."""
     reward: RewardWeights | None = None
     """Weights in place of the recipe's."""
-    residual_scale: Annotated[float, Field(ge=0)] | None = None
-    """In place of the recipe's; 0 trains without a baseline under the network."""
     steps_per_iteration: Annotated[int, Field(ge=1)] = 4096
     """Fewest environment steps between two results of an RLlib trial."""
     num_envs: Annotated[int, Field(ge=1)] | None = None
@@ -67,13 +65,11 @@ class RoutingTrialConfig(TrialConfig):
             known = sorted(base.algorithms)
             raise ValueError(f"recipe {self.recipe!r} has no {self.algorithm!r}, only {known}")
         own = base.algorithms[self.algorithm]
-        scale = own.residual_scale if self.residual_scale is None else self.residual_scale
         changed = replace(
             own,
             fragment_steps=self.fragment_steps or own.fragment_steps,
             training={**own.training, **self.training},
             reward=self.reward or own.reward,
-            residual_scale=scale,
         )
         return replace(
             base,
@@ -111,7 +107,7 @@ class RoutingTrialConfig(TrialConfig):
             return SearchTraining(search, self.generations_per_iteration)
         adapted = self.adapted_recipe(scenario.slo_response_s)
         if scenario.fleet is not None and adapted.network == "flat":
-            raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'fleet'")
+            raise ValueError(f"recipe {self.recipe!r} is not for a fleet; choose 'equivariant'")
         self.make_env_known()
         source = StreamSource(scenario)
         return RllibTraining(

@@ -16,8 +16,6 @@ from tokenyard.network import Arrays, Network, layers_of
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import (
     OVERTAKEN_S,
-    TOKENS_PER_S,
-    WAIT_S,
     encode,
     observation_size,
     snapshot_columns,
@@ -31,7 +29,7 @@ from tokenyard.routing.scores.order import (
     is_first_come,
     order_key,
 )
-from tokenyard.routing.scores.residual import fold, make_scratch, residual_scores
+from tokenyard.routing.scores.residual import Player, fold, make_player, residual_scores
 from tokenyard.routing.types import (
     Decision,
     OrderKey,
@@ -150,12 +148,27 @@ def order_weights(arrays: Arrays) -> FloatArray:
     return found
 
 
-class NetworkPolicy(_TablePolicy):
-    """A trained network; it remembers the sizes of the last requests, as in training.
+class _RemembersRequests(_TablePolicy):
+    """One with a network, which knows the sizes of the last requests, as in training.
 
-    Its costs are minus its preferences. Other replicas than in training are a ValueError: more,
-    fewer, or such as batch.
+    Other replicas than in training are a ValueError: of servers more or fewer or such as batch, of
+    replicas that batch servers.
     """
+
+    def __init__(
+        self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
+    ) -> None:
+        """Take the units, and remember no request."""
+        super().__init__(metadata, arrays, started_at)
+        self._features = _RequestFeatures(metadata, started_at)
+
+    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
+        _check_count(self._metadata.num_replicas, snapshots)
+        _check_engines(self._metadata.num_replicas is None, snapshots)
+
+
+class NetworkPolicy(_RemembersRequests):
+    """A trained network; its costs are minus its preferences."""
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
@@ -163,64 +176,47 @@ class NetworkPolicy(_TablePolicy):
         """Take the network, from an observation to one preference per replica."""
         assert metadata.num_replicas is not None
         super().__init__(metadata, arrays, started_at)
-        self._features = _RequestFeatures(metadata, started_at)
         self._network = Network.from_arrays(arrays, metadata.activation)
-        size = observation_size(metadata.num_replicas, metadata.expected_finish)
+        size = observation_size(metadata.num_replicas, whole=False)
         self._observation = np.empty(size, dtype=np.float32)
-
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        _check_count(self._metadata.num_replicas, snapshots)
-        _check_engines(False, snapshots)
 
     def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
         features = self._features.push(request)
-        size_tokens = request.predicted_total_tokens
         encode(
-            features, request.context_tokens, size_tokens, columns,
-            self._metadata.expected_finish, self._observation,
+            features, request.context_tokens, request.predicted_total_tokens, columns, False,
+            self._observation,
         )  # fmt: skip
-        preference = self._network(self._observation)
-        finish_s = columns[:, WAIT_S] + size_tokens / columns[:, TOKENS_PER_S]
-        costs = self._metadata.residual_scale * finish_s - preference
+        costs = -self._network(self._observation)
         return int(np.argmin(costs)), costs
 
 
-class ResidualPolicy(_TablePolicy):
-    """Least added delay, corrected by a network; it remembers the sizes of the last requests.
-
-    No replica, or a snapshot of one that does not batch continuously, is a ValueError.
-    """
+class ResidualPolicy(_RemembersRequests):
+    """Least added delay, corrected by a network that scores every replica alike."""
 
     def __init__(
         self, metadata: ArtifactMetadata, arrays: Arrays, started_at: datetime | None = None
     ) -> None:
         """Take weights, network and units."""
         super().__init__(metadata, arrays, started_at)
-        self._features = _RequestFeatures(metadata, started_at)
         self._correction = fold(arrays, layers_of(arrays))
-        self._scratch = make_scratch(self._correction, 0)
+        self._player = self._made_for(0)
 
-    def _check(self, snapshots: Sequence[ReplicaSnapshot]) -> None:
-        _check_count(None, snapshots)
-        _check_engines(True, snapshots)
+    def _made_for(self, num_replicas: int) -> Player:
+        metadata = self._metadata
+        units = metadata.mean_total_tokens, metadata.slo_response_s
+        return make_player(self._correction, num_replicas, *units)
 
     def _decide(self, request: Request, columns: FloatArray) -> tuple[int, FloatArray]:
-        num = len(columns)
-        if len(self._scratch.observation) != observation_size(num, True, True):
-            self._scratch = make_scratch(self._correction, num)
-        costs = np.empty(num)
+        if len(self._player.scores) != len(columns):
+            self._player = self._made_for(len(columns))
         best = residual_scores(
-            self._correction,
+            self._player,
             self._features.push(request),
             request.context_tokens,
             request.predicted_total_tokens - request.context_tokens,
-            self._metadata.mean_total_tokens,
-            self._metadata.slo_response_s,
             columns,
-            self._scratch,
-            costs,
         )
-        return best, costs
+        return best, self._player.scores.copy()
 
 
 class OrderedNetworkPolicy(_InOrder, NetworkPolicy):

@@ -54,6 +54,7 @@ from tokenyard.routing.observation import (
     ROUTABLE,
     SPEED_RANK,
     WAIT_S,
+    encode,
     request_delays,
 )
 from tokenyard.types import FloatArray
@@ -299,4 +300,42 @@ def encode_rule(
             saturated += 1
             size = OBSERVATION_LIMIT
         out[i] = math.copysign(size, value)
+    return saturated
+
+
+@compiled
+def encode_shown(
+    request_features: FloatArray,
+    context_tokens: float,
+    output_tokens: float,
+    columns: FloatArray,
+    whole: bool,
+    mean_total_tokens: float,
+    slo_s: float,
+    out: npt.NDArray[np.float32],
+) -> int:
+    """Write an observation; with `mean_total_tokens` above 0, what costs are made from comes last.
+
+    Args:
+        request_features: This and `whole` are those of `observation.encode`.
+        context_tokens: This and what is not named here are those of `encode_rule`.
+        output_tokens: Tokens.
+        columns: The table, shape (num_replicas, NUM_COLUMNS).
+        whole: Whether delays, tokens and memory are in it.
+        mean_total_tokens: Tokens.
+        slo_s: Seconds.
+        out: Filled.
+
+    Returns:
+        How many numbers were beyond OBSERVATION_LIMIT and were set to it.
+    """
+    num = columns.shape[0] if mean_total_tokens > 0.0 else 0
+    end = out.shape[0] - num * NUM_RULE_FEATURES
+    total_tokens = context_tokens + output_tokens
+    saturated = encode(request_features, context_tokens, total_tokens, columns, whole, out[:end])
+    for replica in range(num):
+        saturated += encode_rule(
+            columns[replica], context_tokens, output_tokens, mean_total_tokens, slo_s,
+            out[end + replica * NUM_RULE_FEATURES :],
+        )  # fmt: skip
     return saturated

@@ -1,8 +1,9 @@
 """Least added delay with searched weights, corrected by a network that scores every replica alike.
 
-The rule (`scores.linear.marginal_scores`) holds what is known of replicas that batch; the network
+The rule (`scores.linear.marginal_scores`) holds what is known of replicas; the network
 (`equivariant`) adds what it cannot say, such as that a fast replica is worth more to those who
-come next while traffic is high. One compiled function is the policy, in training and serving.
+come next while traffic is high. One compiled function is the policy, in training and serving. A
+network without units leaves the rule alone, so simulators run both in one loop.
 
 Shapes: N replicas, F features of a replica, H hidden units.
 """
@@ -45,13 +46,20 @@ class ResidualNetwork(NamedTuple):
     """Shape (H,)."""
 
 
-class Scratch(NamedTuple):
-    """Where a decision is computed."""
+class Player(NamedTuple):
+    """A policy ready to decide between N replicas, and where it computes."""
 
+    correction: ResidualNetwork
+    mean_total_tokens: float
+    """Typical size of a request, tokens."""
+    slo_s: float
+    """Response-time SLO, seconds."""
     observation: npt.NDArray[np.float32]
-    """Shape (LAYOUT.size(N),)."""
+    """Of the last decision, shape (LAYOUT.size(N),)."""
     hidden: FloatArray
     """Shape (3, H)."""
+    scores: FloatArray
+    """Costs of the last decision, in units of the SLO, shape (N,); infinite where not routable."""
 
 
 def fold(
@@ -80,71 +88,78 @@ def fold(
     )
 
 
-def make_scratch(correction: ResidualNetwork, num_replicas: int) -> Scratch:
-    """Make room for decisions between so many replicas."""
-    size = LAYOUT.size(num_replicas)
-    hidden = np.empty((NUM_LAYERS, len(correction.first_bias)))
-    return Scratch(np.empty(size, dtype=np.float32), hidden)
+def rule_alone(weights: FloatArray) -> ResidualNetwork:
+    """The rule of these weights, and a network without units."""
+    none, nothing = np.empty((0, 0)), np.empty(0)
+    return ResidualNetwork(
+        np.ascontiguousarray(weights, dtype=np.float64), none, nothing, none, nothing, nothing
+    )
+
+
+def make_player(
+    correction: ResidualNetwork, num_replicas: int, mean_total_tokens: float, slo_s: float
+) -> Player:
+    """Make room for decisions between so many replicas; units are those of `Player`."""
+    return Player(
+        correction,
+        float(mean_total_tokens),
+        float(slo_s),
+        np.empty(LAYOUT.size(num_replicas), dtype=np.float32),
+        np.empty((NUM_LAYERS, len(correction.first_bias))),
+        np.empty(num_replicas),
+    )
 
 
 @compiled
 def residual_scores(
-    correction: ResidualNetwork,
+    player: Player,
     request_features: FloatArray,
     context_tokens: float,
     output_tokens: float,
-    mean_total_tokens: float,
-    slo_s: float,
     columns: FloatArray,
-    scratch: Scratch,
-    out: FloatArray,
 ) -> int:
-    """Write the cost of every replica: what the rule says, less what the network says.
+    """Find the cost of every replica: what the rule says, less what the network says.
 
     Args:
-        correction: The policy.
+        player: The policy; its scores are those of this decision after.
         request_features: `squash`ed features of the request, shape (NUM_REQUEST_FEATURES,).
         context_tokens: Prompt length, tokens.
         output_tokens: Output length as the router knows it, tokens.
-        mean_total_tokens: Typical size of a request, tokens.
-        slo_s: Response-time SLO, seconds.
         columns: The table, shape (N, NUM_COLUMNS), with ranks.
-        scratch: `make_scratch` for N replicas; its observation is that of this decision after.
-        out: Filled with the costs, in units of the SLO, shape (N,); infinite where not routable.
 
     Returns:
         Index of the cheapest replica, the first of equals; where none is routable, of all.
     """
-    num = columns.shape[0]
-    marginal_scores(
-        correction.weights, context_tokens, output_tokens, mean_total_tokens, slo_s, columns, out
-    )
+    num, out = columns.shape[0], player.scores
+    best = marginal_scores(
+        player.correction.weights, context_tokens, output_tokens, player.mean_total_tokens,
+        player.slo_s, columns, out,
+    )  # fmt: skip
+    if player.hidden.shape[1] == 0:
+        return best
     encode(
         request_features, context_tokens, context_tokens + output_tokens, columns, True,
-        scratch.observation,
+        player.observation,
     )  # fmt: skip
     routable = 0
     for replica in range(num):
         routable += columns[replica, ROUTABLE] != 0.0
     if routable == 0:
         return 0
-    _shared_part(correction, columns, routable, scratch)
+    _shared_part(player, columns, routable)
     best = 0
     for replica in range(num):
         if columns[replica, ROUTABLE] != 0.0:
-            out[replica] -= _residual_network_of(correction, replica, scratch)
+            out[replica] -= _residual_network_of(player, replica)
         if out[replica] < out[best]:
             best = replica
     return best
 
 
 @compiled
-def _shared_part(
-    correction: ResidualNetwork, columns: FloatArray, routable: int, scratch: Scratch
-) -> None:
+def _shared_part(player: Player, columns: FloatArray, routable: int) -> None:
     """First layer over what all replicas share: the request, and the mean routable replica."""
-    shared = scratch.hidden[0]
-    observation = scratch.observation
+    correction, observation, shared = player.correction, player.observation, player.hidden[0]
     for unit in range(shared.shape[0]):
         shared[unit] = correction.first_bias[unit]
     for feature in range(NUM_REQUEST_FEATURES):
@@ -163,14 +178,15 @@ def _shared_part(
 
 
 @compiled
-def _residual_network_of(correction: ResidualNetwork, replica: int, scratch: Scratch) -> float:
+def _residual_network_of(player: Player, replica: int) -> float:
     """What the network takes off the cost of one replica, in units of the SLO."""
-    shared, first, second = scratch.hidden[0], scratch.hidden[1], scratch.hidden[2]
+    correction = player.correction
+    shared, first, second = player.hidden[0], player.hidden[1], player.hidden[2]
     at = NUM_REQUEST_FEATURES + replica * _STRIDE
     for unit in range(first.shape[0]):
         first[unit] = shared[unit]
     for feature in range(_NUM_FEATURES):
-        value = scratch.observation[at + feature]
+        value = player.observation[at + feature]
         weights = correction.first[feature]
         for unit in range(first.shape[0]):
             first[unit] += value * weights[unit]

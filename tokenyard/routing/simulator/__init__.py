@@ -13,8 +13,7 @@ def make_simulator(
     num_copies: int,
     stream_length: int,
     reward: RewardWeights | None = None,
-    expected_finish: bool = True,
 ) -> Simulator:
     """Make the simulator of a scenario's servers; see `ClusterSim` and `BatchingSim`."""
     simulator = server_model(scenario).simulator
-    return simulator(scenario, num_copies, stream_length, reward, expected_finish)
+    return simulator(scenario, num_copies, stream_length, reward)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +9,11 @@ import numpy as np
 
 from tokenyard import metrics
 from tokenyard.routing import observation
+from tokenyard.routing.equivariant import Layout
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork
+from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel import step as kernel
 from tokenyard.routing.simulator.batching_kernel.fleet import clear
@@ -155,7 +155,6 @@ class BatchingSim:
         num_copies: int,
         stream_length: int,
         reward: RewardWeights | None = None,
-        expected_finish: bool = True,
     ) -> None:
         """Make empty replicas; `load` a stream into every copy before the first `step`.
 
@@ -164,13 +163,12 @@ class BatchingSim:
             num_copies: Copies stepped by one call.
             stream_length: Requests in every stream.
             reward: Weights that take the place of the scenario's.
-            expected_finish: Whether observations hold each replica's expected delays.
         """
         self.scenario = scenario
         fleet = scenario.required_fleet
         num = scenario.num_servers
         self._params = replica_params(fleet, scenario.server_capacities_tokens_per_s)
-        rules = fleet_rules(fleet, reward or scenario.reward, stream_length, expected_finish)
+        rules = fleet_rules(fleet, reward or scenario.reward, stream_length)
         rules[lay.MAX_OVERTAKING_S] = scenario.max_overtaking_s
         width = int(rules[lay.RING_AT]) + 2 + lay.WAITING_FIELDS * int(rules[lay.RING_SIZE])
         routers = fleet.num_routers
@@ -198,7 +196,7 @@ class BatchingSim:
             scratch=np.zeros(width),
         )
         self.rewards = np.zeros(num_copies)
-        size = observation.observation_size(num, expected_finish, batches=True)
+        size = observation.observation_size(num, whole=True)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
         self._shown_for_tokens = 0.0
         # Asked at every decision, so taken from the scenario once.
@@ -222,9 +220,7 @@ class BatchingSim:
             mean_total_tokens: Typical size of a request, tokens.
         """
         self._shown_for_tokens = float(mean_total_tokens)
-        num = self.scenario.num_servers
-        size = observation.observation_size(num, True, batches=True)
-        size += num * observation.NUM_RULE_FEATURES
+        size = Layout(shows_rule=True).size(self.scenario.num_servers)
         self.observations = np.zeros((self.num_copies, size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
@@ -394,7 +390,7 @@ class BatchingSim:
             mean_total_tokens: Typical size of a request, tokens.
             order: Weights of an order (`tokenyard.routing.scores.order`).
         """
-        self._run(kernel.run_marginal, weights, mean_total_tokens, order)
+        self.run_residual(rule_alone(weights), mean_total_tokens, order)
 
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,
@@ -402,16 +398,8 @@ class BatchingSim:
     ) -> None:  # fmt: skip
         """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
         num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
-        player = kernel.make_player(correction, num, mean_total_tokens, slo_s)
+        player = make_player(correction, num, mean_total_tokens, slo_s)
         kernel.run_residual(self.arrays, player, order, self.rewards)
-
-    def _run(
-        self, run: Callable[..., None], weights: FloatArray, mean_total_tokens: float,
-        order: FloatArray,
-    ) -> None:  # fmt: skip
-        scores = np.empty(self.scenario.num_servers)
-        slo_s = self.scenario.slo_response_s
-        run(self.arrays, weights, mean_total_tokens, slo_s, order, scores, self.rewards)
 
     def best_ahead(self, copy: int, others_weight: float) -> int:
         """Replica where the waiting request does best, seen from what no router knows.

@@ -39,9 +39,7 @@ def ranks(params: FloatArray) -> FloatArray:
     return observation.speed_ranks(full)
 
 
-def fleet_rules(
-    fleet: Fleet, reward: RewardWeights, stream_length: int, expected_finish: bool
-) -> FloatArray:
+def fleet_rules(fleet: Fleet, reward: RewardWeights, stream_length: int) -> FloatArray:
     """What holds for all replicas, and what is paid, shape (lay.NUM_RULES,)."""
     most = max(config.max_batch for config in fleet.replicas)
     rules = np.zeros(lay.NUM_RULES)
@@ -56,7 +54,6 @@ def fleet_rules(
     rules[lay.RING_SIZE] = min(fleet.queue_limit + most, stream_length)
     rules[lay.RETRY_DELAY_S] = fleet.retry_delay_s
     rules[lay.MAX_RETRIES] = fleet.max_retries
-    rules[lay.EXPECTED_FINISH] = expected_finish
     rules[lay.ENERGY] = reward.energy
     rules[lay.LOOKS_AHEAD] = reward.credits_response or reward.energy != 0.0
     return rules

@@ -10,10 +10,11 @@ import numpy.typing as npt
 
 from tokenyard import metrics
 from tokenyard.routing import observation
+from tokenyard.routing.equivariant import Layout
 from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.scenario import RewardWeights, Scenario
 from tokenyard.routing.scores.order import FIRST_COME
-from tokenyard.routing.scores.residual import ResidualNetwork
+from tokenyard.routing.scores.residual import ResidualNetwork, make_player, rule_alone
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream, token_rows
 from tokenyard.routing.simulator.order import LAST
@@ -67,7 +68,7 @@ def _server_params(scenario: Scenario) -> FloatArray:
     return params
 
 
-def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> FloatArray:
+def _rules(scenario: Scenario, reward: RewardWeights) -> FloatArray:
     rules = np.empty(kernel.NUM_RULES)
     rules[:NUM_REWARDS] = reward_rules(reward)
     rules[kernel.QUEUE_LIMIT] = scenario.queue_limit
@@ -79,8 +80,6 @@ def _rules(scenario: Scenario, reward: RewardWeights, expected_finish: bool) -> 
     rules[kernel.QUEUE] = reward.queue
     rules[kernel.OVERLOAD] = reward.overload
     rules[kernel.BALANCE] = reward.balance
-    rules[kernel.SUBTRACT_BASELINE] = reward.subtract_baseline
-    rules[kernel.EXPECTED_FINISH] = expected_finish
     rules[kernel.MAX_OVERTAKING_S] = scenario.max_overtaking_s
     rules[kernel.PAYS_RESPONSES] = reward.credits_response
     return rules
@@ -102,7 +101,6 @@ class ClusterSim:
         num_copies: int,
         stream_length: int,
         reward: RewardWeights | None = None,
-        expected_finish: bool = True,
     ) -> None:
         """Make empty servers; `load` a stream into every copy before the first `step`.
 
@@ -111,13 +109,12 @@ class ClusterSim:
             num_copies: Copies stepped by one call.
             stream_length: Requests in every stream.
             reward: Weights that take the place of the scenario's.
-            expected_finish: Whether observations hold each server's wait and finish time.
         """
         self.scenario = scenario
         # Asked at every decision, so taken from the scenario once.
         self._names = scenario.server_names
         self.params = _server_params(scenario)
-        self.rules = _rules(scenario, reward or scenario.reward, expected_finish)
+        self.rules = _rules(scenario, reward or scenario.reward)
         width = kernel.STATE + 5 * _max_running(scenario) + scenario.queue_limit
         num_servers = scenario.num_servers
         self.state = np.zeros((num_copies, num_servers, width))
@@ -127,13 +124,25 @@ class ClusterSim:
         self.tables = np.zeros((num_copies, num_servers, observation.NUM_COLUMNS))
         self.asked = np.tile(LAST, (num_copies, 1))
         self._order = FIRST_COME.copy()
+        self._ahead = (np.zeros(width), np.zeros((stream_length, kernel.NUM_OUTCOME)))
         self.rewards = np.zeros(num_copies)
-        size = observation.observation_size(num_servers, expected_finish)
+        size = observation.observation_size(num_servers, whole=False)
         self.observations: Observations = np.zeros((num_copies, size), dtype=np.float32)
+        self._shown_for_tokens = 0.0
         self.num_weights = observation.NUM_MARGINAL_WEIGHTS
         """Weights of the linear policy."""
         self.num_saturated = 0
         """Observed numbers that hit the documented bound since the simulator was made."""
+
+    def show_rule(self, mean_total_tokens: float) -> None:
+        """Show everything, and last what a rule's costs are made from (`scores.linear`).
+
+        Args:
+            mean_total_tokens: Typical size of a request, tokens.
+        """
+        self._shown_for_tokens = float(mean_total_tokens)
+        size = Layout(shows_rule=True).size(self.scenario.num_servers)
+        self.observations = np.zeros((len(self.rewards), size), dtype=np.float32)
 
     def load(self, copy: int, stream: Stream) -> None:
         """Empty one copy and give it a stream, shape (stream_length, NUM_REQUEST).
@@ -171,8 +180,6 @@ class ClusterSim:
         """Let the request that waits to be placed take a place in its server's queue by a key.
 
         Lower keys start first, and of equals the one placed first. Without a call it comes last.
-        From the first key on, a response is paid for at its completion, since it is not known
-        earlier.
 
         Args:
             copy: Whose request.
@@ -183,7 +190,7 @@ class ClusterSim:
     def order_by(self, order: FloatArray) -> None:
         """Let requests that are placed by `step` wait by an order from now on.
 
-        What is said here of responses and keys is as in `order_next`, which goes before it.
+        `order_next` goes before it.
 
         Args:
             order: Weights (`tokenyard.routing.scores.order`); those of `FIRST_COME` order nothing.
@@ -204,7 +211,8 @@ class ClusterSim:
         """
         wrong = kernel.step(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, self._order, actions, self.rewards,
+            self.outcome_table, self.tables, self.asked, self._order, self._ahead, actions,
+            self.rewards,
         )  # fmt: skip
         self._check(wrong, actions)
         return self.rewards
@@ -212,16 +220,17 @@ class ClusterSim:
     def observe(self) -> Observations:
         """Encode what the router sees, shape (num_copies, size); a view, overwritten later."""
         self.num_saturated += kernel.observe(
-            self.rules, self.clock, self.requests, self.tables, self.observations
-        )
+            self.rules, self.clock, self.requests, self.tables, self._shown_for_tokens,
+            self.observations,
+        )  # fmt: skip
         return self.observations
 
     def step_and_observe(self, actions: Actions) -> tuple[Observations, FloatArray]:
         """`step` and `observe` in one compiled call; returns views of both results."""
         wrong, saturated = kernel.step_and_observe(
             self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, self.asked, self._order, actions, self.rewards,
-            self.observations,
+            self.outcome_table, self.tables, self.asked, self._order, self._ahead, actions,
+            self.rewards, self._shown_for_tokens, self.observations,
         )  # fmt: skip
         self._check(wrong, actions)
         self.num_saturated += saturated
@@ -258,22 +267,18 @@ class ClusterSim:
             mean_total_tokens: Typical size of a request, tokens.
             order: Weights of an order (`tokenyard.routing.scores.order`).
         """
-        kernel.run_linear(
-            self.params, self.rules, self.state, self.clock, self.requests,
-            self.outcome_table, self.tables, weights, mean_total_tokens, order,
-            np.empty(self.scenario.num_servers),
-        )  # fmt: skip
+        self.run_residual(rule_alone(weights), mean_total_tokens, order)
 
     def run_residual(
         self, correction: ResidualNetwork, mean_total_tokens: float,
         order: FloatArray = FIRST_COME,
     ) -> None:  # fmt: skip
-        """Refuse: it corrects a rule for replicas that batch.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError("a corrected policy decides between replicas that batch, not servers")
+        """Run all streams to the end under a corrected policy (`residual_scores`), in an order."""
+        num, slo_s = self.scenario.num_servers, self.scenario.slo_response_s
+        kernel.run_residual(
+            self.params, self.rules, self.state, self.clock, self.requests, self.outcome_table,
+            self.tables, make_player(correction, num, mean_total_tokens, slo_s), order,
+        )  # fmt: skip
 
     def run_delay_rule(
         self, reserve_above_tokens: float, dump_server: int, order: FloatArray = FIRST_COME

@@ -12,6 +12,7 @@ from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import fill_cost_parts, marginal_scores
 from tokenyard.routing.scores.order import FIRST_COME
+from tokenyard.routing.scores.residual import make_player, rule_alone
 from tokenyard.routing.simulator import constant_rate_kernel as kernel
 from tokenyard.routing.simulator.batching_streams import Stream
 from tokenyard.routing.simulator.branching import (
@@ -54,10 +55,11 @@ class ConstantRateBranching(Branching):
     def _offered_s(self, weights: FloatArray) -> FloatArray:
         sim = self._sim
         first = slice(0, 1)
-        kernel.run_linear(
+        num, slo_s = sim.scenario.num_servers, sim.scenario.slo_response_s
+        player = make_player(rule_alone(weights), num, self._mean_total_tokens, slo_s)
+        kernel.run_residual(
             sim.params, sim.rules, sim.state[first], sim.clock[first], sim.requests[first],
-            sim.outcome_table[first], sim.tables[first], weights, self._mean_total_tokens,
-            FIRST_COME, self._scores[0],
+            sim.outcome_table[first], sim.tables[first], player, FIRST_COME,
         )  # fmt: skip
         return sim.outcomes(0).offered_response_s
 
@@ -76,15 +78,8 @@ class ConstantRateBranching(Branching):
 @compiled
 def _copy_state(source, rules, target):
     """Copy what all servers of one copy hold, leaving out the empty places of their queues."""
-    ring_at = kernel.STATE + 5 * int(rules[kernel.MAX_RUNNING])
-    size = source.shape[1] - ring_at
     for server in range(source.shape[0]):
-        for place in range(ring_at):
-            target[server, place] = source[server, place]
-        head = int(source[server, kernel.HEAD])
-        for ahead in range(int(source[server, kernel.WAITING])):
-            place = ring_at + (head + ahead) % size
-            target[server, place] = source[server, place]
+        kernel.copy_server(source[server], rules, target[server])
 
 
 @compiled

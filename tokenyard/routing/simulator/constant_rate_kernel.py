@@ -21,6 +21,7 @@ Shapes: C copies, S servers, R requests per stream.
     asked     (C, NUM_ASKED)       places of the next requests in the waiting queues (`order`)
     order     (NUM_ORDER_WEIGHTS,) by what those wait of whom nothing is asked
               (`tokenyard.routing.scores.order`)
+    ahead     a row of `state` and the outcomes of one copy, where what a server holds is played out
 
 Order at one instant: completions, then starts of waiting requests, then the decision.
 """
@@ -31,22 +32,12 @@ import math
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode
-from tokenyard.routing.scores.linear import looks_at_queues, marginal_scores
+from tokenyard.routing.scores.linear import encode_shown, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_key
 from tokenyard.routing.scores.places import fill_place
+from tokenyard.routing.scores.residual import residual_scores
+from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
-from tokenyard.routing.simulator.rewards import (
-    ACCEPT,
-    COMPLETE,
-    DROP,
-    NUM_REWARDS,
-    RESPONSE,
-    SLO,
-    SLO_AT_COMPLETION,
-    TAIL,
-    TAIL_AFTER_S,
-)
 
 # params
 SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = range(6)
@@ -54,9 +45,8 @@ SLOT_TOKENS_PER_S, SLOTS, CONCURRENCY, NOMINAL_TOKENS_PER_S, RANK, NUM_PARAMS = 
 # rules: rewards (`rewards`), then dynamics and what else is paid
 (
     QUEUE_LIMIT, DROP_AT_CAPACITY, SHARING, MAX_RUNNING, SLO_S, PROCESSING, QUEUE, OVERLOAD,
-    BALANCE, SUBTRACT_BASELINE, EXPECTED_FINISH, MAX_OVERTAKING_S, PAYS_RESPONSES,
-    NUM_RULES,
-) = range(NUM_REWARDS, NUM_REWARDS + 14)  # fmt: skip
+    BALANCE, MAX_OVERTAKING_S, PAYS_RESPONSES, NUM_RULES,
+) = range(pay.NUM_REWARDS, pay.NUM_REWARDS + 12)  # fmt: skip
 
 # state
 (
@@ -69,15 +59,14 @@ NOW_S, INDEX, SKIP, IS_ORDERED, NUM_CLOCK = range(5)
 
 # requests; the scaled features follow
 (
-    DISPATCH_S, ARRIVAL_S, TRUE_TOTAL, PREDICTED_TOTAL, CONTEXT, BASELINE_RESPONSE_S, FEATURES,
-) = range(7)  # fmt: skip
+    DISPATCH_S, ARRIVAL_S, TRUE_TOTAL, PREDICTED_TOTAL, CONTEXT, FEATURES,
+) = range(6)  # fmt: skip
 NUM_REQUEST = FEATURES + ob.NUM_REQUEST_FEATURES
 
 # outcomes
 (
-    SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, LATE_FROM_S, LATE_ORDER_KEY_S, CREDITED,
-    NUM_OUTCOME,
-) = range(8)  # fmt: skip
+    SERVER, RESPONSE_S, WAITING_SEEN, ORDER_KEY_S, LATE_FROM_S, LATE_ORDER_KEY_S, NUM_OUTCOME,
+) = range(7)  # fmt: skip
 
 RECENT_WEIGHT = 0.1
 """Weight of the newest completion in the exponential mean of response times."""
@@ -150,12 +139,12 @@ def _dequeue(row, ring):
 
 
 @compiled
-def _response_reward(rules, response):
-    """Reward of one response time."""
-    reward = rules[RESPONSE] * response
+def _response_reward(rules, response, added):
+    """Reward of a placement, by its response time and what it adds to all of them together."""
+    reward = rules[pay.RESPONSE] * added
     if response > rules[SLO_S]:
-        reward += rules[SLO]
-    return reward + rules[TAIL] * max(response - rules[TAIL_AFTER_S], 0.0)
+        reward += rules[pay.SLO]
+    return reward + rules[pay.TAIL] * max(response - rules[pay.TAIL_AFTER_S], 0.0)
 
 
 @compiled
@@ -163,7 +152,7 @@ def _advance_server(row, rules, params, requests, outcomes, until):
     """Run one server up to and including `until`.
 
     Returns:
-        Completions, SLO violations, and what responses earn that no decision was credited with.
+        Completions, SLO violations, and the sum of response times, seconds.
     """
     most = int(rules[MAX_RUNNING])
     finish = row[STATE + 2 * most : STATE + 3 * most]
@@ -171,7 +160,7 @@ def _advance_server(row, rules, params, requests, outcomes, until):
     sharing = rules[SHARING] != 0.0
     completed = 0
     violated = 0
-    earned = 0.0
+    total_s = 0.0
     while row[RUNNING] > 0.0:
         running = int(row[RUNNING])
         slot = 0
@@ -194,11 +183,10 @@ def _advance_server(row, rules, params, requests, outcomes, until):
         index = int(row[STATE + slot])
         response = now - requests[index, ARRIVAL_S]
         outcomes[index, RESPONSE_S] = response
+        total_s += response
         completed += 1
         if response > rules[SLO_S]:
             violated += 1
-        if rules[PAYS_RESPONSES] and not outcomes[index, CREDITED]:
-            earned += _response_reward(rules, response)
         recent = row[RECENT_RESPONSE_S]
         row[RECENT_RESPONSE_S] = (
             response if math.isnan(recent) else recent + RECENT_WEIGHT * (response - recent)
@@ -231,7 +219,35 @@ def _advance_server(row, rules, params, requests, outcomes, until):
             finish[other] = max(finish[other] - served, 0.0)
     if sharing and until < math.inf:
         row[SHARED_UNTIL_S] = until
-    return completed, violated, earned
+    return completed, violated, total_s
+
+
+@compiled
+def copy_server(source, rules, target):
+    """Copy what a server holds, leaving out the empty places of its queue."""
+    ring_at = STATE + 5 * int(rules[MAX_RUNNING])
+    for place in range(ring_at):
+        target[place] = source[place]
+    for ahead in range(int(source[WAITING])):
+        place = ring_at + (int(source[HEAD]) + ahead) % (source.shape[0] - ring_at)
+        target[place] = source[place]
+
+
+@compiled
+def _played_out_s(row, rules, params, requests, outcomes, ahead):
+    """Sum of response times, seconds, of all that a server holds, as if nothing more came.
+
+    The second part of `ahead` has the outcome of each then.
+    """
+    played, theirs = ahead
+    copy_server(row, rules, played)
+    ring = row[STATE + 5 * int(rules[MAX_RUNNING]) :]
+    for number in range(int(row[WAITING])):
+        index = int(ring[(int(row[HEAD]) + number) % ring.shape[0]])
+        for column in range(NUM_OUTCOME):
+            theirs[index, column] = outcomes[index, column]
+    _, _, total_s = _advance_server(played, rules, params, requests, theirs, math.inf)
+    return total_s
 
 
 @compiled
@@ -332,16 +348,24 @@ def _balance(state, params):
 
 
 @compiled
-def _decide(state, rules, params, requests, outcomes, index, server, now, key, is_ordered):
+def _note_waiting(state, outcomes, index):
+    """Count the requests that wait when one is placed."""
+    for server in range(state.shape[0]):
+        outcomes[index, WAITING_SEEN] += state[server, WAITING]
+
+
+@compiled
+def _decide(state, rules, params, requests, outcomes, index, server, now, key, is_ordered, ahead):
     """Place one request and return the reward terms that are due at the decision.
 
-    Where keys order the queues, its response is not known yet: it is paid for at its completion.
+    Where keys order queues, what the server holds is played to its end with it and without it.
     """
     row = state[server]
-    waiting_seen = 0.0
-    for other in range(params.shape[0]):
-        waiting_seen += state[other, WAITING]
-    outcomes[index, WAITING_SEEN] = waiting_seen
+    _note_waiting(state, outcomes, index)
+    looks = rules[PAYS_RESPONSES] != 0.0 and is_ordered
+    before = 0.0
+    if looks:
+        before = _played_out_s(row, rules, params[server], requests, outcomes, ahead)
     reward = rules[QUEUE] * row[WAITING]
     reward += rules[PROCESSING] * requests[index, TRUE_TOTAL] / params[server, SLOT_TOKENS_PER_S]
     if row[RUNNING] + row[WAITING] >= params[server, CONCURRENCY]:
@@ -349,17 +373,15 @@ def _decide(state, rules, params, requests, outcomes, index, server, now, key, i
     accepted, response = place(
         row, rules, params[server], requests, outcomes, index, server, now, key
     )
-    reward += rules[ACCEPT] if accepted else rules[DROP]
+    reward += rules[pay.ACCEPT] if accepted else rules[pay.DROP]
     if rules[BALANCE] != 0.0:
         reward += rules[BALANCE] * _balance(state, params)
-    if rules[PAYS_RESPONSES]:
-        if accepted and not is_ordered:
-            reward += _response_reward(rules, response)
-            outcomes[index, CREDITED] = 1.0
-        baseline = requests[index, BASELINE_RESPONSE_S]
-        # NaN: the baseline dropped it, and a request that is dropped has no response to pay for.
-        if rules[SUBTRACT_BASELINE] and not math.isnan(baseline):
-            reward -= _response_reward(rules, baseline)
+    if rules[PAYS_RESPONSES] and accepted:
+        added = response
+        if looks:
+            added = _played_out_s(row, rules, params[server], requests, outcomes, ahead) - before
+            response = ahead[1][index, RESPONSE_S]
+        reward += _response_reward(rules, response, added)
     return reward
 
 
@@ -368,15 +390,13 @@ def advance(state, rules, params, requests, outcomes, until):
     """Run one copy's servers up to `until`; return the reward terms due at completions."""
     completed = 0
     violated = 0
-    earned = 0.0
     for server in range(params.shape[0]):
-        done, violations, of_responses = _advance_server(
+        done, violations, _ = _advance_server(
             state[server], rules, params[server], requests, outcomes, until
         )
         completed += done
         violated += violations
-        earned += of_responses
-    return rules[COMPLETE] * completed + rules[SLO_AT_COMPLETION] * violated + earned
+    return rules[pay.COMPLETE] * completed + rules[pay.SLO_AT_COMPLETION] * violated
 
 
 @compiled
@@ -391,7 +411,7 @@ def _asked_key(order, rules, requests, index, row):
 
 @compiled
 def step(
-    params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards
+    params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions, rewards
 ):  # fmt: skip
     """Place the waiting request of every copy and run to the moment of the next decision.
 
@@ -423,7 +443,7 @@ def step(
             key = bounded_key(ask, requests[copy, index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
             rewards[copy] = _decide(
                 state[copy], rules, params, requests[copy], outcomes[copy],
-                index, actions[copy], now, key, clock[copy, IS_ORDERED] != 0.0,
+                index, actions[copy], now, key, clock[copy, IS_ORDERED] != 0.0, ahead,
             )  # fmt: skip
             index += 1
             clock[copy, INDEX] = index
@@ -438,30 +458,36 @@ def step(
 
 
 @compiled
-def observe(rules, clock, requests, tables, observations):
-    """Encode what the router sees in every copy; return how many numbers hit the bound."""
+def observe(rules, clock, requests, tables, mean_total_tokens, observations):
+    """Encode what the router sees in every copy; return how many numbers hit the bound.
+
+    With `mean_total_tokens` above 0 it sees everything, and what a rule's costs are made from;
+    else what the paper's agents see.
+    """
     saturated = 0
     for copy in range(tables.shape[0]):
         request = requests[copy, min(int(clock[copy, INDEX]), requests.shape[1] - 1)]
-        saturated += encode(
-            request[FEATURES:], request[CONTEXT], request[PREDICTED_TOTAL], tables[copy],
-            rules[EXPECTED_FINISH] != 0.0, observations[copy],
+        saturated += encode_shown(
+            request[FEATURES:], request[CONTEXT], request[PREDICTED_TOTAL] - request[CONTEXT],
+            tables[copy], mean_total_tokens > 0.0, mean_total_tokens, rules[SLO_S],
+            observations[copy],
         )  # fmt: skip
     return saturated
 
 
 @compiled
 def step_and_observe(
-    params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards,
-    observations,
+    params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions, rewards,
+    mean_total_tokens, observations,
 ):  # fmt: skip
     """`step`, then `observe`, in one call; return the results of both."""
     wrong = step(
-        params, rules, state, clock, requests, outcomes, tables, asked, order, actions, rewards
-    )
+        params, rules, state, clock, requests, outcomes, tables, asked, order, ahead, actions,
+        rewards,
+    )  # fmt: skip
     if wrong >= 0:
         return wrong, 0
-    return wrong, observe(rules, clock, requests, tables, observations)
+    return wrong, observe(rules, clock, requests, tables, mean_total_tokens, observations)
 
 
 @compiled
@@ -497,18 +523,16 @@ def _fill_places(state, rules, requests, outcomes, index, order, table):
 @compiled
 def _place_by(state, rules, params, requests, outcomes, index, server, now, order, table):
     """Place a request where it waits by an order, in a run that earns nothing."""
+    _note_waiting(state, outcomes, index)
     asked = _asked_key(order, rules, requests, index, table[server])
     key = bounded_key(asked, requests[index, ARRIVAL_S], now, rules[MAX_OVERTAKING_S])
-    _decide(state, rules, params, requests, outcomes, index, server, now, key, False)
+    place(state[server], rules, params[server], requests, outcomes, index, server, now, key)
 
 
 @compiled
-def run_linear(
-    params, rules, state, clock, requests, outcomes, tables, weights, mean_total_tokens, order,
-    scores,
-):  # fmt: skip
-    """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
-    looks = looks_at_queues(weights) and not is_first_come(order)
+def run_residual(params, rules, state, clock, requests, outcomes, tables, player, order):
+    """Run every copy's whole stream under `residual_scores`, from empty to drained."""
+    looks = looks_at_queues(player.correction.weights) and not is_first_come(order)
     for copy in range(state.shape[0]):
         clear(rules, state, clock, requests, outcomes, copy)
         for index in range(requests.shape[1]):
@@ -519,10 +543,10 @@ def run_linear(
                 _fill_places(
                     state[copy], rules, requests[copy], outcomes[copy], index, order, tables[copy]
                 )
-            context_tokens = requests[copy, index, CONTEXT]
-            server = marginal_scores(
-                weights, context_tokens, requests[copy, index, PREDICTED_TOTAL] - context_tokens,
-                mean_total_tokens, rules[SLO_S], tables[copy], scores,
+            request = requests[copy, index]
+            server = residual_scores(
+                player, request[FEATURES:], request[CONTEXT],
+                request[PREDICTED_TOTAL] - request[CONTEXT], tables[copy],
             )  # fmt: skip
             _place_by(
                 state[copy], rules, params, requests[copy], outcomes[copy], index, server, now,

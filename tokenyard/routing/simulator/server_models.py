@@ -273,7 +273,6 @@ class ConstantRate(_Servers):
         rows[:, kernel.TRUE_TOTAL] = trace.total_tokens
         rows[:, kernel.PREDICTED_TOTAL] = predicted_total
         rows[:, kernel.CONTEXT] = trace.context_tokens
-        rows[:, kernel.BASELINE_RESPONSE_S] = np.nan
         rows[:, kernel.FEATURES :] = features
         return rows
 

@@ -46,11 +46,11 @@ from tokenyard.types import FloatArray, IntArray
     SEQUENCE_J, KV_TOKEN_J, SCRAPE_INTERVAL_S, NUM_PARAMS,
 ) = range(18)  # fmt: skip
 
-# rules: rewards (`rewards`), layout, dynamics, what the router sees
+# rules: rewards (`rewards`), layout, dynamics
 (
     PAGE_TOKENS, BLOCK_TOKENS, QUEUE_LIMIT, MAX_OVERTAKING_S, PREFILL_AT, DECODE_AT, RING_AT,
-    RING_SIZE, RETRY_DELAY_S, MAX_RETRIES, EXPECTED_FINISH, ENERGY, LOOKS_AHEAD, NUM_RULES,
-) = range(NUM_REWARDS, NUM_REWARDS + 14)  # fmt: skip
+    RING_SIZE, RETRY_DELAY_S, MAX_RETRIES, ENERGY, LOOKS_AHEAD, NUM_RULES,
+) = range(NUM_REWARDS, NUM_REWARDS + 13)  # fmt: skip
 
 # events
 EVENT_S, EVENT_REPLICA, EVENT_STATUS, NUM_EVENT = range(4)

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import numpy as np
 
 from tokenyard.compiled import compiled
 from tokenyard.routing import observation as ob
-from tokenyard.routing.observation import encode
-from tokenyard.routing.scores.linear import encode_rule, looks_at_queues, marginal_scores
+from tokenyard.routing.scores.linear import encode_shown, looks_at_queues
 from tokenyard.routing.scores.order import is_first_come, order_delay_s, order_key
 from tokenyard.routing.scores.places import fill_place
-from tokenyard.routing.scores.residual import (
-    ResidualNetwork,
-    Scratch,
-    make_scratch,
-    residual_scores,
-)
+from tokenyard.routing.scores.residual import residual_scores
 from tokenyard.routing.simulator import rewards as pay
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_kernel.fleet import (
@@ -37,7 +28,6 @@ from tokenyard.routing.simulator.batching_kernel.queue import waiting_at
 from tokenyard.routing.simulator.batching_kernel.sequences import router_acknowledge
 from tokenyard.routing.simulator.batching_kernel.view import fill_match, fill_table
 from tokenyard.routing.simulator.order import KEY_S, LAST, LATE_AT_S, LATE_KEY_S, bounded_key
-from tokenyard.types import FloatArray
 
 
 @compiled
@@ -219,21 +209,12 @@ def observe(fleet, mean_total_tokens, slo_s, observations):
     With `mean_total_tokens` above 0, what a rule's costs are made from comes last.
     """
     saturated = 0
-    num = fleet.tables.shape[1] if mean_total_tokens > 0.0 else 0
-    end = observations.shape[1] - num * ob.NUM_RULE_FEATURES
     for copy in range(fleet.state.shape[0]):
         request = fleet.requests[copy, max(int(fleet.clock[copy, lay.CURRENT]), 0)]
-        saturated += encode(
-            request[lay.FEATURES:], request[lay.CONTEXT],
-            request[lay.CONTEXT] + request[lay.PREDICTED_OUTPUT], fleet.tables[copy],
-            fleet.rules[lay.EXPECTED_FINISH] != 0.0, observations[copy, :end],
+        saturated += encode_shown(
+            request[lay.FEATURES:], request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
+            fleet.tables[copy], True, mean_total_tokens, slo_s, observations[copy],
         )  # fmt: skip
-        for replica in range(num):
-            saturated += encode_rule(
-                fleet.tables[copy, replica], request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT],
-                mean_total_tokens, slo_s,
-                observations[copy, end + replica * ob.NUM_RULE_FEATURES :],
-            )  # fmt: skip
     return saturated
 
 
@@ -253,26 +234,6 @@ def drain(fleet, rewards):
         for server in range(fleet.replica_params.shape[1]):
             advance(replica_of(fleet, copy, server), math.inf)
         rewards[copy] = _collect(fleet, copy)
-
-
-@compiled
-def run_marginal(fleet, weights, mean_total_tokens, slo_s, order, scores, rewards):
-    """Run every copy's whole stream under `marginal_scores`, from empty to drained."""
-    looks = looks_at_queues(weights) and not is_first_come(order)
-    for copy in range(fleet.state.shape[0]):
-        clear(fleet, copy)
-        while fleet.clock[copy, lay.CURRENT] >= 0.0:
-            fill_table(fleet, copy)
-            if looks:
-                fill_places(fleet, copy, order)
-            request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-            server = marginal_scores(
-                weights, request[lay.CONTEXT], request[lay.PREDICTED_OUTPUT], mean_total_tokens,
-                slo_s, fleet.tables[copy], scores,
-            )  # fmt: skip
-            place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))
-            find_decision(fleet, copy)
-    drain(fleet, rewards)
 
 
 @compiled
@@ -300,36 +261,6 @@ def run_given(fleet, servers, rewards):
         rewards[copy, -1] += _collect(fleet, copy)
 
 
-class Player(NamedTuple):
-    """A policy ready to decide."""
-
-    correction: ResidualNetwork
-    scratch: Scratch
-    scores: FloatArray
-    """Shape (num_replicas,)."""
-    mean_total_tokens: float
-    slo_s: float
-
-
-def make_player(
-    correction: ResidualNetwork, num_replicas: int, mean_total_tokens: float, slo_s: float
-) -> Player:
-    """Make room for decisions between so many replicas."""
-    scratch = make_scratch(correction, num_replicas)
-    return Player(correction, scratch, np.empty(num_replicas), mean_total_tokens, slo_s)
-
-
-@compiled
-def decide(fleet, copy, player):
-    """Replica that the policy takes for the current request of a copy, whose table is filled."""
-    request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
-    return residual_scores(
-        player.correction, request[lay.FEATURES:], request[lay.CONTEXT],
-        request[lay.PREDICTED_OUTPUT], player.mean_total_tokens, player.slo_s,
-        fleet.tables[copy], player.scratch, player.scores,
-    )  # fmt: skip
-
-
 @compiled
 def run_residual(fleet, player, order, rewards):
     """Run every copy's whole stream under the policy, from empty to drained."""
@@ -341,8 +272,11 @@ def run_residual(fleet, player, order, rewards):
             fill_table(fleet, copy)
             if looks:
                 fill_places(fleet, copy, order)
-            server = decide(fleet, copy, player)
             request = fleet.requests[copy, int(fleet.clock[copy, lay.CURRENT])]
+            server = residual_scores(
+                player, request[lay.FEATURES:], request[lay.CONTEXT],
+                request[lay.PREDICTED_OUTPUT], fleet.tables[copy],
+            )  # fmt: skip
             place(fleet, copy, server, asked_key(order, request, fleet.tables[copy, server]))
             find_decision(fleet, copy)
     drain(fleet, rewards)
