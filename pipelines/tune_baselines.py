@@ -28,9 +28,10 @@ from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules, load_tuned
 from tokenyard.routing.scenario import Scenario
-from tokenyard.routing.tuning import tune_orders, tune_public_rules, tune_rules
+from tokenyard.routing.tuning import tune_loads, tune_orders, tune_public_rules, tune_rules
 
 TUNED = Path(tokenyard.__file__).parent / "scenarios" / "tuned"
+ONLY = {"public": tune_public_rules, "orders": tune_orders, "loads": tune_loads}
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Args:
     """Of the training streams."""
     out: Path | None = None
     """Folder of the parameter files; by default that of the package."""
-    only: Literal["public", "orders"] | None = None
-    """Tune the rules of public routers alone, or the orders, beside what the file has of others."""
+    only: Literal["public", "orders", "loads"] | None = None
+    """Tune the rules of public routers alone, or the orders, beside what the file has of others; or
+    only score what may ship at several loads."""
     json: Path | None = None
     """Write the result rows to this file."""
 
@@ -66,8 +68,7 @@ def tune(args: Args, scenario: Scenario | AllocationScenario) -> tuple[str, list
     if args.only is None:
         rules = tune_rules(scenario, args.streams, args.seed)
     else:
-        tune_some = tune_orders if args.only == "orders" else tune_public_rules
-        rules = tune_some(scenario, load_tuned(scenario.name), args.streams, args.seed)
+        rules = ONLY[args.only](scenario, load_tuned(scenario.name), args.streams, args.seed)
     return rules.model_dump_json(indent=2), rows_of_routing(rules)
 
 

@@ -33,8 +33,7 @@ from tokenyard.routing.policies.learned import (
     ResidualPolicy,
     order_weights,
 )
-from tokenyard.routing.policies.order import BETWEEN, IN_ORDER
-from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.policies.tuned import find_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.scores import residual as corrected
 from tokenyard.routing.scores.order import FIRST_COME, NUM_ORDER_WEIGHTS
@@ -46,10 +45,6 @@ from tokenyard.workload.model import WorkloadModel, load_model
 DEFAULT_RULE = "marginal_delay+sjf@60"
 """What decides where no policy was trained and no rule was tuned, on servers of any kind
 (docs/results/any-cluster.md)."""
-_DELAY_RULES = ("sed", "sed_linear", "marginal_delay", "tuned_marginal_delay", IN_ORDER)
-"""Placements by delays in seconds. The others weigh counts, whose worth depends on the load."""
-_LEVEL = 0.005
-"""Difference of two scores, as a share, that six training streams do not tell from none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,25 +247,13 @@ def rule_for(scenario: str) -> str:
 
 
 def best_tuned_rule(scenario: str) -> str | None:
-    """Rule with the best score on the scenario's training streams, with an order or without.
-
-    Of level scores those of delay rules come first: they hold at other loads
-    (docs/results/champions.md).
+    """Rule with the smallest worst regret over the loads, of those best at the scenario's own.
 
     Returns:
         Its name; None: none was tuned.
     """
-    try:
-        tuned = load_tuned(scenario)
-    except ValueError:
-        return None
-    scores = tuned.scores | tuned.order_scores
-    if not scores:
-        return None
-    best = max(scores.values())
-    level = [rule for rule, score in scores.items() if score >= best - _LEVEL * abs(best)]
-    by_delay = [rule for rule in level if rule.partition(BETWEEN)[0] in _DELAY_RULES]
-    return max(by_delay or level, key=scores.__getitem__)
+    tuned = find_tuned(scenario)
+    return None if tuned is None else tuned.best_over_loads
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:

@@ -153,7 +153,7 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         return Validation(StreamSource(scenario), num_streams, seed)
 
     def best_tuned_rule(self, scenario: Scenario) -> str | None:
-        """Rule with the best score on training streams."""
+        """Rule with the smallest worst regret over the loads, on training streams."""
         return best_tuned_rule(scenario.name)
 
     def gate(self, scenario: Scenario, num_streams: int) -> Callable[[PolicyArtifact], list[Row]]:

@@ -13,12 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tokenyard.metrics import score
-from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.evaluation import per_stream
+from tokenyard.routing.gate import FULL_LOAD, load_factors
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.delay import SedDump, SedReserve
 from tokenyard.routing.policies.order import (
+    AND,
     BETWEEN,
     IN_ORDER,
+    KNOB,
     ORDERS,
     SET_BACK,
     SET_BACKS,
@@ -35,10 +38,17 @@ from tokenyard.routing.policies.size_interval import SizeIntervals
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, FleetRules, TunedRules
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.simulator import Simulator, make_simulator
-from tokenyard.routing.simulator.run import PolicyFactory, Run, run_compiled, run_policy
-from tokenyard.routing.simulator.server_models import server_model
+from tokenyard.routing.simulator.run import PolicyFactory, run_compiled, run_policy
+from tokenyard.routing.simulator.server_models import (
+    DELAY,
+    TUNED_DELAY,
+    in_order_rules,
+    server_model,
+)
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, synthetic_streams
 from tokenyard.routing.types import RoutingPolicy
+from tokenyard.statistics.intervals import t_interval
+from tokenyard.types import FloatArray
 
 Values = tuple[float, ...]
 
@@ -73,7 +83,8 @@ def tune_rules(scenario: Scenario, num_streams: int, seed: int) -> TunedRules:
         },
         tuned_on=_told(scenario, num_streams, seed),
     )
-    return search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
+    found = search.with_orders(search.with_public_rules(search.with_rules_of_servers(rules)))
+    return tune_loads(scenario, found, num_streams, seed)
 
 
 def tune_public_rules(
@@ -91,7 +102,8 @@ def tune_public_rules(
     found = search.with_public_rules(search.scored_anew(rules, others, "public rules", told))
     # An order may stand beside a public rule, whose knobs are others now.
     orders = {name: search.score_of(name, found) for name in found.order_scores}
-    return found.model_copy(update={"order_scores": orders})
+    found = found.model_copy(update={"order_scores": orders})
+    return tune_loads(scenario, found, num_streams, seed)
 
 
 def _told(scenario: Scenario, num_streams: int, seed: int) -> str:
@@ -109,7 +121,102 @@ def tune_orders(scenario: Scenario, rules: TunedRules, num_streams: int, seed: i
     streams = synthetic_streams(StreamSource(scenario), num_streams, seed, "training")
     search = _Search(scenario, streams)
     told = _told(scenario, num_streams, seed)
-    return search.with_orders(search.scored_anew(rules, list(rules.scores), "orders", told))
+    found = search.with_orders(search.scored_anew(rules, list(rules.scores), "orders", told))
+    return tune_loads(scenario, found, num_streams, seed)
+
+
+def tune_loads(scenario: Scenario, rules: TunedRules, num_streams: int, seed: int) -> TunedRules:
+    """Score at several loads the rules that may ship, and keep all parameters.
+
+    These are the tuned orders, the placements that they stand beside and, where the best of them
+    has weights of delays, that one with any other value of one weight. Which of them ships is up
+    to their scores at other loads where no other is certainly better at the scenario's own.
+    """
+    source = StreamSource(scenario)
+    streams = {
+        part: synthetic_streams(source, num_streams, seed, "training", factor)
+        for part, factor in load_factors(source).items()
+    }
+
+    def scores_at(part: str, names: Sequence[str]) -> dict[str, FloatArray]:
+        return {name: _scores(scenario, streams[part], name, rules) for name in names}
+
+    placements = [name.partition(BETWEEN)[0] for name in rules.order_scores]
+    known = [name for name in placements if name != IN_ORDER] + list(rules.order_scores)
+    own = scores_at(FULL_LOAD, list(dict.fromkeys(known)))
+    best, *_ = not_beaten(own)
+    own |= scores_at(FULL_LOAD, with_other_weights(best, rules))
+    names = not_beaten(own)
+    found = {part: own if part == FULL_LOAD else scores_at(part, names) for part in streams}
+    scores = {name: {part: float(found[part][name].mean()) for part in found} for name in names}
+    told = _told(scenario, num_streams, seed)
+    return rules.model_copy(update={"load_scores": scores, "load_scores_on": told})
+
+
+def not_beaten(scores: Mapping[str, FloatArray]) -> list[str]:
+    """Those that the best is not certainly better than, the best first.
+
+    Args:
+        scores: By name, on the same streams, shape (num_streams,). Of streams too few for an
+            interval all are certain.
+    """
+    ranked = sorted(scores, key=lambda name: float(scores[name].mean()), reverse=True)
+    behind = {name: t_interval(scores[ranked[0]] - scores[name]) for name in ranked}
+    return [
+        name for name, one in behind.items()
+        if (one.estimate if math.isnan(one.low) else one.low) <= 0.0
+    ]  # fmt: skip
+
+
+def with_other_weights(name: str, rules: TunedRules) -> list[str]:
+    """Names of a rule with one weight of its placement moved to any other value of its grid.
+
+    Empty where the placement has no weights of delays.
+    """
+    placement, _, order = name.partition(BETWEEN)
+    knobs = rules.orders.get(name, {})
+    weights = {
+        DELAY: FleetRules(), TUNED_DELAY: rules.fleet, IN_ORDER: in_order_rules(IN_ORDER, knobs)
+    }.get(placement)  # fmt: skip
+    if weights is None:
+        return []
+    behind = ""
+    if order:
+        knob, set_back = ORDERS[order].knob, knobs[SET_BACK]
+        behind = f"{BETWEEN}{order}{KNOB}{knobs[knob]:g}"
+        behind += f"{AND}{set_back:g}" if set_back and knob != SET_BACK else ""
+    moved = [
+        weights.model_copy(update={field: value})
+        for field, grid in FLEET_GRIDS[TUNED_DELAY].items()
+        for value in grid
+        if value != getattr(weights, field)
+    ]
+    stem = (IN_ORDER if placement == IN_ORDER else DELAY) + KNOB
+    return [f"{stem}{one.wait_weight:g}{AND}{one.others_weight:g}{behind}" for one in moved]
+
+
+def _scores(
+    scenario: Scenario, streams: StreamSet, name: str, rules: TunedRules | None
+) -> FloatArray:
+    """Score of a rule by name on each stream, made afresh for each."""
+    # A score is of responses alone.
+    scenario = scenario.model_copy(update={"reward": UNPAID})
+    servers = server_model(scenario)
+    decide = servers.compiled_order(name, rules) or servers.compiled_rule(name, rules)
+    if decide is None:
+        runs = run_policy(scenario, streams, _factory(scenario, name, rules), seed=0)
+    else:
+        # It decides alike, a hundred times as fast; no fleet tells None, as nothing is paid.
+        runs = run_compiled(scenario, streams, decide) or []
+    return per_stream(scenario, runs)["score"]
+
+
+def _factory(scenario: Scenario, name: str, rules: TunedRules | None) -> PolicyFactory:
+    def factory(rng: np.random.Generator) -> RoutingPolicy:
+        context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
+        return make_policy(name, context)
+
+    return factory
 
 
 def coordinate_descent(
@@ -167,21 +274,12 @@ class _Search:
 
     def score_of(self, name: str, rules: TunedRules | None = None) -> float:
         """Mean score over streams of a rule by name, made afresh for each."""
-        decide = self._servers.compiled_order(name, rules) if BETWEEN in name else None
-        if decide is None:
-            return self._score(self._factory(name, rules))
-        # It decides alike, a hundred times as fast; no fleet tells None, as nothing is paid.
-        return self._mean_score(run_compiled(self._scenario, self._streams, decide) or [])
+        return float(_scores(self._scenario, self._streams, name, rules).mean())
 
     def _score_made(self, policy: RoutingPolicy) -> float:
         """Mean score over streams of a policy without memory."""
-        return self._score(lambda rng: policy)
-
-    def _score(self, factory: PolicyFactory) -> float:
-        return self._mean_score(run_policy(self._scenario, self._streams, factory, seed=0))
-
-    def _mean_score(self, runs: Sequence[Run]) -> float:
-        return mean_summary(self._scenario, runs)["score"]
+        runs = run_policy(self._scenario, self._streams, lambda rng: policy, seed=0)
+        return float(per_stream(self._scenario, runs)["score"].mean())
 
     def scored_anew(
         self, rules: TunedRules, names: Sequence[str], tuned: str, told: str
@@ -312,15 +410,6 @@ class _Search:
             most_trials=MOST_TRIALS,
         )
         return best_score, dict(zip(start, best, strict=True))
-
-    def _factory(self, name: str, rules: TunedRules | None) -> PolicyFactory:
-        scenario = self._scenario
-
-        def factory(rng: np.random.Generator) -> RoutingPolicy:
-            context = PolicyContext(scenario.name, scenario.slo, rng, scenario.num_servers, rules)
-            return make_policy(name, context)
-
-        return factory
 
     def _cuts(self, order: tuple[int, ...]) -> tuple[float, Values]:
         """Best cuts for an order of servers: coordinate descent from equal load."""

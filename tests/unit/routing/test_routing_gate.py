@@ -139,7 +139,7 @@ def test_a_judge_sets_a_policy_beside_what_decides_without_one():
 
 
 def test_the_placement_that_knows_the_order_is_a_rival_wherever_it_was_tuned():
-    assert gate.rivals(load_scenario("poisson_085"))[0] == "marginal_in_order+boost"
+    assert "marginal_in_order+boost" in gate.rivals(load_scenario("poisson_085"))
     # There another rule has the better score.
     first, *others = gate.rivals(load_scenario("poisson_050"))
     assert (first, others[0]) == ("sed_linear+boost", "marginal_in_order+sjf")

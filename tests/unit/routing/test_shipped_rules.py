@@ -3,21 +3,27 @@
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tokenyard.artifact import NoChampionError
 from tokenyard.routing.artifact import (
+    DEFAULT_RULE,
     PolicyArtifact,
     best_tuned_rule,
     resolve_champion,
     rule_for,
 )
+from tokenyard.routing.gate import FULL_LOAD, load_factors
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario, scenario_names
+from tokenyard.routing.simulator.streams import StreamSource
 
-FOLDER = Path(str(resources.files("tokenyard"))) / "artifacts" / "routing"
+PACKAGE = Path(str(resources.files("tokenyard")))
+FOLDER = PACKAGE / "artifacts" / "routing"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.npz"))
+TUNED = sorted(path.stem for path in (PACKAGE / "scenarios" / "tuned" / "routing").glob("*.json"))
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -37,15 +43,19 @@ def test_where_no_champion_ships_the_best_tuned_rule_decides_and_is_named(name):
     assert PROBLEM.candidate(load_scenario(name), "champion").source == f"the rule {rule_for(name)}"
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("multi_turn_prefix", "tuned_marginal_delay+wspt"),
-        ("agentic_trace_replay@mixed", "tuned_llmd_predicted_latency+wspt"),
-    ],
-)
-def test_of_level_scores_one_by_delay_decides_and_no_lower_one(name, rule):
+@pytest.mark.parametrize("name", TUNED)
+def test_what_ships_has_the_smallest_worst_regret_of_those_best_at_the_load(name):
     tuned = load_tuned(name)
-    scores = tuned.scores | tuned.order_scores
-    assert best_tuned_rule(name) == rule
-    assert 0.995 <= max(scores.values()) / scores[rule] <= 1.0
+    scores = tuned.load_scores
+    assert rule_for(name) == best_tuned_rule(name) == tuned.best_over_loads
+    loads = list(load_factors(StreamSource(load_scenario(name))))
+    table = np.array([[of_rule[load] for load in loads] for of_rule in scores.values()])
+    regret = ((table.max(axis=0) - table) / abs(table.max(axis=0))).max(axis=1)
+    assert list(scores).index(rule_for(name)) == regret.argmin()
+    assert table[:, loads.index(FULL_LOAD)].argmax() == 0
+    PROBLEM.candidate(load_scenario(name), rule_for(name))
+
+
+def test_no_rule_is_best_where_none_was_tuned():
+    assert best_tuned_rule("nowhere") is None
+    assert rule_for("nowhere") == DEFAULT_RULE

@@ -4,13 +4,22 @@ import numpy as np
 import pytest
 
 from tokenyard.routing.evaluation import mean_summary
+from tokenyard.routing.gate import load_factors
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX, Needs, grid_of
-from tokenyard.routing.policies.tuned import FLEET_GRIDS
+from tokenyard.routing.policies.tuned import FLEET_GRIDS, load_tuned
 from tokenyard.routing.scenario import Scenario
 from tokenyard.routing.simulator.run import run_policy
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
-from tokenyard.routing.tuning import coordinate_descent, tune_orders, tune_public_rules, tune_rules
+from tokenyard.routing.tuning import (
+    coordinate_descent,
+    not_beaten,
+    tune_loads,
+    tune_orders,
+    tune_public_rules,
+    tune_rules,
+    with_other_weights,
+)
 
 FLEET = {
     "name": "small",
@@ -152,3 +161,69 @@ def test_rules_that_are_kept_are_scored_on_the_streams_of_those_that_are_tuned_a
     assert anew.tuned_on == f"{rules.tuned_on}; {what}, and all scores: " + (
         "1 training streams of 60 requests, seed 7"
     )
+
+
+def test_rules_are_left_out_that_the_best_is_certainly_better_than():
+    rng = np.random.default_rng(0)
+    best = -rng.exponential(10.0, 12)
+    noise = rng.normal(0.0, 1.0, 12)
+    noise -= noise.mean()
+    scores = {"worse": best - 1.0 + 0.1 * noise, "level": best - 0.1 + noise, "best": best}
+    assert not_beaten(scores) == ["best", "level"]
+    few = {name: values[:2] for name, values in scores.items() if name != "worse"}
+    assert len(not_beaten(few)) == 1, "no interval, so that the difference decides"
+
+
+def test_one_weight_of_a_placement_is_moved_and_its_order_stays(tuned):
+    _, rules = tuned
+    fleet = rules.fleet.model_copy(update={"wait_weight": 2.0, "others_weight": 1.0})
+    orders = {
+        "tuned_marginal_delay+boost": {"boost_s": 4.0, "set_back_waits": 8.0},
+        "marginal_in_order+late_last": {"set_back_waits": 4.0, "wait_weight": 3.0},
+    }
+    rules = rules.model_copy(update={"fleet": fleet, "orders": orders})
+    found = with_other_weights("tuned_marginal_delay+boost", rules)
+    assert "marginal_delay@2:0.75+boost@4:8" in found
+    assert "marginal_delay@3:1+boost@4:8" in found
+    assert (
+        len(found)
+        == len(set(found))
+        == sum(map(len, FLEET_GRIDS["tuned_marginal_delay"].values())) - 2
+    )
+    assert "marginal_in_order@3:0.5+late_last@4" in with_other_weights(
+        "marginal_in_order+late_last", rules
+    )
+    assert "marginal_delay@1:0.5" in with_other_weights("marginal_delay", rules)
+    assert with_other_weights("tuned_lmetric", rules) == []
+
+
+def test_what_may_ship_is_scored_at_the_loads_of_the_gate(tuned):
+    scenario, rules = tuned
+    found = tune_loads(scenario, rules, num_streams=6, seed=3)
+    assert (
+        found.model_copy(
+            update={"load_scores": rules.load_scores, "load_scores_on": rules.load_scores_on}
+        )
+        == rules
+    ), "nothing else is tuned"
+    source = StreamSource(scenario)
+    factors = load_factors(source)
+    assert len(found.load_scores) > 1
+    for name, scores in found.load_scores.items():
+        assert scores.keys() == factors.keys()
+        for part, factor in factors.items():
+            streams = synthetic_streams(source, 6, 3, "training", factor)
+            assert score_of(name, scenario, streams, found) == pytest.approx(scores[part]), name
+    first, *others = [scores["full_load"] for scores in found.load_scores.values()]
+    assert first >= max(others)
+    assert found.best_over_loads in found.load_scores
+
+
+def test_the_rule_with_the_smallest_worst_regret_ships():
+    def chosen(**scores):
+        loads = {name: {"half": half, "full": full} for name, (half, full) in scores.items()}
+        return load_tuned("poisson_085").model_copy(update={"load_scores": loads}).best_over_loads
+
+    assert chosen() is None
+    assert chosen(a=(-1.3, -10.0), b=(-1.1, -10.2), c=(-1.0, -13.0)) == "b"
+    assert chosen(a=(-1.0, -10.0), b=(-1.0, -10.0)) == "a"

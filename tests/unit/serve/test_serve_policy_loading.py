@@ -91,8 +91,8 @@ def untuned(tmp_path, scenario):
 
 @pytest.mark.parametrize(
     ("scenario", "rule"),
-    [("poisson_050", "sed_linear+boost"), ("local_cpu", "marginal_in_order+boost"),
-     ("conversation_mixed_gpus", "tuned_marginal_delay+wspt"), ("poisson_085", DEFAULT_RULE),
+    [("poisson_050", "sed_linear+boost"), ("local_cpu", "tuned_marginal_delay+sjf"),
+     ("conversation_mixed_gpus", "tuned_marginal_delay+boost"), ("poisson_085", DEFAULT_RULE),
      ("churn", DEFAULT_RULE)],
 )  # fmt: skip
 def test_where_no_champion_is_trained_a_rule_is_served_by_name(scenario, rule, tmp_path):

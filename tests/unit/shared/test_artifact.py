@@ -200,7 +200,7 @@ def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
 
     with pytest.raises(NoChampionError) as tuned:
         find("poisson_085")
-    assert tuned.value.rule == "marginal_in_order+boost"
+    assert tuned.value.rule == "marginal_in_order@2:3+boost@2:0.5"
     with pytest.raises(NoChampionError) as untuned:
         find("nowhere")
     assert untuned.value.rule is None

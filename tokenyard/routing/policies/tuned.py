@@ -78,6 +78,11 @@ class TunedRules(FrozenModel):
     """Score of each rule on the training streams it was tuned on, with untuned ones beside them."""
     tuned_on: str = ""
     """The training streams, in words."""
+    load_scores: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Score at each load of the gate, by rule: of those that no other certainly beats at the
+    scenario's own load (`tokenyard.routing.tuning.tune_loads`)."""
+    load_scores_on: str = ""
+    """The training streams of these, in words."""
 
     @model_validator(mode="after")
     def _one_replica_per_interval(self) -> Self:
@@ -90,6 +95,23 @@ class TunedRules(FrozenModel):
         if self.dump_replica >= self.num_replicas:
             raise ValueError(f"dump_replica {self.dump_replica} is not 0..{self.num_replicas - 1}")
         return self
+
+    @property
+    def best_over_loads(self) -> str | None:
+        """Rule of `load_scores` with the smallest worst regret over the loads; None: there is none.
+
+        Regret at a load is what the score lacks of the best one there, as a share of that.
+        """
+        scores = self.load_scores
+        if not scores:
+            return None
+        loads = next(iter(scores.values()))
+        best = {load: max(of_rule[load] for of_rule in scores.values()) for load in loads}
+
+        def worst_regret(rule: str) -> float:
+            return max((best[load] - scores[rule][load]) / abs(best[load]) for load in loads)
+
+        return min(scores, key=worst_regret)
 
     @property
     def num_replicas(self) -> int:

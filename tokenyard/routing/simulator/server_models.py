@@ -148,15 +148,19 @@ class _Servers:
     def _placement(self, name: str, tuned: TunedRules | None) -> Place | None:
         """What runs a placement of `compiled_rules`; None: it is none of them."""
 
-    def compiled_rule(self, name: str) -> Decide | None:
+    def compiled_rule(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
         """What runs one of `compiled_rules`; None: it is none of them.
+
+        Args:
+            name: Of the placement.
+            tuned: Its parameters; None: those that ship for the scenario.
 
         Raises:
             ValueError: It is a tuned one, and none was tuned for the scenario.
         """
         if BETWEEN in name:
             return None
-        place = self._placement(name, None)
+        place = self._placement(name, tuned)
         return None if place is None else partial(place, order=FIRST_COME)
 
     def compiled_order(self, name: str, tuned: TunedRules | None = None) -> Decide | None:
