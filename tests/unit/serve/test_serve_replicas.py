@@ -111,7 +111,7 @@ def test_simulator_and_gateway_make_the_same_observation_of_the_same_truth(scrap
             [one.observed_at_s for one in sim.snapshots()]
         )
         assert ours.prompt_blocks(16).tolist() == sim.snapshots(0, 16).prompt_blocks(16).tolist()
-        seen = np.empty(ob.observation_size(3, True, True), dtype=np.float32)
+        seen = np.empty(ob.observation_size(3, whole=True), dtype=np.float32)
         features = requests[index, lay.FEATURES :]
         sizes = request.context_tokens, request.predicted_total_tokens
         ob.encode(features, *sizes, columns, True, seen)
