@@ -253,7 +253,7 @@ def best_tuned_rule(scenario: str) -> str | None:
         Its name; None: none was tuned.
     """
     tuned = find_tuned(scenario)
-    return None if tuned is None else tuned.best_over_loads
+    return None if tuned is None else tuned.best_over_loads()
 
 
 def lineage_of(scenario: Scenario) -> dict[str, str]:

@@ -108,25 +108,29 @@ class SearchConfig:
 
 
 def best_start(scenario: Scenario, orders: bool = True) -> str:
-    """Best tuned rule that the linear policy can be, by its training score: where learning begins.
+    """Best tuned rule that the linear policy can be: where learning begins.
 
     That is a placement that its weights can be, first come, first served or with an order by size.
-    Where none was tuned, it is the placement without learned weights, first come, first served.
+    With an order it is the rule that ships, or the next by its regret over the loads; else that
+    with the best training score. Where none was tuned, it is the placement without learned weights.
 
     Args:
         scenario: Whose rules were tuned.
         orders: Whether those with an order count.
     """
     tuned = find_tuned(scenario.name)
-    placements = server_model(scenario).linear_placements(tuned)
-    scores = {} if tuned is None else tuned.scores | (tuned.order_scores if orders else {})
 
     def can_be(name: str) -> bool:
         placement, _, order = name.partition(BETWEEN)
-        return placement in (*placements, IN_ORDER) and order in ("", *ORDER_WEIGHTS)
+        known = order.partition(KNOB)[0] in ("", *ORDER_WEIGHTS)
+        return known and linear_weights(scenario, placement) is not None
 
-    first, *_ = placements
-    return max(filter(can_be, scores), key=scores.__getitem__, default=first)
+    first, *_ = server_model(scenario).linear_placements(tuned)
+    if tuned is None:
+        return first
+    best = tuned.best_over_loads(can_be) if orders else None
+    scores = tuned.scores | (tuned.order_scores if orders else {})
+    return best or max(filter(can_be, scores), key=scores.__getitem__, default=first)
 
 
 def started_at_best_rule(

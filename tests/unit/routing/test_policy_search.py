@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenyard.routing.artifact import learned_policy
+from tokenyard.routing.artifact import learned_policy, rule_for
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -15,10 +15,11 @@ from tokenyard.routing.search import (
     SearchConfig,
     StreamCosts,
     best_start,
+    linear_weights,
     started_at,
     started_at_best_rule,
 )
-from tokenyard.routing.simulator.server_models import order_weights_of, server_model
+from tokenyard.routing.simulator.server_models import order_weights_of
 from tokenyard.routing.simulator.streams import StreamSource, synthetic_streams
 from tokenyard.routing.validation import policy_runs
 
@@ -132,20 +133,23 @@ def test_a_search_of_a_fleet_has_all_orders_by_size():
 
 
 @pytest.mark.parametrize("name", ["poisson_085", "azure_code_slo", "conversation"])
-def test_a_search_begins_at_the_best_rule_that_it_can_be(name):
-    tuned = load_tuned(name)
-    config = started_at_best_rule(load_scenario(name), SMALL)
-    servers = server_model(load_scenario(name))
-    placements = dict(servers.linear_placements(tuned))
-    scores = tuned.scores | tuned.order_scores
-    known = [one for one in scores if one.partition("+")[0] in (*placements, "marginal_in_order")]
-    best = max(known, key=scores.__getitem__)
-    assert best == best_start(load_scenario(name))
-    placement, _, order = best.partition("+")
-    knobs = {key: v for key, v in tuned.orders[best].items() if key in FleetRules.model_fields}
-    placements["marginal_in_order"] = FleetRules(**knobs).in_order_weights
-    assert config.start[: len(placements[placement])] == placements[placement]
-    assert any(config.order) == bool(order)
+def test_a_search_begins_at_the_rule_that_ships(name):
+    scenario = load_scenario(name)
+    config = started_at_best_rule(scenario, SMALL)
+    placement, _, order = rule_for(name).partition("+")
+    assert best_start(scenario) == rule_for(name)
+    knobs = load_tuned(name).orders.get(rule_for(name))
+    weights = linear_weights(scenario, placement, knobs)
+    assert config.start[: len(weights)] == weights
+    assert config.order == tuple(order_weights_of(order, knobs))
+
+
+def test_where_it_cannot_be_the_rule_that_ships_it_is_the_next():
+    scenario = load_scenario("two_classes_slo")
+    assert rule_for("two_classes_slo") == "tuned_marginal_delay+fair"
+    assert best_start(scenario) == "tuned_marginal_delay+boost"
+    # First come, first served it is the best by its training score.
+    assert best_start(scenario, orders=False) == "tuned_marginal_delay"
 
 
 def test_a_search_begins_at_the_rule_that_is_named():

@@ -47,7 +47,7 @@ def test_where_no_champion_ships_the_best_tuned_rule_decides_and_is_named(name):
 def test_what_ships_has_the_smallest_worst_regret_of_those_best_at_the_load(name):
     tuned = load_tuned(name)
     scores = tuned.load_scores
-    assert rule_for(name) == best_tuned_rule(name) == tuned.best_over_loads
+    assert rule_for(name) == best_tuned_rule(name) == tuned.best_over_loads()
     loads = list(load_factors(StreamSource(load_scenario(name))))
     table = np.array([[of_rule[load] for load in loads] for of_rule in scores.values()])
     regret = ((table.max(axis=0) - table) / abs(table.max(axis=0))).max(axis=1)

@@ -216,13 +216,13 @@ def test_what_may_ship_is_scored_at_the_loads_of_the_gate(tuned):
             assert score_of(name, scenario, streams, found) == pytest.approx(scores[part]), name
     first, *others = [scores["full_load"] for scores in found.load_scores.values()]
     assert first >= max(others)
-    assert found.best_over_loads in found.load_scores
+    assert found.best_over_loads() in found.load_scores
 
 
 def test_the_rule_with_the_smallest_worst_regret_ships():
     def chosen(**scores):
         loads = {name: {"half": half, "full": full} for name, (half, full) in scores.items()}
-        return load_tuned("poisson_085").model_copy(update={"load_scores": loads}).best_over_loads
+        return load_tuned("poisson_085").model_copy(update={"load_scores": loads}).best_over_loads()
 
     assert chosen() is None
     assert chosen(a=(-1.3, -10.0), b=(-1.1, -10.2), c=(-1.0, -13.0)) == "b"

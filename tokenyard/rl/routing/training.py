@@ -179,6 +179,8 @@ def equivariant() -> Recipe:
         orders=True,
         copies_per_stream=8,
         centre_rewards=True,
+        # As wide as what the gate asks for.
+        randomisation=Randomisation(load_factor=(0.5, 1.15)),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Annotated, Self
 
@@ -96,22 +96,22 @@ class TunedRules(FrozenModel):
             raise ValueError(f"dump_replica {self.dump_replica} is not 0..{self.num_replicas - 1}")
         return self
 
-    @property
-    def best_over_loads(self) -> str | None:
+    def best_over_loads(self, may_be: Callable[[str], bool] = lambda rule: True) -> str | None:
         """Rule of `load_scores` with the smallest worst regret over the loads; None: there is none.
 
         Regret at a load is what the score lacks of the best one there, as a share of that.
+
+        Args:
+            may_be: Which rules count; the best of a load may be any.
         """
         scores = self.load_scores
-        if not scores:
-            return None
-        loads = next(iter(scores.values()))
+        loads = next(iter(scores.values()), {})
         best = {load: max(of_rule[load] for of_rule in scores.values()) for load in loads}
 
         def worst_regret(rule: str) -> float:
             return max((best[load] - scores[rule][load]) / abs(best[load]) for load in loads)
 
-        return min(scores, key=worst_regret)
+        return min(filter(may_be, scores), key=worst_regret, default=None)
 
     @property
     def num_replicas(self) -> int:
