@@ -111,9 +111,6 @@ class _RouterParts(Observes):
         self.normaliser = RunningNormaliser(size) if normalise else nn.Identity()
         shrink_last_layer(output)
 
-    def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        return outputs
-
 
 def linear_layers(network: nn.Module) -> list[nn.Linear]:
     """Linear layers of a network, first layer first."""
@@ -152,8 +149,8 @@ class ActorCritic(Observes, DefaultPPOTorchRLModule):
         return {**output, Columns.ACTION_DIST_INPUTS: inputs}
 
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What the actor's outputs become, given the observations as they were."""
-        raise NotImplementedError
+        """What the actor's outputs become, given the observations as they were: themselves."""
+        return outputs
 
 
 class QNetwork(Observes, DefaultDQNTorchRLModule):
@@ -169,8 +166,8 @@ class QNetwork(Observes, DefaultDQNTorchRLModule):
         return {**output, QF_PREDS: self._adjusted(output[QF_PREDS], batch)}
 
     def _adjusted(self, outputs: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What Q-values become, given the observations as they were."""
-        raise NotImplementedError
+        """What Q-values become, given the observations as they were: themselves."""
+        return outputs
 
 
 class RouterActorCritic(_RouterParts, ActorCritic):

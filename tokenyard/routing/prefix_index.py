@@ -24,7 +24,7 @@ _WORD_BITS = 64
 _ONE = np.uint64(1)
 _FIRST_ENTRIES = 1024
 _MOST_TOKEN = 2**63
-# Odd numbers with well mixed bits: those of xxHash's and of the golden ratio.
+# Odd numbers with well mixed bits, those of xxHash.
 _MIX_TOKEN = np.uint64(0x9E3779B185EBCA87)
 _MIX_KEY = np.uint64(0xC2B2AE3D27D4EB4F)
 
@@ -41,7 +41,6 @@ _NUM_ENDS = 3
 _NUM_USED = 0
 _FIRST_FREE = 1
 _NUM_EVER = 2
-_NUM_COUNTS = 3
 _NOBODY = -1
 
 
@@ -72,7 +71,7 @@ def _as_array(token_ids: Sequence[int]) -> IntArray:
 
 @compiled
 def _name_blocks(token_ids: IntArray, block_tokens: int, names: IntArray) -> None:
-    mixed = np.uint64(0)
+    mixed = _MIX_KEY  # From 0, tokens of 0 would not change it.
     for block in range(names.shape[0]):
         for at in range(block * block_tokens, (block + 1) * block_tokens):
             mixed = (mixed ^ np.uint64(token_ids[at])) * _MIX_TOKEN

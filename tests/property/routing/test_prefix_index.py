@@ -80,6 +80,11 @@ def test_equal_names_are_equal_beginnings(one, other, block_tokens):
         assert (own == others) == same
 
 
+def test_blocks_of_one_prompt_have_different_names_whatever_its_tokens_are():
+    for token in (0, 1, -1, 2**63 - 1):
+        assert len(set(block_names([token] * 64, 2).tolist())) == 32
+
+
 def test_names_of_what_is_no_token_are_names_all_the_same():
     large, negative = block_names([2**70, 1], 1), block_names([-1, 1], 1)
     assert len({*large.tolist(), *negative.tolist()}) == 4
