@@ -33,7 +33,7 @@ from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 """Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
