@@ -94,17 +94,19 @@ class SearchConfig:
     which is shortest expected delay, or least marginal delay on a fleet."""
     order: tuple[float, ...] = (0.0,) * NUM_ORDER_WEIGHTS
     """Weights of the order that both start with (`tokenyard.routing.scores.order`)."""
-    order_std: float = 0.7
+    order_std: float = 0.2
     """Spread of the first generation's orders, in units of u; 0: the order is not searched."""
-    initial_std: float = 0.2
-    """Spread of the first generation, in units of the SLO per feature."""
-    noise: float = 0.05
+    initial_std: float = 0.05
+    """Spread of the first generation, in units of the SLO per feature. Searches begin at rules that
+    were tuned: from four times this spread they end further from the best, or behind the rule."""
+    noise: float = 0.0125
     """Spread added to the elites' in the first generation; fades to nothing over the search."""
     num_generations: int = 36
     """Generations over which the noise fades."""
     randomisation: Randomisation = field(default_factory=Randomisation)
     """How streams differ: a policy that has seen more and less traffic, and other replicas, than
-    the scenario's suits more of what comes."""
+    the scenario's suits more of what comes. The streams of a generation share the range of loads
+    evenly, so that no generation is without the busiest hours."""
 
 
 def best_start(scenario: Scenario, orders: bool = True) -> str:
@@ -264,10 +266,12 @@ class PolicySearch(CrossEntropy):
 
     def _load_fresh_streams(self) -> None:
         config = self.config
+        low, high = config.randomisation.load_factor
         for copy in range(config.streams_per_generation):
             index = self.generation * config.streams_per_generation + copy
             rng = stream_rng(self.seed, "training", index)
-            load_factor = rng.uniform(*config.randomisation.load_factor)
+            share = (copy + rng.random()) / config.streams_per_generation
+            load_factor = low + share * (high - low)
             stream = self._source.sample(config.requests_per_stream, rng, load_factor)
             self._sim.load(copy, stream)
             if config.randomisation.varies_fleet:
