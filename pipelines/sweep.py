@@ -245,6 +245,9 @@ def print_report(
         style = "bold" if row["policy"] == report.best.label else "" if about else "dim"
         table.add_row(str(row["policy"]), steps, cpu_s, wall_s, *_cells(row, shown), style=style)
     console.print(table)
+    if report.passed_over:
+        names = ", ".join(report.passed_over)
+        console.print(f"a better score, but they lose to a rule at the gate: {names}")
     title = f"the best on {experiment.evaluation_streams} fresh streams"
     fresh = _table(title, shown, "policy")
     for row in report.evaluation.rows:

@@ -109,18 +109,20 @@ def judge_candidate(
     scenario: S,
     artifact: A,
     against: Sequence[Candidate[S, D, R]],
+    gate: Sequence[Row],
     streams: D,
     seed: int,
     mapped: Map = map,
 ) -> Verdict:
-    """Set a policy against its rivals, and put it before the problem's gate.
+    """Set a policy against its rivals, beside what the problem's gate found of it.
 
     Args:
-        problem: Runs policies and has the gate.
+        problem: Runs policies.
         scenario: Whose champion it would be.
         artifact: The policy.
         against: Its rivals.
-        streams: On which nothing was chosen; the gate draws as many of its own.
+        gate: Rows of `Problem.gate` for the policy.
+        streams: On which nothing was chosen.
         seed: Of the policies' own randomness.
         mapped: Runs them one after another, or several at once.
     """
@@ -131,7 +133,6 @@ def judge_candidate(
         Gain(rival.name, rival.source, gain_over(problem, scenario, streams, ours, runs))
         for rival, runs in zip(against, theirs, strict=True)
     ]
-    gate = problem.gate(scenario, len(streams))(artifact)
     return Verdict(tuple(gains), tuple(gate))
 
 

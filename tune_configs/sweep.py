@@ -129,6 +129,11 @@ class Report:
     evaluation: Comparison[Any, Any]
     """The best trial and the baseline on fresh streams."""
     best: FinishedTrial
+    """The trial with the best score of those that lose nowhere at the gate; if all do, of all."""
+    gate: Sequence[Row]
+    """What the gate found of it."""
+    passed_over: Sequence[str] = ()
+    """Labels of trials with a better score, which lose at the gate."""
 
 
 @dataclass(frozen=True)
@@ -307,8 +312,9 @@ def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Repor
     """Rank the trials on validation streams, and evaluate the best on fresh ones.
 
     Trials and rules are ranked on the streams on which trials validate themselves in training, so
-    that a learning curve ends where the ranking puts it. The evaluation, and promotion after it,
-    use others, on which nothing was chosen.
+    that a learning curve ends where the ranking puts it. The gate looks at other loads as well, so
+    the best of the ranking may lose there. The evaluation, and promotion after it, use other
+    streams, on which nothing was chosen.
     """
     experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
     rules = {name: problem.candidate(scenario, name).run for name in experiment.baselines}
@@ -319,11 +325,30 @@ def judge(sweep: Sweep, trials: list[FinishedTrial], mapped: Map = map) -> Repor
     baseline = experiment.baseline
     ranking = rank(problem, scenario, policies | rules, baseline, validation, sweep.seed, mapped)
     by_label = {trial.label: trial for trial in trials}
-    best = next(by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label)
+    ranked = [by_label[str(row["policy"])] for row in ranking.rows if row["policy"] in by_label]
+    best, gate, passed_over = _first_to_pass(
+        ranked, problem.gate(scenario, experiment.promotion_streams)
+    )
     finalists = {best.label: policies[best.label], baseline: rules[baseline]}
     fresh = problem.streams(scenario, "evaluation", experiment.evaluation_streams, sweep.seed)
     evaluation = rank(problem, scenario, finalists, baseline, fresh, sweep.seed, mapped)
-    return Report(ranking, evaluation, best)
+    return Report(ranking, evaluation, best, gate, passed_over)
+
+
+def _first_to_pass(
+    ranked: Sequence[FinishedTrial], gate: Callable[[Artifact], list[Row]]
+) -> tuple[FinishedTrial, list[Row], list[str]]:
+    """The first trial that loses nowhere, what the gate found of it, and the trials before it.
+
+    Where all lose, it is the first of all.
+    """
+    found: dict[str, list[Row]] = {}
+    for trial in ranked:
+        rows = gate(trial.artifact)
+        if not any(row["loses"] for row in rows):
+            return trial, rows, list(found)
+        found[trial.label] = rows
+    return ranked[0], found[ranked[0].label], []
 
 
 def register_best(
@@ -340,7 +365,7 @@ def register_best(
     verdicts: list[Verdict] = []
 
     def accepted() -> bool:
-        verdicts.append(against_rivals(sweep, report.best.artifact, mapped))
+        verdicts.append(against_rivals(sweep, report, mapped))
         return verdicts[0].accepted
 
     registration = registry.register(
@@ -354,8 +379,8 @@ def register_best(
     return Outcome(sweep.problem.name, registration, verdict)
 
 
-def against_rivals(sweep: Sweep, artifact: Artifact, mapped: Map = map) -> Verdict:
-    """Set a policy against the present champion and the best tuned rule."""
+def against_rivals(sweep: Sweep, report: Report, mapped: Map = map) -> Verdict:
+    """Set the best trial against the present champion and the best tuned rule."""
     experiment, problem, scenario = sweep.experiment, sweep.problem, sweep.scenario
     registered = registry.mlflow_lookup(sweep.client.tracking_uri)
     # Further validation streams: what was ranked on the first ones may owe its place to them.
@@ -363,7 +388,9 @@ def against_rivals(sweep: Sweep, artifact: Artifact, mapped: Map = map) -> Verdi
         scenario, "validation", experiment.promotion_streams, VALIDATION_SEED + 1 + sweep.seed
     )
     against = rivals(problem, scenario, experiment.baseline, registered)
-    return judge_candidate(problem, scenario, artifact, against, streams, sweep.seed, mapped)
+    return judge_candidate(
+        problem, scenario, report.best.artifact, against, report.gate, streams, sweep.seed, mapped
+    )
 
 
 def record_chain(chain: Chain, outcomes: Sequence[Outcome], command: str) -> None:

@@ -68,7 +68,7 @@ def test_no_policy_beats_itself_and_what_ships_beats_the_best_tuned_rule(scenari
     shipped, _ = resolve_allocation_champion("a100x8_13b")
     against = rivals(PROBLEM, scenario, "best_static")
     assert [one.name for one in against] == ["champion", "autoscaler_forecast"]
-    verdict = judge_candidate(PROBLEM, scenario, shipped, against, streams, seed=0)
+    verdict = judge_candidate(PROBLEM, scenario, shipped, against, [], streams, seed=0)
     itself, rule = verdict.gains
     assert tuple(itself.interval) == (0.0, 0.0, 0.0)
     assert not itself.won

@@ -23,9 +23,9 @@ class Guarded(ToyProblem):
 
 def judged(level, problem=TOY, registry=None):
     against = rivals(problem, LOW, "one", registry)
-    return judge_candidate(
-        problem, LOW, ToyArtifact.keeping(level, trainer="x"), against, STREAMS, 0
-    )
+    artifact = ToyArtifact.keeping(level, trainer="x")
+    gate = problem.gate(LOW, len(STREAMS))(artifact)
+    return judge_candidate(problem, LOW, artifact, against, gate, STREAMS, 0)
 
 
 def registered(tmp_path, level):
