@@ -432,6 +432,8 @@ def record(
     client.log_dict(run_id, _provenance(command, sweep.seed), "provenance.json")
     client.log_dict(run_id, _described(sweep), "experiment.json")
     told = {"best_trial": report.best.label, "verdict": outcome.sentence}
+    if report.passed_over:
+        told["passed_over"] = ", ".join(report.passed_over)
     mlflow_log.set_tags(client, run_id, told | _registered(outcome))
     best = next(row for row in report.ranking.rows if row["policy"] == report.best.label)
     client.log_metric(run_id, SCORE, float(best[SCORE]))
