@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tokenyard.routing.artifact import learned_policy, rule_for
+from tokenyard.routing.fleet import Randomisation
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies.tuned import FleetRules, load_tuned
 from tokenyard.routing.problem import PROBLEM
@@ -41,6 +42,26 @@ def test_the_search_improves_on_shortest_expected_delay():
     costs = [search.step()["cost_over_baseline"] for _ in range(15)]
     assert costs[0] == pytest.approx(1.0)  # the search starts at shortest expected delay
     assert np.mean(costs[-3:]) < 0.95
+
+
+def test_every_generation_has_a_stream_in_each_part_of_the_range_of_loads(monkeypatch):
+    drawn = []
+    sample = StreamSource.sample
+
+    def noted(source, length, rng, load_factor):
+        drawn.append(load_factor)
+        return sample(source, length, rng, load_factor)
+
+    monkeypatch.setattr(StreamSource, "sample", noted)
+    config = replace(
+        SMALL, streams_per_generation=5, randomisation=Randomisation(load_factor=(0.5, 1.0))
+    )
+    search = PolicySearch(load_scenario("poisson_085"), config, seed=3)
+    for _ in range(4):
+        search.step()
+    parts = np.floor((np.reshape(drawn, (4, 5)) - 0.5) / 0.1)
+    np.testing.assert_array_equal(parts, np.tile(np.arange(5), (4, 1)))
+    assert len(set(drawn)) == 20
 
 
 def test_a_restored_search_goes_on_as_if_nothing_had_happened():
