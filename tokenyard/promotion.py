@@ -114,7 +114,7 @@ def judge_candidate(
     seed: int,
     mapped: Map = map,
 ) -> Verdict:
-    """Set a policy against its rivals, beside what the problem's gate found of it.
+    """Set a policy against its rivals, with what the problem's gate found of it.
 
     Args:
         problem: Runs policies.

@@ -132,7 +132,7 @@ class Report:
     """The trial with the best score of those that lose nowhere at the gate; if all do, of all."""
     gate: Sequence[Row]
     """What the gate found of it."""
-    passed_over: Sequence[str] = ()
+    passed_over: Sequence[str]
     """Labels of trials with a better score, which lose at the gate."""
 
 
