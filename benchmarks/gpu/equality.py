@@ -30,7 +30,7 @@ LOGITS_BOUND = 1e-3
 """Largest difference of fp32 logits."""
 TOKENS_BOUND = 0.99
 """Share of fp32 tokens that are equal, each request up to the first that is not."""
-KV_BYTES = {"cpu": 4 << 20, "cuda": 1 << 30}
+KV_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,9 @@ def _limit(case: Case) -> list[Row]:
     longest = max(map(len, case.prompts)) + case.num_new
     page_bytes = rank.PAGE_TOKENS * case.kv_token_bytes
     pages = ceil(1.25 * longest / rank.PAGE_TOKENS) + 3
-    small = case.config(kv_bytes=pages * page_bytes, memory_fraction=1.0)
+    small = case.config(
+        kv_bytes=pages * page_bytes, memory_fraction=1.0, max_batch=len(case.prompts)
+    )
     found, refused = case.answer(model, small), False
     try:
         case.answer(model, case.config(kv_bytes=page_bytes))

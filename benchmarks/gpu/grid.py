@@ -104,6 +104,7 @@ def iteration_times_s(model: Llama, cell: Batch, device: str) -> list[float]:
 def _replayable(step: Callable[[], object]) -> Callable[[], object]:
     """Make a CUDA graph, as engines do: launches of a small batch take longer than its kernels."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # The inputs are made there.
     with torch.cuda.stream(stream):
         step()  # Libraries allocate at their first call, which no graph can hold.
     stream.synchronize()

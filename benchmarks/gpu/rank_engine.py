@@ -92,6 +92,7 @@ class RankEngine:
     def stop(self) -> None:
         """End the generation, and free the cache."""
         self.manager.stop(block=True, timeout=30.0, hard_stop=True)
+        del self.manager  # It holds the cache.
         free()
 
 

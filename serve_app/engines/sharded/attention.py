@@ -1,14 +1,14 @@
-"""Attention over a packed batch on CPUs: every sequence with its own keys, and with no others.
+"""Attention over a packed batch: every sequence with its own keys, and with no others.
 
-transformers lets all queries of a batch meet all keys and hides those of other sequences by a mask,
-which on a GPU without flash attention is what there is. On a CPU it costs as many times the work as
-there are sequences. Imported in the ranks' processes only.
+Without flash attention, transformers lets all queries of a batch meet all keys and hides those of
+other sequences by a mask. That costs as many times the work as there are sequences, and room for
+the largest mask: the token budget times the tokens of the whole cache. Imported in the ranks'
+processes only.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 NAME = "sequence_by_sequence"
-_NUM_MASKS = 32
-_MOST_PADDING = 2.0
+MOST_PADDING = 2.0
 """The longest of sequences that attend together has at most this many times the shortest's keys:
 to read and hide a few costs less than another call."""
 
@@ -106,7 +105,8 @@ def make_plan(
         group: Query heads that share a head of keys.
         dtype: Of the scores.
     """
-    parts, index, num_read = [], [], 0
+    parts, places, num_read = [], [], 0
+    device = read_index.device
 
     def add(numbers: list[int], mask: torch.Tensor | None) -> None:
         nonlocal num_read
@@ -114,12 +114,13 @@ def make_plan(
         queries = [torch.arange(queries_at[one], queries_at[one + 1]) for one in numbers]
         begin = num_read if len(read_index) else keys_at[numbers[0]]
         for one in numbers if len(read_index) else ():
-            mine = read_index[keys_at[one] : keys_at[one + 1]]
+            mine = torch.arange(keys_at[one], keys_at[one] + most)
             # What is read for length alone is the sequence's own, so that it is always a number.
-            index.append(torch.cat([mine, mine[:1].expand(most - len(mine))]))
+            mine[keys_at[one + 1] - keys_at[one] :] = keys_at[one]
+            places.append(mine)
         num_read += most * len(numbers)
         keys = slice(begin, begin + most * len(numbers))
-        parts.append(Part(len(numbers), torch.cat(queries), keys, mask))
+        parts.append(Part(len(numbers), torch.cat(queries).to(device), keys, mask))
 
     decoding = []
     for number, first in enumerate(queries_at[:-1]):
@@ -127,21 +128,23 @@ def make_plan(
         if num == 1 and len(read_index):
             decoding.append((seen, number))
         else:
-            add([number], _causal(num, seen, group))
+            add([number], _causal(num, seen, group, device))
     decoding.sort()
     while decoding:
-        like = [one for one in decoding if one[0] <= _MOST_PADDING * decoding[0][0]]
+        like = [one for one in decoding if one[0] <= MOST_PADDING * decoding[0][0]]
         decoding = decoding[len(like) :]
-        add([number for _, number in like], _hide([seen for seen, _ in like], group, dtype))
-    return BatchLayout(parts, torch.cat(index) if index else read_index)
+        mask = _hide([seen for seen, _ in like], group, dtype)
+        add([number for _, number in like], mask if mask is None else mask.to(device))
+    return BatchLayout(parts, read_index[torch.cat(places).to(device)] if places else read_index)
 
 
-@lru_cache(_NUM_MASKS)
-def _causal(num_queries: int, num_keys: int, group: int) -> torch.Tensor | None:
+def _causal(
+    num_queries: int, num_keys: int, group: int, device: torch.device
+) -> torch.Tensor | None:
     """Let the last of the queries see all keys, and every other one as many less."""
     if num_queries == 1:
         return None
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return visible.tril(num_keys - num_queries).repeat(group, 1)
 
 

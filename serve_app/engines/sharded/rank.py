@@ -426,10 +426,10 @@ class LockstepManager(ContinuousBatchingManager):
         )
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Attend sequence by sequence on CPUs, where the original computes all with all."""
+        """Attend sequence by sequence, where the original computes all with all."""
         config = model.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if model.device.type == "cpu" and kinds == {"full_attention"}:
+        if kinds == {"full_attention"}:
             model.set_attn_implementation(attention.NAME)
         else:
             super().switch_to_cb_friendly_attn(model, auto_switch_to_flash)
@@ -460,7 +460,8 @@ class LockstepManager(ContinuousBatchingManager):
             PAGE_TOKENS,
         )
         block_bytes = page * self._stage.num_hidden_layers
-        num_blocks = int(_kv_budget_bytes(config) // block_bytes) - _TRASH_BLOCKS
+        budget_bytes = _kv_budget_bytes(config, self._stage.num_hidden_layers)
+        num_blocks = int(budget_bytes // block_bytes) - _TRASH_BLOCKS
         agreed = torch.tensor([num_blocks])
         agreed = self.distributed_helper.tp_all_reduce_min(agreed, on_cpu=True)
         if (num_blocks := int(agreed.item())) < 1:
@@ -530,6 +531,9 @@ class LockstepManager(ContinuousBatchingManager):
         return going_on
 
     def _generation_step(self) -> None:
+        stream = self.batch_processor.inputs_and_outputs.compute_stream
+        if stream is not None:  # The batch was written on another one, for which nothing waits yet.
+            stream.wait_stream(torch.cuda.current_stream())
         super()._generation_step()
         if self._pace is not None:
             self._pace.hold(self._begun_s, *composition(self.batch_processor.inputs_and_outputs))
@@ -576,11 +580,13 @@ def _stage_config(model: Any, config: EngineConfig) -> tuple[Any, int]:
     return stage, first
 
 
-def _kv_budget_bytes(config: EngineConfig) -> float:
+def _kv_budget_bytes(config: EngineConfig, num_layers: int) -> float:
     if not torch.cuda.is_available():
         return config.memory_fraction * (config.kv_bytes or DEFAULT_KV_BYTES)
     if config.kv_bytes is not None:
         return float(config.kv_bytes)
     free, total = torch.cuda.mem_get_info()
     left = config.memory_fraction * total - (total - free)
-    return left * (1 - _GPU_WORKSPACE_FRACTION)
+    # A layer copies what the batch reads of its cache, at most all of it and its padding.
+    copied = attention.MOST_PADDING / num_layers
+    return left * (1 - _GPU_WORKSPACE_FRACTION) / (1 + copied)

@@ -97,3 +97,19 @@ def test_sequences_that_decode_attend_in_few_calls():
     assert [part.queries.tolist() for part in plan.parts] == [[0, 1, 4, 2], [3]]
     # What is read for length alone stays below as much again.
     assert sum(lengths) <= len(plan.read_index) < 2 * sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths", "num_masks"),
+    [([5, 1, 1, 1, 4], [20, 300, 31, 45, 61], 3), ([5, 6], [5, 6], 2)],
+)
+def test_a_plan_is_on_the_device_of_its_batch(counts, lengths, num_masks):
+    """`meta` stands for a GPU. What stayed on the CPU would be copied again in every layer."""
+    starts = [[0, *torch.tensor(some).cumsum(0).tolist()] for some in (counts, lengths)]
+    num_read = sum(lengths) if counts != lengths else 0
+    index = torch.empty(num_read, dtype=torch.long, device="meta")
+    plan = attention.make_plan(*starts, index, 3, torch.float32)
+    masks = [part.mask for part in plan.parts if part.mask is not None]
+    held = [plan.read_index, *masks, *(part.queries for part in plan.parts)]
+    assert len(masks) == num_masks
+    assert {one.device.type for one in held} == {"meta"}
