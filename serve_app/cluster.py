@@ -172,7 +172,8 @@ class AllocatedPool(FrozenModel):
     """What every replica has in common; its name is the first part of the pools' names. The plan
     sets `tensor_parallel`, `pipeline_parallel` and `memory_fraction`, and lowers `max_batch`."""
     policy: str = "champion"
-    """`champion`, a policy file (.npz) or an allocation baseline's name."""
+    """`champion`, the registry's `candidate`, a policy file (.npz), or an allocation baseline's
+    name."""
     start: PlanMessage | None = None
     """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
     min_replicas: Annotated[int, Field(ge=0)] = 1
@@ -343,7 +344,8 @@ class Cluster(FrozenModel):
     scenario: str = "conversation_mixed_gpus"
     """Whose champion, tuned rules, mean lengths and length predictor are used."""
     policy: str = "champion"
-    """`champion`, a policy file (.npz), a baseline's name, or `ray_default`."""
+    """`champion`, the registry's `candidate`, a policy file (.npz), a baseline's name, or
+    `ray_default`."""
     baseline: str = "marginal_delay"
     """Decides where the policy cannot."""
     explore_fraction: Annotated[float, Field(ge=0, le=0.05)] = 0.01

@@ -34,7 +34,8 @@ class PolicyChange(BaseModel):
     model_config = {"extra": "forbid", "strict": True}
 
     policy: Annotated[str, Field(min_length=1, max_length=1024)]
-    """`champion`, a policy file (.npz), a rule's name, or `ray_default`."""
+    """`champion`, the registry's `candidate`, a policy file (.npz), a rule's name, or
+    `ray_default`."""
     explore_fraction: Annotated[float, Field(ge=0, le=0.05, allow_inf_nan=False)] | None = None
     """Absent: the cluster file's."""
 
