@@ -41,7 +41,7 @@ from tokenyard.routing.policies.order import (
 )
 from tokenyard.routing.policies.public import Needs, draws, is_tuned, needs_of, public_factories
 from tokenyard.routing.policies.size_interval import SizeIntervals
-from tokenyard.routing.policies.tuned import load_tuned
+from tokenyard.routing.policies.tuned import find_tuned, load_tuned
 from tokenyard.routing.types import RoutingPolicy
 
 __all__ = [
@@ -69,6 +69,13 @@ def _tuned_marginal_delay(context: PolicyContext) -> MarginalDelay:
     return MarginalDelay(rules.wait_weight, rules.others_weight)
 
 
+_OF_TUNED_RULES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
+    "sed_reserve": _sed_reserve,
+    "sed_dump": _sed_dump,
+    "sita": _sita,
+    "tuned_marginal_delay": _tuned_marginal_delay,
+}
+"""Baselines that exist only where rules were tuned for the scenario."""
 BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "round_robin": lambda context: RoundRobin(),
     "random": lambda context: Random(context.rng),
@@ -80,10 +87,7 @@ BASELINES: dict[str, Callable[[PolicyContext], RoutingPolicy]] = {
     "power_of_two": lambda context: PowerOfTwoChoices(context.rng),
     "sed": lambda context: ShortestExpectedDelay(),
     "marginal_delay": lambda context: MarginalDelay(),
-    "sed_reserve": _sed_reserve,
-    "sed_dump": _sed_dump,
-    "sita": _sita,
-    "tuned_marginal_delay": _tuned_marginal_delay,
+    **_OF_TUNED_RULES,
     **public_factories(),
 }
 """Name of every baseline to what makes a fresh one."""
@@ -166,15 +170,12 @@ def rows_for(scenario_name: str, has: Needs) -> list[str]:
         scenario_name: Tuned rules are rows where they were tuned for it.
         has: What its replicas have. A rule that needs more would be a plain rule by another name.
     """
-    tuned: set[str] = set()
-    ordered: list[str] = []
-    try:
-        rules = load_tuned(scenario_name)
-        tuned, ordered = set(rules.scores), list(rules.order_scores)
-    except ValueError:
-        pass
-    return [
+    rules = find_tuned(scenario_name)
+    tuned = set(rules.scores) | set(_OF_TUNED_RULES) if rules else set()
+    rows = [
         name
         for name in BASELINES
-        if needs_of(name) <= has and (name in tuned or not is_tuned(name))
-    ] + ordered
+        if needs_of(name) <= has
+        and (name in tuned or not (is_tuned(name) or name in _OF_TUNED_RULES))
+    ]
+    return rows + list(rules.order_scores if rules else ())
