@@ -138,6 +138,7 @@ class Connection(asyncio.Protocol):
             self._done
             and self._keeps
             and not self._lost
+            and not self._paused  # The end of an answer that nobody has read came all the same.
             and transport is not None
             and not transport.is_closing()
             and not transport.get_write_buffer_size()

@@ -17,6 +17,7 @@ from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
+from serve_app.gateway.upstream import Origin, UpstreamClient
 from serve_app.http.answering import AsgiDownstream
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -459,3 +460,27 @@ def test_an_endpoint_that_is_ejected_is_asked_where_no_other_pool_fits():
             assert (await caller.ask(b"/v1/score", SCORE))[0] == 200
 
     run(test, own=FakePool("own"), outlier_ejection={"base_s": 30.0})
+
+
+def test_a_connection_that_waits_for_a_reader_who_has_left_is_used_no_more():
+    """It reads nothing, so the next answer over it would not come before its deadline."""
+
+    async def test():
+        async with raw_endpoints() as (endpoint,), asyncio.timeout(30):
+            client, origin = UpstreamClient(1.0), Origin.of(endpoint.url)
+            head = origin.head(b"GET", b"/", b"content-length: 0\r\n", 0)
+            # The last of what is read at once is more than is kept, and the answer's end.
+            endpoint.pieces = (bytes((1 << 20) + 1000),)
+            connection = await client.send(origin, head)
+            while not connection._paused:
+                await asyncio.sleep(0.01)
+            client.release(connection)
+            endpoint.pieces = (b"{}",)
+            try:
+                async with asyncio.timeout(2):
+                    assert await client.get(origin, head, 100) == (200, b"{}")
+            finally:
+                await client.close()
+        assert endpoint.num_connections == 2
+
+    asyncio.run(test())
