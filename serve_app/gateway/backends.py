@@ -34,7 +34,7 @@ from serve_app.gateway.forwarding import (
 )
 from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused
 from serve_app.gateway.metrics import Metrics
-from serve_app.gateway.replicas import ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
 from serve_app.gateway.upstream import Connection, Origin
 from serve_app.ray_serve.router_registry import ROUTERS
@@ -69,6 +69,10 @@ class Backend(Protocol):
 
     def host_loads(self) -> dict[str, dict[str, float]]:
         """Load of every replica's machine, by replica."""
+        ...
+
+    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
+        """Return what a replica told with an answer, with the time by our clock."""
         ...
 
 
@@ -197,6 +201,10 @@ class ServeBackend:
             }
             for replica in self._live
         }
+
+    def by_our_clock(self, replica_id: str, status: EngineStatus, now_s: float) -> EngineStatus:
+        """Return what a replica told with an answer, with the time by our clock."""
+        return self._clocks.moved(replica_id, status, now_s)
 
     async def limit_batch(self, replica_id: str, max_batch: int) -> None:
         """Let a replica run so many sequences at once; it publishes when it does."""

@@ -54,6 +54,10 @@ class RemoteClock:
         """
         if told_s != self._told_s:
             self._take(told_s, received_s)
+        return self.moved(told_s)
+
+    def moved(self, told_s: float) -> float:
+        """Return a time of theirs by our clock, as far as is known by now."""
         offset_s = min(self._offset_s, self._offset_before_s)
         return told_s + offset_s - min(max(offset_s, 0.0), DELIVERY_S)
 
@@ -80,6 +84,12 @@ class RemoteClocks:
         clock = self._clocks.setdefault(replica_id, RemoteClock())
         observed_at_s = clock.to_ours(status.observed_at_s, received_s)
         return replace(status, observed_at_s=observed_at_s)
+
+    def moved(self, replica_id: str, status: EngineStatus, received_s: float) -> EngineStatus:
+        """Likewise, of what came another way and may overtake: the clock is not judged by it."""
+        clock = self._clocks.get(replica_id)
+        told_s = math.inf if clock is None else clock.moved(status.observed_at_s)
+        return replace(status, observed_at_s=min(told_s, received_s))
 
     def keep(self, replica_ids: Container[str]) -> None:
         """Forget the replicas that are gone."""

@@ -66,6 +66,7 @@ class CarriedPool:
         self.name, self.takes_any = pool.name, pool.takes_any
         self.max_model_tokens = pool.max_model_tokens
         self.ray_replicas, self.host_loads = pool.ray_replicas, pool.host_loads
+        self.by_our_clock = pool.by_our_clock
 
     def refresh(self, table: ReplicaTable, now_s: float) -> None:
         """Tell the collector which replicas there are and what they published."""

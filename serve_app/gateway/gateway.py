@@ -487,4 +487,8 @@ class _Attempt:
 
     def publish(self, status: EngineStatus) -> None:
         """Note the state of the replica."""
-        self._replica.publish(status)
+        replica, gateway = self._replica, self._gateway
+        pool = gateway.backends.get(replica.pool)
+        if pool is not None:
+            now_s = gateway.clock_s()
+            replica.publish(pool.by_our_clock(replica.replica_id, status, now_s))

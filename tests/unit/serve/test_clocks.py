@@ -2,17 +2,19 @@
 
 import math
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.engine_site import SECRET
+from unit.engine_site import SECRET, run
+from unit.raw_endpoint import RawCaller
 from unit.serve.test_serve_gateway import OWN, PROFILE, cluster_of
 
 from serve_app.gateway.backends import ServeBackend
 from serve_app.gateway.clocks import DELIVERY_S, RemoteClock, steady_unix_s
-from serve_app.gateway.replicas import Prompt, ReplicaTable
+from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.ray_serve.router_registry import ROUTERS
 
 STALE_AFTER_S = 5.0
@@ -106,6 +108,49 @@ def test_a_replica_that_is_gone_is_forgotten_with_its_clock(replica):
     one.skew_s = 0.0
     now_s = one.publish_for(1003.0, 1.0)
     assert one.age_s(now_s) <= DELIVERY_S
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, -6.0, 0.0, 6.0, 3600.0])
+def test_what_a_replica_tells_with_an_answer_is_no_newer_than_the_answer(skew_s):
+    """Else all that it publishes until its clock is reached is ignored, also that it drains."""
+
+    async def test(port, gateway, sites):
+        (site,) = sites
+        status = site.texts.status
+
+        def skewed():
+            now = status()
+            return replace(now, observed_at_s=now.observed_at_s + skew_s)
+
+        def tell(**stats):
+            told = site.as_ray_tells
+            told.routing_stats = {
+                "num_running": 0, "kv_used_fraction": 0.0, "observed_at_s": time.time() + skew_s,
+                **stats,
+            }  # fmt: skip
+            router = ROUTERS["app", "ours"]
+            router.live, router.version = (told,), router.version + 1
+            gateway.refresh()
+
+        site.texts.status = skewed
+        tell(num_waiting=0)
+        replica = gateway.table.replicas[site.replica_id]
+        replica.status = replace(replica.status, observed_at_s=gateway.clock_s() - 2.0)
+        async with RawCaller.to(port) as caller:
+            body = b'{"model": "m", "prompt": "ab", "max_tokens": 3}'
+            assert (await caller.ask(b"/v1/completions", body))[0] == 200
+        assert replica.status.max_batch is not None  # As only answers tell it here.
+        assert gateway.clock_s() - 5.0 < replica.status.observed_at_s <= gateway.clock_s()
+        tell(num_waiting=9)
+        assert replica.status.num_waiting == 9
+
+    run(test)
+
+
+def test_before_anything_is_known_of_a_clock_an_answer_is_of_now(replica):
+    one = replica(0.0)
+    told = EngineStatus(1, 0, 0.0, 1e9)
+    assert one.backend.by_our_clock("unknown", told, 1000.0) == replace(told, observed_at_s=1000.0)
 
 
 @given(

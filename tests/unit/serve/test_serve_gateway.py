@@ -88,6 +88,9 @@ class FakePool:
     def ray_replicas(self):
         return ()
 
+    def by_our_clock(self, replica_id, status, now_s):
+        return status
+
     def host_loads(self):
         return {self.replica_id: {"cpu_used_fraction": 0.5}}
 
