@@ -220,6 +220,8 @@ class _Link(FrameProtocol):
             raise ValueError(f"request {number} of a carrier is here already")
         carried = self._carried[number] = _Carried(self, number)
         carried.task = self._loop.create_task(self._serve(number, carried, payload))
+        # Also where it is cancelled before it begins: who asked may have left by the same read.
+        carried.task.add_done_callback(lambda _: self._carried.pop(number))
 
     async def _serve(self, number: int, carried: _Carried, payload: bytes) -> None:
         gateway = self._decider.gateway
@@ -240,8 +242,6 @@ class _Link(FrameProtocol):
             # Whatever is wrong here, the carrier's caller must not wait for ever.
             logger.exception("request %d of a carrier", number)
             self._refuse(number, "unserved", "the gateway failed")
-        finally:
-            del self._carried[number]
 
     def _refuse(
         self, number: int, kind: str, text: str, retry_after_s: int = 0,

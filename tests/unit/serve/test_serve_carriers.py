@@ -436,3 +436,28 @@ def test_estimated_tokens_are_the_same_in_every_process():
 def test_a_place_is_read_as_it_was_written(key, headers):
     place = ("pool", "http://a:1/b", key, headers, b"")
     assert read_place(write_place(*place)) == place
+
+
+def test_nothing_is_left_of_a_request_whose_caller_leaves_at_once():
+    class Nobody:
+        begun = False
+
+        def add_headers(self, headers):
+            """No answer, no head."""
+
+    async def test(site):
+        (carrier,), (link,) = site.carriers, site.decider._links
+        call, (first, *_) = Call(CHAT, b"", BODY, stream=False), site.cluster.classes
+        for number in range(20):
+            request = InferenceRequest(f"{number}", [1], 1, call, model="m")
+            task = asyncio.create_task(carrier.serve(request, first, Nobody()))
+            await asyncio.sleep(0)
+            task.cancel()  # The decider hears of both by one read.
+            await asyncio.wait([task])
+        heard_s = link.heard_s
+        await until(lambda: link.heard_s > heard_s)
+        await asyncio.sleep(0.05)
+        assert not link._carried
+        assert not site.gateway.in_flight
+
+    run(test, num_carriers=1)
