@@ -109,6 +109,13 @@ def check_allocation(allocation: AllocatedPool, registry: str | None = None) -> 
             f"allocation scenario {scenario.name!r} has {len(scenario.pool)} kinds of GPUs; an "
             "allocated pool is of one kind"
         )
+    odd = [one for one in scenario.memory_fractions if round(one, 2) != one]
+    if odd:
+        # A replica's application is named by it, and read back from there.
+        raise ValueError(
+            f"allocation scenario {scenario.name!r} has memory fraction {odd[0]}; an allocated "
+            "pool takes whole percentages"
+        )
     emulates = allocation.template.config.emulates
     modelled = scenario.pool[0].gpu, scenario.llm
     if emulates is not None and (emulates.gpu, emulates.llm) != modelled:

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from serve_app.allocation import replica_sets
-from serve_app.allocation.replica_sets import ServeReplicaSets
+from serve_app.allocation.plans import check_allocation
+from serve_app.allocation.replica_sets import ServeReplicaSets, parse_shape
 from serve_app.allocation.transition import Held, Shape, gpus_held
 from serve_app.cluster import load_cluster
+from tokenyard.config import read_named
 
 SHAPE = Shape(3, 1, 0.9)
 NAME = f"app-sharded-{SHAPE.name}"
@@ -43,6 +45,23 @@ def test_replicas_of_an_application_that_is_deleted_hold_their_gpus_until_it_is_
     held = observe("DELETING", STOPPING=1)
     assert gpus_held(held) == 3
     assert gpus_held(observe()) == 0
+
+
+def test_a_shape_is_read_back_from_the_name_of_its_application():
+    for percentage in range(1, 101):
+        shape = Shape(4, 2, percentage / 100)
+        assert parse_shape(shape.name) == shape
+
+
+def test_memory_that_no_name_can_hold_is_refused(tmp_path):
+    """Its replicas would count as another shape's, and the plan would never be reached."""
+    shipped = read_named("local_cpu_ranks", "scenario", "tokenyard", "scenarios/allocation")
+    file = tmp_path / "odd.yaml"
+    file.write_text(shipped.replace("[0.9]", "[0.875]"))
+    allocation = load_cluster("local_cpu").allocation
+    allocation = allocation.model_copy(update={"scenario": str(file), "policy": "autoscaler_70"})
+    with pytest.raises(ValueError, match=r"has memory fraction 0\.875; an allocated pool takes"):
+        check_allocation(allocation)
 
 
 def test_one_that_is_found_deleting_counts_as_one_replica_at_least(observe):
