@@ -40,6 +40,7 @@ from serve_app.allocation.transition import (
     next_wanted,
     shape_of,
 )
+from serve_app.gateway.clocks import steady_unix_s
 from tokenyard.allocation.dynamics import (
     BATCH,
     LOAD,
@@ -146,7 +147,7 @@ class Allocator:
         policy: AllocationPolicy,
         pool: PoolControl,
         settings: AllocatorSettings = AllocatorSettings(),
-        clock_s: Callable[[], float] = time.time,
+        clock_s: Callable[[], float] = steady_unix_s,
         origin: PlanOrigin = BUILT_IN,
     ) -> None:
         """Take everything; nothing is started before `run`.
@@ -157,7 +158,7 @@ class Allocator:
             policy: Decides.
             pool: Carries out.
             settings: What no policy may pass, and the plan of the beginning.
-            clock_s: Unix time.
+            clock_s: Unix time, which does not go back; seconds.
             origin: Where the policy comes from.
         """
         self.scenario, self.settings, self.dry_run = scenario, settings, settings.dry_run

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 
 import httpx
 import numpy as np
@@ -17,6 +18,7 @@ from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
 from serve_app.allocation.transition import Held, Shape, gpus_held, shape_of
+from serve_app.gateway import clocks
 from serve_app.http.allocation import make_router
 from serve_app.http.auth import Access
 from serve_app.http.reasons import BadRequest
@@ -101,6 +103,19 @@ def test_demand_is_counted_in_the_scenarios_own_time():
     assert world.allocator.slot_s == 60.0
     world.slot(requests=90)
     assert list(world.allocator.demand_per_s) == [15.0]
+
+
+def test_slots_go_by_a_clock_that_nobody_sets(monkeypatch):
+    """By one that is set back by an hour nothing would be decided for an hour."""
+    pool = InstantPool()
+    pool.num_offered = lambda: 0
+    allocator = Allocator(
+        SCENARIO, "tested", StaticPlan(ONE), pool, AllocatorSettings(start=ONE)
+    )  # fmt: skip
+    passed_s = time.clock_gettime(clocks._STEADY) + 10 * SCENARIO.slot_s
+    monkeypatch.setattr(clocks.time, "clock_gettime", lambda _: passed_s)
+    asyncio.run(allocator.tick())
+    assert len(allocator.demand_per_s) == 10
 
 
 def test_a_slot_that_nobody_looked_at_is_booked_too():
