@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
@@ -51,6 +51,8 @@ _REGISTRY_S = 30.0
 _SAVE_S = 5.0
 """Longest time for which an answer waits for the disk."""
 _WATCH_EVERY_S = 1.0
+_ALWAYS = ("limits", "outliers")
+"""Parts that hold whichever policy the cluster file names: what keys have used, and who fails."""
 _EVIDENCE_EVERY_S = 5.0
 
 
@@ -344,6 +346,7 @@ class Lifecycle:
         """Go on where an earlier gateway was, if it was to serve the same."""
         manager = self._manager
         events = [Event(**one.model_dump()) for one in stored.events]
+        self._restore(stored, _ALWAYS)
         if stored.configured != self._configured:
             self._state_note = (
                 f"the state is that of policy {stored.configured.policy!r} and scenario "
@@ -360,10 +363,14 @@ class Lifecycle:
         experiment = None
         if stored.experiment is not None and stored.experiment.champion == deciding.label:
             experiment = self._experiment(stored.experiment, deciding)
-        for name, part in self._parts.items():
-            if name in stored.parts:
-                part.restore(stored.parts[name])
+        self._restore(stored, [one for one in self._parts if one not in _ALWAYS])
         manager.resume(policy, previous, experiment, events)
+
+    def _restore(self, stored: StoredState, names: Iterable[str]) -> None:
+        """Let parts of the gateway take up what they have written there."""
+        for name in names:
+            if name in self._parts and name in stored.parts:
+                self._parts[name].restore(stored.parts[name])
 
     def _decided(self, stored: StoredPolicy) -> PolicyRunner | None:
         """Who decides in place of what was found for the cluster file's name; None: nobody."""

@@ -11,7 +11,9 @@ from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_cluster
 from unit.serve_builders import marginal_artifact
 
 from serve_app.engines import profiling
+from serve_app.gateway.callers import Caller, CallerLimits
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
 from serve_app.policy.lifecycle import Lifecycle
@@ -33,7 +35,9 @@ def live(path, test, policy="sed"):
         )
         pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
         gateway = Gateway(cluster, manager, pools)
-        lifecycle = Lifecycle(manager, StateFile(path), {"outliers": gateway.outliers})
+        gateway.limits = RateLimits(lambda _: CallerLimits(tokens_per_day=100))
+        parts = {"outliers": gateway.outliers, "limits": gateway.limits}
+        lifecycle = Lifecycle(manager, StateFile(path), parts)
         lifecycle.resume(cluster.policy)
         api = create_gateway_api(gateway, Letters(), Access(None, None, True), lifecycle)
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
@@ -87,6 +91,25 @@ def test_another_policy_in_the_cluster_file_counts_before_the_state(tmp_path):
     seen = live(state, look, policy="power_of_two")
     assert seen["champion"]["name"] == "power_of_two"
     assert "no longer names" in seen["state"]
+
+
+def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_path):
+    """A new policy in the file is no new day for those whose quota is used up."""
+    caller, state = Caller("t", "k"), tmp_path / "state.json"
+
+    async def use(client, gateway, lifecycle):
+        assert isinstance(gateway.limits.admit(caller, 80), Grant)
+        gateway.outliers.fail("a-0", 0.0)
+        await lifecycle.save()
+
+    async def ask_again(client, gateway, lifecycle):
+        found = gateway.limits.admit(caller, 30)
+        assert isinstance(found, OverLimit)
+        assert found.code == "insufficient_quota"
+        assert gateway.outliers.ejected_s("a-0") > 0.0
+
+    live(state, use)
+    live(state, ask_again, policy="power_of_two")
 
 
 def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path):
