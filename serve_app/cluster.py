@@ -227,7 +227,7 @@ class Limits(FrozenModel):
     default_output_tokens: Annotated[int, Field(ge=1)] = 256
     """`max_tokens` of a request that names none."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time from arrival to the last token."""
+    """Longest time from arrival to the last token, and for which a caller may read nothing."""
     drain_s: Annotated[float, Field(ge=0)] = 30.0
     """Time for which answers that have begun may go on when the gateway is told to end."""
     head_timeout_s: Annotated[float, Field(gt=0)] = 10.0

@@ -1,7 +1,7 @@
 """Where gateways and engines listen: uvicorn, with limits for those who only connect.
 
-A head must come in time and must not be long, and nobody holds all connections. Bodies are limited
-by `serve_app.http.intake`, once their heads are there.
+A head must come in time and must not be long, answers must be read, and nobody holds all
+connections. Bodies are limited by `serve_app.http.intake`, once their heads are there.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _SO_ATTACH_FILTER = 26
 _NO_SYN = struct.pack(
     "HBBI" * 4, 0x30, 0, 0, 13, 0x45, 0, 1, 2, 0x06, 0, 0, 0, 0x06, 0, 0, 2**32 - 1
 )
+_MOST_MS = 2**31 - 1
 _HAND_OVER_S = 0.5
 """For callers who have connected to ask."""
 _END_S = 2.0
@@ -93,6 +94,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         guard.num_by_address[self._address] += 1
         guard.open.add(self)
+        _end_unread(transport.get_extra_info("socket"), limits.timeout_s)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -277,6 +279,17 @@ class Listener:
             for one in list(self._config.open):
                 one.transport.abort()
             await self._serving
+
+
+def _end_unread(sock: socket.socket, after_s: float) -> None:
+    """Have the kernel end a connection whose caller reads nothing of what is there for so long.
+
+    What is closed, too, waits for its last bytes to be read: without this its place is held as
+    long as the caller likes. Linux alone does so; elsewhere the caller's end is waited for.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        after_ms = min(max(int(1000 * after_s), 1), _MOST_MS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, after_ms)
 
 
 def _drop_syns(listening: socket.socket) -> None:

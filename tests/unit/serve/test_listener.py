@@ -162,6 +162,63 @@ def test_an_empty_line_after_an_answer_does_not_keep_a_connection():
     run(test)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux ends them")
+@pytest.mark.parametrize("ends", ["open", "closed", "broken"])
+def test_a_caller_that_reads_nothing_of_its_answer_gives_its_place_back(ends):
+    async def app(scope, receive, send):
+        headers = [(b"connection", b"close")] if ends == "closed" else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(16 << 20), "more_body": True})
+        if ends != "broken":  # As an answer that is no stream, and whose endpoint has failed.
+            await send({"type": "http.response.body", "body": b""})
+
+    async def test():
+        listener, port = Listener(app, Limits(timeout_s=0.5)), free_port()
+        await listener.start("127.0.0.1", port)
+        loop = asyncio.get_running_loop()
+        try:
+            with socket.socket() as caller:
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                caller.setblocking(False)
+                await loop.sock_connect(caller, ("127.0.0.1", port))
+                await loop.sock_sendall(caller, ASK)
+                while not listener._config.open:
+                    await asyncio.sleep(0.01)
+                async with asyncio.timeout(5):
+                    while listener._config.open:
+                        await asyncio.sleep(0.05)
+        finally:
+            await listener.stop()
+
+    run(test)
+
+
+def test_who_reads_slowly_has_all_of_its_answer():
+    whole, read_s = bytes(4 << 20), 0.05
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": whole})
+
+    async def test():
+        listener, port = Listener(app, Limits(timeout_s=0.5)), free_port()
+        await listener.start("127.0.0.1", port)
+        loop, num_read = asyncio.get_running_loop(), 0
+        try:
+            with socket.socket() as caller:
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                caller.setblocking(False)
+                await loop.sock_connect(caller, ("127.0.0.1", port))
+                await loop.sock_sendall(caller, ASK)
+                while num_read < len(whole):
+                    await asyncio.sleep(read_s)
+                    num_read += len(await loop.sock_recv(caller, 1 << 17))
+        finally:
+            await listener.stop()
+
+    run(test)
+
+
 def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive():
     async def test():
         may_answer = asyncio.Event()
