@@ -39,8 +39,7 @@ class ExternalBackend:
             url: EndpointAsRayReplica(url, Origin.of(url), pool.max_ongoing)
             for url in (str(one.url).rstrip("/") for one in pool.endpoints)
         }
-        key = os.environ.get(pool.api_key_env) if pool.api_key_env else None
-        self._key = b"" if key is None else f"authorization: Bearer {key}\r\n".encode()
+        self._key = _key_line(pool)
         self._forwarder = Forwarder(f"an endpoint of pool {self.name!r}", pool.deadlines)
         failures = metrics.scrape_failures.labels(pool.name)
         client = self._forwarder.client
@@ -108,3 +107,18 @@ class ExternalBackend:
             priority = priority_of(self._arrivals.key(order_key).key_s)
             body = set_field(body, "priority", priority)
         return body
+
+
+def _key_line(pool: ExternalPool) -> bytes:
+    """The header's line with the token of a pool's endpoints; nothing where it has none.
+
+    Raises:
+        ValueError: It is no token. The text does not show it.
+    """
+    key = os.environ.get(pool.api_key_env) if pool.api_key_env else None
+    key = (key or "").strip()  # Files of secrets end with an end of line.
+    if not key:
+        return b""
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"pool {pool.name!r}: {pool.api_key_env} holds no token")
+    return f"authorization: Bearer {key}\r\n".encode()

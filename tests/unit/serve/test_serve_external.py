@@ -4,17 +4,20 @@ import asyncio
 import json
 import logging
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from unit.raw_endpoint import raw_endpoints
 from unit.stub_endpoint import DONE, HANG, WHOLE, an_event, stubs
 
 from serve_app.cluster import Cluster, Endpoint
 from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway import scraping
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.metrics import Metrics
@@ -327,3 +330,41 @@ def test_an_endpoint_that_drips_its_page_holds_up_nobody_else(monkeypatch):
 def test_an_address_with_a_password_is_refused():
     with pytest.raises(ValueError, match="api_key_env"):
         Endpoint.model_validate({"url": "http://me:secret@10.0.0.1:8000"})
+
+
+@pytest.mark.parametrize("secret", ["a-secret", "a-secret\n", " a-secret\r\n"])
+def test_a_token_ends_no_head_and_none_is_sent_in_two_lines(secret, monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", secret)
+
+    async def test():
+        async with raw_endpoints() as (endpoint,), asyncio.timeout(30):
+            (pool,) = a_cluster([endpoint], {}).external_pools
+            pool = pool.model_copy(update={"api_key_env": "THEIR_KEY"})
+            backend = ExternalBackend(pool, "m", Metrics())
+            call = Call(b"/v1/completions", b"x-request-id: 1\r\n", b"{}", stream=False)
+            downstream = SimpleNamespace(begun=False, begin=nothing, write=nothing)
+            attempt = SimpleNamespace(
+                request=InferenceRequest("1", [1], 1, call), downstream=downstream,
+                order_key=None, take=lambda *_, **__: None,
+            )  # fmt: skip
+            try:
+                await backend.answer(endpoint.url, attempt)
+            finally:
+                await backend.stop()
+            ((_, headers, body),) = endpoint.asked
+            assert headers[b"authorization"] == b"Bearer a-secret"
+            assert (headers[b"x-request-id"], body) == (b"1", b"{}")
+
+    async def nothing(*_):
+        """Nobody asked."""
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("secret", ["a secret", "a\nb", "gehe\u00efm", "a\x7f"])
+def test_what_is_no_token_is_refused_without_being_shown(secret, monkeypatch):
+    monkeypatch.setenv("THEIR_KEY", secret)
+    (pool,) = a_cluster([SimpleNamespace(url="http://127.0.0.1:9")], {}).external_pools
+    pool = pool.model_copy(update={"api_key_env": "THEIR_KEY"})
+    with pytest.raises(ValueError, match=r"^pool 'theirs': THEIR_KEY holds no token$"):
+        ExternalBackend(pool, "m", Metrics())
