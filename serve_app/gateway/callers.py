@@ -239,7 +239,8 @@ def read_keys(path: Path) -> KeyRing:
         first = error.errors(include_input=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"keys file {path}: {field or 'it'}: {first['msg']}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # PyYAML has lookups fail where a tag has a value of another kind.
         place = getattr(error, "problem_mark", None)
         where = "" if place is None else f", line {place.line + 1}"
         raise ValueError(f"keys file {path} is no YAML{where}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import ssl
 from pathlib import Path
 
@@ -74,8 +75,9 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     made.minimum_version = ssl.TLSVersion.TLSv1_2
     made.set_alpn_protocols(["http/1.1"])
     for path in (certificate, key):
-        if not path.is_file():
-            raise ValueError(f"there is no file {path}")
+        # False also where its folder may not be read, of which pathlib makes an error.
+        if not os.path.isfile(path):
+            raise ValueError(f"there is no file {path}, or it may not be read")
     try:
         # A key with a password is refused: nobody is there to type it.
         made.load_cert_chain(certificate, key, password="")

@@ -174,6 +174,29 @@ def test_a_file_is_looked_at_again_and_again_by_itself(tmp_path, monkeypatch):
     assert asyncio.run(run()) == {"ann", "bob", "ops", "all"}
 
 
+def test_nothing_in_a_file_ends_the_looking_so_that_a_key_is_still_withdrawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("serve_app.gateway.callers._LOOK_EVERY_S", 0.01)
+    path = tmp_path / "keys.yaml"
+    write(path, ENTRIES)
+
+    async def run():
+        file, told = KeyFile(path), asyncio.Event()
+        file.open()
+        watching = asyncio.create_task(file.watch(told.set))
+        try:
+            path.write_text("keys: !!int ''", encoding="utf-8")
+            async with asyncio.timeout(10):
+                await told.wait()
+                assert "no YAML" in file.problem
+                write(path, ENTRIES[:1])
+                while file.ring.find("sk-bob") is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            watching.cancel()
+
+    asyncio.run(run())
+
+
 def an_entry(name, digit, rest="admin: true"):
     return f"{{name: {name}, sha256: {digit * 64}, {rest}}}"
 
@@ -190,6 +213,9 @@ def an_entry(name, digit, rest="admin: true"):
         ("without_key: {requests_per_minute: 0}", "requests_per_minute"),
         ("- a", "it: "),
         ("\x00", "no YAML"),
+        ("keys: !!bool perhaps", "no YAML"),
+        ("keys: !!int ''", "no YAML"),
+        ("keys: !!timestamp soon", "no YAML"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused_with_its_place_and_without_secrets(tmp_path, text, reason):

@@ -203,6 +203,23 @@ def test_a_listener_looks_by_itself_and_stops_to_when_it_ends(tmp_path, monkeypa
     run(test)
 
 
+def test_a_folder_that_may_not_be_read_for_a_while_ends_nobodys_looking(tmp_path, monkeypatch):
+    files = make(tmp_path, 1)
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    certificate = Certificate(files)
+    with monkeypatch.context() as shut:
+        shut.setattr("serve_app.http.tls.identity_of", lambda path: None)
+        shut.setattr("os.path.isfile", lambda path: False)
+        shut.setattr("pathlib.Path.is_file", refuse)
+        assert certificate.reload()
+        assert "may not be read" in certificate.problem
+    assert certificate.reload()
+    assert certificate.problem is None
+
+
 def test_a_handshake_that_does_not_end_is_given_up(tmp_path):
     files = make(tmp_path, 1)
 
