@@ -48,6 +48,8 @@ class Answer:
     finish_reason: str | None = None
     response_s: float = math.nan
     """Arrival to the end; NaN: it was not completed."""
+    is_rejected: bool = False
+    """Whether an endpoint has something against the request itself."""
 
     @property
     def request_id(self) -> str:
@@ -104,9 +106,10 @@ class Answer:
         return (now_s - self.first_token_s) / max(self.num_tokens - 1, 1)
 
     def attained_slo(self, now_s: float) -> bool | None:
-        """Whether an answer that ended at `now_s` attained its SLO; None: its client left before.
+        """Whether an answer that ended at `now_s` attained its SLO.
 
-        Without a first token a target for it is missed once its time has passed.
+        None: its client left before, or an endpoint had something against the request. Without a
+        first token a target for it is missed once its time has passed.
         """
         slo, waited_s = self.service_class, now_s - self.arrival_s
         ttft_s = waited_s if math.isnan(self.first_token_s) else self.ttft_s
@@ -114,7 +117,8 @@ class Answer:
         if self.completed:
             return attained and not self.ttft_s > (slo.ttft_s or math.inf)
         attained = attained and ttft_s <= (slo.ttft_s or math.inf)
-        return None if self.finish_reason == "abort" and attained else False
+        is_open = self.is_rejected or self.finish_reason == "abort"
+        return None if is_open and attained else False
 
 
 def record_of(

@@ -165,6 +165,9 @@ class Gateway:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
             raise
+        except RequestRejected:
+            answer.is_rejected = True
+            raise
         except Refused:
             self._count_refusal(request)
             if grant is not None:
