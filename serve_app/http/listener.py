@@ -12,10 +12,12 @@ import ctypes
 import socket
 import struct
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -29,6 +31,7 @@ from serve_app.http.tls import Certificate
 _BACKLOG = 2048
 _HANDSHAKE_S = 0.1
 """For connections that are half made."""
+_UPGRADE = b"upgrade"
 _SO_ATTACH_FILTER = 26
 # Of a segment whose SYN flag is set nothing is kept, of all others everything.
 _NO_SYN = struct.pack(
@@ -65,6 +68,47 @@ class _Config(uvicorn.Config):
         return {"ssl": self.certificate.context, "ssl_handshake_timeout": limit_s}
 
 
+class _RequestParser(httptools.HttpRequestParser):
+    """Reads a request that asks for an upgrade as if it did not: nobody here makes one.
+
+    The original takes what follows such a head for another protocol, but it is the request's body:
+    clients that would rather speak HTTP/2 (Java's own does) ask for that with their first request,
+    and send it in HTTP/1.1 all the same.
+    """
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        super().__init__(protocol)
+        self._protocol = protocol
+        # As uvicorn has its own.
+        with contextlib.suppress(AttributeError):
+            self.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    @property
+    def asks_for_upgrade(self) -> bool:
+        """Whether the request that is read does."""
+        names = (name for name, _ in self._protocol.headers)
+        return self.should_upgrade() and _UPGRADE in names
+
+    def feed_data(self, data: bytes | bytearray | memoryview | array[int]) -> None:
+        """Parse, and read heads again that ask for an upgrade."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                super().feed_data(rest)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self.asks_for_upgrade:
+                    raise
+                rest = rest[upgrade.args[0] :]
+            super().feed_data(self._head_without_upgrade())
+
+    def _head_without_upgrade(self) -> bytes:
+        protocol, version = self._protocol, self.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.get_method(), protocol.url, version)]
+        lines += [b"%b: %b" % one for one in protocol.headers if one[0] != _UPGRADE]
+        return b"\r\n".join((*lines, b"", b""))
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection: uvicorn's, with a limited head and a place that must be free."""
 
@@ -73,6 +117,11 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     leave: Callable[[], None] | None = None
     """Is called when the caller leaves."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Wait for the transport."""
+        super().__init__(*args, **options)
+        self.parser: _RequestParser = _RequestParser(self)
 
     @property
     def _guard(self) -> _Config:
@@ -136,7 +185,9 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """End a head."""
+        """End a head, unless it is about to be read again."""
+        if self.parser.asks_for_upgrade:
+            return
         self._head_done = True
         self._stop_timer()
         super().on_headers_complete()
@@ -144,6 +195,11 @@ class GuardedProtocol(HttpToolsProtocol):
             note_connection(self.scope["state"], CallerConnection(self, self.cycle))
             if self._guard.hands_over:
                 self.cycle.keep_alive = False
+
+    def on_message_complete(self) -> None:
+        """End a request."""
+        if not self.parser.asks_for_upgrade:
+            super().on_message_complete()
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._guard.limits.head_timeout_s, self._head_late)

@@ -219,6 +219,53 @@ def test_who_reads_slowly_has_all_of_its_answer():
     run(test)
 
 
+UPGRADE = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+)
+WEBSOCKET = b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
+BODIES = {
+    "length": b"content-length: 5\r\n\r\nhello", "none": b"\r\n",
+    "chunked": b"transfer-encoding: chunked\r\n\r\n2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [1, 7, 40, 1 << 20])
+@pytest.mark.parametrize("asks", [UPGRADE, WEBSOCKET, b""])
+@pytest.mark.parametrize("framing", BODIES)
+def test_who_asks_for_another_protocol_is_answered_in_this_one(framing, asks, cut):
+    """Java's client asks so with its first request, and the body belongs to that."""
+
+    async def app(scope, receive, send):
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message["more_body"]
+        told = b"%b %b %b;" % (scope["method"].encode(), scope["path"].encode(), body)
+        assert not any(name == b"upgrade" for name, _ in scope["headers"])
+        headers = [(b"content-length", b"%d" % len(told))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": told})
+
+    async def test():
+        listener, port = Listener(app, Limits()), free_port()
+        await listener.start("127.0.0.1", port)
+        reader, writer = await connect(port)
+        asked = b"POST /a HTTP/1.1\r\nhost: a\r\n" + asks + BODIES[framing]
+        for _ in range(2):  # Over the same connection.
+            sent = asked + asked  # The second before the first is answered.
+            for at in range(0, len(sent), cut):
+                writer.write(sent[at : at + cut])
+                await asyncio.sleep(0)
+            for _ in range(2):
+                answer = await reader.readuntil(b";")
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+                body = b"" if framing == "none" else b"hello"
+                assert answer.endswith(b"\r\n\r\nPOST /a %b;" % body)
+        await listener.stop()
+
+    run(test)
+
+
 def test_another_listens_beside_one_that_ends_and_answers_that_have_begun_arrive():
     async def test():
         may_answer = asyncio.Event()
