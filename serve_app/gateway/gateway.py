@@ -235,7 +235,10 @@ class Gateway:
         """Set the gauges that show the state of the pools."""
         now_s = self.refresh()
         metrics = self.metrics
-        metrics.host.clear()  # Replicas that are gone have no load.
+        # Replicas that are gone have no load, and pools no replicas.
+        for gauge in (metrics.host, metrics.replicas, metrics.waiting, metrics.running,
+                      metrics.kv_used_fraction, metrics.signal_age_seconds):  # fmt: skip
+            gauge.clear()
         for name, backend in self.backends.items():
             mine = [one.status for one in self.table.replicas.values() if one.pool == name]
             metrics.replicas.labels(name).set(len(mine))

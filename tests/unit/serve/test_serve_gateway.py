@@ -574,6 +574,27 @@ def test_a_request_waits_a_while_for_the_first_replica():
     check(test)
 
 
+def test_a_pool_that_is_gone_leaves_no_replicas_in_the_metrics():
+    """As an allocated pool's whose shape has changed."""
+
+    async def test(client, pools, gateway):
+        def value(name, pool):
+            return gateway.metrics.registry.get_sample_value(f"tokenyard_{name}", {"pool": pool})
+
+        gateway.refresh()
+        pools["a"].num_waiting = 3
+        gateway.observe()
+        assert (value("replicas", "a"), value("waiting", "a")) == (1, 3)
+        del gateway.backends["a"]
+        gateway.table.keep("a", ())
+        gateway.observe()
+        names = ("replicas", "waiting", "running", "kv_used_fraction", "signal_age_seconds")
+        assert [value(name, "a") for name in names] == [None] * 5
+        assert value("replicas", "b") == 1
+
+    check(test)
+
+
 def test_replicas_that_are_gone_leave_no_host_series():
     async def test(client, pools, gateway):
         pools["a"].host_loads = lambda: {"a-0": {"cpu_used_fraction": 0.5}}
