@@ -149,7 +149,8 @@ def search(
     it stays near what is known to work.
     """
     known, plans = cost_and_plans(as_champion, planner, start)
-    scale = max(float(known.mean()), 1e-12)
+    # Where more is earned than paid, costs are negative.
+    scale = max(abs(float(known.mean())), 1e-12)
 
     def cost(theta: FloatArray) -> float:
         costs, chosen = cost_and_plans(runner, planner, theta)
@@ -177,7 +178,7 @@ def judge(
     if blocks is not None:
         means = blocks.resample(difference, lambda values: values.mean(axis=-1))
         interval = percentile_interval(interval.estimate, means)
-    return interval.over(float(champion.mean())), float((chosen != plans).mean())
+    return interval.over(abs(float(champion.mean()))), float((chosen != plans).mean())
 
 
 def continued(

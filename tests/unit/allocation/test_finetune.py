@@ -10,9 +10,12 @@ from pipelines import finetune as pipeline
 from tokenyard.allocation import finetune
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
+from tokenyard.allocation.planner import BIAS, NUM_PARAMETERS, make_planner
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.scenario import load_allocation
+from tokenyard.allocation.scenario import PAPER_WEIGHTS, load_allocation
+from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
+from tokenyard.cross_entropy import FinetuneConfig
 
 SCENARIO = load_allocation("l4x4_7b")
 QUIET = Console(quiet=True)
@@ -80,3 +83,31 @@ def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_d
     assert learned.per_s[-1] == 799
     assert held_out.per_s[held_out.first] == 800
     assert (held_out.start_slot + held_out.first) % 288 == (100 + 800) % 288
+
+
+def test_where_rewards_are_positive_what_earns_less_is_worse():
+    scenario = SCENARIO.model_copy(update={"objective": PAPER_WEIGHTS})
+    runner = StreamRunner(scenario, DemandStream(a_demand(days=10), 0, 0))
+    planner = make_planner(scenario)
+    usual, lavish = np.zeros(NUM_PARAMETERS), np.zeros(NUM_PARAMETERS)
+    lavish[BIAS] = 1.5
+    known, wasted = (
+        finetune.cost_and_plans(runner, planner, one)[0].mean() for one in (usual, lavish)
+    )
+    assert known < wasted < 0.0
+    worse, _ = finetune.judge(planner, runner, usual, runner, lavish, 0)
+    assert worse.estimate == pytest.approx((wasted - known) / -known)
+    assert worse.low <= worse.estimate <= worse.high
+    better, _ = finetune.judge(planner, runner, lavish, runner, usual, 0)
+    assert better.high < 0.0 < worse.low
+
+
+def test_where_rewards_are_positive_changes_of_plan_have_their_price():
+    scenario = SCENARIO.model_copy(update={"objective": PAPER_WEIGHTS})
+    runner = StreamRunner(scenario, DemandStream(a_demand(days=2), 0, 0))
+    planner, start = make_planner(scenario), np.zeros(NUM_PARAMETERS)
+    start[BIAS] = 1.5
+    config = FinetuneConfig(generations=2, population=8, behaviour=1e3)
+    found = finetune.search(start, planner, runner, runner, config)
+    plans, chosen = (finetune.cost_and_plans(runner, planner, one)[1] for one in (start, found))
+    np.testing.assert_array_equal(chosen, plans)
