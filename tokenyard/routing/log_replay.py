@@ -100,8 +100,9 @@ def fit_speeds(scenario: Scenario, windows: Sequence[Window]) -> Twin:
     for _ in range(_ROUNDS):
         simulated = _repeat(scaled(scenario, factors), windows)
         factors = np.clip(
-            factors * _slowness(windows, simulated) ** _DAMPING, _LEAST_FACTOR, _MOST_FACTOR
-        )
+            factors * _slowness(windows, simulated, len(factors)) ** _DAMPING,
+            _LEAST_FACTOR, _MOST_FACTOR,
+        )  # fmt: skip
     twin = scaled(scenario, factors)
     simulated_s = np.concatenate([one.outcomes.response_s for one in _repeat(twin, windows)])
     logged_s = np.concatenate([one.response_s for one in windows])
@@ -149,14 +150,17 @@ def _repeat(scenario: Scenario, windows: Sequence[Window]) -> list[Run]:
     return run_each(scenario, streams_of(scenario, windows), choosers)
 
 
-def _slowness(windows: Sequence[Window], simulated: Sequence[Run]) -> FloatArray:
-    """How many times as long as simulated a token took at every replica, shape (replicas,)."""
+def _slowness(windows: Sequence[Window], simulated: Sequence[Run], num_replicas: int) -> FloatArray:
+    """How many times as long as simulated a token took at every replica, shape (num_replicas,).
+
+    1 where the log tells too little.
+    """
     server = np.concatenate([one.server for one in windows])
     logged = np.concatenate([one.tpot_s for one in windows])
     again = np.concatenate([BatchingOutcomes.of(one.outcomes).tpot_s for one in simulated])
-    factors = np.ones(int(server.max()) + 1)
+    factors = np.ones(num_replicas)
     both = np.isfinite(logged) & np.isfinite(again)
-    for replica in range(len(factors)):
+    for replica in range(num_replicas):
         here = both & (server == replica)
         if here.sum() >= 10:
             factors[replica] = logged[here].mean() / again[here].mean()

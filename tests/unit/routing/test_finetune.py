@@ -1,5 +1,6 @@
 """From a decision log to a candidate: a poor champion, a world that is not as declared."""
 
+import itertools
 import uuid
 from dataclasses import replace
 
@@ -137,6 +138,24 @@ def test_a_log_read_back_says_what_arrived_where_it_went_and_how_fast(log):
     # Windows begin with empty replicas, which the world did not.
     assert twin.speed_factors[order] == pytest.approx(FACTORS, rel=0.08)
     assert twin.error_fraction < 0.1
+
+
+def test_replicas_that_got_no_request_keep_their_declared_speed(tmp_path):
+    """As one that came up late, or that was down while the first part was logged."""
+    first, second = np.argsort(load_scenario(SCENARIO).server_names)[:2]
+    factors = np.ones(4)
+    factors[first] = 1.5
+    for number, used in enumerate([[first], [first, second]]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        turns = itertools.cycle(used)
+        decide = lambda *_, turns=turns: (Decision(int(next(turns)), None), 1.0)  # noqa: E731
+        decisions, _ = read_log(written(folder, decide, "some@1", factors, 400, 0.2))
+        declared = fleet_of(decisions, load_scenario(SCENARIO), SCENARIO)
+        twin = replay.fit_speeds(declared, windows_of(decisions, 2))
+        # Replicas are in the order of their names.
+        assert twin.speed_factors[0] == pytest.approx(1.5, rel=0.1)
+        assert (twin.speed_factors[len(used) :] == 1.0).all()
 
 
 @pytest.mark.parametrize("rule", ["marginal_delay+sjf@60", "marginal_delay+boost@4:2"])
