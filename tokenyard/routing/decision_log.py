@@ -55,7 +55,8 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
         Decisions in order of arrival, without those that repeat a request, and a hash of the files.
 
     Raises:
-        ValueError: There is none, a file is not one of a decision log, or of another release.
+        ValueError: There is none, a file is not one of a decision log, or of another release, or no
+            request was placed.
     """
     # Training and serving do without it.
     import pyarrow as pa
@@ -73,6 +74,8 @@ def read_log(folder: Path) -> tuple[list[LoggedDecision], str]:
             found += [_decision(row) for row in rows if row["attempt"] == 0 and row["candidates"]]
         except (pa.ArrowException, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no decision log: {error!r}") from None
+    if not found:
+        raise ValueError(f"the decision log in {folder} holds no request that was placed")
     found.sort(key=lambda one: one.request.arrival_s)
     return found, digest.hexdigest()[:12]
 

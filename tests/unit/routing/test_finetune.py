@@ -217,6 +217,15 @@ def test_the_log_of_the_last_release_is_read_and_that_of_another_refused(log, tm
         read_log(tmp_path)
 
 
+def test_a_log_in_which_nothing_was_placed_is_refused(log, tmp_path):
+    import pyarrow.parquet as pq
+
+    file = sorted(log.glob("decisions-*.parquet"))[-1]
+    pq.write_table(pq.read_table(file).slice(0, 0), tmp_path / file.name)
+    with pytest.raises(ValueError, match="holds no request that was placed"):
+        finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), Console(quiet=True))
+
+
 @pytest.mark.slow
 def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
