@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 import os
 import sys
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Generic, Literal
 
@@ -114,7 +116,8 @@ def plan(
     baseline = args.baseline or problem.default_baseline
     wanted = args.policies.split(",") if args.policies else problem.policies_for(scenario)
     names = dict.fromkeys(name.strip() for name in [*wanted, baseline] if name.strip())
-    candidates = [problem.candidate(scenario, name, registry) for name in names if name != BEST]
+    found = {name: problem.candidate(scenario, name, registry) for name in names if name != BEST}
+    candidates = _told_apart(found)
     if baseline == BEST and not any(one.is_rule for one in candidates):
         raise ValueError(f"--baseline {BEST} needs a rule among --policies {args.policies}")
     count = problem.default_streams if args.streams is None else args.streams
@@ -127,7 +130,17 @@ def plan(
     )
     streams, notes = problem.evaluation_streams(scenario, options)
     notes += [f"{one.name}: {one.source}" for one in candidates if not one.is_rule]
+    if baseline != BEST:
+        baseline = candidates[list(found).index(baseline.strip())].name
     return Plan(scenario, streams, candidates, baseline, notes)
+
+
+def _told_apart(found: Mapping[str, Candidate[S, D, R]]) -> list[Candidate[S, D, R]]:
+    """Call candidates of one name, such as files of several folders, as they were asked for."""
+    known = Counter(one.name for one in found.values())
+    return [
+        one if known[one.name] == 1 else replace(one, name=asked) for asked, one in found.items()
+    ]
 
 
 def evaluate(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from pipelines import evaluate, tune_baselines
 from tokenyard.routing import ranking
+from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario, scenario_names
@@ -109,6 +111,39 @@ def test_best_is_the_named_rule_with_the_best_score(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert {row["baseline"] for row in rows} == {"sed"}
     assert [row["policy"] for row in rows] == ["round_robin", "sed", "champion"]
+
+
+def policy_files(folder: Path) -> list[Path]:
+    """Two policies in files of one name, as checkpoints of trials are, and a third."""
+    shipped = ROOT / "tokenyard/artifacts/routing/two_speeds.npz"
+    known = PolicyArtifact.load(shipped)
+    other = replace(known, arrays={**known.arrays, "weights": 0.0 * known.arrays["weights"]})
+    files = [folder / "a/artifact.npz", folder / "b/artifact.npz", folder / "sed.npz"]
+    for policy, file in zip((known, other, known), files, strict=True):
+        file.parent.mkdir(exist_ok=True)
+        policy.save(file)
+    return files
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    files, out = policy_files(tmp_path), tmp_path / "rows.json"
+    args = dict(scenario="two_speeds", streams=2, json=out)
+    evaluate.main(evaluate.Args(**args, policies=",".join(["sed", *map(str, files)])))
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["sed", *map(str, files)]
+    assert len({row["mean_response_s"] for row in rows}) == 3
+    assert rows[1]["mean_response_s"] == rows[3]["mean_response_s"]
+
+
+def test_a_file_may_be_the_baseline(tmp_path):
+    file, _, of_rule = policy_files(tmp_path)
+    out = tmp_path / "rows.json"
+    args = dict(scenario="two_speeds", streams=2, policies="sed", json=out)
+    for baseline, name in ((file, "artifact"), (of_rule, str(of_rule))):
+        evaluate.main(evaluate.Args(**args, baseline=str(baseline)))
+        rows = json.loads(out.read_text())["rows"]
+        assert {row["baseline"] for row in rows} == {name}
+        assert [row["policy"] for row in rows] == ["sed", name]
 
 
 def test_best_of_no_rules_is_refused(capsys):
