@@ -95,6 +95,8 @@ def print_board(console: Console, rows: list[Row]) -> None:
 def main(args: Args) -> None:
     if args.quick and args.full:
         sys.exit("arena: give one of --quick and --full")
+    if args.jobs < 1:
+        sys.exit(f"arena: --jobs {args.jobs} must be at least 1")
     sealed_seed = secrets.randbits(31) if args.sealed_seed is None else args.sealed_seed
     size = QUICK if args.quick else FULL if args.full else USUAL
     cells = find_cells(args.quick, sealed_seed)

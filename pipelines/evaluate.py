@@ -123,6 +123,8 @@ def plan(
     count = problem.default_streams if args.streams is None else args.streams
     if count < 1:
         raise ValueError(f"--streams {count} must be at least 1")
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
     if args.load is not None and not 0 < args.load < MOST_LOAD:
         raise ValueError(f"--load {args.load:g} must lie between 0 and {MOST_LOAD:g}")
     options = StreamOptions(
@@ -196,7 +198,7 @@ def main(args: Args) -> None:
     try:
         problem = find_problem(args.scenario, args.suite)
         plans = plan_all(args, problem)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     console = Console(highlight=False)

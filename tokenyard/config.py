@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -85,6 +86,26 @@ def read_named(name: str, kind: str, package: str, folder: str) -> str:
         hint = former_names.hint(name, former_names.FILES) or did_you_mean(name, known)
         raise ValueError(f"unknown {kind} {name!r}; choose one of {known}{hint}")
     return (resources.files(package) / folder / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def read_fields(name: str, kind: str, package: str, folder: str) -> dict[str, Any]:
+    """Return the fields of a file that `read_named` finds.
+
+    Raises:
+        ValueError: Unknown name, no such file, or one that is no YAML mapping; in one sentence.
+    """
+    try:
+        text = read_named(name, kind, package, folder)
+    except OSError as error:
+        raise ValueError(f"{kind} {name}: {error.strerror}") from None
+    try:
+        found = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors.
+        raise ValueError(f"{kind} {name} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{kind} {name} has no fields: it must be a mapping")
+    return found
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.config import FrozenModel, read_named, shipped_names
+from tokenyard.config import FrozenModel, read_fields, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
 
@@ -231,5 +230,5 @@ def load_allocation(name: str) -> AllocationScenario:
     Raises:
         ValueError: Unknown name (with the closest one), or a file that does not fit the model.
     """
-    text = read_named(name, "allocation scenario", "tokenyard", _FOLDER)
-    return AllocationScenario.model_validate(yaml.safe_load(text))
+    fields = read_fields(name, "allocation scenario", "tokenyard", _FOLDER)
+    return AllocationScenario.model_validate(fields)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.config import FrozenModel, read_named, shipped_names
+from tokenyard.config import FrozenModel, read_fields, shipped_names
 
 _FOLDER = "scenarios/regions"
 
@@ -240,5 +239,5 @@ def load_regions(name: str) -> RegionScenario:
     Raises:
         ValueError: Unknown name (with the closest one), or a file that does not fit the model.
     """
-    text = read_named(name, "regional scenario", "tokenyard", _FOLDER)
-    return RegionScenario.model_validate(yaml.safe_load(text))
+    fields = read_fields(name, "regional scenario", "tokenyard", _FOLDER)
+    return RegionScenario.model_validate(fields)

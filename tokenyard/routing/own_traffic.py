@@ -23,9 +23,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import yaml
 
-from tokenyard.config import read_named
+from tokenyard.config import read_fields
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
@@ -75,8 +74,8 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
     Raises:
         ValueError: The file is none of both, or the trace asks for more than the fleet can do.
     """
-    given = yaml.safe_load(read_named(fleet, "fleet", "tokenyard", "scenarios/fleets"))
-    if not isinstance(given, dict) or not ({"fleet", "servers"} & given.keys()):
+    given = read_fields(fleet, "fleet", "tokenyard", "scenarios/fleets")
+    if not ({"fleet", "servers"} & given.keys()):
         raise ValueError(f"fleet {fleet}: the file has neither `fleet` nor `servers`")
     kept = {k: v for k, v in given.items() if k not in ("sessions", "held_out_trace", "arrivals")}
     kept |= {"name": workload.stem, "description": f"{workload.stem} on {Path(fleet).stem}."}

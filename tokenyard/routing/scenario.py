@@ -9,10 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import Field, model_validator
 
-from tokenyard.config import FrozenModel, read_named, shipped_names
+from tokenyard.config import FrozenModel, read_fields, shipped_names
 from tokenyard.routing.fleet import Fleet, requests_per_s
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
@@ -368,14 +367,14 @@ def load_scenario(name: str) -> Scenario:
     workload, on, fleet = name.partition(ON)
     if on and not name.endswith((".yaml", ".yml")):
         return _on_fleet(workload, fleet)
-    text = read_named(name, "scenario", "tokenyard", "scenarios/routing")
-    return Scenario.model_validate(yaml.safe_load(text))
+    fields = read_fields(name, "scenario", "tokenyard", "scenarios/routing")
+    return Scenario.model_validate(fields)
 
 
 def _on_fleet(workload: str, fleet: str) -> Scenario:
     """Put a workload on a fleet; each is a part of a scenario."""
-    asked = yaml.safe_load(read_named(workload, "workload", "tokenyard", _WORKLOADS))
-    given = yaml.safe_load(read_named(fleet, "fleet", "tokenyard", _FLEETS))
+    asked = read_fields(workload, "workload", "tokenyard", _WORKLOADS)
+    given = read_fields(fleet, "fleet", "tokenyard", _FLEETS)
     words = f"{asked.pop('description').rstrip('.')}, on {given['description']}."
     return Scenario.model_validate(
         {

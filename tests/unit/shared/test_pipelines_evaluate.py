@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from pipelines import evaluate, tune_baselines
+from tokenyard.problem import PROBLEMS
 from tokenyard.routing import ranking
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.policies.tuned import load_tuned
@@ -254,6 +255,7 @@ def test_where_all_who_wait_long_are_given_up_more_than_capacity_is_compared(tmp
         ({"scenario": "nominl"}, "did you mean 'nominal'"),
         ({"scenario": "nominal", "policies": "sed,lru"}, "unknown policy 'lru'"),
         ({"scenario": "nominal", "streams": 0}, "--streams 0 must be at least 1"),
+        ({"scenario": "nominal", "jobs": 0}, "--jobs 0 must be at least 1"),
         ({"scenario": "poisson_085", "source": "held-out"}, "no recorded test part"),
         (
             {"scenario": "churn", "policies": "sed,mc_rollout"},
@@ -272,6 +274,44 @@ def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, r
     message = capsys.readouterr().err
     assert reason in message
     assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file or directory"),
+        ("servers: [1,\n", "is no YAML"),
+        ("- one\n", "has no fields"),
+        ("", "has no fields"),
+    ],
+)
+def test_a_file_that_is_no_scenario_is_refused_in_a_sentence(problem, text, reason, tmp_path):
+    path = tmp_path / "mine.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=reason) as refused:
+        PROBLEMS[problem]().load_scenario(str(path))
+    assert "mine.yaml" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_are_not_there_end_with_one_sentence(tmp_path, capsys):
+    missing = tmp_path / "missing"
+    for arguments in (
+        {"scenario": f"{missing}.yaml"},
+        {"scenario": "poisson_085", "policies": "sed", "trace": Path(f"{missing}.csv")},
+        {"scenario": "poisson_085", "policies": "sed", "trace": tmp_path},
+    ):
+        with pytest.raises(SystemExit) as end:
+            evaluate.main(evaluate.Args(**arguments))
+        assert end.value.code == 2
+        message = capsys.readouterr().err
+        assert message.startswith("evaluate: ")
+        assert message.count("\n") == 1
+    for scenario in (f"{missing}.yaml", tmp_path / "missing.yml"):
+        with pytest.raises(SystemExit, match="No such file"):
+            tune_baselines.main(tune_baselines.Args(scenario=str(scenario), out=tmp_path))
 
 
 def test_a_malformed_row_is_named_or_skipped_and_counted(tmp_path, capsys):
