@@ -28,6 +28,7 @@ from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.drawn_clusters import Kind as DrawnKind
 from tokenyard.routing.drawn_clusters import draw_cluster
 from tokenyard.routing.evaluation import per_stream
+from tokenyard.routing.policies import is_rule
 from tokenyard.routing.policy_file import SUFFIX
 from tokenyard.routing.policy_url import PolicyOfUrl, is_url
 from tokenyard.routing.problem import CHAMPION, PROBLEM
@@ -198,11 +199,16 @@ def entries_of(cell: Cell, own: Sequence[str]) -> list[Entry]:
     # Where the champion is a rule, that plays under its own name.
     ships = champion is not None and champion.rule is None
     trained = [Entry(CHAMPION, "learned", CHAMPION)] if ships else []
-    return rules + trained + [Entry(_shown(one), _kind(one), one) for one in own]
+    return rules + trained + [Entry(_shown(one, own), _kind(one), one) for one in own]
 
 
-def _shown(policy: str) -> str:
-    return policy if is_url(policy) else Path(policy).stem
+def _shown(policy: str, own: Sequence[str]) -> str:
+    """A URL, or the name of a file: with its path where another entry has that name."""
+    name = Path(policy).stem
+    alike = {one for one in own if Path(one).stem == name}
+    if is_url(policy) or len(alike) > 1 or is_rule(name) or name == CHAMPION:
+        return policy
+    return name
 
 
 def _kind(policy: str) -> EntryKind:

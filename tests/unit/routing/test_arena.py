@@ -69,6 +69,14 @@ def test_every_entry_of_a_cell_can_play(tmp_path):
     assert "tuned_filter_dump" in {one.name for one in entries}
 
 
+def test_entries_of_one_name_are_told_apart(cell):
+    own = ["a/mine.py", "b/mine.npz", "c/other.py", "sed.py", "champion.npz", "http://one/v1/route"]
+    entries = entries_of(cell, own)
+    assert len({one.name for one in entries}) == len(entries)
+    told = {one.policy: one.name for one in entries if one.policy in own}
+    assert told == {**{one: one for one in own}, "c/other.py": "other"}
+
+
 def test_no_tuned_rule_plays_in_a_sealed_cell():
     for sealed in (one for one in find_cells(False, 3) if one.is_sealed):
         names = {one.name for one in entries_of(sealed, [])}
