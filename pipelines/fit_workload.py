@@ -271,6 +271,8 @@ def fit(args: Args) -> list[Row]:
 def main(args: Args) -> None:
     if not args.demand and (args.trace is None) != (args.out is None):
         sys.exit("fit_workload: give --trace and --out together")
+    if args.streams < 1:
+        sys.exit(f"fit_workload: --streams {args.streams} must be at least 1")
     try:
         rows = report(args) if args.report else fit(args)
     except (ValueError, OSError) as error:

@@ -22,6 +22,9 @@ NUM_CONTEXT_BINS = 16
 MAX_STATES = 6
 """Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 
+_MOST_STEPS = 10_000_000
+"""Of the arrival chain of a trace of one's own: four months of seconds."""
+
 # Moves that are assumed but not seen: a state that nothing visits keeps defined probabilities.
 _PSEUDO_COUNT = 1e-6
 
@@ -71,8 +74,18 @@ def fit_own(trace: Trace, name: str, provenance: str, dt_s: float) -> WorkloadMo
     Args: as of `fit_workload`.
 
     Raises:
-        ValueError: The trace says too little.
+        ValueError: The trace says too little, or the step does not suit it.
     """
+    if not (dt_s > 0 and math.isfinite(dt_s)):
+        raise ValueError(f"a step of {dt_s:g} s must be positive")
+    if not trace.duration_s > 0:
+        raise ValueError(f"{trace.num_requests} requests at one instant have no arrival process")
+    if not trace.total_tokens.any():
+        raise ValueError("no request of the trace has a token: what would take time?")
+    if trace.duration_s / dt_s > _MOST_STEPS:
+        raise ValueError(
+            f"{trace.duration_s:g} s are more than {_MOST_STEPS:,} steps of {dt_s:g} s: take longer"
+        )
     steps = int(trace.duration_s / dt_s) + 1
     fits = [fit_mmpp(trace.arrival_s, dt_s, k) for k in range(1, min(MAX_STATES, steps) + 1)]
     num_states = 1 + int(np.argmin([fit.bic for fit in fits]))

@@ -40,7 +40,13 @@ def test_a_trace_of_ones_own_becomes_a_workload_for_scenarios(own, tmp_path, cap
         ({"out": "mine.yaml"}, "must end in .json"),
         ({"out": "mine.json", "train_fraction": 0.0}, "must lie in"),
         ({"out": "mine.json", "length_scale": -1.0}, "length factor -1.0 must be positive"),
+        ({"out": "mine.json", "length_scale": 1e30}, "makes a request of 1e.32 tokens"),
         ({"out": "mine.json", "trace": Path("gone.csv")}, "gone.csv"),
+        ({"out": "mine.json", "dt_s": 0.0}, "a step of 0 s must be positive"),
+        ({"out": "mine.json", "dt_s": float("nan")}, "a step of nan s must be positive"),
+        ({"out": "mine.json", "dt_s": 1e-9}, "more than 10,000,000 steps of 1e-09 s"),
+        ({"out": "mine.json", "train_fraction": 0.0001}, "0 requests at one instant"),
+        ({"out": None, "trace": None, "report": True, "streams": 0}, "--streams 0 must be"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused_in_one_sentence(own, tmp_path, fields, reason):
@@ -48,6 +54,14 @@ def test_what_cannot_be_fitted_is_refused_in_one_sentence(own, tmp_path, fields,
         fields = fields | {"out": tmp_path / fields["out"]}
     with pytest.raises(SystemExit, match=reason):
         fit_workload.main(fit_workload.Args(**({"trace": own} | fields)))
+
+
+def test_a_trace_without_a_token_is_refused(tmp_path):
+    path = tmp_path / "empty.csv"
+    lines = [f"{i},0,0" for i in range(50)]
+    path.write_text("arrival_s,context_tokens,generated_tokens\n" + "\n".join(lines))
+    with pytest.raises(SystemExit, match="no request of the trace has a token"):
+        fit_workload.main(fit_workload.Args(trace=path, out=tmp_path / "empty.json"))
 
 
 @pytest.mark.skipif(read_vm_cpu() is None, reason="azure_vm_cpu.csv was not found")
