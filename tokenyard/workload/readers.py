@@ -38,6 +38,9 @@ __all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0*)?\s*")
 
+_MOST_TOKENS = 2**53
+"""Beyond them, numbers that were read as fractions are not told apart."""
+
 
 class TraceError(ValueError):
     """A trace file breaks its format; the text names file, line number and reason."""
@@ -145,7 +148,9 @@ def _read_clean_csv(path: Path, layout: _Layout, header: list[str]) -> Trace | N
     times = _parse_times(frame[layout.time], layout)
     tokens = frame[[layout.context, layout.generated]].to_numpy(np.int64)
     ordered = len(frame) > 0 and bool((np.diff(times.seconds) >= 0).all())
-    if not ordered or not np.isfinite(times.seconds[0]) or (tokens < 0).any():
+    if not ordered or not np.isfinite(times.seconds).all():
+        return None
+    if (tokens < 0).any() or (tokens >= _MOST_TOKENS).any():
         return None
     return _trace(times, tokens, None)
 
@@ -165,7 +170,7 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
     for line, text in _numbered_lines(path, first=1):
         try:
             record = json.loads(text, parse_int=str, parse_float=str)
-            hashes = tuple(int(block) for block in record.get("hash_ids", ()))
+            hashes = tuple(int(block) for block in record.get("hash_ids") or ())
             time, context, generated = (str(record[name]) for name in layout[:3])
             yield _Row(line, time, context, generated, hashes)
         except KeyError as error:
@@ -219,7 +224,7 @@ def _find_fault(row: _Row, time_s: float, latest_s: float) -> str | None:
             return f"{what} tokens {text!r} are no integer"
         if float(text) < 0:
             return f"negative {what} tokens {text}"
-        if float(text) >= 2**53:
+        if float(text) >= _MOST_TOKENS:
             return f"{what} tokens {text} are beyond any prompt"
     if time_s < latest_s:
         return f"time {row.time} is before the row above it; rows must be in order of arrival"

@@ -65,6 +65,12 @@ def test_mooncake_lines_keep_their_prefix_hashes_and_count_milliseconds(file_wit
     assert trace.started_at is None
 
 
+def test_mooncake_lines_may_have_no_hashes(file_with):
+    row = {"timestamp": 1000, "input_length": 5, "output_length": 6}
+    trace, _ = read_trace(file_with(f"{json.dumps(row)}\n{json.dumps({**row, 'hash_ids': None})}"))
+    assert trace.prefix_hashes == ((), ())
+
+
 def test_plain_files_may_order_columns_as_they_like_and_have_more_of_them(file_with):
     text = "user,generated_tokens,arrival_s,context_tokens\nann,7,100.5,30\nbob,8,101.75,31\n"
 
@@ -82,6 +88,7 @@ BAD_ROWS = {
     "2023-11-16 18:17:04.0,many,8\n": "context tokens 'many' are no integer",
     "2023-11-16 18:17:04.0,,8\n": "context tokens '' are no integer",
     "2023-11-16 18:17:04.0,99999999999999999999,8\n": "beyond any prompt",
+    "2023-11-16 18:17:04.0,9999999999999999,8\n": "beyond any prompt",
     "2023-11-16 18:17:02.0,3,8\n": "is before the row above it",
     "yesterday,3,8\n": "unparsable time 'yesterday'",
     "2023-13-45 18:17:04,3,8\n": "unparsable time '2023-13-45 18:17:04'",
@@ -108,6 +115,14 @@ def test_bad_rows_are_skipped_and_counted_on_request(file_with, row):
 
     assert num_skipped == 1
     assert trace.arrival_s.tolist() == [0, 0.052]
+
+
+def test_a_last_row_at_infinity_is_a_bad_row(file_with):
+    path = file_with("arrival_s,context_tokens,generated_tokens\n0,5,6\n3,5,6\ninf,5,6\n")
+    with pytest.raises(TraceError, match=r"line 4: unparsable time 'inf'"):
+        read_trace(path)
+    trace, num_skipped = read_trace(path, on_bad_row="skip")
+    assert (trace.num_requests, num_skipped) == (2, 1)
 
 
 @pytest.mark.parametrize("row", ["{", "[1]", '{"timestamp": 3, "input_length": 4}', "12"])
