@@ -111,6 +111,8 @@ def search_policy(args: Policy) -> list[Row]:
 
 
 def search_planner(args: Planner) -> list[Row]:
+    if args.seeds < 1:
+        raise ValueError(f"--seeds {args.seeds} must be at least 1")
     scenario = load_allocation(args.scenario)
     config = AllocationSearchConfig(num_generations=args.generations)
     found = []

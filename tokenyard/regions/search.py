@@ -52,7 +52,7 @@ class KnobSearch(CrossEntropy):
     """A search over drawn layouts of one or several scenarios.
 
     Raises:
-        ValueError: The rule has no knobs.
+        ValueError: The rule is unknown or has no knobs, or the population is empty.
     """
 
     def __init__(
@@ -63,10 +63,15 @@ class KnobSearch(CrossEntropy):
         seed: int = 0,
     ) -> None:
         """Start at the rule's knobs as they are; all zero stands for them."""
+        if name not in RECIPES:
+            tunable = [one for one, recipe in RECIPES.items() if recipe.tunable]
+            raise ValueError(f"unknown regional rule {name!r}; choose one of {tunable}")
         self._recipe = RECIPES[name]
         if not self._recipe.tunable:
             raise ValueError(f"{name} has no knobs")
         self.config = config = config or RegionSearchConfig()
+        if config.population < 1:
+            raise ValueError(f"a population of {config.population} must be at least 1")
         self.scenarios = [one.model_copy(update={"num_slots": config.slots}) for one in scenarios]
         std = np.concatenate([_KNOB_STD[one] for one in self._recipe.tunable])
         super().__init__(

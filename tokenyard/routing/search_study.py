@@ -70,7 +70,18 @@ class FinishedSearch:
 
 
 def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[FinishedSearch]:
-    """Run all searches in so many processes, then judge what they found."""
+    """Run all searches in so many processes, then judge what they found.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+    for name, least in (("seeds", 1), ("generations", 0), ("streams", 1)):
+        if getattr(study, name) < least:
+            raise ValueError(f"--{name} {getattr(study, name)} must be at least {least}")
+    wrong = [index for index in study.objectives if not 0 <= index < len(OBJECTIVES)]
+    if wrong or not study.objectives:
+        told = f"no {wrong[0]} in them" if wrong else "give one"
+        raise ValueError(f"--objectives are 0 to {len(OBJECTIVES) - 1}: {told}")
     objectives = [OBJECTIVES[index] for index in study.objectives]
     tasks = list(itertools.product(objectives, range(study.seeds)))
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.search import Policy, main
+from pipelines.search import Planner, Policy, RegionRules, main
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.choice import LOSSES, WINS
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS
@@ -31,6 +31,25 @@ def test_every_search_is_judged_beside_the_best_rule():
     assert found.row["baseline"] == found.policy.metadata.lineage["beats"]
     assert {LOSSES, WINS, "delta_p99_ci_high"} <= found.row.keys()
     assert found.policy.metadata.metrics["delta_mean_fraction"] == found.row["delta_mean_fraction"]
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (replace(MIXED, objectives=(0, 9)), "--objectives are 0 to 6: no 9 in them"),
+        (replace(MIXED, objectives=(-1,)), "--objectives are 0 to 6: no -1 in them"),
+        (replace(MIXED, objectives=()), "--objectives are 0 to 6: give one"),
+        (replace(MIXED, seeds=0), "--seeds 0 must be at least 1"),
+        (replace(MIXED, streams=0), "--streams 0 must be at least 1"),
+        (replace(MIXED, generations=-1), "--generations -1 must be at least 0"),
+        (Planner(seeds=0), "--seeds 0 must be at least 1"),
+        (RegionRules(rules="skylbb"), "unknown regional rule 'skylbb'; choose one of .*'skylb'"),
+        (RegionRules(rules="skylb", population=0), "a population of 0 must be at least 1"),
+    ],
+)
+def test_mistakes_in_the_arguments_end_with_one_sentence(args, reason):
+    with pytest.raises(SystemExit, match=f"search: {reason}"):
+        main(args)
 
 
 def test_the_one_kept_loses_nowhere_and_wins():
