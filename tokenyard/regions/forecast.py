@@ -18,8 +18,8 @@ from tokenyard.types import FloatArray, IntArray
 _SMALL = 1.0
 """The small number of Eq 12, tasks."""
 NUM_TRAINING_DAYS = 20
-_SMOOTHING_SLOTS = 41
-"""Half an hour of slots of 45 s."""
+_SMOOTHING_S = 900.0
+"""Profiles are means over what is so near or nearer: half an hour."""
 
 
 class DemandForecaster(Protocol):
@@ -144,10 +144,10 @@ def fit_seasonal(
     """
     days = training_counts(scenario, seed, num_days)
     mean = days.mean(axis=0)
-    half = _SMOOTHING_SLOTS // 2
-    wrapped = np.concatenate([mean[-half:], mean, mean[:half]])
+    half = round(_SMOOTHING_S / scenario.slot_s)
+    wrapped = np.pad(mean, ((half, half), (0, 0)), mode="wrap")
     # Not a convolution, which rounds as the processor has it: plans hang on the last digit.
-    profile = sliding_window_view(wrapped, _SMOOTHING_SLOTS, axis=0).mean(axis=-1)
+    profile = sliding_window_view(wrapped, 2 * half + 1, axis=0).mean(axis=-1)
     streams = [_as_stream(day) for day in days[: max(2, num_days // 6)]]
     num_ahead = scenario.forecast_slots
 
@@ -176,8 +176,9 @@ def _as_stream(day: FloatArray) -> RegionStream:
 
 def _forecast_error(forecast: FloatArray, stream: RegionStream) -> float:
     """Mean squared error over all slots ahead, in units of a Poisson variance."""
-    slots, ahead = forecast.shape[:2]
+    slots = len(forecast)
+    ahead = min(forecast.shape[1], slots - 1)
     last = slots - ahead
     index = np.arange(last)[:, None] + np.arange(ahead)
     actual = stream.counts[index]
-    return float(((forecast[:last] - actual) ** 2 / (actual.mean(axis=(0, 1)) + 1)).mean())
+    return float(((forecast[:last, :ahead] - actual) ** 2 / (actual.mean(axis=(0, 1)) + 1)).mean())

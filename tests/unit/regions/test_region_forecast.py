@@ -34,6 +34,19 @@ def test_the_seasonal_forecast_is_better_than_the_last_slot_and_its_quantile_is_
     assert 0.8 < (actual <= high).mean() < 0.98
 
 
+@pytest.mark.parametrize("slot_s", [300.0, 3600.0, 5400.0, 14400.0])
+def test_the_profile_is_of_a_day_however_long_slots_are(slot_s):
+    scenario = a_scenario(slot_s=slot_s, num_slots=10)
+    forecaster, usual = fit_seasonal(scenario), fit_seasonal(SCENARIO)
+    assert len(forecaster.profile) == scenario.slots_per_day
+    # Half an hour of smoothing leaves the waves of a day their height.
+    height, of_usual = (
+        np.ptp(one.profile, axis=0) / one.profile.mean(axis=0) for one in (forecaster, usual)
+    )
+    assert (height > 0.5 * of_usual).all()
+    assert np.isfinite(forecaster.forecast_all(a_stream(scenario))).all()
+
+
 def test_a_flat_profile_without_news_is_forecast_as_it_is():
     stream = a_stream(SCENARIO)
     stream.counts[:] = 10
