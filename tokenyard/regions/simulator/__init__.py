@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -117,36 +118,52 @@ class RegionSim:
         kernel.drain(self.arrays)
 
     def _break(self, slot: int) -> None:
-        """Let failures begin and end."""
+        """Let failures end and begin; those that overlap with what ends go on."""
         now = slot * self.scenario.slot_s
-        for failure in self.stream.failures:
-            if slot == failure.start_slot:
-                self.num_failures += 1
-                self._begin(failure, now)
-            if slot == failure.end_slot:
-                if failure.kind == "links_slow":
-                    self.arrays.seen.latency[:] = self._plain_latency
-                else:
-                    recover(self.arrays, self._region_of(failure))
+        failures = self.stream.failures
+        for ended in (one for one in failures if one.end_slot == slot and not _is_of_links(one)):
+            recover(self.arrays, self._region_of(ended))
+            for other in failures:
+                lasts = other.start_slot < slot < other.end_slot and not _is_of_links(other)
+                if lasts and self._region_of(other) == self._region_of(ended):
+                    self._take_down(other, now)
+        for begun in (one for one in failures if one.start_slot == slot):
+            self.num_failures += 1
+            if not _is_of_links(begun):
+                self._take_down(begun, now)
+        if any(_is_of_links(one) and slot in (one.start_slot, one.end_slot) for one in failures):
+            self._slow_down(
+                [one for one in failures if _is_of_links(one) and _is_in_force(one, slot)]
+            )
 
-    def _begin(self, failure: Failure, now: float) -> None:
-        if failure.kind == "links_slow":
-            rows = slice(None) if failure.region is None else failure.region
-            latency = self.arrays.seen.latency
-            latency[rows] *= failure.factor
-            if failure.region is not None:
-                latency[:, failure.region] = latency[failure.region]
-            return
+    def _take_down(self, failure: Failure, now: float) -> None:
         region = self._region_of(failure)
         size = int(self.arrays.seen.first[region + 1] - self.arrays.seen.first[region])
         is_lost = failure.kind == "region_down"
         count = size if is_lost else round(failure.fraction * size)
         fail(self.arrays, region, count, is_lost, now)
 
+    def _slow_down(self, failures: Sequence[Failure]) -> None:
+        """Set latencies to what they are under some failures of links."""
+        latency = self.arrays.seen.latency
+        latency[:] = self._plain_latency
+        for one in failures:
+            latency[slice(None) if one.region is None else one.region] *= one.factor
+            if one.region is not None:
+                latency[:, one.region] = latency[one.region]
+
     def _region_of(self, failure: Failure) -> int:
         if failure.region is not None:
             return failure.region
         return int(self._server_tasks.sum(axis=1).argmax())
+
+
+def _is_of_links(failure: Failure) -> bool:
+    return failure.kind == "links_slow"
+
+
+def _is_in_force(failure: Failure, slot: int) -> bool:
+    return failure.start_slot <= slot < failure.end_slot
 
 
 def _dealt(count: int) -> IntArray:
