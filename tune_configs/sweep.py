@@ -202,7 +202,7 @@ def open_chain(
     if resume:
         # The streams of the comparison must be those that the sweep began with.
         seed = _check_resumable(found, reference, path)
-    elif found is not None:
+    elif found is not None or _is_taken(path, experiments):
         raise ValueError(f"sweep {name!r} exists already: add --resume, or choose another --name")
 
     tags = {REFERENCE_TAG: reference, "seed": str(seed), "git_sha": git_sha()}
@@ -217,6 +217,12 @@ def open_chain(
             own_id = mlflow_log.open_sweep_run(client, mlflow_id, inside, one.problem.name, told)
         sweeps.append(Sweep(one, reference, seed, name, inside, client, own_id))
     return Chain(tuple(sweeps), client, run_id, seed)
+
+
+def _is_taken(path: str, experiments: Sequence[Experiment]) -> bool:
+    """Whether a sweep, be it of another problem, is where one of these is to be kept."""
+    inside = [f"{path}/{one.problem.name}" for one in experiments]
+    return any(map(is_begun, inside if len(inside) > 1 else [path]))
 
 
 def _locate(storage: str) -> tuple[str, Path]:
