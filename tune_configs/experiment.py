@@ -102,6 +102,9 @@ class Experiment:
         Raises:
             ValueError: No trials at all, or trials whose keys differ.
         """
+        for name in ("num_samples", "max_concurrent_trials"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
         if not self.trials and not self.space:
             raise ValueError("an experiment needs trials, a space to draw them from, or both")
         keys = {frozenset(trial) for trial in self.trials}
@@ -139,7 +142,11 @@ class Experiment:
                 for trial in self.trials
             ),
             space=space,
-            max_concurrent_trials=max_concurrent_trials or self.max_concurrent_trials,
+            max_concurrent_trials=(
+                self.max_concurrent_trials
+                if max_concurrent_trials is None
+                else max_concurrent_trials
+            ),
             max_failures=self.max_failures if max_failures is None else max_failures,
         )
 

@@ -189,6 +189,8 @@ def open_chain(
     Raises:
         ValueError: It cannot be carried out; nothing has been started.
     """
+    if seed < 0:
+        raise ValueError(f"seed {seed} must not be negative")
     experiments = [fit(one) for one in load_experiments(reference)]
     if num_samples is not None:
         experiments = [replace(one, num_samples=num_samples) for one in experiments]

@@ -16,6 +16,7 @@ from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, load_experiments, stop_at_budget
 from tune_configs.routing import ABLATIONS, reward_names, reward_weights
+from tune_configs.sweep import open_chain
 from tune_configs.tuner import check_resources, fit, trial_label
 
 
@@ -42,6 +43,20 @@ def test_trials_of_different_keys_are_refused():
 def test_an_experiment_without_trials_is_refused():
     with pytest.raises(ValueError, match="needs trials"):
         replace(tiny(), trials=())
+
+
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_a_sweep_of_no_trial_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"num_samples {wrong} must be at least 1"):
+        replace(tiny(), num_samples=wrong)
+    with pytest.raises(ValueError, match=f"max_concurrent_trials {wrong} must be at least 1"):
+        tiny().fitted({}, max_concurrent_trials=wrong)
+    assert tiny().fitted({}).max_concurrent_trials == tiny().max_concurrent_trials
+
+
+def test_a_negative_seed_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="seed -1 must not be negative"):
+        open_chain("routing:smoke", str(tmp_path), "mine", seed=-1)
 
 
 @pytest.mark.parametrize("size", ["default", "smoke"])
