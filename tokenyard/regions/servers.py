@@ -60,6 +60,12 @@ class Cluster:
 def _cluster(text: str) -> Cluster:
     scenario = RegionScenario.model_validate_json(text)
     topology = load_topology(scenario.topology)
+    unknown = [one.region for one in scenario.failures if (one.region or 0) >= topology.num_regions]
+    if unknown:
+        raise ValueError(
+            f"no region {unknown[0]} can fail: topology {scenario.topology!r} has regions 0 to "
+            f"{topology.num_regions - 1}"
+        )
     rng = np.random.default_rng(scenario.layout_seed)
     mean_s = None if scenario.mean_latency_ms is None else scenario.mean_latency_ms / 1e3
     latency = topology.latency_s(mean_s)
@@ -91,7 +97,8 @@ def make_cluster(scenario: RegionScenario) -> Cluster:
     """Draw the cluster of a scenario; equal scenarios give the same one.
 
     Raises:
-        ValueError: The topology is not known, or there are too few servers for its regions.
+        ValueError: The topology is not known, there are too few servers for its regions, or one
+            is to fail that it does not have.
     """
     return _cluster(scenario.model_dump_json())
 

@@ -7,6 +7,7 @@ import pytest
 from unit.region_builders import a_scenario, a_stream, an_oracle
 
 from tokenyard.regions import telemetry
+from tokenyard.regions.problem import PROBLEM
 from tokenyard.regions.scenario import Failure
 from tokenyard.regions.simulator import RegionSim
 from tokenyard.regions.types import RegionDecision
@@ -58,3 +59,11 @@ def test_links_stay_slow_when_a_failure_of_others_ends():
             usual = 5.0 if 1 <= slot < 10 else 1.0
             assert to_third == usual
             assert to_other == usual * (2.0 if 3 <= slot < 5 else 1.0)
+
+
+@pytest.mark.parametrize("kind", ["region_down", "links_slow"])
+def test_a_region_that_is_not_there_cannot_fail(kind):
+    failure = Failure(kind=kind, start_slot=3, num_slots=2, region=4)
+    scenario = a_scenario(num_slots=NUM_SLOTS, failures=(failure,))
+    with pytest.raises(ValueError, match=r"no region 4 can fail: topology .* regions 0 to 3"):
+        PROBLEM.streams(scenario, "evaluation", 1, 0)
