@@ -36,7 +36,7 @@ class Sessions(FrozenModel):
     """Mean time from an answer to the next message, exponentially distributed."""
     answer_token_s: Annotated[float, Field(ge=0)] = 0.03
     """Time that a client waits for each token of an answer before it begins to think."""
-    mean_message_tokens: Annotated[float, Field(gt=0)] = 150.0
+    mean_message_tokens: Annotated[float, Field(ge=1)] = 150.0
     """Mean length of a message, exponentially distributed, at least one token."""
     num_system_prompts: Annotated[int, Field(ge=1)] = 8
     """Different system prompts; the k-th is used in proportion to 1/k."""
@@ -120,6 +120,9 @@ class Sessions(FrozenModel):
 
         Returns:
             The turns, and gaps over the mean gap, shape (num_sessions,).
+
+        Raises:
+            ValueError: No prompt is within `max_context_tokens`.
         """
         num_turns = self._num_turns(num_sessions, rng)
         gaps = rng.standard_exponential(num_sessions)
@@ -141,7 +144,14 @@ class Sessions(FrozenModel):
             answer, prompts[session], think_s, np.where(before > 0, message, opening + message),
             before_s, before_s[first],
         )  # fmt: skip
-        return turns.where(turns.context <= self.max_context_tokens), gaps
+        short = turns.context <= self.max_context_tokens
+        if not short.any():
+            raise ValueError(
+                f"none of {num_sessions} sessions begins with a prompt of at most "
+                f"max_context_tokens {self.max_context_tokens}; the shortest has "
+                f"{turns.context.min()} tokens"
+            )
+        return turns.where(short), gaps
 
     def _num_turns(self, num: int, rng: np.random.Generator) -> IntArray:
         if self.turns is None:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tokenyard.workload.closed import draw_closed
 from tokenyard.workload.model import load_model
 from tokenyard.workload.sessions import Sessions, mean_session_lengths
 
@@ -64,3 +65,21 @@ def test_equal_seeds_give_equal_traces():
     one, two = (SESSIONS.generate(200, np.random.default_rng(3), 1.0, model, 16) for _ in range(2))
     assert one.prefix_hashes == two.prefix_hashes
     assert one.arrival_s.tobytes() == two.arrival_s.tobytes()
+
+
+def test_sessions_of_which_none_can_begin_are_refused():
+    """Drawing more and more of them in search of one would take all memory."""
+    sessions = Sessions(system_prompt_tokens=8192)
+    with pytest.raises(ValueError, match="begins with a prompt of at most max_context_tokens 8192"):
+        sessions.generate(10, np.random.default_rng(0), 1.0, load_model("azure_conv"), 128)
+    with pytest.raises(ValueError, match=r"none of .* sessions begins"):
+        mean_session_lengths(sessions, "azure_conv")
+    rng, model = np.random.default_rng(0), load_model("azure_conv")
+    with pytest.raises(ValueError, match=r"none of .* sessions begins"):
+        draw_closed(sessions, 10, 2, rng, model, 128)
+
+
+def test_a_message_has_at_least_a_token_in_the_mean():
+    assert Sessions(mean_message_tokens=1.0)
+    with pytest.raises(ValueError, match="mean_message_tokens"):
+        Sessions(mean_message_tokens=0.5)
