@@ -140,6 +140,8 @@ def names_of(args: Args) -> tuple[AnyProblem, list[str]]:
 def main(args: Args) -> None:
     rows: list[Row] = []
     try:
+        if args.streams < 1:
+            raise ValueError(f"--streams {args.streams} must be at least 1")
         problem, names = names_of(args)
         out = args.out or TUNED / problem.name
         out.mkdir(parents=True, exist_ok=True)

@@ -37,8 +37,10 @@ def run_layouts(
         seed: Of layouts and streams.
 
     Raises:
-        ValueError: A name is unknown.
+        ValueError: A name is unknown, or there is no layout.
     """
+    if num_layouts < 1:
+        raise ValueError(f"{num_layouts} layouts must be at least 1")
     candidates: list[Candidate[RegionScenario, Episodes, Measured]] = [
         PROBLEM.candidate(scenario, name) for name in names
     ]
@@ -53,10 +55,18 @@ def run_layouts(
 
 
 def best_rules(runs: Mapping[str, Sequence[Measured]]) -> list[str]:
-    """The rule that each unit is compared to: of least cost on the half without the unit."""
+    """The rule that each unit is compared to: of least cost on the half without the unit.
+
+    Raises:
+        ValueError: No rule was run, or on one unit alone.
+    """
     rules = [name for name in runs if name in REGION_BASELINES]
+    if not rules:
+        raise ValueError("no rule was run: name a baseline, or a rule among the policies")
     costs = {name: np.array([one["total_cost"] for one in runs[name]]) for name in rules}
     count = len(next(iter(costs.values())))
+    if count < 2:
+        raise ValueError("one layout has no other half to choose a rule on: name a baseline")
     half = np.arange(count) % 2
     best = [min(rules, key=lambda name: float(costs[name][half != part].mean())) for part in (0, 1)]
     return [best[part] for part in half]
@@ -71,7 +81,7 @@ def judge(
     their differences to it.
 
     Raises:
-        ValueError: The baseline was not run.
+        ValueError: The baseline, or any rule in its place, was not run.
     """
     chosen = best_rules(runs) if baseline is None else [baseline]
     if not set(chosen) <= set(runs):

@@ -56,8 +56,11 @@ def t_interval(values: Sequence[float] | FloatArray) -> Interval:
 def paired_p_value(differences: FloatArray) -> float:
     """Two-sided p-value that independent differences have a mean of zero, by Student's test.
 
-    1 where they are all zero, 0 where they are all the same otherwise, but for rounding.
+    1 where they are all zero, 0 where they are all the same otherwise, but for rounding. NaN for
+    fewer than `MIN_STREAMS`: there is no test where there is no interval.
     """
+    if len(differences) < MIN_STREAMS:
+        return math.nan
     if np.ptp(differences) <= _ROUNDING * np.abs(differences).max():
         return 0.0 if differences.any() else 1.0
     return float(stats.ttest_1samp(differences, 0.0).pvalue)
@@ -168,7 +171,7 @@ class Samples:
         if self.estimates is not None:
             beyond = min((differences <= 0).mean(), (differences >= 0).mean())
             return float(min(1.0, max(2.0 * beyond, 1.0 / len(differences))))
-        return paired_p_value(differences) if len(differences) >= MIN_STREAMS else math.nan
+        return paired_p_value(differences)
 
 
 def block_length(values: FloatArray) -> int:

@@ -35,13 +35,13 @@ def test_each_unit_is_compared_to_the_rule_that_is_best_on_the_other_half():
 
 
 def test_the_judge_compares_all_to_the_best_rule():
-    runs = judge.run_layouts(TINY, NAMES, 2, seed=5)
+    runs = judge.run_layouts(TINY, NAMES, 5, seed=5)
     rows = judge.judge(TINY, runs)
     assert [row["policy"] for row in rows[1:]] == [*NAMES]
     assert {row["baseline"] for row in rows} == {judge.BEST}
-    assert all(row["stream_count"] == 2 for row in rows)
+    assert all(row["stream_count"] == 5 for row in rows)
     assert all(0 <= row["total_cost_p_holm"] <= 1 for row in rows[1:])
-    alone = judge.run_layouts(TINY, ["champion"], 2, seed=5)["champion"]
+    alone = judge.run_layouts(TINY, ["champion"], 5, seed=5)["champion"]
     mean = np.mean([one["total_cost"] for one in alone])
     assert rows[3]["total_cost"] == pytest.approx(mean)
     rows = judge.judge(TINY, runs, "round_robin")
@@ -49,3 +49,16 @@ def test_the_judge_compares_all_to_the_best_rule():
     assert rows[1]["delta_cost_fraction"] == 0.0
     with pytest.raises(ValueError, match="'skylb' was not run"):
         judge.judge(TINY, runs, "skylb")
+
+
+def test_few_layouts_have_no_p_value_and_none_are_refused():
+    few = judge.judge(TINY, judge.run_layouts(TINY, ["round_robin", "skylb"], 2, seed=5))
+    assert all(np.isnan(row[f"{key}_p_holm"]) for row in few[1:] for key in judge.CLAIMS)
+    with pytest.raises(ValueError, match="0 layouts must be at least 1"):
+        judge.run_layouts(TINY, ["skylb"], 0, seed=5)
+    with pytest.raises(ValueError, match="one layout has no other half"):
+        judge.judge(TINY, {"skylb": [{"total_cost": 1.0}]})
+    learned = judge.run_layouts(TINY, ["champion"], 2, seed=5)
+    with pytest.raises(ValueError, match="no rule was run: name a baseline"):
+        judge.judge(TINY, learned)
+    assert judge.judge(TINY, learned, "champion")[0]["policy"] == "champion"

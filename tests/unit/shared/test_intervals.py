@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tokenyard.statistics.intervals import (
+    MIN_STREAMS,
     BlockBootstrap,
     Interval,
     Samples,
@@ -109,6 +110,13 @@ def test_holm_corrects_by_rank_keeps_the_order_and_never_exceeds_one():
 
 def test_equal_values_differ_in_nothing_and_large_differences_are_unlikely():
     assert paired_p_value(np.zeros(5)) == 1.0
-    assert paired_p_value(np.array([0.1, np.nextafter(0.1, 1.0), 0.1])) == 0.0
-    assert paired_p_value(np.array([1.0, 1.1, 0.9, 1.0])) < 1e-3
-    assert paired_p_value(np.array([1.0, -1.0, 2.0, -2.0])) == pytest.approx(1.0)
+    assert paired_p_value(np.array([0.1, np.nextafter(0.1, 1.0), 0.1, 0.1, 0.1])) == 0.0
+    assert paired_p_value(np.array([1.0, 1.1, 0.9, 1.0, 1.0])) < 1e-3
+    assert paired_p_value(np.array([1.0, -1.0, 2.0, -2.0, 0.0])) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num", [1, 2, MIN_STREAMS - 1])
+def test_too_few_differences_are_no_test(num):
+    """One value is all the same; its p-value of 0 would be the surest finding of all."""
+    assert np.isnan(paired_p_value(np.full(num, 3.0)))
+    assert np.isnan(paired_p_value(np.arange(1.0, num + 1.0)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines import evaluate, tune_baselines
+from pipelines import evaluate, paper, tune_baselines
 from tokenyard.problem import PROBLEMS
 from tokenyard.routing import ranking
 from tokenyard.routing.artifact import PolicyArtifact
@@ -312,6 +312,18 @@ def test_files_that_are_not_there_end_with_one_sentence(tmp_path, capsys):
     for scenario in (f"{missing}.yaml", tmp_path / "missing.yml"):
         with pytest.raises(SystemExit, match="No such file"):
             tune_baselines.main(tune_baselines.Args(scenario=str(scenario), out=tmp_path))
+
+
+def test_studies_of_nothing_are_refused_in_a_sentence(tmp_path):
+    for args in (
+        paper.Torta("loads", streams=0), paper.Ranking(streams=0), paper.Layouts(layouts=0)
+    ):  # fmt: skip
+        with pytest.raises(SystemExit, match=r"^paper: .*0 .*must be at least 1$"):
+            paper.main(args)
+    with pytest.raises(SystemExit, match="--weightings 0 must be at least 1"):
+        paper.main(paper.Fronts(weightings=0))
+    with pytest.raises(SystemExit, match="--streams 0 must be at least 1"):
+        tune_baselines.main(tune_baselines.Args(scenario="nominal", streams=0, out=tmp_path))
 
 
 def test_a_malformed_row_is_named_or_skipped_and_counted(tmp_path, capsys):
