@@ -59,7 +59,8 @@ class Arrivals(FrozenModel):
     clients: Annotated[int, Field(ge=1)] | None = None
     """Clients of a closed process."""
     diurnal: Diurnal | None = None
-    """Day and week in the arrival rate; None: none, as in the one-hour public traces."""
+    """Day and week in the arrival rate; None: none, as in the one-hour public traces. Only without
+    `sessions`."""
 
     @model_validator(mode="after")
     def _one_amount(self) -> Self:
@@ -197,6 +198,8 @@ class Scenario(FrozenModel):
             raise ValueError("a closed process and warm_load need sessions")
         if self.output_drift != 1.0 and self.sessions is not None:
             raise ValueError("output_drift is for traffic without sessions")
+        if self.arrivals.diurnal is not None and self.sessions is not None:
+            raise ValueError("diurnal is for traffic without sessions")
         if self.arrivals.process == "closed" and self.decision_epoch_s is not None:
             raise ValueError("a closed process is decided at every arrival: no decision_epoch_s")
         return self

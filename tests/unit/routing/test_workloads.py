@@ -122,6 +122,7 @@ def test_outputs_drift_while_the_prediction_stays():
         ({"arrivals": {"load": 0.5, "warm_load": 0.5}}, "exactly one"),
         ({"arrivals": {"process": "closed", "clients": 3}}, "need sessions"),
         ({"sessions": {}, "output_drift": 0.5}, "without sessions"),
+        ({"sessions": {}, "arrivals": {"load": 0.5, "diurnal": {}}}, "diurnal is for traffic wi"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, says):
