@@ -171,16 +171,26 @@ def markov_load(scenario: AllocationScenario) -> tuple[FloatArray, FloatArray, F
     size = len(planner.candidates)
     costs = np.zeros((NUM_BINS, size, size))
     transition = np.zeros((NUM_BINS, NUM_BINS))
-    step = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
     for demand in draws:
         bins = np.searchsorted(edges, demand, side="right")
         np.add.at(transition, (bins[:-1], bins[1:]), 1.0)
-        level = np.log(np.maximum(demand[1:] / planner.pool_per_s, LOWEST_LEVEL) / LOWEST_LEVEL)
-        at = np.clip((level / step).round().astype(int), 0, NUM_LEVELS - 1)
+        at = _levels(demand[1:] / planner.pool_per_s)
         for b in range(NUM_BINS):
             costs[b] += planner.costs[0, at[bins[:-1] == b]].sum(axis=0)
+    # Where many slots have equal demand some bins hold none of it: theirs would last.
+    never = np.flatnonzero(transition.sum(axis=1) == 0.0)
+    lowest = np.insert(edges, 0, edges[0])
+    transition[never, never] = 1.0
+    costs[never] = planner.costs[0, _levels(lowest[never] / planner.pool_per_s)]
     visits = transition.sum(axis=1)
     return edges, costs / visits[:, None, None], transition / visits[:, None]
+
+
+def _levels(share: FloatArray) -> IntArray:
+    """Levels of `PlannerModel.costs` that demands are nearest to, as shares of the pool's best."""
+    step = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
+    above = np.log(np.maximum(share, LOWEST_LEVEL) / LOWEST_LEVEL)
+    return np.asarray(np.clip((above / step).round().astype(int), 0, NUM_LEVELS - 1))
 
 
 def value_iteration_policy(scenario: AllocationScenario) -> ValueTable:

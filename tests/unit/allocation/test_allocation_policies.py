@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 
+from tokenyard.allocation import bounds
 from tokenyard.allocation.artifact import (
     AllocationArtifact,
     learned_allocation,
     resolve_allocation_champion,
 )
-from tokenyard.allocation.demand import demand_source
+from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
@@ -39,6 +40,26 @@ def test_every_baseline_names_feasible_plans_only(name):
     outcomes = run_allocation(SCENARIO, STREAM, make_allocation_policy(name, context()))
     assert outcomes.num_refused == 0
     assert np.isfinite(outcomes.outs).all()
+
+
+def test_a_load_of_few_different_demands_has_an_optimum(monkeypatch):
+    """Counts of a recorded hour without noise: most bins between quantiles are empty."""
+    pool_per_s = TABLE.pool_goodput_capacity_per_s
+
+    class FewDemands:
+        def train(self, seed):
+            share = np.where(np.arange(400) % 200 < 150, 0.1, 0.9)
+            return DemandStream(pool_per_s * share, 0, 0)
+
+    monkeypatch.setattr(bounds, "demand_source", lambda scenario: FewDemands())
+    _, costs, transition = bounds.markov_load(SCENARIO)
+    assert transition.sum(axis=1) == pytest.approx(np.ones(bounds.NUM_BINS))
+    values, _ = bounds.value_iteration(costs, transition)
+    assert np.isfinite(values).all()
+    policy = bounds.value_iteration_policy(SCENARIO)
+    outcomes = run_allocation(SCENARIO, FewDemands().train(1), policy)
+    best = bounds.best_static_in_hindsight(StreamRunner(SCENARIO, FewDemands().train(1)))
+    assert outcomes.column(REWARD).mean() > best.column(REWARD).mean()
 
 
 def test_the_compiled_autoscaler_decides_as_the_class_does():
