@@ -126,8 +126,10 @@ def windows_of(decisions: Sequence[LoggedDecision], count: int) -> list[Window]:
     """Cut a log into `count` windows of equally many requests, in order of time.
 
     Raises:
-        ValueError: There are fewer than 20 requests for each.
+        ValueError: There are fewer than 20 requests for each, or no window.
     """
+    if count < 1:
+        raise ValueError(f"{count} windows must be at least 1")
     size = len(decisions) // count
     if size < 20:
         raise ValueError(f"{len(decisions)} logged requests are too few for {count} windows")

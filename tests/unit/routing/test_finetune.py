@@ -292,6 +292,9 @@ def test_what_cannot_be_continued_is_refused_in_one_sentence(log, tmp_path):
     console = Console(quiet=True)
     with pytest.raises(ValueError, match="no decisions"):
         finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), console)
+    for windows in (0, -1):
+        with pytest.raises(ValueError, match=f"{windows} windows must be at least 1"):
+            finetune.finetune(finetune.Args(log=log, scenario=SCENARIO, windows=windows), console)
     path = tmp_path / "network.npz"
     network_artifact().save(path)
     with pytest.raises(ValueError, match="of kind 'mlp'"):
