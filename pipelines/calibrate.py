@@ -272,6 +272,8 @@ def calibrate_iterations(path: Path, console: Console) -> list[Row]:
 def calibrate_live(args: Args, console: Console) -> list[Row]:
     """Write the scenario of the replicas behind a gateway; return their speeds, a row each."""
     try:
+        if args.out.suffix not in (".yaml", ".yml"):
+            raise ValueError(f"--out {args.out} must end in .yaml: scenarios are named by that")
         replicas = read_replicas(args.url or "", args.token or os.environ.get("TOKENYARD_TOKEN"))
         base = load_scenario(args.scenario)
         live = live_scenario(base, replicas, args.out.stem)
@@ -290,20 +292,28 @@ def read_replicas(url: str, token: str | None) -> list[MeasuredReplica]:
 
     Raises:
         OSError: It does not answer.
-        ValueError: It knows of none.
+        ValueError: It knows of none, or is no gateway.
     """
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/pools", headers=headers, timeout=10)
         answer.raise_for_status()
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise OSError(f"no answer from the gateway at {url}: {error}") from error
-    known = sorted(answer.json()["replicas"], key=lambda one: (one["pool"], one["replica_id"]))
-    if not known:
+    try:
+        replicas = _measured(answer.json()["replicas"])
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"what answers at {url} is no gateway: it tells no replicas") from None
+    if not replicas:
         raise ValueError(f"the gateway at {url} knows of no replica yet")
+    return replicas
+
+
+def _measured(told: list[dict[str, Any]]) -> list[MeasuredReplica]:
+    """Replicas by pool, numbered there."""
     number: Counter[str] = Counter()
     replicas = []
-    for one in known:
+    for one in sorted(told, key=lambda one: (one["pool"], one["replica_id"])):
         profile = {key: value for key, value in one["profile"].items() if key != "source"}
         name = f"{one['pool']}-{number[one['pool']]}"
         number[one["pool"]] += 1

@@ -155,6 +155,8 @@ def test_replicas_behind_a_gateway_become_a_scenario_that_can_be_simulated(gatew
         ({"token": "wrong"}, "401"),
         ({}, "knows of no replica"),
         ({"url": "http://127.0.0.1:9"}, "Connection refused"),
+        ({"url": "http://[::1"}, "no answer from the gateway at"),
+        ({"out": Path("mine.json")}, "must end in .yaml"),
     ],
 )
 def test_a_gateway_that_tells_nothing_ends_the_calibration_with_the_reason(
@@ -164,3 +166,15 @@ def test_a_gateway_that_tells_nothing_ends_the_calibration_with_the_reason(
     with pytest.raises(SystemExit, match=reason):
         calibrate.main(calibrate.Args(**args))
     assert not (tmp_path / "mine.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"replicas": [{}]}, {"replicas": [{"replica_id": "x", "pool": "a"}]}]
+)
+def test_what_is_no_gateway_ends_the_calibration_with_a_sentence(gateway, answer, tmp_path):
+    url, answers = gateway
+    answers.clear()
+    answers.update(answer)
+    args = calibrate.Args(url=url, token="secret", out=tmp_path / "mine.yaml")
+    with pytest.raises(SystemExit, match="is no gateway: it tells no replicas"):
+        calibrate.main(args)
