@@ -74,14 +74,20 @@ class IndependentCopies(gymnasium.vector.VectorEnv[Observations, Any, npt.NDArra
         seed: int | Sequence[int | None] | None = None,
         options: dict[str, Any] | None = None,
     ) -> tuple[Observations, dict[str, Any]]:
-        """Start an episode in every copy; one integer seeds stream i with seed + i."""
+        """Start an episode in every copy; one integer seeds stream i with seed + i.
+
+        Raises:
+            ValueError: Several seeds, and not one for every copy.
+        """
         if seed is not None or not self._rngs:
-            first = seed if isinstance(seed, int) else None
+            first = int(seed) if isinstance(seed, int | np.integer) else None
             if first is None and self._copies_per_stream > 1:
                 first = int(np.random.SeedSequence().generate_state(1)[0])
             shared = self._copies_per_stream
             each = [None if first is None else first + i // shared for i in range(self.num_envs)]
-            seeds = each if seed is None or isinstance(seed, int) else list(seed)
+            seeds = each if seed is None or isinstance(seed, int | np.integer) else list(seed)
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} copies: give each one")
             self._rngs = [seeding.np_random(one)[0] for one in seeds]
         for copy, rng in enumerate(self._rngs):
             self.start(copy, rng)

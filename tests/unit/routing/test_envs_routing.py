@@ -251,6 +251,16 @@ def test_copies_that_cannot_be_divided_into_streams_are_refused():
         envs.LoadBalancingVectorEnv(4, scenario="local_cpu", copies_per_stream=3)
 
 
+def test_every_copy_is_given_a_seed_or_all_are_given_one():
+    many = envs.LoadBalancingVectorEnv(3, scenario="nominal", episode_requests=5)
+    for seeds in ([1, 2], [1, 2, 3, 4], []):
+        with pytest.raises(ValueError, match=f"{len(seeds)} seeds for 3 copies"):
+            many.reset(seed=seeds)
+    by_one = many.reset(seed=7)[0]
+    np.testing.assert_array_equal(many.reset(seed=[7, 8, 9])[0], by_one)
+    np.testing.assert_array_equal(many.reset(seed=np.int64(7))[0], by_one)
+
+
 def test_an_action_that_names_no_server_is_refused_with_the_choices():
     env = envs.LoadBalancingEnv(scenario="nominal", episode_requests=5)
     env.reset(seed=0)
