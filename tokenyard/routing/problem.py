@@ -129,10 +129,15 @@ class Routing(Problem[Scenario, PolicyArtifact, StreamSet, Run]):
         """Windows of a trace, the recorded test part, or synthetic streams.
 
         Raises:
-            ValueError: There is no recorded test part, or the trace is too short.
+            ValueError: There is no recorded test part, the trace is too short, or options
+                contradict each other.
         """
         if options.load is not None and options.native_time:
             raise ValueError("--load scales time and --native-time keeps it: give one of them")
+        if options.native_time and options.trace is None:
+            raise ValueError("--native-time keeps the time of a trace: give one with --trace")
+        if options.trace is not None and options.source is not None:
+            raise ValueError("--trace and --source name two kinds of traffic: give one of them")
         streams, notes = _find_streams(StreamSource(scenario), options)
         return streams, [
             *notes,

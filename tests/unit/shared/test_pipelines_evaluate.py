@@ -249,6 +249,11 @@ def test_where_all_who_wait_long_are_given_up_more_than_capacity_is_compared(tmp
     [
         ({"scenario": "nominal", "load": -0.5}, "--load -0.5 must lie between 0 and 2"),
         ({"scenario": "nominal", "load": 0.5, "native_time": True}, "give one of them"),
+        ({"scenario": "nominal", "native_time": True}, "give one with --trace"),
+        (
+            {"scenario": "nominal", "trace": Path("mine.csv"), "source": "synthetic"},
+            "--trace and --source name two kinds of traffic",
+        ),
         ({"suite": "regions", "load": 0.5}, "--load are for routing"),
         ({}, "exactly one of --scenario and --suite"),
         ({"scenario": "nominal", "suite": "paper"}, "exactly one of --scenario and --suite"),
