@@ -158,6 +158,9 @@ def log_seconds(axes: Axes) -> None:
     Matplotlib labels every minor tick of a short range, and the labels run into each other.
     """
     axes.set_xscale("log")
+    if not axes.dataLim.minposx < math.inf:
+        # Nothing was drawn, or at 0 alone: matplotlib makes no ticks of that.
+        axes.set_xlim(0.1, 10.0)
     low, high = axes.get_xlim()
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))

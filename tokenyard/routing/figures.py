@@ -300,11 +300,16 @@ def _tails(outcomes: Sequence[BatchingOutcomes]) -> list[tuple[FloatArray, Float
 
 
 def _tail(times_s: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Sorted times, thinned out where they are many, and the share that is longer than each."""
+    """Sorted times, thinned out where they are many, and the share that is longer than each.
+
+    Empty where no time is known, as that per output token of answers of one.
+    """
     known = np.sort(times_s[~np.isnan(times_s)])
-    share = 1.0 - np.arange(len(known)) / max(len(known), 1)
+    if not len(known):
+        return known, known
+    share = 1.0 - np.arange(len(known)) / len(known)
     # Even steps in the share's logarithm: no more points than can be told apart.
-    steps = np.geomspace(1.0, 1.0 / max(len(known), 1), _NUM_TAIL_POINTS)
+    steps = np.geomspace(1.0, 1.0 / len(known), _NUM_TAIL_POINTS)
     which = np.unique(np.searchsorted(-share, -steps, side="left").clip(max=len(known) - 1))
     return known[which], share[which]
 

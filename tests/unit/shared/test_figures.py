@@ -10,6 +10,7 @@ from tokenyard.routing import figures
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource, stream_rng
+from tokenyard.workload.trace import Trace
 
 SCENARIO = load_scenario("poisson_085")
 NAMES = ("round_robin", "least_loaded", "sed", "sed_dump")
@@ -69,6 +70,28 @@ def test_a_fleet_has_figures_of_tokens_memory_energy_and_slos():
     titles = " ".join(axes.get_title() for axes in drawn["attainment"].axes)
     for word in ("interactive", "batch", "large", "small", "service gap"):
         assert word in titles
+
+
+@pytest.mark.parametrize(
+    ("output_tokens", "patience_s"),
+    [pytest.param(1, 1e3, id="answers of one token"), pytest.param(9, 1e-6, id="none is answered")],
+)
+def test_a_fleet_without_any_time_of_a_kind_is_drawn(output_tokens, patience_s, tmp_path):
+    known = load_scenario("two_classes_slo")
+    hasty = tuple(
+        one.model_copy(update={"timeout_s": patience_s}) for one in known.required_fleet.classes
+    )
+    fleet = known.required_fleet.model_copy(update={"classes": hasty})
+    scenario = known.model_copy(update={"fleet": fleet})
+    trace = Trace(np.arange(20.0), np.full(20, 100), np.full(20, output_tokens))
+    streams = StreamSet([StreamSource(scenario).encode(trace)], "test")
+    runs = {
+        name: PROBLEM.candidate(scenario, name).run(scenario, streams, 0)
+        for name in ("round_robin", "sed")
+    }
+    rows = compare(PROBLEM, scenario, streams, runs, "sed")
+    drawn = figures.draw_evaluation(scenario, runs, rows, "Traffic: a test")
+    assert all(path.is_file() for path in save_figures(drawn, tmp_path))
 
 
 def test_equal_runs_give_equal_files_under_their_scenario(evaluated, tmp_path):
