@@ -53,6 +53,7 @@ from tokenyard.allocation.dynamics import (
     make_model,
     run_slot,
 )
+from tokenyard.allocation.forecast import history_slots
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
@@ -67,7 +68,6 @@ Outcome = Literal["under way", "done", "dry run", "refused", "given up"]
 _DECIDE_S = 5.0
 """Longest time that a policy may take; one that hangs is not asked again."""
 _TICK_S = 0.5
-_HISTORY_SLOTS = 600
 _HISTORY_CHANGES = 200
 _FOREVER_SLOTS = 1_000_000
 
@@ -174,7 +174,8 @@ class Allocator:
         self.reason = "nothing was decided yet"
         self.by_hand = False
         self.changes: deque[Change] = deque(maxlen=_HISTORY_CHANGES)
-        self.demand_per_s: deque[float] = deque(maxlen=_HISTORY_SLOTS)
+        self._history = history_slots(scenario.slots_per_day)
+        self.demand_per_s: deque[float] = deque(maxlen=self._history)
         """Requests per second of past slots, in the scenario's time, the latest last."""
         self.held: dict[Shape, Held] = {}
         context = AllocationContext(scenario, np.random.default_rng())
@@ -189,7 +190,7 @@ class Allocator:
         self._began_s = 0.0
         self._since_slots = _FOREVER_SLOTS
         self._grown_slot = -_FOREVER_SLOTS
-        self._requests: deque[float] = deque(maxlen=_HISTORY_SLOTS)
+        self._requests: deque[float] = deque(maxlen=self._history)
         self._offered_before = pool.num_offered()
         self._slot = self._slot_now()
         self._switches: Counter[int] = Counter()
@@ -370,14 +371,14 @@ class Allocator:
         now, offered = self._slot_now(), self._pool.num_offered()
         slots = now - self._slot
         requests = max(offered - self._offered_before, 0) / slots
-        self._requests.extend([requests] * min(slots, _HISTORY_SLOTS))
+        self._requests.extend([requests] * min(slots, self._history))
         # In the scenario's time everything is `time_scale` times faster.
-        self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, _HISTORY_SLOTS))
+        self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, self._history))
         self._offered_before, self._slot = offered, now
         self._since_slots += slots
         wanted, by = await self._decide()
         self.proposed = wanted
-        await self._write(now - slots, min(slots, _HISTORY_SLOTS))
+        await self._write(now - slots, min(slots, self._history))
         if wanted == self.plan or self.by_hand:
             return
         plan = self._attainable(wanted)

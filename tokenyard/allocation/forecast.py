@@ -205,6 +205,11 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
     )
 
 
+def history_slots(slots_per_day: int) -> int:
+    """Slots of demand that an outlook looks back at: two days, and those that it is judged by."""
+    return 2 * slots_per_day + _AROUND + _MEMORY + _LEAD
+
+
 def _log(demand_per_s: FloatArray) -> FloatArray:
     return np.asarray(np.log(np.maximum(demand_per_s, _SMALLEST_PER_S)))
 

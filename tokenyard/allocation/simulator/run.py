@@ -19,7 +19,7 @@ from tokenyard.allocation.dynamics import (
     PAUSED_S,
     VIOLATIONS,
 )
-from tokenyard.allocation.forecast import Forecaster, Outlook, scenario_forecaster
+from tokenyard.allocation.forecast import Forecaster, Outlook, history_slots, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
@@ -40,6 +40,7 @@ def run_allocation(
     table = sim.table
     demand = [float(value) for value in stream.per_s]
     budget = scenario.switch_budget.switches if scenario.switch_budget else 0
+    history = history_slots(scenario.slots_per_day)
     plans = np.zeros(stream.num_slots, np.int64)
     outs = np.zeros((stream.num_slots, NUM_OUT))
     for t in range(stream.num_slots):
@@ -48,7 +49,7 @@ def run_allocation(
         state = AllocationState(
             time_s=(stream.start_slot + slot) * scenario.slot_s,
             plan=table.plans[int(counts[PLAN])],
-            demand_per_s=tuple(demand[max(0, slot - _HISTORY) : slot]) or (demand[0],),
+            demand_per_s=tuple(demand[max(0, slot - history) : slot]) or (demand[0],),
             backlog_requests=float(sim.numbers[0, 0]),
             slots_since_switch=int(counts[SINCE]),
             switches_left=int(counts[LEFT]) if scenario.switch_budget else None,
@@ -59,10 +60,6 @@ def run_allocation(
         sim.step(np.array([table.find(policy.allocate(state))]))
         plans[t], outs[t] = sim.plan(0), sim.outs[0]
     return AllocationOutcomes(plans, outs, sim.num_refused)
-
-
-_HISTORY = 600
-"""Slots of history that a state holds at most: two days of five minutes, and some."""
 
 
 def _measurements(out: FloatArray) -> SlotMeasurements:
