@@ -20,13 +20,13 @@ import numpy as np
 from ray.serve.config import AutoscalingContext
 
 from serve_app.allocation.plans import make_plan_policy
+from tokenyard.allocation.forecast import history_slots
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.policies.autoscaler import family
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.types import AllocationState, Plan
 
 _STATE = "tokenyard"
-_HISTORY_SLOTS = 600
 
 
 class PlannedReplicas:
@@ -61,7 +61,7 @@ class PlannedReplicas:
         self._policy = make_plan_policy(policy, self._scenario, registry)
         plans = self._table.plans
         self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
-        self._time_scale = time_scale
+        self._time_scale, self._history = time_scale, history_slots(self._scenario.slots_per_day)
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas, and what to remember: Serve keeps it."""
@@ -74,7 +74,7 @@ class PlannedReplicas:
         if state["slot"] is None:
             state = {**state, "slot": slot}
         elif slot > state["slot"]:
-            demand = [*state["demand"], state["sum"] / max(state["looks"], 1)][-_HISTORY_SLOTS:]
+            demand = [*state["demand"], state["sum"] / max(state["looks"], 1)][-self._history :]
             since = state["since"] + slot - state["slot"]
             plan = self._policy.allocate(
                 AllocationState(

@@ -68,6 +68,8 @@ Outcome = Literal["under way", "done", "dry run", "refused", "given up"]
 _DECIDE_S = 5.0
 """Longest time that a policy may take; one that hangs is not asked again."""
 _TICK_S = 0.5
+_STEADY_SLOTS = 600
+"""Latest slots that the rate of the moment may be the mean of."""
 _HISTORY_CHANGES = 200
 _FOREVER_SLOTS = 1_000_000
 
@@ -190,7 +192,7 @@ class Allocator:
         self._began_s = 0.0
         self._since_slots = _FOREVER_SLOTS
         self._grown_slot = -_FOREVER_SLOTS
-        self._requests: deque[float] = deque(maxlen=self._history)
+        self._requests: deque[float] = deque(maxlen=_STEADY_SLOTS)
         self._offered_before = pool.num_offered()
         self._slot = self._slot_now()
         self._switches: Counter[int] = Counter()
@@ -371,7 +373,7 @@ class Allocator:
         now, offered = self._slot_now(), self._pool.num_offered()
         slots = now - self._slot
         requests = max(offered - self._offered_before, 0) / slots
-        self._requests.extend([requests] * min(slots, self._history))
+        self._requests.extend([requests] * min(slots, _STEADY_SLOTS))
         # In the scenario's time everything is `time_scale` times faster.
         self.demand_per_s.extend([requests / self.scenario.slot_s] * min(slots, self._history))
         self._offered_before, self._slot = offered, now

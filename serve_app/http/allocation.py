@@ -19,6 +19,7 @@ from serve_app.http.errors import PROBLEMS
 from serve_app.http.reasons import BadRequest
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
+_SHOWN_SLOTS = 600
 Note = Callable[[str, str, str], None]
 """Writes down what was changed, to what, and why."""
 LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]
@@ -99,7 +100,7 @@ class AllocationAnswer(BaseModel):
     slot_s: float
     """Time between two decisions, seconds of real time."""
     demand_per_s: list[float]
-    """Of past slots, oldest first, in the scenario's time."""
+    """Of the latest slots, at most 600, oldest first, in the scenario's time."""
     fallbacks: dict[str, int]
     """Decisions that the stand-in made, by why the policy did not."""
     shapes: list[ShapeCard]
@@ -181,7 +182,7 @@ def describe(allocator: Allocator) -> AllocationAnswer:
         gpu_budget=allocator.budget,
         gpus_held=allocator.gpus_held,
         slot_s=allocator.slot_s,
-        demand_per_s=list(allocator.demand_per_s),
+        demand_per_s=list(allocator.demand_per_s)[-_SHOWN_SLOTS:],
         fallbacks=dict(allocator.fallbacks),
         shapes=[
             ShapeCard(

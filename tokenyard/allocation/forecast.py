@@ -13,6 +13,7 @@ of going on as it was (Bates and Granger 1969), and gives it up where these are 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, NamedTuple, Self
 
 import numpy as np
@@ -36,6 +37,11 @@ _LEAD = 5
 """Horizon whose errors are compared: half an hour ahead."""
 _MEMORY = 48
 """Slots whose errors count, of which half must be there."""
+_JUDGED_BY = _MEMORY + 2 * _LEAD + _LEVEL_SLOTS
+"""Latest slots that the weight of the regression hangs on."""
+_LOOKED_AT_BEFORE = _MEMORY + _LEAD + NUM_RECENT + _AROUND
+"""Slots before the present time, today and on earlier days, that an outlook hangs on."""
+_LOOKED_AT = _LOOKED_AT_BEFORE + NUM_HORIZONS + _AROUND
 _DOUBT, _SHARPNESS = 2.0, 4
 """How many times the squared error of going on the regression's may be, and how sharp that is."""
 _SMALLEST_PER_S = 1e-6
@@ -78,17 +84,32 @@ class Forecaster(FrozenModel):
             )
         return self
 
-    def forecast(self, demand_per_s: FloatArray, end_slot: int) -> FloatArray:
+    def forecast(self, demand_per_s: Sequence[float], end_slot: int) -> FloatArray:
         """Return the median demand of the next slots, shape (NUM_HORIZONS,).
 
         Args:
             demand_per_s: Demand of past slots, the latest last, shape (n,).
             end_slot: Slot of the day that comes next.
         """
-        slots = end_slot - len(demand_per_s) + np.arange(len(demand_per_s))
-        deviation = _log(demand_per_s) - self._profile_at(slots)
-        inputs = _inputs(deviation, np.array([len(deviation)]), self.slots_per_day)
-        return np.asarray(self._predict(inputs, np.array([end_slot]))[0])
+        before = np.array([len(demand_per_s)])
+        return np.asarray(self._forecast_before(demand_per_s, end_slot, before)[0])
+
+    def _forecast_before(
+        self, demand_per_s: Sequence[float], end_slot: int, at: IntArray
+    ) -> FloatArray:
+        """Forecast before each of the latest slots `at`, shape (len(at), NUM_HORIZONS)."""
+        num, day = len(demand_per_s), self.slots_per_day
+        # A day may have many slots: of it, only what is looked at is gathered, in days of that.
+        short = min(day, _LOOKED_AT)
+        days = [np.arange(short) - k * day for k in (2, 1, 0)]
+        places = num - _LOOKED_AT_BEFORE + np.concatenate(days)
+        places = places[: 2 * short + _LOOKED_AT_BEFORE] if short < day else np.arange(num)
+        known = places >= 0
+        demand = np.array([demand_per_s[place] for place in places[known]])
+        deviation = np.zeros(len(places))
+        deviation[known] = _log(demand) - self._profile_at(end_slot - num + places[known])
+        inputs = _inputs(deviation, at - num + len(places), short)
+        return self._predict(inputs, end_slot - num + at)
 
     def forecast_all(self, stream: DemandStream) -> FloatArray:
         """Return what `forecast` says before every slot of a stream, shape (slots, NUM_HORIZONS).
@@ -100,7 +121,7 @@ class Forecaster(FrozenModel):
         inputs = _inputs(deviation, np.arange(len(deviation)), self.slots_per_day)
         return self._predict(inputs, slots)
 
-    def outlook(self, demand_per_s: FloatArray, end_slot: int) -> Outlook:
+    def outlook(self, demand_per_s: Sequence[float], end_slot: int) -> Outlook:
         """Return what to plan on before the next slot.
 
         Args:
@@ -108,13 +129,10 @@ class Forecaster(FrozenModel):
             end_slot: Slot of the day that comes next.
         """
         num = len(demand_per_s)
-        slots = end_slot - num + np.arange(num)
-        log = _log(demand_per_s)
         at = np.arange(max(num - _MEMORY - _LEAD, 0), num + 1)
-        inputs = _inputs(log - self._profile_at(slots), at, self.slots_per_day)
-        medians, spreads, weights = self._weighed(
-            log, self._predict(inputs, end_slot - num + at), at
-        )
+        medians = self._forecast_before(demand_per_s, end_slot, at)
+        latest = np.array(demand_per_s[-_JUDGED_BY:])
+        medians, spreads, weights = self._weighed(_log(latest), medians, at - num + len(latest))
         return Outlook(medians[-1], spreads[-1], weights[-1])
 
     def outlook_all(self, stream: DemandStream) -> Outlook:
@@ -207,7 +225,7 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
 
 def history_slots(slots_per_day: int) -> int:
     """Slots of demand that an outlook looks back at: two days, and those that it is judged by."""
-    return 2 * slots_per_day + _AROUND + _MEMORY + _LEAD
+    return 2 * slots_per_day + _LOOKED_AT_BEFORE
 
 
 def _log(demand_per_s: FloatArray) -> FloatArray:

@@ -70,7 +70,7 @@ class Autoscaler:
         if self._forecaster is None:
             return max(state.demand_per_s[-window:])
         slot = round(state.time_s / self._slot_s)
-        forecast = self._forecaster.forecast(np.array(state.demand_per_s), slot)
+        forecast = self._forecaster.forecast(state.demand_per_s, slot)
         return float(forecast[:window].max())
 
     def _smallest(self, wanted: float) -> int:

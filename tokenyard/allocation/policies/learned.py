@@ -69,7 +69,7 @@ class ForecastPlanner:
         if not state.may_switch:
             return state.plan
         slot = round(state.time_s / self._slot_s)
-        forecast, spread, weight = self._forecaster.outlook(np.array(state.demand_per_s), slot)
+        forecast, spread, weight = self._forecaster.outlook(state.demand_per_s, slot)
         last = max(state.demand_per_s[-1], 1e-9)
         surprise = float(np.log(last / max(forecast[0], 1e-9)))
         angle = 2 * np.pi * slot / self._slots_per_day
@@ -149,12 +149,12 @@ class NetworkPlan:
         """What the network was shown in training; the array is reused."""
         scenario, measured, table = self._scenario, state.measured, self._table
         plan, scale = table.find(state.plan), table.pool_goodput_capacity_per_s
-        demand = np.array(state.demand_per_s)
+        demand = state.demand_per_s
         slot = round(state.time_s / scenario.slot_s)
         before = np.maximum(len(demand) - 1 - np.arange(NUM_RECENT_SHOWN), 0)
         known = known_features(
             np.array([slot]),
-            demand[before][None],
+            np.array([[demand[one] for one in before]]),
             self._forecaster.forecast(demand, slot)[None],
             scale,
             scenario.slots_per_day,

@@ -38,7 +38,7 @@ def run_allocation(
     """Let a policy decide every slot of a stream, shown states and nothing else."""
     sim = _loaded(scenario, stream, objective)
     table = sim.table
-    demand = [float(value) for value in stream.per_s]
+    demand = tuple(float(value) for value in stream.per_s)
     budget = scenario.switch_budget.switches if scenario.switch_budget else 0
     history = history_slots(scenario.slots_per_day)
     plans = np.zeros(stream.num_slots, np.int64)
@@ -49,7 +49,7 @@ def run_allocation(
         state = AllocationState(
             time_s=(stream.start_slot + slot) * scenario.slot_s,
             plan=table.plans[int(counts[PLAN])],
-            demand_per_s=tuple(demand[max(0, slot - history) : slot]) or (demand[0],),
+            demand_per_s=demand[max(0, slot - history) : slot] or (demand[0],),
             backlog_requests=float(sim.numbers[0, 0]),
             slots_since_switch=int(counts[SINCE]),
             switches_left=int(counts[LEFT]) if scenario.switch_budget else None,
