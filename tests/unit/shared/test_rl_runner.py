@@ -1,15 +1,18 @@
 """The columnar env runner: what it returns is what happened, and what it logs RLlib's metrics."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from ray.rllib.core.columns import Columns
+from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 import envs
 from envs import LoadBalancingVectorEnv
 from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner, RouterEnvRunner
+from tokenyard.rl.columnar.rounds import LocalRounds
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, paper
 
@@ -132,3 +135,19 @@ def test_an_environment_that_fails_is_made_anew_where_that_is_configured():
 def test_callbacks_that_need_episodes_are_refused_in_words():
     with pytest.raises(ValueError, match="on_episode_end needs episode objects"):
         a_runner(callbacks={"on_episode_end": print})
+
+
+def test_schedules_of_exploration_go_on_from_round_to_round_between_two_reports():
+    runner, asked = a_runner("dqn", num_envs=4, episode_requests=1000), []
+    explore = runner.module._forward_exploration
+    runner.module._forward_exploration = lambda batch, t: asked.append(t) or explore(batch, t=t)
+    here = SimpleNamespace(
+        env_runner=runner,
+        learner_group=SimpleNamespace(_learner=None),
+        metrics=MetricsLogger(root=True),
+        config=SimpleNamespace(rounds_per_training_step=3),
+        to_learn_from=lambda sampled, num_sampled: [],
+    )
+    LocalRounds.rounds_here(here)
+    # Rounds of ten steps in each of four copies.
+    assert asked == list(range(0, 120, 4))

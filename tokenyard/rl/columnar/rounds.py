@@ -52,6 +52,8 @@ class LocalRounds(Algorithm):
         num_sampled = self.metrics.peek(lifetime, default=0)
         learned = False
         for _ in range(self.config.rounds_per_training_step):
+            # RLlib tells it after a report, and schedules of exploration would stand till then.
+            runner.num_env_steps_sampled_lifetime = num_sampled
             with self.metrics.log_time((TIMERS, ENV_RUNNER_SAMPLING_TIMER)):
                 sampled = runner.sample()
             num_sampled += sum(map(len, sampled))
