@@ -292,7 +292,10 @@ def log_artifact(client: MlflowClient, run_id: str, artifact: Artifact) -> None:
 def _log(client: MlflowClient, experiment: str, model: str, artifact: Artifact) -> str:
     """Log an artifact with its metrics and lineage into a run of its own; return the run's id."""
     found = client.get_experiment_by_name(experiment)
-    number = client.create_experiment(experiment) if found is None else found.experiment_id
+    if found is None:
+        number = client.create_experiment(experiment, _artifact_location(client.tracking_uri))
+    else:
+        number = found.experiment_id
     run_id = str(client.create_run(number, run_name=f"{model}-{artifact.sha256}").info.run_id)
     log_artifact(client, run_id, artifact)
     for key, value in artifact.metadata.metrics.items():
@@ -301,6 +304,14 @@ def _log(client: MlflowClient, experiment: str, model: str, artifact: Artifact) 
         client.set_tag(run_id, f"lineage.{key}", text)
     client.set_terminated(run_id)
     return run_id
+
+
+def _artifact_location(tracking_uri: str) -> str | None:
+    """Beside a store that is a file: MLflow's default is the working directory."""
+    path = tracking_uri.removeprefix("sqlite:///")
+    if path == tracking_uri:
+        return None
+    return (Path(path).resolve().parent / "mlartifacts").as_uri()
 
 
 def _download(client: MlflowClient, version: ModelVersion) -> Path:

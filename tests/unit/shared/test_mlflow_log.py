@@ -191,3 +191,17 @@ def test_a_store_that_is_no_database_is_refused_in_one_sentence(tmp_path):
 
 def test_without_a_model_there_is_no_champion(client):
     assert registry.version_of(client, "tokenyard-routing-nothing") is None
+
+
+def test_what_no_sweep_has_logged_lies_beside_its_store(tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    uri = f"sqlite:///{tmp_path}/store/mlflow.db"
+    (tmp_path / "store").mkdir()
+    registry.offer(registry.connect(uri), MODEL, a_policy(0.4))
+    registry.enter(uri, MODEL, a_policy(0.5), {})
+    monkeypatch.chdir(tmp_path)
+    elsewhere.rmdir()  # Nothing is there.
+    found = registry.mlflow_lookup(uri, "candidate")(MODEL)
+    assert found.path.is_relative_to(tmp_path / "store")
