@@ -41,6 +41,7 @@ from tokenyard import registry
 from tokenyard.artifact import RegistryError, model_name
 from tokenyard.registry import CHAMPION
 from tokenyard.routing.artifact import PolicyArtifact
+from tokenyard.routing.scenario import load_scenario
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +305,8 @@ class Lifecycle:
 
     def _alias_in(self, uri: str) -> ChampionAlias:
         if self._alias is None or self._alias.uri != uri:
-            model = model_name("routing", self._manager.scenario)
+            # Looked up by the name that stands in it; the cluster file may give its path.
+            model = model_name("routing", load_scenario(self._manager.scenario).name)
             wanted = lambda: self._manager.policy.aliases  # noqa: E731
             self._alias = ChampionAlias(uri, model, wanted, self.save, self._in_thread)
         return self._alias

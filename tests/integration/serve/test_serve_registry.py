@@ -1,11 +1,20 @@
 """Champions from a real MLflow registry."""
 
+import asyncio
+from pathlib import Path
+
 import mlflow
+import numpy as np
 import pytest
 from unit.serve_builders import linear_artifact
 
+import tokenyard
 from serve_app.allocation.plans import load_plan_policy
+from serve_app.cluster import CircuitBreakerSettings
+from serve_app.http.policies_schema import PoliciesChange
+from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import resolve_policy
+from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.artifact import resolve_allocation_champion
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.artifact import ArtifactError
@@ -48,6 +57,26 @@ def test_a_champion_is_looked_up_by_its_alias_and_only_by_it(uri, client, tmp_pa
     loaded = resolve_policy("champion", "poisson_085", registry_uri=uri)
     assert loaded.card.sha256 == artifact.sha256
     assert loaded.card.source == f"registry {MODEL}@champion"
+
+
+def test_what_is_promoted_is_champion_of_a_scenario_of_ones_own_after_a_restart(uri, tmp_path):
+    shipped = Path(tokenyard.__file__).parent / "scenarios/routing/poisson_085.yaml"
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(shipped.read_text().replace("name: poisson_085", "name: mine"))
+    linear_artifact(trainer="a2c").save(tmp_path / "new.npz")
+    rng, settings = np.random.default_rng(0), CircuitBreakerSettings()
+    manager = PolicyManager(str(mine), "sed", settings, rng, uri)
+
+    async def promote():
+        lifecycle = Lifecycle(manager, None)
+        manager.switch("sed")
+        manager.start_experiment(str(tmp_path / "new.npz"), "canary", 0.2)
+        await lifecycle.change(PoliciesChange(action="promote"))
+
+    asyncio.run(promote())
+    manager.stop()
+    card = resolve_policy("champion", str(mine), uri).card
+    assert card.source == "registry tokenyard-routing-mine@champion"
 
 
 def test_a_version_without_a_policy_is_refused_by_name(uri, client, tmp_path):
