@@ -166,11 +166,15 @@ def offer(client: MlflowClient, model: str, artifact: Artifact) -> str:
         client: Client of the store.
         model: Registered model, created where it is missing.
         artifact: Logged into a run of its own, with its metrics and lineage.
+
+    Raises:
+        RegistryError: The registry cannot be written.
     """
-    run_id = _log(client, _OFFERS, model, artifact)
-    version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
-    client.set_registered_model_alias(model, CANDIDATE, version)
-    return version
+    with _named(client.tracking_uri):
+        run_id = _log(client, _OFFERS, model, artifact)
+        version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
+        client.set_registered_model_alias(model, CANDIDATE, version)
+        return version
 
 
 def enter(

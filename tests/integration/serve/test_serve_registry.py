@@ -103,6 +103,13 @@ def test_a_registry_that_does_not_answer_is_refused_or_what_ships_is_served(monk
     assert unreachable in card.registry_error
 
 
+def test_an_offer_to_a_registry_that_does_not_answer_ends_in_a_sentence(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    unreachable = mlflow.MlflowClient("http://127.0.0.1:9", "http://127.0.0.1:9")
+    with pytest.raises(ArtifactError, match=r"registry http://127\.0\.0\.1:9: "):
+        offer(unreachable, MODEL, linear_artifact(trainer="a2c"))
+
+
 def test_an_allocation_candidate_is_found_beside_what_ships(uri, client, tmp_path):
     scenario = load_allocation("a100x8_13b")
     _, origin = load_plan_policy("champion", scenario, uri)
