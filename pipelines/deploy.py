@@ -184,8 +184,9 @@ def _find(args: Args) -> Deployment:
 
 def _check_port(host: str, port: int) -> None:
     """Find out now what Serve would try three times."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.create_server((host, port)):
+        with socket.create_server((host, port), family=family):
             pass
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
@@ -219,6 +220,10 @@ def _wait(signals: _Signals, args: Args, local: bool, scheme: str) -> bool:
     return True
 
 
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
 def _has_a_node() -> bool:
     """Whether Ray can start anything."""
     return any(node["Alive"] for node in ray.nodes())
@@ -227,7 +232,7 @@ def _has_a_node() -> bool:
 def _gateway_answers(host: str, port: int, scheme: str = "http") -> bool:
     """Whether the gateway answers, well or not."""
     address = "127.0.0.1" if host == "0.0.0.0" else host
-    url = f"{scheme}://{f'[{address}]' if ':' in address else address}:{port}/healthz"
+    url = f"{scheme}://{_in_url(address)}:{port}/healthz"
     try:
         # Its certificate names the host that callers use, which is not this address.
         answer = httpx.get(url, timeout=_WATCH_TIMEOUT_S, trust_env=False, verify=False)
@@ -302,7 +307,7 @@ def _shut_down(local: bool) -> None:
 
 def _report(deployment: Deployment, args: Args) -> None:
     """Print the one line that says all, and write it as a row where that is wanted."""
-    url, card = f"{deployment.scheme}://{args.host}:{args.port}", deployment.card
+    url, card = f"{deployment.scheme}://{_in_url(args.host)}:{args.port}", deployment.card
     told = [card.source, card.sha256, *([f"MLflow run {card.mlflow_run}"] * bool(card.mlflow_run))]
     print(
         f"serving {card.name} ({', '.join(told)}){_allocation_words(deployment)} on {url}; "

@@ -1,0 +1,21 @@
+"""What deploy.py does before and after Ray: checks of its address, and the line that it prints."""
+
+import socket
+
+import pytest
+
+from pipelines import deploy
+from serve_app.http.free_port import free_port
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_an_address_of_either_kind_is_checked_and_told_as_callers_write_it(host, capsys):
+    port = free_port()
+    deploy._check_port(host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, port), family=family):
+        with pytest.raises(ValueError, match=f"cannot listen on {host}:{port}"):
+            deploy._check_port(host, port)
+    args = deploy.Args(cluster=deploy.DECIDE_ONLY, policy="sed", host=host, port=port)
+    deploy._report(deploy._find(args), args)
+    assert f"on http://{'[::1]' if host == '::1' else host}:{port}; " in capsys.readouterr().out
