@@ -170,7 +170,7 @@ class EventReader:
     def __init__(self) -> None:
         """Begin before the first line."""
         self.first_s = math.nan
-        """When the first event came; NaN before."""
+        """When the first event came that carries text or an end; NaN before."""
         self.usage: dict[str, int] = {}
         """Tokens that the server counted."""
         self.done = False
@@ -181,17 +181,28 @@ class EventReader:
 
         Raises:
             ServerError: It says that the answer was broken off.
-            ValueError: It is no JSON.
+            ValueError: It is no event.
         """
-        if line == "data: [DONE]":
+        if not line.startswith("data:"):
+            return
+        data = line.removeprefix("data:").strip()
+        if data == "[DONE]":
             self.done = True
-        elif line.startswith("data: "):
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise ServerError(event["error"]["message"])
-            if math.isnan(self.first_s):
-                self.first_s = now_s
-            self.usage = event.get("usage") or self.usage
+            self._begin(now_s)
+            return
+        event = json.loads(data)
+        if not isinstance(event, dict):
+            raise ValueError(f"an event is {data:.100}")
+        if event.get("error"):
+            error = event["error"]
+            raise ServerError(str(error.get("message") if isinstance(error, dict) else error))
+        if any(one.get("text") or one.get("finish_reason") for one in event.get("choices") or ()):
+            self._begin(now_s)
+        self.usage = event.get("usage") or self.usage
+
+    def _begin(self, now_s: float) -> None:
+        if math.isnan(self.first_s):
+            self.first_s = now_s
 
 
 class Client:

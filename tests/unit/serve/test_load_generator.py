@@ -33,18 +33,32 @@ def event(**fields):
     return f"data: {json.dumps(fields)}"
 
 
-def test_the_first_event_is_the_first_token_and_the_last_one_ends_the_answer():
+def test_the_first_text_is_the_first_token_and_the_last_event_ends_the_answer():
     reader = EventReader()
-    for now_s, line in enumerate([": ping", event(choices=[]), "", event(usage={"a": 1})]):
+    lines = [
+        ": ping", event(choices=[]), event(choices=[{"text": ""}]), "",
+        event(choices=[{"text": "a"}], error=None), event(usage={"a": 1}),
+    ]  # fmt: skip
+    for now_s, line in enumerate(lines):
         reader.read(line, float(now_s))
-    assert (reader.first_s, reader.usage, reader.done) == (1.0, {"a": 1}, False)
+    assert (reader.first_s, reader.usage, reader.done) == (4.0, {"a": 1}, False)
     reader.read("data: [DONE]", 9.0)
-    assert reader.done
+    assert (reader.first_s, reader.done) == (4.0, True)
 
 
-def test_an_answer_that_the_server_breaks_off_says_why():
+def test_events_need_no_space_and_an_answer_without_text_has_its_first_token_at_its_end():
+    reader = EventReader()
+    reader.read('data:{"choices": [{"text": ""}]}', 1.0)
+    reader.read("data:[DONE]", 2.0)
+    assert (reader.first_s, reader.done) == (2.0, True)
+
+
+@pytest.mark.parametrize("error", [{"message": "replica died"}, "replica died"])
+def test_an_answer_that_the_server_breaks_off_says_why(error):
     with pytest.raises(ServerError, match="replica died"):
-        EventReader().read(event(error={"message": "replica died"}), 0.0)
+        EventReader().read(event(error=error), 0.0)
+    with pytest.raises(ValueError, match="an event is 5"):
+        EventReader().read("data: 5", 0.0)
 
 
 @pytest.fixture
