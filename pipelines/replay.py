@@ -208,6 +208,8 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
         baseline = args.baseline or (names[0] if names else before)
         if names and baseline not in names:
             names.append(baseline)
+        elif not names and baseline != before:
+            raise ValueError(f"baseline {baseline!r} does not decide; name it in --compare, too")
         slo_s = args.slo_response_s or float(card["slo_response_s"])
         console.print(
             f"{sum(map(len, asks))} requests over {args.duration_s * len(asks):g} s, "

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
-from scripts import call, load_script
+from scripts import call, load_script, refusal
 
 from serve_app.load_generator import (
     Client,
@@ -191,6 +191,12 @@ def test_with_advance_every_repeat_sends_the_next_requests(url, trace, tmp_path)
     assert [row["failed"] for row in found] == [0, 0]
     # Prompts of 1000 to 1004 tokens twice; then those, and the next five.
     assert [row["mean_prompt_tokens"] for row in found] == [1002.0, 1004.5]
+
+
+def test_a_baseline_that_never_decides_is_refused_before_anything_is_sent(url, trace):
+    options = ("--url", url, "--trace", trace, "--slo-response-s", 60, "--duration-s", 0.5)
+    sentence = refusal(load_script("pipelines/replay.py"), *options, "--baseline", "sed")
+    assert sentence == "replay: baseline 'sed' does not decide; name it in --compare, too"
 
 
 def test_differences_are_paired_by_repeat():
