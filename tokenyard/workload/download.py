@@ -87,7 +87,7 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
             published one, in which case what was downloaded is removed.
     """
     if target.is_file():
-        return verify(source, target)
+        return verify(source, target) or "nothing; it was there, and no checksum is published"
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     _download_from_any(source.urls, part, on_progress)
@@ -97,11 +97,11 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
         part.unlink()
         raise
     part.rename(target)
-    return checked
+    return checked or "size announced by the server; no checksum published"
 
 
-def verify(source: Source, path: Path) -> str:
-    """Check a file against what is known of it, and say in words what that was.
+def verify(source: Source, path: Path) -> str | None:
+    """Check a file against what is known of it, and say in words what that was; None: nothing.
 
     Raises:
         DownloadError: It differs.
@@ -120,7 +120,7 @@ def verify(source: Source, path: Path) -> str:
                 f"{path} has {num_requests} requests, expected {source.num_requests}"
             )
         return "number of requests; no checksum published"
-    return "size announced by the server; no checksum published"
+    return None
 
 
 def _download_from_any(urls: tuple[str, ...], part: Path, on_progress: Progress) -> None:

@@ -168,6 +168,15 @@ def test_without_a_checksum_the_number_of_requests_is_compared(
     assert target.exists() == accepted
 
 
+def test_a_file_of_which_nothing_is_known_is_said_to_be_checked_only_while_it_is_fetched(
+    server, target
+):
+    source = Source((server.url,))
+    assert fetch(source, target) == "size announced by the server; no checksum published"
+    target.write_bytes(CONTENT[:1000])
+    assert fetch(source, target) == "nothing; it was there, and no checksum is published"
+
+
 def test_the_next_address_is_tried_when_one_fails(server, target):
     missing = server.url.replace("trace.csv", "missing")
 
