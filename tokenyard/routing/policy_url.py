@@ -73,10 +73,7 @@ class PolicyOfUrl:
         self._connection.close()
 
     def _ask(self, request: Request, snapshots: Sequence[ReplicaSnapshot]) -> int:
-        body = json.dumps(_message(request, snapshots))
-        headers = {"Content-Type": "application/json"}
-        self._connection.request("POST", self._path, body, headers)
-        response = self._connection.getresponse()
+        response = self._send(json.dumps(_message(request, snapshots)))
         text = response.read()
         if response.status != http.client.OK:
             raise ValueError(f"{response.status} {text[:200].decode(errors='replace')}")
@@ -85,6 +82,22 @@ class PolicyOfUrl:
         if type(index) is not int or not 0 <= index < len(snapshots):
             raise ValueError(f"index {index!r:.50} for {len(snapshots)} replicas")
         return index
+
+    def _send(self, body: str) -> http.client.HTTPResponse:
+        """Send, on a new connection where the server has ended the one that stood idle."""
+        is_new = self._connection.sock is None
+        try:
+            return self._send_once(body)
+        except ConnectionError:
+            if is_new:
+                raise
+        self._connection.close()
+        return self._send_once(body)
+
+    def _send_once(self, body: str) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json"}
+        self._connection.request("POST", self._path, body, headers)
+        return self._connection.getresponse()
 
     def _fail(self, reason: str) -> None:
         self.num_failed += 1

@@ -4,6 +4,7 @@ import contextlib
 import json
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -84,6 +85,19 @@ def test_decisions_that_fail_are_counted_and_go_round_robin(server, answer):
     found = play(matched(server, "poisson_085"))
     assert found[FAILED].mean() == pytest.approx(0.25)
     assert np.isfinite(found[MEAN]).all()
+
+
+def test_a_server_that_ends_idle_connections_fails_no_decision(server):
+    server.RequestHandlerClass.timeout = 0.05
+
+    def after_a_pause(asked, message):
+        time.sleep(0.1)
+        return least_loaded(asked, message)
+
+    # Streams ask in turn: while one waits for its answer the connection of the other is idle.
+    server.answers = after_a_pause
+    match = replace(matched(server, "poisson_085"), size=Size(2, 8))
+    np.testing.assert_array_equal(play(match)[FAILED], 0.0)
 
 
 def test_who_never_answers_in_time_is_given_up_and_named(server, monkeypatch):
