@@ -193,3 +193,16 @@ def test_the_plan_its_reason_and_what_was_changed_appear_on_the_page(browser, tm
             browser.save_screenshot(f"{os.environ['TOKENYARD_SCREENSHOTS']}/allocation.png")
     finally:
         site.stop()
+
+
+def test_rates_are_of_the_bins_however_long_nothing_came_between_them(site, browser, monkeypatch):
+    newest_s = time.time() // 5.0 * 5.0
+    known = {"finished": 0, "kept": 0, "ttft_s": None, "response_s": None}
+    bins = [
+        {**known, "time_s": newest_s - 600.0, "sent": {"large": 100}},
+        {**known, "time_s": newest_s, "sent": {"large": 1}},
+    ]
+    monkeypatch.setattr(site.gateway.history, "rows", lambda: bins)
+    browser.get(site.url)
+    until(browser, lambda: text_of(browser, "#share-chart .legend"), "no rates")
+    assert text_of(browser, "#share-chart .legend") == "large 20.0"
