@@ -72,9 +72,12 @@ class Site:
     def post(self, path, body):
         return httpx.post(self.url + path, json=body, headers=self._headers, timeout=60)
 
-    def stop(self):
+    def stop_asking(self):
         self._going = False
         self._load.join()
+
+    def stop(self):
+        self.stop_asking()
         self._server.should_exit = True
         self._thread.join()
         self.gateway.manager.stop()
@@ -206,3 +209,17 @@ def test_rates_are_of_the_bins_however_long_nothing_came_between_them(site, brow
     browser.get(site.url)
     until(browser, lambda: text_of(browser, "#share-chart .legend"), "no rates")
     assert text_of(browser, "#share-chart .legend") == "large 20.0"
+
+
+def test_a_server_that_hangs_is_not_live(browser):
+    site, hangs = Site(), threading.Event()
+    try:
+        browser.get(site.url)
+        until(browser, lambda: text_of(browser, "#status") == "live", "the page is not live")
+        site.stop_asking()
+        # It holds the event loop, as what hangs does.
+        site.gateway.history.rows = lambda: hangs.wait(20.0) and []
+        until(browser, lambda: "does not answer" in text_of(browser, "#status"), "it is live", 12)
+    finally:
+        hangs.set()
+        site.stop()
