@@ -268,9 +268,14 @@ def set_tags(client: MlflowClient, run_id: str, tags: Mapping[str, str]) -> None
 
 
 def _find(client: MlflowClient, experiment_id: str, tags: Mapping[str, str]) -> Run | None:
-    query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
+    query = " and ".join(f"tags.`{key}` = {_quoted(value)}" for key, value in tags.items())
     runs = client.search_runs([experiment_id], query, max_results=1)
     return runs[0] if runs else None
+
+
+def _quoted(value: str) -> str:
+    """A text as MLflow's filters have it: folders may have an apostrophe in their names."""
+    return f'"{value}"' if "'" in value else f"'{value}'"
 
 
 def _batches(metrics: Sequence[Metric], size: int) -> Iterable[Sequence[Metric]]:

@@ -85,6 +85,12 @@ def test_a_sweep_has_one_parent_run_however_often_it_is_opened(client, experimen
     assert other not in opened
 
 
+def test_a_sweep_is_found_in_a_folder_with_an_apostrophe(client, experiment_id):
+    path = "/home/o'neil/runs/one"
+    opened = mlflow_log.open_sweep_run(client, experiment_id, path, "one", {})
+    assert mlflow_log.find_sweep_run(client, experiment_id, path).info.run_id == opened
+
+
 def hyperparameters(config):
     return {"gamma": 0.5, "reward.slo": -2.0}
 
