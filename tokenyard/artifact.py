@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import struct
 import zipfile
@@ -20,6 +21,7 @@ from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,8 @@ _MAX_DIRECTORY_BYTES = 64 << 10
 """Of a zip file's table of contents: some hundred arrays."""
 _ZIP_END_BYTES = 22
 """What a zip file without a comment ends with: where its table of contents is."""
+
+_NOT_IN_MODEL_NAMES = re.compile("[/:'\"%]")
 
 _Made = TypeVar("_Made")
 MetadataT = TypeVar("MetadataT", bound=FrozenModel)
@@ -303,8 +307,9 @@ RegistryLookup = Callable[[str], RegisteredPolicy | None]
 
 
 def model_name(problem: str, scenario: str) -> str:
-    """Name of the registered model."""
-    return f"tokenyard-{problem}-{scenario}"
+    """Name of the registered model; what MLflow takes in no name, or no filter, is as in a URL."""
+    name = _NOT_IN_MODEL_NAMES.sub(lambda found: quote(found[0], safe=""), scenario)
+    return f"tokenyard-{problem}-{name}"
 
 
 def find_champion(

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 
 from tokenyard import registry
-from tokenyard.artifact import RegistryError
+from tokenyard.artifact import RegistryError, model_name
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.metadata import ArtifactMetadata
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
@@ -180,6 +180,15 @@ def test_registering_the_same_policy_again_makes_no_second_version(client, exper
     }
     assert len(made) == 1
     assert asked == [1], "a champion has not to beat itself"
+
+
+@pytest.mark.parametrize("scenario", ["eu:prod", "eu/prod", "o'neil's", "70 %"])
+def test_a_scenario_of_any_name_has_a_model(client, experiment_id, scenario):
+    policy = a_policy(0.6)
+    run_id = log_policy(client, experiment_id, policy)
+    registry.register(client, model_name("routing", scenario), run_id, policy, lambda: True)
+    found = registry.find_registered(client.tracking_uri, "routing", scenario)
+    assert LOAD(found.path).sha256 == policy.sha256
 
 
 def test_a_store_that_is_not_there_is_not_made(tmp_path):
