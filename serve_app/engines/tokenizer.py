@@ -29,12 +29,20 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant's answer begins."""
+        """Token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            ChatRefused: The model is not made for such a conversation.
+        """
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, special ones left out."""
         ...
+
+
+class ChatRefused(ValueError):
+    """A conversation that a model's template does not take; the text says why."""
 
 
 class HuggingFaceTokenizer:
@@ -82,12 +90,22 @@ class HuggingFaceTokenizer:
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation by the model's template, or a plain one where it has none."""
+        """Token ids of a conversation by the model's template, or a plain one where it has none.
+
+        Raises:
+            ChatRefused: The template raises, as many do for a system's message, or for two of the
+                same role in a row.
+        """
         if self._tokenizer.chat_template is None:
             return self.encode(plain_chat(messages))
-        text = self._tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        from jinja2 import TemplateError
+
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise ChatRefused(f"the model's chat template refuses them: {error}") from None
         return self._ids(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from serve_app.cluster import Limits
 from serve_app.engines.base import Sampling
-from serve_app.engines.tokenizer import Tokenizer
+from serve_app.engines.tokenizer import ChatRefused, Tokenizer
 from serve_app.http.openai_schema import ChatBody, CompletionBody, GenerationBody
 from serve_app.http.reasons import BadRequest, reason_of
 
@@ -91,7 +91,10 @@ class GenerationReader:
         if isinstance(body, ChatBody):
             conversation = body.conversation
             size = sum(len(one["content"]) for one in conversation)
-            return await _encode(size, self._tokenizer.encode_chat, conversation)
+            try:
+                return await _encode(size, self._tokenizer.encode_chat, conversation)
+            except ChatRefused as error:
+                raise BadRequest(f"messages: {error}", param="messages") from None
         assert isinstance(body, CompletionBody)
         if body.text is not None:
             return await _encode(len(body.text), self._tokenizer.encode, body.text)

@@ -12,10 +12,13 @@ from sizes import scaled
 from transformers import AutoTokenizer
 from unit.tiny_tokenizer import save_tiny_tokenizer
 
+from serve_app.cluster import Limits
 from serve_app.engines.base import Chunk
 from serve_app.engines.models import find_model
 from serve_app.engines.texts import read_texts
 from serve_app.engines.tokenizer import Detokenizer, HuggingFaceTokenizer, StopFinder
+from serve_app.http.generation_reader import GenerationReader
+from serve_app.http.reasons import BadRequest
 from serve_app.ray_serve.replica import load_tokenizer
 
 
@@ -137,6 +140,23 @@ def test_an_engine_that_ends_without_a_reason_has_failed(tokenizer):
 def test_a_conversation_follows_the_models_template(tokenizer):
     ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert tokenizer.decode(ids) == "<user>hi\n<assistant>"
+
+
+def test_a_conversation_that_the_models_template_refuses_is_a_bad_request(tmp_path):
+    tokenizer = HuggingFaceTokenizer(save_tiny_tokenizer(tmp_path))
+    tokenizer._tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}hi"
+    )
+    reader = GenerationReader(tokenizer, "m", Limits(), 100)
+
+    def read(role):
+        body = {"model": "m", "messages": [{"role": role, "content": "hi"}]}
+        return asyncio.run(reader.read("/v1/chat/completions", body))
+
+    assert len(read("user").token_ids) == 2
+    with pytest.raises(BadRequest, match="refuses them: System role not supported"):
+        read("system")
 
 
 def test_a_folder_without_tokenizer_is_refused_in_one_sentence(tmp_path):
