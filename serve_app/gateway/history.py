@@ -99,6 +99,9 @@ class History:
                 # Laid out anew once more when it is next looked at, then no more.
                 self._bins[-1].over, self._bins[-1]._row = True, None
             self._bins.append(_Bin(start_s))
+            # Bins in which nothing happened are not kept.
+            while self._bins[0].start_s <= start_s - _NUM_BINS * BIN_S:
+                self._bins.popleft()
         return self._bins[-1]
 
 
