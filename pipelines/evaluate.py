@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from tokenyard.artifact import RegistryLookup
+from tokenyard.config import at_least_one
 from tokenyard.evaluation import (
     best_rule,
     compare,
@@ -121,10 +122,8 @@ def plan(
     if baseline == BEST and not any(one.is_rule for one in candidates):
         raise ValueError(f"--baseline {BEST} needs a rule among --policies {args.policies}")
     count = problem.default_streams if args.streams is None else args.streams
-    if count < 1:
-        raise ValueError(f"--streams {count} must be at least 1")
-    if args.jobs < 1:
-        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    at_least_one("--streams", count)
+    at_least_one("--jobs", args.jobs)
     if args.load is not None and not 0 < args.load < MOST_LOAD:
         raise ValueError(f"--load {args.load:g} must lie between 0 and {MOST_LOAD:g}")
     options = StreamOptions(

@@ -33,6 +33,7 @@ from tokenyard.allocation import fronts
 from tokenyard.allocation.paper.figures import draw
 from tokenyard.allocation.paper.study import MEASURES, PaperStudy, run_study
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.config import at_least_one
 from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures
 from tokenyard.problem import Row
@@ -245,8 +246,7 @@ def print_tables(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def rank(args: Ranking) -> list[Row]:
-    if args.streams < 1:
-        raise ValueError(f"--streams {args.streams} must be at least 1")
+    at_least_one("--streams", args.streams)
     scenarios = [load_scenario(name) for name in args.scenarios]
     rows = [row for one in scenarios for row in agreement(one, args.streams, args.seed)]
     table = Table(
@@ -306,8 +306,7 @@ def log_to_mlflow(args: Allocation, rows: Sequence[Row], figures: dict[str, Figu
 
 
 def draw_fronts(args: Fronts) -> list[Row]:
-    if args.weightings < 1:
-        raise ValueError(f"--weightings {args.weightings} must be at least 1")
+    at_least_one("--weightings", args.weightings)
     scenario = load_allocation(args.scenario)
     regions = fronts.region_rows()
     print_rows("share of the range of load in which a kind is cheapest", regions)
@@ -334,8 +333,7 @@ def print_rows(title: str, rows: Sequence[Row]) -> None:
 
 
 def study_regions(args: Torta) -> list[Row]:
-    if args.streams < 1:
-        raise ValueError(f"--streams {args.streams} must be at least 1")
+    at_least_one("--streams", args.streams)
     rows: list[Row] = []
     names = tuple(args.policies.replace(" ", "").split(","))
     for case in studies.cases(args.study, load_regions(args.scenario), names, args.seed):

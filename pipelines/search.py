@@ -21,6 +21,7 @@ from rich.table import Table
 
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
+from tokenyard.config import at_least_one
 from tokenyard.problem import Artifact, Row
 from tokenyard.provenance import command_line, write_result
 from tokenyard.regions.policies import RECIPES
@@ -111,8 +112,7 @@ def search_policy(args: Policy) -> list[Row]:
 
 
 def search_planner(args: Planner) -> list[Row]:
-    if args.seeds < 1:
-        raise ValueError(f"--seeds {args.seeds} must be at least 1")
+    at_least_one("--seeds", args.seeds)
     scenario = load_allocation(args.scenario)
     config = AllocationSearchConfig(num_generations=args.generations)
     found = []

@@ -23,6 +23,7 @@ import tokenyard
 from tokenyard.allocation.policies.rules import TunedAllocation
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tuning import tune_allocation
+from tokenyard.config import at_least_one
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
@@ -140,8 +141,7 @@ def names_of(args: Args) -> tuple[AnyProblem, list[str]]:
 def main(args: Args) -> None:
     rows: list[Row] = []
     try:
-        if args.streams < 1:
-            raise ValueError(f"--streams {args.streams} must be at least 1")
+        at_least_one("--streams", args.streams)
         problem, names = names_of(args)
         out = args.out or TUNED / problem.name
         out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-import yaml
 from pydantic import (
     AfterValidator,
     Field,
@@ -22,7 +21,7 @@ from pydantic import (
 
 from serve_app.engines.base import EngineConfig
 from tokenyard.allocation.types import Parallelism
-from tokenyard.config import FrozenModel, read_named
+from tokenyard.config import FrozenModel, read_fields
 from tokenyard.routing.fleet import EngineSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -473,16 +472,8 @@ def load_cluster(name: str) -> Cluster:
     Raises:
         ValueError: Unknown name, no such file, or one that does not fit the model.
     """
-    try:
-        text = read_named(name, "cluster", "serve_app", "clusters")
-    except OSError as error:
-        raise ValueError(f"cluster file {name}: {error.strerror}") from None
-    try:
-        fields = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors.
-        raise ValueError(f"cluster file {name} is no YAML: {error}") from None
-    version = fields.get("format_version", FORMAT_VERSION) if isinstance(fields, dict) else None
+    fields = read_fields(name, "cluster", "serve_app", "clusters")
+    version = fields.get("format_version", FORMAT_VERSION)
     if version not in (None, FORMAT_VERSION):
         raise ValueError(
             f"cluster file {name} has format version {version!r}; this release reads "

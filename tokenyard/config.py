@@ -97,15 +97,27 @@ def read_fields(name: str, kind: str, package: str, folder: str) -> dict[str, An
     try:
         text = read_named(name, kind, package, folder)
     except OSError as error:
-        raise ValueError(f"{kind} {name}: {error.strerror}") from None
+        raise ValueError(f"{kind} file {name}: {error.strerror}") from None
     try:
         found = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors.
-        raise ValueError(f"{kind} {name} is no YAML: {' '.join(str(error).split())}") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:
+        # Numbers of 5,000 digits and days that do not exist are ValueErrors of their constructors,
+        # and lookups fail where a tag has a value of another kind.
+        raise ValueError(f"{kind} file {name} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"{kind} {name} has no fields: it must be a mapping")
+        raise ValueError(f"{kind} file {name} has no fields: it must be a mapping")
     return found
+
+
+def at_least_one(option: str, value: int) -> int:
+    """Return a number that counts something.
+
+    Raises:
+        ValueError: It is below 1.
+    """
+    if value < 1:
+        raise ValueError(f"{option} {value} must be at least 1")
+    return value
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -311,7 +311,7 @@ def _log(client: MlflowClient, experiment: str, model: str, artifact: Artifact) 
 
 
 def _artifact_location(tracking_uri: str) -> str | None:
-    """Beside a store that is a file: MLflow's default is the working directory."""
+    """Next to a store that is a file: MLflow's default is the working directory."""
     path = tracking_uri.removeprefix("sqlite:///")
     if path == tracking_uri:
         return None

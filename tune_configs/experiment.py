@@ -19,6 +19,7 @@ from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 from ray.tune.search import ConcurrencyLimiter, SearchAlgorithm, Searcher
 from ray.tune.search.basic_variant import BasicVariantGenerator
 
+from tokenyard.config import at_least_one
 from tokenyard.problem import AnyProblem
 from tokenyard.rl.trainable import PolicyTrainable
 
@@ -103,8 +104,7 @@ class Experiment:
             ValueError: No trials at all, or trials whose keys differ.
         """
         for name in ("num_samples", "max_concurrent_trials"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} {getattr(self, name)} must be at least 1")
+            at_least_one(name, getattr(self, name))
         if not self.trials and not self.space:
             raise ValueError("an experiment needs trials, a space to draw them from, or both")
         keys = {frozenset(trial) for trial in self.trials}

@@ -99,11 +99,13 @@ class Forecaster(FrozenModel):
     ) -> FloatArray:
         """Forecast before each of the latest slots `at`, shape (len(at), NUM_HORIZONS)."""
         num, day = len(demand_per_s), self.slots_per_day
-        # A day may have many slots: of it, only what is looked at is gathered, in days of that.
-        short = min(day, _LOOKED_AT)
-        days = [np.arange(short) - k * day for k in (2, 1, 0)]
-        places = num - _LOOKED_AT_BEFORE + np.concatenate(days)
-        places = places[: 2 * short + _LOOKED_AT_BEFORE] if short < day else np.arange(num)
+        short, places = day, np.arange(num)
+        if day > _LOOKED_AT:
+            # Of days of many slots only what is looked at is gathered, as if they had no more.
+            short = _LOOKED_AT
+            days = [np.arange(short) - k * day for k in (2, 1, 0)]
+            places = num - _LOOKED_AT_BEFORE + np.concatenate(days)
+            places = places[: 2 * short + _LOOKED_AT_BEFORE]
         known = places >= 0
         demand = np.array([demand_per_s[place] for place in places[known]])
         deviation = np.zeros(len(places))

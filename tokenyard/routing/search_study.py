@@ -70,7 +70,7 @@ class FinishedSearch:
 
 
 def run_study(scenario: Scenario, study: SearchStudy, jobs: int = 1) -> list[FinishedSearch]:
-    """Run all searches in so many processes, then judge what they found.
+    """Run all searches in `jobs` processes, then judge what they found.
 
     Raises:
         ValueError: A number is out of its range.

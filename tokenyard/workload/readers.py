@@ -31,15 +31,12 @@ import pandas as pd
 
 from tokenyard.types import FloatArray, IntArray
 from tokenyard.workload.paths import TRACE_FILES, find_trace
-from tokenyard.workload.trace import Trace
+from tokenyard.workload.trace import MOST_TOKENS, Trace
 
 __all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]
 
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0*)?\s*")
-
-_MOST_TOKENS = 2**53
-"""Beyond them, numbers that were read as fractions are not told apart."""
 
 
 class TraceError(ValueError):
@@ -150,7 +147,7 @@ def _read_clean_csv(path: Path, layout: _Layout, header: list[str]) -> Trace | N
     ordered = len(frame) > 0 and bool((np.diff(times.seconds) >= 0).all())
     if not ordered or not np.isfinite(times.seconds).all():
         return None
-    if (tokens < 0).any() or (tokens >= _MOST_TOKENS).any():
+    if (tokens < 0).any() or (tokens >= MOST_TOKENS).any():
         return None
     return _trace(times, tokens, None)
 
@@ -224,7 +221,7 @@ def _find_fault(row: _Row, time_s: float, latest_s: float) -> str | None:
             return f"{what} tokens {text!r} are no integer"
         if float(text) < 0:
             return f"negative {what} tokens {text}"
-        if float(text) >= _MOST_TOKENS:
+        if float(text) >= MOST_TOKENS:
             return f"{what} tokens {text} are beyond any prompt"
     if time_s < latest_s:
         return f"time {row.time} is before the row above it; rows must be in order of arrival"

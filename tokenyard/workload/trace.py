@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tokenyard.types import FloatArray, IntArray
 
-_MOST_TOKENS = 2.0**53
+MOST_TOKENS = 2**53
 """Beyond them numbers of tokens are not told apart."""
 _Selection = slice | npt.NDArray[np.bool_]
 
@@ -149,7 +149,7 @@ class Trace:
         if not (factor > 0 and math.isfinite(factor)):
             raise ValueError(f"length factor {factor} must be positive and finite")
         longest = factor * float(self.total_tokens.max(initial=0))
-        if longest >= _MOST_TOKENS:
+        if longest >= MOST_TOKENS:
             raise ValueError(f"length factor {factor} makes a request of {longest:.0g} tokens")
         return replace(
             self,

@@ -287,6 +287,7 @@ def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, r
     [
         (None, "No such file or directory"),
         ("servers: [1,\n", "is no YAML"),
+        ("servers: !!int ''", "is no YAML"),
         ("- one\n", "has no fields"),
         ("", "has no fields"),
     ],
