@@ -47,6 +47,8 @@ class PolicyOfUrl:
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
         self._connection = kind(parts.hostname, parts.port, timeout=MOST_DECISION_S)
         self._url, self._path = url, parts.path.rstrip("/") or "/v1/route"
+        if parts.query:
+            self._path += "?" + parts.query
         self._asked, self._in_a_row = 0, 0
         self.num_failed = 0
         """Decisions that failed."""

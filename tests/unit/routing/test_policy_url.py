@@ -30,6 +30,7 @@ def server():
             body = self.rfile.read(int(self.headers["Content-Length"]))
             RouteMessage.model_validate_json(body)
             self.server.asked += 1
+            self.server.path = self.path
             status, answer = self.server.answers(self.server.asked, json.loads(body))
             text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
             # Who waited too long has hung up.
@@ -73,6 +74,18 @@ def test_the_message_is_that_of_the_routing_api_and_the_answer_decides(server, s
     assert server.asked == TINY.streams * TINY.requests
     assert found[MEAN].shape == (TINY.streams,)
     np.testing.assert_array_equal(found[FAILED], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [("", "/v1/route"), ("/", "/v1/route"), ("/a/b", "/a/b"), ("?key=1", "/v1/route?key=1")],
+)
+def test_path_and_query_are_those_that_were_given(server, given, asked):
+    server.answers = least_loaded
+    url = f"http://127.0.0.1:{server.server_address[1]}{given}"
+    cell = Cell("cell", load_scenario("poisson_085"), 0.5)
+    play(Match(Entry(url, "url", url), cell, Size(1, 2), 1))
+    assert server.path == asked
 
 
 @pytest.mark.parametrize(
