@@ -278,3 +278,13 @@ class Fleet(FrozenModel):
                 f"page_tokens {self.page_tokens}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _replicas_hold_a_page(self) -> Self:
+        for index, one in enumerate(self.replicas):
+            if one.kv_capacity_tokens < self.page_tokens:
+                raise ValueError(
+                    f"replica {index} has room for the keys and values of "
+                    f"{one.kv_capacity_tokens:g} tokens, less than a page of {self.page_tokens}"
+                )
+        return self

@@ -159,6 +159,14 @@ def test_blocks_are_whole_pages():
         Fleet(replicas=(REPLICA,), prefix_block_tokens=100)
 
 
+def test_every_replica_holds_a_page():
+    small = MeasuredReplica(
+        name="m", iteration_s=0.01, prefill_token_s=0, sequence_s=0, kv_capacity_tokens=15
+    )
+    with pytest.raises(ValueError, match="less than a page of 16"):
+        Fleet(replicas=(REPLICA, small))
+
+
 def test_the_estimated_capacity_is_what_saturates_a_replica():
     """Offered a little less it keeps up, offered a little more its queue grows without end."""
     config = REPLICA.model_copy(update={"max_batch": 32})
