@@ -42,7 +42,7 @@ class Args:
         "a100x8_13b", "a100x8_13b_tight", "a100x8_70b", "h100x8_13b", "h100x8_70b", "l4x4_7b",
     )  # fmt: skip
     """Allocation scenarios."""
-    policies: tuple[str, ...] = ("autoscaler_tuned", "myopic_no_switching", "champion")
+    policies: tuple[str, ...] = ("autoscaler_tuned", "myopic_no_switching", "planner")
     """Who decides."""
     shares: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     """Loads, as shares of the pool's goodput capacity."""

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.allocation import finetune as of_allocation
-from tokenyard.allocation.artifact import resolve_allocation_champion
+from tokenyard.allocation.artifact import champion_or_planner
+from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
 from tokenyard.cross_entropy import FinetuneConfig
@@ -47,8 +48,8 @@ class Args(FinetuneConfig):
     problem: Literal["routing", "allocation"] = "routing"
     """What is decided."""
     scenario: str = "conversation_mixed_gpus"
-    """Whose champion is continued, or best rule where it has none; its traffic model and SLOs
-    apply."""
+    """Whose champion is continued, or best rule where it has none; its model of traffic or of
+    plans applies, and its SLOs."""
     champion: Path | None = None
     """Policy file in its place."""
     out: Path | None = None
@@ -87,9 +88,10 @@ def finetune_routing(args: Args) -> Outcome:
 
 
 def finetune_allocation(args: Args) -> Outcome:
-    """Continue the planner's parameters on logged demand."""
+    """Fit the planner's forecaster to logged demand."""
     registry = mlflow_lookup(args.registry) if args.registry else None
-    champion, source = resolve_allocation_champion(args.scenario, args.champion, registry)
+    named = load_allocation(args.scenario)
+    champion, source = champion_or_planner(named, args.champion, registry)
     scenario = champion.metadata.scenario
     stream, digest = read_telemetry(args.log, scenario.slots_per_day)
     made_by = {**lineage(), "trace_sha256": digest}

@@ -3,7 +3,6 @@
 This is how the shipped champions are made; docs/results has the commands.
 
     python pipelines/search.py policy --scenario poisson_085 --out tokenyard/artifacts/routing
-    python pipelines/search.py planner --scenario a100x8_13b --out tokenyard/artifacts/allocation
     python pipelines/search.py region-rules --rules skylb,ot_slack
 """
 
@@ -19,9 +18,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.allocation.scenario import load_allocation
-from tokenyard.allocation.search import AllocationSearchConfig, export_best, run_search
-from tokenyard.config import at_least_one
 from tokenyard.problem import Artifact, Row
 from tokenyard.provenance import command_line, write_result
 from tokenyard.regions.policies import RECIPES
@@ -49,23 +45,6 @@ class Policy(search_study.SearchStudy):
 
 
 @dataclass(frozen=True)
-class Planner:
-    """Search the parameters of an allocation scenario's planner, on its training days."""
-
-    scenario: str = "a100x8_13b"
-    """Name or YAML path."""
-    seeds: int = 5
-    """Independent searches."""
-    generations: int = AllocationSearchConfig.num_generations
-    out: Path | None = None
-    """Folder for <scenario>.npz, the best in validation; nothing is written without it."""
-    searches: Path | None = None
-    """Folder for the policy of every search, <scenario>-s<seed>.npz."""
-    json: Path | None = None
-    """Where to write the rows."""
-
-
-@dataclass(frozen=True)
 class RegionRules:
     """Tune the knobs of regional rules over drawn layouts."""
 
@@ -83,7 +62,6 @@ class RegionRules:
 
 Args = (
     Annotated[Policy, tyro.conf.subcommand("policy")]
-    | Annotated[Planner, tyro.conf.subcommand("planner")]
     | Annotated[RegionRules, tyro.conf.subcommand("region-rules")]
 )
 
@@ -109,24 +87,6 @@ def search_policy(args: Policy) -> list[Row]:
     else:
         save(best.policy, args.out, scenario.name)
     return [one.row for one in found]
-
-
-def search_planner(args: Planner) -> list[Row]:
-    at_least_one("--seeds", args.seeds)
-    scenario = load_allocation(args.scenario)
-    config = AllocationSearchConfig(num_generations=args.generations)
-    found = []
-    rows: list[Row] = []
-    for seed in range(args.seeds):
-        found.append(run_search(scenario, config, seed))
-        print(f"search {seed}: {found[-1].cost:.4f} per slot in validation", flush=True)
-        save(found[-1].search.artifact(), args.searches, f"{scenario.name}-s{seed}", quiet=True)
-        rows.append({"scenario": scenario.name, "seed": seed, "cost_per_slot": found[-1].cost})
-    best = export_best(found)
-    start = best.metadata.metrics["planner_cost_per_slot"]
-    print(f"the planner as it is: {start:.4f}; best: search {best.metadata.lineage['seed']}")
-    save(best, args.out, scenario.name)
-    return rows
 
 
 def tune_region_rules(args: RegionRules) -> list[Row]:
@@ -176,8 +136,6 @@ def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) 
 def run(args: Args) -> list[Row]:
     if isinstance(args, Policy):
         return search_policy(args)
-    if isinstance(args, Planner):
-        return search_planner(args)
     return tune_region_rules(args)
 
 

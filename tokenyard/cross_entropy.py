@@ -101,7 +101,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig:
-    """How a log is cut, and how wide and how long to search from a champion."""
+    """How a log is cut, and for routing how wide and how long to search from a champion."""
 
     windows: int = 10
     """Into which a router's log is cut. Replicas are empty where one begins: let them be long."""
@@ -112,8 +112,7 @@ class FinetuneConfig:
     population: int = 24
     """Candidates in a generation."""
     spread: float | None = None
-    """Of the first generation around the champion: in units of the SLO per feature (0.1), of
-    allocation as a share of where a search from nothing begins (0.5)."""
+    """Of the first generation around the champion, in units of the SLO per feature (0.1)."""
     behaviour: float = 0.05
     """Price, as a share of the cost, of changing every logged decision."""
     seed: int = 0

@@ -13,10 +13,9 @@ from ray import tune
 import envs
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, Objective, load_allocation
-from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularLearner
-from tokenyard.rl.allocation.trial import AllocationTrainable, search_env_steps
-from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, TrialConfig, trial_of
+from tokenyard.rl.allocation.trial import AllocationTrainable
+from tune_configs.experiment import RESOURCES, WEIGHTS, Experiment, trial_of
 from tune_configs.schedulers import drawn_weights
 
 SCENARIO = "local_cpu_ranks"
@@ -71,23 +70,16 @@ def _objective(trial: Mapping[str, Any]) -> Objective:
 _trial = partial(trial_of, weights=COST, scenario=SCENARIO)
 
 
-def _search_trial(num_generations: int, seed: int = 0, iterations: int = 4) -> TrialConfig:
-    env_steps = search_env_steps(load_allocation(SCENARIO), num_generations)
-    return _trial("policy_search", env_steps, seed, iterations)
-
-
 def _compile_kernels(scenario: str = SCENARIO) -> None:
     loaded = load_allocation(scenario)
     env = envs.ParallelismVectorEnv(2, scenario=scenario, action="grid", subtract_bound=True)
     env.reset(seed=0)
     env.step(np.zeros(2, dtype=np.int64))
     TabularLearner(loaded).step(1)
-    small = AllocationSearchConfig(population=2, num_elites=1, days_per_generation=1)
-    AllocationSearch(loaded, small).step()
 
 
 def default() -> Experiment:
-    """DQN from scratch, PPO and A2C after cloning, a table and policy search, for a minute.
+    """DQN from scratch, PPO and A2C after cloning, and a table, for a minute.
 
     Budgets are what each needs to show where it is going.
     """
@@ -99,7 +91,6 @@ def default() -> Experiment:
             _trial("dqn", 60_000, iterations=3),
             _trial("cloned_ppo", 80_000, iterations=4),
             _trial("cloned_a2c", 40_000, iterations=2),
-            _search_trial(AllocationSearchConfig.num_generations),
             _trial("q_learning", 5_000_000, iterations=2),
         ),
         baselines=RULES,
@@ -118,7 +109,6 @@ def learners() -> Experiment:
         _trial("cloned_a2c", 100_000, iterations=3),
         _trial("ppo", 600_000, iterations=3),
         _trial("a2c", 100_000, iterations=3),
-        _search_trial(AllocationSearchConfig.num_generations),
         _trial("q_learning", 20_000_000, iterations=2),
         _trial("sarsa", 20_000_000, iterations=2),
     )
@@ -131,13 +121,12 @@ def learners() -> Experiment:
 
 
 def smoke() -> Experiment:
-    """The smallest sweep with everything in it: PPO after cloning, a table and a search."""
+    """The smallest sweep with everything in it: PPO after cloning, and a table."""
     return replace(
         default(),
         trials=(
             _trial("cloned_ppo", 4_000, iterations=1),
             _trial("sarsa", 100_000, iterations=1),
-            _search_trial(1, iterations=1),
         ),
         baselines=("best_static", "autoscaler_tuned"),
         promotion_streams=1,

@@ -14,7 +14,7 @@ from serve_app.cluster import AllocatedPool
 from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
 from tokenyard.allocation.plans import PlanTable, plan_table
-from tokenyard.allocation.policies import make_allocation_policy
+from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.types import AllocationPolicy, Plan
@@ -86,12 +86,9 @@ def load_plan_policy(
         artifact, source = resolve_allocation_champion(
             scenario.name, path, lambda model: registered
         )
-    except NoChampionError as missing:
-        instead = missing.rule or (None if error is None else STAND_IN)
-        if instead is None:
-            raise
-        policy, _ = load_plan_policy(instead, scenario)
-        return policy, PlanOrigin(f"the rule {instead}", registry_error=error)
+    except NoChampionError:
+        policy, _ = load_plan_policy(BEST_RULE, scenario)
+        return policy, PlanOrigin(f"the rule {BEST_RULE}", registry_error=error)
     run_id = None if registered is None else registered.run_id
     origin = PlanOrigin(source, artifact.sha256, run_id, error)
     return learned_for(artifact, scenario, source), origin

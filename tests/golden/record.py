@@ -34,8 +34,8 @@ import numpy as np
 import yaml
 
 from serve_app import app as serving
-from tokenyard.allocation.artifact import AllocationArtifact, learned_allocation
-from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
+from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import allocation_names, load_allocation
 from tokenyard.allocation.types import AllocationState, SlotMeasurements
 from tokenyard.regions.scenario import load_regions, region_names
@@ -51,7 +51,7 @@ DIGITS = 12
 SEED = 17
 NOT_COMPARED = {"decision_ms"}
 SERVERS, FLEET = "sed,sed_reserve,sed_dump,sita", "sed,tuned_marginal_delay,dynamo_cost,sita"
-ALLOCATION = "champion,planner,best_static,autoscaler_tuned,autoscaler_forecast"
+ALLOCATION = "planner,best_static,autoscaler_tuned,autoscaler_forecast"
 REGIONS = "skylb,prox_ot_forecast_live_cost,receding_horizon_live"
 RECORDED = {
     "azure_code": "AzureLLMInferenceTrace_code.csv",
@@ -114,18 +114,23 @@ def allocation_entries(name: str) -> dict[str, Entry]:
     scenario = document(load_allocation(name), "allocation")
     demand = scenario.get("demand", {})
     generated = scenario | {"demand": demand | {"source": "generator"}}
-    shipped = resources.files("tokenyard") / "artifacts" / "allocation" / f"{name}.npz"
     one = ("--streams", "1")
-    if not shipped.is_file():
+    if name not in tuned_pools():
         arguments = (*one, "--baseline", "planner")
         return {f"allocation/{name}": Entry(generated, "planner,autoscaler_70", arguments)}
     recorded = scenario | {"demand": demand | {"source": "vm_cpu"}}
     return {
         f"allocation/{name}": Entry(generated, None if name == "l4x4_7b" else ALLOCATION, one),
         f"allocation/{name}/recorded": Entry(
-            recorded, "champion,autoscaler_tuned", one, RECORDED["vm_cpu"]
+            recorded, "planner,autoscaler_tuned", one, RECORDED["vm_cpu"]
         ),
     }
+
+
+def tuned_pools() -> list[str]:
+    """Allocation scenarios whose rules were tuned."""
+    folder = resources.files("tokenyard") / "scenarios" / "tuned" / "allocation"
+    return sorted(Path(str(one)).stem for one in folder.iterdir())
 
 
 def document(scenario: Any, problem: str | None = None) -> dict[str, Any]:
@@ -215,21 +220,16 @@ NUM_CASES, NUM_SLOTS = 60, 120
 
 
 def decisions_part() -> dict[str, Any]:
-    """What every shipped policy decides."""
+    """What every shipped policy of routing decides, and the rule that allocates."""
     found: dict[str, Any] = {}
-    for path in shipped("routing"):
+    folder = resources.files("tokenyard") / "artifacts" / "routing"
+    for path in sorted((Path(str(one)) for one in folder.iterdir()), key=lambda path: path.stem):
         serial = path.stem in SERIAL
         key = f"routing/{path.stem}" + ("" if serial else "/batching")
         found[key] = routing_decisions(PolicyArtifact.load(path), not serial)
-    for path in shipped("allocation"):
-        found[f"allocation/{path.stem}"] = allocation_decisions(AllocationArtifact.load(path))
+    for name in tuned_pools():
+        found[f"allocation/{name}"] = allocation_decisions(name)
     return found
-
-
-def shipped(problem: str) -> list[Path]:
-    """Policy files of a problem."""
-    folder = resources.files("tokenyard") / "artifacts" / problem
-    return sorted((Path(str(one)) for one in folder.iterdir()), key=lambda path: path.stem)
 
 
 def routing_decisions(artifact: PolicyArtifact, batches: bool) -> dict[str, Any]:
@@ -271,19 +271,21 @@ def a_snapshot(
     )  # fmt: skip
 
 
-def allocation_decisions(artifact: AllocationArtifact) -> dict[str, Any]:
+def allocation_decisions(name: str) -> dict[str, Any]:
     """Plans, each from the one before under a noisy day of demand."""
     rng = np.random.default_rng(SEED)
-    scenario, policy = artifact.metadata.scenario, learned_allocation(artifact)
-    table = plan_table(scenario)
+    scenario = load_allocation(name)
+    demand = scenario.demand.model_copy(update={"source": "generator"})
+    context = AllocationContext(scenario.model_copy(update={"demand": demand}), rng)
+    policy, table = make_allocation_policy(BEST_RULE, context), context.table
     slots = np.arange(600 + NUM_SLOTS)
-    demand = table.pool_goodput_capacity_per_s * (0.4 - 0.35 * np.cos(2 * np.pi * slots / 144))
-    demand = (demand * np.exp(rng.normal(0, 0.1, len(slots)))).tolist()
+    per_s = table.pool_goodput_capacity_per_s * (0.4 - 0.35 * np.cos(2 * np.pi * slots / 144))
+    per_s = (per_s * np.exp(rng.normal(0, 0.1, len(slots)))).tolist()
     plan, plans = table.plans[0], []
     for slot in range(600, 600 + NUM_SLOTS):
         measured = SlotMeasurements(*rng.uniform(0, [1.0, 1.0, 20.0, 0.3, 90.0, 0.3]).tolist())
         state = AllocationState(
-            slot * scenario.slot_s, plan, tuple(demand[slot - 600 : slot]),
+            slot * scenario.slot_s, plan, tuple(per_s[slot - 600 : slot]),
             float(rng.choice([0, 50])), int(rng.integers(1, 20)), measured=measured,
         )  # fmt: skip
         plan = policy.allocate(state)
@@ -291,11 +293,7 @@ def allocation_decisions(artifact: AllocationArtifact) -> dict[str, Any]:
             f"{plan.parallelism} {plan.num_gpus} {plan.memory_fraction:g} {plan.max_batch}"
         )
     kinds = sorted(set(plans))
-    return {
-        "sha256": artifact.sha256,
-        "plans": kinds,
-        "decided": " ".join(str(kinds.index(one)) for one in plans),
-    }
+    return {"plans": kinds, "decided": " ".join(str(kinds.index(one)) for one in plans)}
 
 
 def schema_part() -> dict[str, Any]:

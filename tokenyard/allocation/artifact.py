@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenyard.allocation.forecast import Forecaster
-from tokenyard.allocation.planner import NUM_PARAMETERS
+from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
 from tokenyard.allocation.plans import plan_table
+from tokenyard.allocation.policies import BEST_RULE
 from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, ValueTable
-from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy
-from tokenyard.artifact import Artifact, Kind, RegistryLookup, find_champion
+from tokenyard.artifact import Artifact, Kind, NoChampionError, RegistryLookup, find_champion
 from tokenyard.config import FrozenModel
-from tokenyard.network import Network, check_names, check_network, check_shape, network_names
+from tokenyard.network import Network, check_names, check_network, network_names
 
 
 class AllocationMetadata(FrozenModel):
@@ -30,11 +29,11 @@ class AllocationMetadata(FrozenModel):
     format_version: Literal[1] = 1
     problem: Literal["allocation"] = "allocation"
     kind: Literal["planner", "table", "hybrid_network", "grid_network"]
-    """`planner`: parameters of `tokenyard.allocation.planner`, array `theta`; `table`: a plan by
-    backlog, part of the day, bin of demand and plan in force, arrays `edges_per_s` and `best`;
-    networks from observations, as `tokenyard.network.Network` has them. The hybrid one puts out the
-    mean and the spread of memory, then a preference per shape; the other preferences alone, for
-    shapes with the memory of `PlanTable.best_memory`."""
+    """`planner`: that of `tokenyard.allocation.planner`, whose forecaster was learned; no arrays.
+    `table`: a plan by backlog, part of the day, bin of demand and plan in force, arrays
+    `edges_per_s` and `best`. Networks from observations, as `tokenyard.network.Network` has them:
+    the hybrid one puts out the mean and the spread of memory, then a preference per shape; the
+    other preferences alone, for shapes with the memory of `PlanTable.best_memory`."""
     scenario: AllocationScenario
     trainer: str
     """Algorithm that made it."""
@@ -82,8 +81,7 @@ class AllocationKind(Kind[AllocationArtifact]):
 
 
 def _check_planner(artifact: AllocationArtifact) -> None:
-    check_names(artifact.arrays, ["theta"])
-    check_shape(artifact.arrays, "theta", (NUM_PARAMETERS,))
+    check_names(artifact.arrays, [])
     _ = artifact.forecaster
 
 
@@ -115,7 +113,7 @@ def _table(artifact: AllocationArtifact) -> ValueTable:
 KINDS: dict[str, AllocationKind] = {
     "planner": AllocationKind(
         check=_check_planner,
-        policy=lambda it: ForecastPlanner(it.metadata.scenario, it.arrays["theta"], it.forecaster),
+        policy=lambda it: ForecastPlanner(it.metadata.scenario, it.forecaster),
         is_finetuned=True,
     ),
     "table": AllocationKind(check=_check_table, policy=_table),
@@ -164,19 +162,31 @@ def resolve_allocation_champion(
     The order is that of `tokenyard.artifact.find_champion`.
 
     Raises:
-        NoChampionError: There is none; it names the best tuned rule.
+        NoChampionError: There is none; it names `BEST_RULE`.
         ArtifactError: The first that is there cannot be used.
     """
-    trainer = f"python pipelines/search.py planner --scenario {scenario}"
+    trainer = "python pipelines/sweep.py allocation:default"
     return find_champion(
-        "allocation", scenario, AllocationArtifact.load, trainer, path, registry, best_tuned_rule
-    )
+        "allocation", scenario, AllocationArtifact.load, trainer, path, registry,
+        lambda scenario: BEST_RULE,
+    )  # fmt: skip
 
 
-def best_tuned_rule(scenario: str) -> str | None:
-    """Rule that costs least on the scenario's training part; None: none was tuned."""
+def champion_or_planner(
+    scenario: AllocationScenario,
+    path: str | Path | None = None,
+    registry: RegistryLookup | None = None,
+) -> tuple[AllocationArtifact, str]:
+    """The champion, and where it was found; where there is none, the planner as it is.
+
+    Raises:
+        ArtifactError: What was found cannot be used.
+    """
     try:
-        costs = load_tuned_allocation(scenario).train_usd_per_slot
-    except ValueError:
-        return None
-    return min(costs, key=costs.__getitem__, default=None)
+        return resolve_allocation_champion(scenario.name, path, registry)
+    except NoChampionError:
+        metadata = AllocationMetadata(
+            kind="planner", scenario=scenario, trainer="regression",
+            forecaster=scenario_forecaster(scenario),
+        )  # fmt: skip
+        return AllocationArtifact(metadata, {}), "no champion, but the planner"

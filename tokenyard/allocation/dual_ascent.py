@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import OFFERED, VIOLATIONS
-from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
+from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes
 from tokenyard.allocation.simulator.run import StreamRunner
@@ -79,7 +79,7 @@ def run_planner(
 ) -> AllocationOutcomes:
     """Live through a stream with the planner of an objective."""
     runner = StreamRunner(scenario, stream, objective=objective)
-    return runner.run_planner(make_planner(scenario, objective), np.zeros(NUM_PARAMETERS))
+    return runner.run_planner(make_planner(scenario, objective))
 
 
 def attainment(outcomes: AllocationOutcomes) -> float:

@@ -57,8 +57,6 @@ class Outlook(NamedTuple):
     """Shape (..., NUM_HORIZONS)."""
     spread: FloatArray
     """Standard deviations of the logarithm of demand over the median, of that shape."""
-    weight: FloatArray
-    """Of the regression; the rest is going on as it was. Shape (...)."""
 
 
 class Forecaster(FrozenModel):
@@ -134,8 +132,8 @@ class Forecaster(FrozenModel):
         at = np.arange(max(num - _MEMORY - _LEAD, 0), num + 1)
         medians = self._forecast_before(demand_per_s, end_slot, at)
         latest = np.array(demand_per_s[-_JUDGED_BY:])
-        medians, spreads, weights = self._weighed(_log(latest), medians, at - num + len(latest))
-        return Outlook(medians[-1], spreads[-1], weights[-1])
+        medians, spreads = self._weighed(_log(latest), medians, at - num + len(latest))
+        return Outlook(medians[-1], spreads[-1])
 
     def outlook_all(self, stream: DemandStream) -> Outlook:
         """Return what `outlook` says before every slot of a stream."""
@@ -170,7 +168,7 @@ class Forecaster(FrozenModel):
         own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
         mixed = own_share * np.log(medians) + steady_share * level[:, None]
         spread = own_share * self._spread + steady_share * np.sqrt(steady_error)[:, None]
-        return Outlook(np.exp(mixed), spread, weight)
+        return Outlook(np.exp(mixed), spread)
 
     @functools.cached_property
     def _weights(self) -> FloatArray:

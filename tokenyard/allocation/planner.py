@@ -4,9 +4,6 @@ Before a slot its demand is lognormal around a forecast. `slot_costs` holds the 
 every change of plan under every forecast and spread, so that a plan that would just do on average
 is charged for the times when it does not. `best_next` then looks for the cheapest sequence of plans
 over the horizon by dynamic programming and returns its first step. Backlogs are left out.
-
-Twelve parameters correct what forecasts and model get wrong (`NUM_PARAMETERS`); all zero is the
-planner as it is. `tokenyard.allocation.search` finds them.
 """
 
 from __future__ import annotations
@@ -26,12 +23,6 @@ SPREADS: FloatArray = np.array([0.0, 0.08, 0.16, 0.24, 0.32, 0.48])
 NUM_LEVELS = 80
 LOWEST_LEVEL, HIGHEST_LEVEL = 0.01, 2.5
 """Medians of demand on the grid, over the pool's best; even in the logarithm."""
-BIAS, SPREAD, LAST, LAST_DECAY, COSINE, SINE, SWITCH, STAY, DISCOUNT, HIGH, LOW, SKEW = range(12)
-NUM_PARAMETERS = 12
-"""In order: added to the logarithm of forecasts; logarithm of the factor on spreads; share of the
-last slot's surprise that is kept; how fast it fades; a daily wave in the bias; what every change
-costs on top, and the first one more, both over the price of the whole pool for a slot; discount of
-a later slot, as a share; further bias at high and at low demand; further spread per horizon."""
 HORIZON = 12
 """Slots that are planned ahead; twice as many change costs by less than 0.3 %."""
 _STEP = np.log(HIGHEST_LEVEL / LOWEST_LEVEL) / (NUM_LEVELS - 1)
@@ -47,8 +38,6 @@ class PlannerModel(NamedTuple):
     candidates: IntArray
     """Plans among all of the table, shape (S,)."""
     pool_per_s: float
-    pool_usd: float
-    """Price of the whole pool for a slot, or 1 where dollars are not in the objective."""
 
 
 def make_planner(scenario: AllocationScenario, objective: Objective | None = None) -> PlannerModel:
@@ -77,14 +66,7 @@ def make_planner(scenario: AllocationScenario, objective: Objective | None = Non
             low = np.clip(at.astype(int), 0, len(fine) - 2)
             share = np.clip(at - low, 0.0, 1.0)[:, None, None]
             costs[k] += weight * ((1 - share) * certain[low] + share * certain[low + 1])
-    usd = float(table.usd_per_hour.max()) * scenario.slot_s / 3600
-    weight_usd = (objective or scenario.reward).usd
-    return PlannerModel(
-        costs,
-        candidates,
-        table.pool_goodput_capacity_per_s,
-        usd * weight_usd if weight_usd else 1.0,
-    )
+    return PlannerModel(costs, candidates, table.pool_goodput_capacity_per_s)
 
 
 @compiled
@@ -103,11 +85,6 @@ def best_next(
     planner: PlannerModel,
     forecast: FloatArray,
     spread: FloatArray,
-    last_surprise: float,
-    cosine: float,
-    sine: float,
-    weight: float,
-    theta: FloatArray,
     current: int,
     values: FloatArray,
 ) -> int:
@@ -117,11 +94,6 @@ def best_next(
         planner: A `PlannerModel`.
         forecast: Median demand of the coming slots, shape (H,).
         spread: Their spread, shape (H,).
-        last_surprise: Logarithm of the last slot's demand over the forecast for the next.
-        cosine: Of the time of day.
-        sine: Of the time of day.
-        weight: Of the forecaster's regression in `forecast`; what `theta` corrects is its errors.
-        theta: Parameters, shape (NUM_PARAMETERS,).
         current: Candidate in force.
         values: Scratch, shape (2, S).
     """
@@ -129,38 +101,26 @@ def best_next(
     size = costs.shape[2]
     horizon = len(forecast)
     values[:] = 0.0
-    change = planner.pool_usd * theta[SWITCH]
-    daily = theta[BIAS] + theta[COSINE] * cosine + theta[SINE] * sine
-    keep = 1.0 - min(max(theta[DISCOUNT], 0.0), 1.0)
     best = current
     for h in range(horizon - 1, -1, -1):
         log = np.log(max(forecast[h], 1e-9) / planner.pool_per_s)
-        bias = daily + theta[LAST] * last_surprise * np.exp(-max(theta[LAST_DECAY], 0.0) * h)
-        # Relative to a third of what the pool can serve.
-        third = log + bias + 1.1
-        bias += theta[HIGH] * max(third, 0.0) - theta[LOW] * max(-third, 0.0)
-        log += weight * bias
         at = min(max((log - np.log(LOWEST_LEVEL)) / _STEP, 0.0), NUM_LEVELS - 1.001)
         level = int(at)
         a = at - level
-        width = spread[h] * np.exp(weight * (theta[SPREAD] + theta[SKEW] * h / horizon))
         k = 0
-        while k < len(SPREADS) - 2 and SPREADS[k + 1] < width:
+        while k < len(SPREADS) - 2 and SPREADS[k + 1] < spread[h]:
             k += 1
-        b = min(max((width - SPREADS[k]) / (SPREADS[k + 1] - SPREADS[k]), 0.0), 1.0)
+        b = min(max((spread[h] - SPREADS[k]) / (SPREADS[k + 1] - SPREADS[k]), 0.0), 1.0)
         one, two = costs[k, level], costs[k, level + 1]
         three, four = costs[k + 1, level], costs[k + 1, level + 1]
         w1, w2, w3, w4 = (1 - a) * (1 - b), a * (1 - b), (1 - a) * b, a * b
         first = 0 if h > 0 else current
         last = size if h > 0 else current + 1
-        extra = change if h > 0 else change + planner.pool_usd * theta[STAY]
         for i in range(first, last):
             least = np.inf
             for j in range(size):
                 cost = w1 * one[i, j] + w2 * two[i, j] + w3 * three[i, j] + w4 * four[i, j]
-                cost += keep * values[0, j]
-                if i != j:
-                    cost += extra
+                cost += values[0, j]
                 if cost < least:
                     least = cost
                     best = j

@@ -14,7 +14,6 @@ import numpy as np
 
 from tokenyard.allocation.artifact import (
     AllocationArtifact,
-    best_tuned_rule,
     learned_allocation,
     learned_for,
     resolve_allocation_champion,
@@ -28,7 +27,11 @@ from tokenyard.allocation.bounds import (
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import NUM_OUT, REWARD
 from tokenyard.allocation.evaluation import MEASURES, daily_cost, summarise
-from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
+from tokenyard.allocation.policies import (
+    ALLOCATION_BASELINES,
+    BEST_RULE,
+    make_allocation_policy,
+)
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, allocation_names, load_allocation
 from tokenyard.allocation.simulator import AllocationOutcomes
@@ -132,7 +135,7 @@ class Allocation(Problem[AllocationScenario, AllocationArtifact, Demands, Alloca
 
     def best_tuned_rule(self, scenario: AllocationScenario) -> str | None:
         """Rule that costs least on the training part."""
-        return best_tuned_rule(scenario.name)
+        return BEST_RULE
 
     def measures(self, scenario: AllocationScenario) -> Sequence[Measure]:
         """Cost, attainment, energy and changes of plan."""
@@ -161,11 +164,8 @@ def _learned(
     path = name if name.endswith(".npz") else None
     try:
         artifact, source = resolve_allocation_champion(scenario.name, path, registry)
-    except NoChampionError as missing:
-        if missing.rule is None:
-            raise
-        rule = partial(_run_rule, missing.rule)
-        return Candidate(name, f"best tuned rule, {missing.rule}", rule, missing.rule)
+    except NoChampionError:
+        return Candidate(name, f"the rule {BEST_RULE}", partial(_run_rule, BEST_RULE), BEST_RULE)
     policy = learned_for(artifact, scenario, source)
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
     return Candidate(Path(name).stem if path else name, words, partial(_run_policy, policy))

@@ -122,11 +122,6 @@ class IteratedConfig(TrialConfig):
         """Environment steps between two results."""
         return max(1, self.train_steps // self.iterations)
 
-    def generations(self, steps_of_one: int) -> tuple[int, int]:
-        """Generations of a search in all, and between two results."""
-        generations = max(1, self.train_steps // steps_of_one)
-        return generations, max(1, generations // self.iterations)
-
 
 class PolicyTrainable(tune.Trainable):
     """Trains one policy of `problem` and scores it on validation streams.

@@ -131,7 +131,7 @@ def test_a_dry_run_is_only_talk(url):
         ({"plan": {"parallelism": "model", "num_gpus": 4}}, "cannot be reached"),
         ({"plan": {"parallelism": "sideways", "num_gpus": 4}}, "parallelism"),
         ({"policy": "autoscaler_71"}, "did you mean 'autoscaler_70'"),
-        ({"policy": "champion"}, "no champion for allocation/tested"),
+        ({"policy": "nowhere.npz"}, "nowhere.npz does not exist"),
         ({"dry_run": "perhaps"}, "dry_run"),
         ({"budget": 100}, "budget"),
     ],

@@ -15,7 +15,7 @@ from serve_app.http.policies_schema import PoliciesChange
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.loading import resolve_policy
 from serve_app.policy.manager import PolicyManager
-from tokenyard.allocation.artifact import resolve_allocation_champion
+from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.artifact import ArtifactError
 from tokenyard.registry import mlflow_lookup, offer
@@ -110,16 +110,16 @@ def test_an_offer_to_a_registry_that_does_not_answer_ends_in_a_sentence(monkeypa
         offer(unreachable, MODEL, linear_artifact(trainer="a2c"))
 
 
-def test_an_allocation_candidate_is_found_beside_what_ships(uri, client, tmp_path):
+def test_an_allocation_candidate_is_found_where_a_rule_decides(uri, client, tmp_path):
     scenario = load_allocation("a100x8_13b")
     _, origin = load_plan_policy("champion", scenario, uri)
-    assert (origin.source, origin.mlflow_run) == ("shipped allocation/a100x8_13b", None)
+    assert (origin.source, origin.mlflow_run) == ("the rule planner", None)
     with pytest.raises(ArtifactError, match="'a100x8_13b' has no candidate"):
         load_plan_policy("candidate", scenario, uri)
     _, origin = load_plan_policy("candidate", scenario, uri, may_ship=True)
-    assert origin.source == "shipped allocation/a100x8_13b"
+    assert origin.source == "the rule planner"
     assert "has no candidate" in origin.registry_error
-    artifact, _ = resolve_allocation_champion("a100x8_13b")
+    artifact, _ = champion_or_planner(scenario)
     offer(client, "tokenyard-allocation-a100x8_13b", artifact)
     _, origin = load_plan_policy("candidate", scenario, uri)
     assert origin.source == "registry tokenyard-allocation-a100x8_13b@candidate"

@@ -14,7 +14,7 @@ from tokenyard.allocation.policies.learned import NetworkPlan
 from tokenyard.allocation.scenario import SwitchBudget, load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.rl.allocation.training import demonstrations
-from tokenyard.rl.allocation.trial import AllocationTrialConfig, search_env_steps
+from tokenyard.rl.allocation.trial import AllocationTrialConfig
 
 needs_rllib = pytest.mark.usefixtures("ray_cluster")
 
@@ -124,10 +124,3 @@ def test_trials_that_cannot_be_are_refused_in_words():
     config = AllocationTrialConfig(algorithm="ppo", scenario="a100x8_13b")
     with pytest.raises(ValueError, match="register_env"):
         config.make_training(SCENARIO)
-
-
-def test_a_search_takes_as_many_slots_as_its_budget_says():
-    steps = search_env_steps(SCENARIO, 1)
-    learner = training("policy_search", train_steps=steps, iterations=1)
-    learner.step()
-    assert learner.env_steps == steps

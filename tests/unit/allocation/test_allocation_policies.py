@@ -4,24 +4,28 @@ import pytest
 from tokenyard.allocation import bounds
 from tokenyard.allocation.artifact import (
     AllocationArtifact,
+    champion_or_planner,
     learned_allocation,
     resolve_allocation_champion,
 )
 from tokenyard.allocation.demand import DemandStream, demand_source
 from tokenyard.allocation.dynamics import REWARD
-from tokenyard.allocation.planner import NUM_PARAMETERS, best_next, make_planner
+from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.policies import ALLOCATION_BASELINES, make_allocation_policy
+from tokenyard.allocation.policies import (
+    ALLOCATION_BASELINES,
+    BEST_RULE,
+    make_allocation_policy,
+)
 from tokenyard.allocation.policies.autoscaler import Autoscaler, AutoscalerRule, family
 from tokenyard.allocation.policies.learned import ForecastPlanner
 from tokenyard.allocation.policies.rules import AllocationContext, load_tuned_allocation
 from tokenyard.allocation.problem import SUITES
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.simulator.run import StreamRunner, run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation.types import AllocationState
-from tokenyard.artifact import ArtifactError
+from tokenyard.artifact import ArtifactError, NoChampionError
 
 SCENARIO = load_allocation("a100x8_13b")
 SCENARIO = SCENARIO.model_copy(
@@ -76,20 +80,17 @@ def test_the_compiled_autoscaler_decides_as_the_class_does():
 
 
 def test_the_compiled_planner_decides_as_the_class_does():
-    theta = np.random.default_rng(1).normal(0, 0.05, NUM_PARAMETERS)
-    compiled = StreamRunner(SCENARIO, STREAM).run_planner(make_planner(SCENARIO), theta)
-    ours = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO, theta))
+    compiled = StreamRunner(SCENARIO, STREAM).run_planner(make_planner(SCENARIO))
+    ours = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO))
     np.testing.assert_array_equal(compiled.plans, ours.plans)
 
 
 def test_compiled_and_plain_planners_agree():
     planner, rng = make_planner(SCENARIO), np.random.default_rng(0)
     for _ in range(5):
-        forecast = rng.uniform(0.5, 20, 3)
-        arguments = (planner, forecast, np.full(3, 0.15), 0.1, 0.5, -0.5, 0.7)
-        theta, scratch = rng.normal(0, 0.1, NUM_PARAMETERS), np.zeros((2, 15))
-        fast = best_next(*arguments, theta, 3, scratch)
-        assert fast == best_next.py_func(*arguments, theta, 3, scratch)
+        arguments = (planner, rng.uniform(0.5, 20, 3), rng.uniform(0, 0.6, 3), 3)
+        fast = best_next(*arguments, np.zeros((2, 15)))
+        assert fast == best_next.py_func(*arguments, np.zeros((2, 15)))
 
 
 def test_an_autoscaler_grows_at_once_and_waits_before_it_shrinks():
@@ -105,18 +106,15 @@ def test_an_autoscaler_grows_at_once_and_waits_before_it_shrinks():
     assert shrunk == plans[1]
 
 
-def test_the_search_resumes_where_it_was_and_its_artifact_decides_alike(tmp_path):
-    config = AllocationSearchConfig(population=4, num_elites=2, days_per_generation=1)
-    one, other = AllocationSearch(SCENARIO, config), AllocationSearch(SCENARIO, config)
-    one.step()
-    other.restore(one.state())
-    assert one.step() == other.step()
-    assert np.array_equal(one.mean, other.mean)
-    one.artifact().save(tmp_path / "p.npz")
-    artifact = AllocationArtifact.load(tmp_path / "p.npz")
-    assert artifact.sha256 == one.artifact().sha256
-    ours = run_allocation(SCENARIO, STREAM, learned_allocation(artifact))
-    direct = run_allocation(SCENARIO, STREAM, ForecastPlanner(SCENARIO, one.mean))
+def test_where_nothing_was_trained_the_planner_is_there_as_an_artifact_too(tmp_path):
+    planner, source = champion_or_planner(SCENARIO)
+    assert source == "no champion, but the planner"
+    planner.save(tmp_path / "p.npz")
+    loaded, source = champion_or_planner(SCENARIO, tmp_path / "p.npz")
+    assert source == f"file {tmp_path / 'p.npz'}"
+    assert loaded.sha256 == planner.sha256
+    ours = run_allocation(SCENARIO, STREAM, learned_allocation(loaded))
+    direct = run_allocation(SCENARIO, STREAM, make_allocation_policy("planner", context()))
     assert np.array_equal(ours.plans, direct.plans)
 
 
@@ -137,21 +135,25 @@ def test_tabular_learners_resume_and_export(update, tmp_path):
 def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
     with pytest.raises(ArtifactError, match="does not exist"):
         AllocationArtifact.load(tmp_path / "no.npz")
-    artifact = AllocationSearch(SCENARIO).artifact()
+    artifact, _ = champion_or_planner(SCENARIO)
     with pytest.raises(ValueError, match="theta"):
         AllocationArtifact(artifact.metadata, {"theta": np.zeros(3)})
-    with pytest.raises(ArtifactError, match=r"search\.py planner --scenario nowhere"):
+    with pytest.raises(NoChampionError, match=r"sweep\.py allocation:default") as missing:
         resolve_allocation_champion("nowhere")
+    assert missing.value.rule == BEST_RULE
     with pytest.raises(ValueError, match="did you mean 'planner'"):
         make_allocation_policy("planer", context())
 
 
 @pytest.mark.parametrize("name", SUITES["allocation"])
-def test_every_pool_of_the_suite_ships_with_tuned_rules_and_a_champion_that_plans(name):
+def test_the_rule_that_ships_costs_less_than_tuned_ones_on_what_they_were_tuned_on(name):
     scenario = load_allocation(name)
-    tuned = load_tuned_allocation(name)
-    assert tuned.static_plan in plan_table(scenario).plans
-    artifact, source = resolve_allocation_champion(name)
-    assert source == f"shipped allocation/{name}"
-    assert plan_table(artifact.metadata.scenario).plans == plan_table(scenario).plans
-    assert artifact.metadata.metrics["validation_cost_per_slot"] > 0
+    assert load_tuned_allocation(name).static_plan in plan_table(scenario).plans
+    stream = demand_source(scenario).train(0)
+    planner = StreamRunner(scenario, stream).run_planner(make_planner(scenario))
+    known = AllocationContext(scenario, np.random.default_rng(0))
+    for rule in ("best_static", "autoscaler_tuned", "autoscaler_forecast"):
+        tuned = run_allocation(scenario, stream, make_allocation_policy(rule, known))
+        # The two are level where hardly any plan fits, and a search over rules picks its luck.
+        least = 0.997 if name in ("a100x8_70b", "h100x8_70b") else 1.0
+        assert planner.column(REWARD).mean() * least > tuned.column(REWARD).mean()

@@ -10,15 +10,19 @@ from pipelines import finetune as pipeline
 from tokenyard.allocation import finetune
 from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.allocation.planner import BIAS, NUM_PARAMETERS, make_planner
+from tokenyard.allocation.dynamics import REWARD
+from tokenyard.allocation.forecast import NUM_HORIZONS, NUM_RECENT, fit_forecaster
+from tokenyard.allocation.planner import make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.scenario import PAPER_WEIGHTS, load_allocation
 from tokenyard.allocation.simulator.run import StreamRunner
+from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_record
-from tokenyard.cross_entropy import FinetuneConfig
+from tokenyard.artifact import ArtifactError
 
 SCENARIO = load_allocation("l4x4_7b")
 QUIET = Console(quiet=True)
+NO_WEIGHTS = ((0.0,) * (NUM_RECENT + 3),) * NUM_HORIZONS
 
 
 def write_log(folder, demand):
@@ -43,38 +47,40 @@ def a_demand(days, seed=0):
 
 
 def args(log, **fields):
-    known = dict(
-        problem="allocation", scenario="l4x4_7b", generations=2, population=8, behaviour=0.0
-    )
-    return pipeline.Args(log=log, **(known | fields))
+    return pipeline.Args(log=log, problem="allocation", scenario="l4x4_7b", **fields)
 
 
 def test_traffic_of_another_rhythm_is_learned_and_offered(tmp_path):
     write_log(tmp_path, a_demand(days=7))
     out = tmp_path / "candidate.npz"
     row = pipeline.finetune(args(tmp_path, out=out), QUIET)
-    assert row["forecaster_refitted"]
     assert row["offered"]
     assert row["delta_cost_ci_high"] < 0
     candidate = AllocationArtifact.load(out)
     assert candidate.sha256 == row["candidate"]
     assert candidate.metadata.lineage["champion_sha256"] == row["champion"]
     assert candidate.metadata.scenario == SCENARIO
+    # What was offered is gone on from, and the same log teaches it nothing.
+    again = pipeline.finetune(args(tmp_path, champion=out), QUIET)
+    assert again["champion"] == candidate.sha256
+    assert (again["changed_fraction"], again["offered"]) == (0, False)
 
 
-def test_a_short_log_keeps_the_forecaster(tmp_path):
-    write_log(tmp_path, a_demand(days=1))
-    row = pipeline.finetune(args(tmp_path, behaviour=1e3), QUIET)
-    assert not row["forecaster_refitted"]
-    # At such a price nothing is changed, and what changes nothing is not offered.
-    assert row["changed_fraction"] == 0
-    assert not row["offered"]
-
-
-def test_a_log_of_a_few_slots_is_refused(tmp_path):
-    write_log(tmp_path, a_demand(days=1)[:60])
-    with pytest.raises(ValueError, match="60 slots are too few"):
+@pytest.mark.parametrize(
+    ("slots", "says"),
+    [(60, "60 slots are too few: both parts"), (4 * 288, "691 slots are too few to learn a daily")],
+)
+def test_a_log_that_is_too_short_is_refused(tmp_path, slots, says):
+    write_log(tmp_path, a_demand(days=4)[:slots])
+    with pytest.raises(ValueError, match=says):
         pipeline.finetune(args(tmp_path), QUIET)
+
+
+def test_only_planners_are_fine_tuned(tmp_path):
+    write_log(tmp_path, a_demand(days=1))
+    TabularLearner(SCENARIO, TabularConfig("sarsa", 1_000)).artifact().save(tmp_path / "t.npz")
+    with pytest.raises(ArtifactError, match="only planners"):
+        pipeline.finetune(args(tmp_path, champion=tmp_path / "t.npz"), QUIET)
 
 
 def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_day():
@@ -86,28 +92,18 @@ def test_the_held_out_part_comes_after_what_is_learned_from_and_at_its_time_of_d
 
 
 def test_where_rewards_are_positive_what_earns_less_is_worse():
+    """Costs are then negative, and to plan for a tenth of the demand earns less."""
     scenario = SCENARIO.model_copy(update={"objective": PAPER_WEIGHTS})
-    runner = StreamRunner(scenario, DemandStream(a_demand(days=10), 0, 0))
-    planner = make_planner(scenario)
-    usual, lavish = np.zeros(NUM_PARAMETERS), np.zeros(NUM_PARAMETERS)
-    lavish[BIAS] = 1.5
-    known, wasted = (
-        finetune.cost_and_plans(runner, planner, one)[0].mean() for one in (usual, lavish)
-    )
-    assert known < wasted < 0.0
-    worse, _ = finetune.judge(planner, runner, usual, runner, lavish, 0)
-    assert worse.estimate == pytest.approx((wasted - known) / -known)
+    stream, planner = DemandStream(a_demand(days=10), 0, 0), make_planner(scenario)
+    usual = fit_forecaster([stream], scenario.slots_per_day)
+    profile = (usual.profile[0] - np.log(10), *usual.profile[1:])
+    blind = usual.model_copy(update={"profile": profile, "weights": NO_WEIGHTS})
+    known, wasted = (StreamRunner(scenario, stream, one) for one in (usual, blind))
+    worse, changed = finetune.judge(planner, known, wasted, 0)
+    earned = [one.run_planner(planner).column(REWARD).mean() for one in (known, wasted)]
+    assert 0.0 < earned[1] < earned[0]
+    assert worse.estimate == pytest.approx((earned[0] - earned[1]) / earned[0])
     assert worse.low <= worse.estimate <= worse.high
-    better, _ = finetune.judge(planner, runner, lavish, runner, usual, 0)
+    assert changed > 0
+    better, _ = finetune.judge(planner, wasted, known, 0)
     assert better.high < 0.0 < worse.low
-
-
-def test_where_rewards_are_positive_changes_of_plan_have_their_price():
-    scenario = SCENARIO.model_copy(update={"objective": PAPER_WEIGHTS})
-    runner = StreamRunner(scenario, DemandStream(a_demand(days=2), 0, 0))
-    planner, start = make_planner(scenario), np.zeros(NUM_PARAMETERS)
-    start[BIAS] = 1.5
-    config = FinetuneConfig(generations=2, population=8, behaviour=1e3)
-    found = finetune.search(start, planner, runner, runner, config)
-    plans, chosen = (finetune.cost_and_plans(runner, planner, one)[1] for one in (start, found))
-    np.testing.assert_array_equal(chosen, plans)

@@ -204,8 +204,6 @@ def test_where_nothing_is_trained_the_best_tuned_rule_is_named():
     with pytest.raises(NoChampionError) as untuned:
         find("nowhere")
     assert untuned.value.rule is None
-    assert of_allocation.best_tuned_rule("a100x8_13b") == "autoscaler_forecast"
-    assert of_allocation.best_tuned_rule("nowhere") is None
 
 
 def test_a_policy_of_another_problem_is_refused_by_name(tmp_path):

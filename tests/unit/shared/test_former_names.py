@@ -9,7 +9,7 @@ from serve_app.cluster import Pool, load_cluster
 from serve_app.engines.base import EngineError
 from serve_app.engines.models import find_model
 from serve_app.ray_serve.replica import engine_class
-from tokenyard.allocation.artifact import AllocationArtifact, resolve_allocation_champion
+from tokenyard.allocation.artifact import AllocationArtifact, champion_or_planner
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.artifact import ArtifactError
 from tokenyard.routing.artifact import resolve_champion
@@ -88,8 +88,8 @@ def test_former_engines_and_models_are_refused():
 
 
 def test_a_policy_file_with_a_former_key_is_refused(tmp_path):
-    shipped, _ = resolve_allocation_champion("l4x4_7b")
-    shipped.save(tmp_path / "new.npz")
+    planner, _ = champion_or_planner(load_allocation("l4x4_7b"))
+    planner.save(tmp_path / "new.npz")
     with np.load(tmp_path / "new.npz") as archive:
         arrays = dict(archive)
     arrays["metadata"] = np.array(str(arrays["metadata"]).replace('"slo":', '"promise":'))

@@ -1,4 +1,4 @@
-"""Where every search went on a small instance, recorded before the six had one loop.
+"""Where every search went on a small instance, recorded before they had one loop.
 
 Run this file to record again, and say in the commit why a search has changed.
 """
@@ -10,12 +10,6 @@ import numpy as np
 import pytest
 from unit.region_builders import a_scenario
 
-from tokenyard.allocation import finetune as of_demand_log
-from tokenyard.allocation.demand import demand_source
-from tokenyard.allocation.planner import NUM_PARAMETERS, make_planner
-from tokenyard.allocation.scenario import load_allocation
-from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
-from tokenyard.allocation.simulator.run import StreamRunner
 from tokenyard.cross_entropy import FinetuneConfig
 from tokenyard.regions.policies import BEST_RULE
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
@@ -24,8 +18,6 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.search import PolicySearch, SearchConfig
 
 FILE = Path(__file__).with_name("search_trajectories.json")
-POOL = load_allocation("l4x4_7b")
-POOL = POOL.model_copy(update={"demand": POOL.demand.model_copy(update={"source": "generator"})})
 
 
 def trajectory(search, generations=3):
@@ -43,11 +35,6 @@ def of_routing():
         num_generations=5,
     )  # fmt: skip
     return trajectory(PolicySearch(load_scenario("poisson_085"), config, seed=4))
-
-
-def of_allocation():
-    config = AllocationSearchConfig(population=6, num_elites=2, days_per_generation=1)
-    return trajectory(AllocationSearch(POOL, config, seed=2))
 
 
 def of_regions():
@@ -74,20 +61,10 @@ def of_routing_finetuning():
     return [found.tolist(), curve]
 
 
-def of_allocation_finetuning():
-    runner = StreamRunner(POOL, demand_source(POOL).episode(200, np.random.default_rng(0)))
-    config = FinetuneConfig(generations=4, population=6, seed=1)
-    start = np.linspace(-0.05, 0.05, NUM_PARAMETERS)
-    found = of_demand_log.search(start, make_planner(POOL), runner, runner, config)
-    return [found.tolist()]
-
-
 SEARCHES = {
     "routing": of_routing,
-    "allocation": of_allocation,
     "regions": of_regions,
     "routing_finetuning": of_routing_finetuning,
-    "allocation_finetuning": of_allocation_finetuning,
 }
 
 

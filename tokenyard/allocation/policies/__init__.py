@@ -45,6 +45,9 @@ ALLOCATION_BASELINES: dict[str, Callable[[AllocationContext], AllocationPolicy]]
     "planner": lambda context: ForecastPlanner(context.scenario),
 }
 """Name of every baseline to what makes a fresh one."""
+BEST_RULE = "planner"
+"""Decides where no policy was trained. On the training part of six of the eight pools that ship it
+costs less than any tuned rule, and up to 0.3 % more on the others; it is not tuned itself."""
 
 
 def make_allocation_policy(name: str, context: AllocationContext) -> AllocationPolicy:

@@ -1,4 +1,4 @@
-"""What learning makes of allocation: the planner with parameters, a table, and networks.
+"""What learning makes of allocation: a planner over forecasts, a table, and networks.
 
 They see states, the plans of the scenario and the forecaster; `tokenyard.allocation.artifact` makes
 them of artifacts.
@@ -29,7 +29,7 @@ from tokenyard.allocation.observation import (
     shape_of,
     write_observation,
 )
-from tokenyard.allocation.planner import HORIZON, NUM_PARAMETERS, best_next, make_planner
+from tokenyard.allocation.planner import HORIZON, best_next, make_planner
 from tokenyard.allocation.plans import plan_table
 from tokenyard.allocation.policies.rules import candidate_index
 from tokenyard.allocation.scenario import AllocationScenario
@@ -39,29 +39,18 @@ from tokenyard.types import FloatArray, IntArray
 
 
 class ForecastPlanner:
-    """Plans over forecasts by dynamic programming (`tokenyard.allocation.planner`).
+    """Plans over forecasts by dynamic programming (`tokenyard.allocation.planner`)."""
 
-    With parameters all zero it is the receding-horizon planner; the learned policy is the same
-    class with parameters found by policy search.
-    """
-
-    def __init__(
-        self,
-        scenario: AllocationScenario,
-        theta: FloatArray | None = None,
-        forecaster: Forecaster | None = None,
-    ) -> None:
+    def __init__(self, scenario: AllocationScenario, forecaster: Forecaster | None = None) -> None:
         """Work out the costs.
 
         Args:
             scenario: Whose plans and prices.
-            theta: Parameters, shape (NUM_PARAMETERS,); None: all zero.
             forecaster: Of demand; None: fitted to the scenario's training part.
         """
         self._table, self._planner = plan_table(scenario), make_planner(scenario)
         self._forecaster = forecaster or scenario_forecaster(scenario)
-        self._theta = np.zeros(NUM_PARAMETERS) if theta is None else theta
-        self._slot_s, self._slots_per_day = scenario.slot_s, scenario.slots_per_day
+        self._slot_s = scenario.slot_s
         self._scratch = np.zeros((2, len(self._planner.candidates)))
 
     def allocate(self, state: AllocationState) -> Plan:
@@ -69,15 +58,9 @@ class ForecastPlanner:
         if not state.may_switch:
             return state.plan
         slot = round(state.time_s / self._slot_s)
-        forecast, spread, weight = self._forecaster.outlook(state.demand_per_s, slot)
-        last = max(state.demand_per_s[-1], 1e-9)
-        surprise = float(np.log(last / max(forecast[0], 1e-9)))
-        angle = 2 * np.pi * slot / self._slots_per_day
+        forecast, spread = self._forecaster.outlook(state.demand_per_s, slot)
         now = candidate_index(self._table, self._planner, state.plan)
-        chosen = best_next(
-            self._planner, forecast[:HORIZON], spread, surprise, np.cos(angle), np.sin(angle),
-            float(weight), self._theta, now, self._scratch,
-        )  # fmt: skip
+        chosen = best_next(self._planner, forecast[:HORIZON], spread, now, self._scratch)
         return state.plan if chosen == now else self._table.plans[self._planner.candidates[chosen]]
 
 

@@ -99,7 +99,6 @@ class StreamRunner:
         self.forecasts = self._forecaster.forecast_all(stream)[stream.first :]
         outlook = self._forecaster.outlook_all(stream)
         self.outlook = Outlook(*(one[stream.first :] for one in outlook))
-        self.before = self.highest(1)
         self._sim.load(0, stream)
         self._start = self._sim.plan(0)
         self._outs = np.zeros((stream.num_slots, NUM_OUT))
@@ -118,21 +117,15 @@ class StreamRunner:
         ]
         return np.asarray(np.max(lags, axis=0))
 
-    def run_planner(self, planner: PlannerModel, theta: FloatArray) -> AllocationOutcomes:
-        """Run the receding-horizon planner with parameters `theta`."""
+    def run_planner(self, planner: PlannerModel) -> AllocationOutcomes:
+        """Run the receding-horizon planner."""
         sim = self._restart()
         to_candidate = candidate_of(planner, sim.shapes)
-        slots_per_day = self.scenario.slots_per_day
-        slots = self.stream.start_slot + self.stream.first + np.arange(self.stream.num_slots)
-        angle = 2 * np.pi * slots / slots_per_day
-        medians, spreads, weights = self.outlook
-        surprise = np.log(np.maximum(self.before, 1e-9) / np.maximum(medians[:, 0], 1e-9))
-        signals = np.column_stack([surprise, np.cos(angle), np.sin(angle), weights])
-        forecasts = np.ascontiguousarray(medians[:, :HORIZON])
+        forecasts = np.ascontiguousarray(self.outlook.median_per_s[:, :HORIZON])
         run_planner(
             sim.model, sim.stream(0), sim.rules, sim.counts[0], sim.numbers[0], planner,
-            forecasts, spreads, signals, theta, to_candidate,
-            np.zeros((2, len(planner.candidates))), self._outs, self._plans,
+            forecasts, self.outlook.spread, to_candidate, np.zeros((2, len(planner.candidates))),
+            self._outs, self._plans,
         )  # fmt: skip
         return self._outcomes()
 
@@ -181,8 +174,8 @@ def candidate_of(planner: PlannerModel, shapes: IntArray) -> IntArray:
 
 @compiled
 def run_planner(
-    model, stream, rules, counts, numbers, planner, forecasts, spreads, signals, theta,
-    to_candidate, scratch, outs, plans,
+    model, stream, rules, counts, numbers, planner, forecasts, spreads, to_candidate, scratch,
+    outs, plans,
 ):  # fmt: skip
     """Plan and live through every slot."""
     for t in range(len(outs)):
@@ -190,10 +183,7 @@ def run_planner(
         action = now
         if may_switch(counts, rules):
             current = to_candidate[now]
-            chosen = best_next(
-                planner, forecasts[t], spreads[t], signals[t, 0], signals[t, 1], signals[t, 2],
-                signals[t, 3], theta, current, scratch,
-            )  # fmt: skip
+            chosen = best_next(planner, forecasts[t], spreads[t], current, scratch)
             if chosen != current:
                 action = planner.candidates[chosen]
         step_one(model, stream, rules, counts, numbers, action, outs[t])

@@ -11,18 +11,17 @@ from tokenyard.allocation.artifact import AllocationArtifact
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM
 from tokenyard.allocation.scenario import AllocationScenario, Objective
-from tokenyard.allocation.search import AllocationSearch, AllocationSearchConfig
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
 from tokenyard.rl.algorithms import flat_numbers, hyperparameters
 from tokenyard.rl.allocation.training import AllocationRllib, TabularTraining, allocation_config
 from tokenyard.rl.trainable import IteratedConfig, PolicyTrainable
-from tokenyard.rl.training import SearchTraining, Training
+from tokenyard.rl.training import Training
 
 
 class AllocationTrialConfig(IteratedConfig):
     """What an allocation trial is made from; its steps are control intervals."""
 
-    algorithm: Literal["ppo", "a2c", "dqn", "policy_search", "q_learning", "sarsa"]
+    algorithm: Literal["ppo", "a2c", "dqn", "q_learning", "sarsa"]
     env: str = "ParallelismEnv"
     """Name that `register_env` registers."""
     objective: Objective | None = None
@@ -33,11 +32,9 @@ class AllocationTrialConfig(IteratedConfig):
     """Intervals the trial is planned for; schedules end with it."""
 
     def hyperparameters(self, scenario: AllocationScenario) -> dict[str, float | str]:
-        """Reward, learner and network; of searches and tables, their settings."""
+        """Reward, learner and network; of tables, their settings."""
         scenario = self._rewarded(scenario)
         rewarded = flat_numbers(scenario.reward, "reward.")
-        if self.algorithm == "policy_search":
-            return rewarded | flat_numbers(self._search_config(scenario))
         if self.algorithm == "q_learning" or self.algorithm == "sarsa":
             return rewarded | flat_numbers(TabularConfig(self.algorithm, self.train_steps))
         return rewarded | hyperparameters(self._algorithm_config(scenario))
@@ -52,10 +49,6 @@ class AllocationTrialConfig(IteratedConfig):
         scenario = self._rewarded(scenario)
         if self.cloned and self.algorithm not in ("ppo", "a2c"):
             raise ValueError(f"{self.algorithm} cannot be cloned: take ppo or a2c")
-        if self.algorithm == "policy_search":
-            _, per_iteration = self.generations(search_env_steps(scenario, 1))
-            search = AllocationSearch(scenario, self._search_config(scenario), self.seed)
-            return SearchTraining(search, per_iteration)
         if self.algorithm == "q_learning" or self.algorithm == "sarsa":
             table = TabularConfig(self.algorithm, num_steps=self.train_steps)
             learner = TabularLearner(scenario, table, self.seed)
@@ -71,21 +64,10 @@ class AllocationTrialConfig(IteratedConfig):
             return scenario
         return scenario.model_copy(update={"objective": self.objective})
 
-    def _search_config(self, scenario: AllocationScenario) -> AllocationSearchConfig:
-        generations, _ = self.generations(search_env_steps(scenario, 1))
-        return AllocationSearchConfig(num_generations=generations)
-
     def _algorithm_config(self, scenario: AllocationScenario) -> AlgorithmConfig:
         assert self.algorithm in ("ppo", "a2c", "dqn")
         settings = self.settings(self.steps_per_iteration)
         return allocation_config(self.algorithm, self.env, scenario, settings, self.training)
-
-
-def search_env_steps(scenario: AllocationScenario, num_generations: int) -> int:
-    """Slots that so many generations of policy search live through."""
-    config = AllocationSearchConfig()
-    days = (config.population + 1) * config.days_per_generation
-    return num_generations * days * scenario.slots_per_day
 
 
 class AllocationTrainable(PolicyTrainable):
