@@ -236,13 +236,16 @@ class Lifecycle:
         experiment = manager.experiment
         if experiment is None or not experiment.running:
             raise Conflict("no experiment runs")
-        artifact, aliases = experiment.policy.loaded.artifact, manager.policy.aliases
+        loaded, aliases = experiment.policy.loaded, manager.policy.aliases
+        artifact = loaded.artifact
+        if artifact is not None and artifact.sha256 != loaded.card.sha256:
+            artifact = None  # The order behind its name is in no file.
         if manager.registry is not None and artifact is not None:
             await self._promote_registered(_Promotion(experiment), manager.registry, artifact)
             return
         manager.promote()
         manager.policy.aliases, manager.policy.by_hand = aliases, True
-        what = "there is no registry" if artifact is not None else "a rule is no artifact"
+        what = "there is no registry" if artifact is not None else "no policy file says all of it"
         lasts = "for this cluster file" if self._file is not None else "until the gateway restarts"
         self._registry_note = f"promoted {lasts}: {what}"
 

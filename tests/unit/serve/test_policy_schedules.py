@@ -16,7 +16,7 @@ from serve_app.http.policies_schema import PoliciesChange
 from serve_app.policy import champion_alias, lifecycle
 from serve_app.policy import manager as manager_module
 from serve_app.policy.lifecycle import Conflict, Lifecycle
-from serve_app.policy.loading import from_artifact
+from serve_app.policy.loading import from_artifact, in_order
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.state import StateFile, StoredState
 from tokenyard.artifact import RegistryError
@@ -320,6 +320,25 @@ def one_run(stores, names, schedule, fails=None):
     check_together(successor)
     if not crashed:
         assert successor.manager.policy.label == gateway.manager.policy.label
+    successor.end()
+
+
+def test_a_policy_promoted_in_an_order_decides_in_it_after_a_restart_and_no_alias_moves(fakes):
+    store = Store()
+    fakes.append(store)
+    gateway = Gateway(store)
+    ordered = in_order(POLICIES["x1"], "sjf@20", load_scenario(SCENARIO))
+    gateway.manager.start_experiment("x1+sjf@20", "shadow", 0.2, prepared=ordered)
+    promoting = gateway.ask("promote")
+    gateway.run_out()
+    assert promoting.result().champion.name == "x1+sjf@20"
+    # An alias names a file, and whoever reads that gets no order.
+    assert store.champion == "p0"
+    text = gateway.file.text
+    gateway.end()
+    successor = Gateway(store, text)
+    successor.run_out()
+    assert successor.manager.policy.label == ordered.card.name + "@" + ordered.card.sha256
     successor.end()
 
 
