@@ -157,11 +157,14 @@ class Lifecycle:
             if policy != RAY_DEFAULT:
                 # Off the event loop: it may take seconds to find, load and compile.
                 prepared = await asyncio.to_thread(manager.prepare, policy)
-            aliases = manager.policy.aliases
+            before = manager.policy
             manager.switch(policy, explore_fraction, prepared=prepared)
-            manager.policy.aliases = aliases
+            manager.policy.aliases = before.aliases
             wanted = (self._configured.policy, self._explore_fraction)
             manager.policy.by_hand = (policy, explore_fraction) != wanted
+            if policy == self._configured.policy and manager.policy.label != before.label:
+                # The name means another now: whoever goes back to this one has chosen it.
+                before.by_hand = True
         await self._written()
 
     async def change(self, body: PoliciesChange) -> PoliciesAnswer:

@@ -85,6 +85,23 @@ def test_a_rollback_outlives_a_crash_and_can_be_taken_back_after_it(tmp_path):
     assert live(state, roll_back)["champion"]["name"] == "round_robin"
 
 
+def test_a_rollback_to_what_the_name_no_longer_means_outlives_a_crash(tmp_path):
+    """A newer policy has taken the name that the cluster file gives, and was worse."""
+    state, file = tmp_path / "state.json", tmp_path / "mine.npz"
+    older, newer = (marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, one)) for one in (0.1, 0.2))
+
+    async def take_and_go_back(client, gateway, lifecycle):
+        newer.save(file)
+        await switching_to(str(file))(client, gateway, lifecycle)
+        assert gateway.manager.policy.loaded.card.sha256 == newer.sha256
+        return (await client.post(PATH, json={"action": "rollback"})).json()
+
+    older.save(file)
+    back = live(state, take_and_go_back, policy=str(file))
+    again = live(state, look, policy=str(file))
+    assert back["champion"]["sha256"] == again["champion"]["sha256"] == older.sha256
+
+
 def test_another_policy_in_the_cluster_file_counts_before_the_state(tmp_path):
     state = tmp_path / "state.json"
     live(state, switching_to("round_robin"))
