@@ -188,28 +188,31 @@ class KeyFile:
         self.ring = read_keys(self.path)
 
     def reload(self) -> bool:
-        """Read it again if it is another than before; return whether it was.
+        """Read it again if it is another than before; return whether there is news.
 
-        One that cannot be used changes nothing but `problem`.
+        One that cannot be used changes nothing but `problem`. It is read until it can be: what was
+        in the way may go, and leave the file as it is.
         """
-        seen = identity_of(self.path)
-        if seen == self._seen:
+        seen, before = identity_of(self.path), self.ring
+        if seen == self._seen and self.problem is None:
             return False
-        self._seen, before = seen, self.ring
         try:
-            self.ring, self.problem = read_keys(self.path), None
-            self.difference = _difference(before, self.ring)
-            logger.info("keys read from %s: %s", self.path, self.difference)
+            self.ring = read_keys(self.path)
         except ValueError as error:
-            self.problem = str(error)
-            logger.error("%s; the keys from before still count", error)
+            told, self.problem = self.problem, str(error)
+            if self.problem != told:
+                logger.error("%s; the keys from before still count", error)
+            return self.problem != told
+        self._seen, self.problem = seen, None
+        self.difference = _difference(before, self.ring)
+        logger.info("keys read from %s: %s", self.path, self.difference)
         return True
 
     async def watch(self, on_change: Callable[[], None] | None = None) -> None:
         """Look every second whether it has changed, without end.
 
         Args:
-            on_change: Called after it was read again, usable or not.
+            on_change: Called after it was read again, or could not be.
         """
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)

@@ -35,19 +35,23 @@ class Certificate:
         self.context.sni_callback = self._choose
 
     def reload(self) -> bool:
-        """Read the files again if they are others than before; return whether they were."""
+        """Read the files again if they are others than before; return whether there is news.
+
+        Those that cannot be used are read until they can be.
+        """
         seen = self._identity()
-        if seen == self._seen:
+        if seen == self._seen and self.problem is None:
             return False
-        self._seen = seen
         try:
             self._current = _context(self._files.certificate, self._files.key)
-            self.problem = None
-            logger.info("certificate %s was read again", self._files.certificate)
         except ValueError as error:
-            # Perhaps one of both is replaced: then it changes again at once.
-            self.problem = str(error)
-            logger.error("%s; the certificate from before still counts", error)
+            # Perhaps one of both is replaced, or there were too many open files for a moment.
+            told, self.problem = self.problem, str(error)
+            if self.problem != told:
+                logger.error("%s; the certificate from before still counts", error)
+            return self.problem != told
+        self._seen, self.problem = seen, None
+        logger.info("certificate %s was read again", self._files.certificate)
         return True
 
     async def watch(self) -> None:

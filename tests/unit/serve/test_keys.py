@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import resource
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import numpy as np
@@ -27,6 +28,17 @@ ENTRIES = [
     {"name": "ops", "admin": True, "sha256": hash_of("sk-ops")},
     {"name": "all", "admin": True, "may_generate": True, "sha256": hash_of("sk-all")},
 ]
+
+
+@contextmanager
+def too_many_open_files():
+    """Let this process open none meanwhile."""
+    most, ever = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, ever))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, ever))
 
 
 def write(path, entries, **fields):
@@ -143,7 +155,7 @@ def test_a_changed_file_counts_at_once_and_a_broken_one_keeps_the_keys_and_says_
             assert file.reload()
             assert "no YAML, line" in file.problem
             assert (await statuses(client, "sk-ann"))[0] == 200
-            assert not file.reload()  # It is not read again and again.
+            assert not file.reload()  # It is not told again and again.
             path.unlink()
             assert file.reload()
             assert "No such file" in file.problem
@@ -195,6 +207,23 @@ def test_nothing_in_a_file_ends_the_looking_so_that_a_key_is_still_withdrawn(tmp
             watching.cancel()
 
     asyncio.run(run())
+
+
+def test_a_key_is_withdrawn_once_the_file_can_be_read_though_it_is_the_same_by_then(tmp_path):
+    """As where a gateway had too many open files in the second in which it looked."""
+    path = tmp_path / "keys.yaml"
+    write(path, ENTRIES)
+    file = KeyFile(path)
+    file.open()
+    write(path, ENTRIES[:1])
+    with too_many_open_files():
+        assert file.reload()
+        assert not file.reload()
+    assert "Too many open files" in file.problem
+    assert file.reload()
+    assert file.problem is None
+    assert file.ring.find("sk-bob") is None
+    assert not file.reload()
 
 
 def an_entry(name, digit, rest="admin: true"):

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from unit.serve.test_bytes_through import END, a_delta
+from unit.serve.test_keys import too_many_open_files
 from unit.serve.test_serve_carriers import EVENTS, STREAM
 from unit.serve.test_serve_carriers import a_site as a_carried_site
 from unit.serve.test_serve_gateway import a_cluster
@@ -218,6 +219,18 @@ def test_a_folder_that_may_not_be_read_for_a_while_ends_nobodys_looking(tmp_path
         assert "may not be read" in certificate.problem
     assert certificate.reload()
     assert certificate.problem is None
+
+
+def test_a_certificate_is_taken_once_it_can_be_read_though_it_is_the_same_by_then(tmp_path):
+    certificate = Certificate(make(tmp_path, 1))
+    before = certificate._current
+    make(tmp_path, 2)
+    with too_many_open_files():
+        assert certificate.reload()
+        assert certificate._current is before
+    assert certificate.reload()
+    assert certificate.problem is None
+    assert certificate._current is not before
 
 
 def test_a_handshake_that_does_not_end_is_given_up(tmp_path):
