@@ -37,8 +37,9 @@ from tokenyard.types import FloatArray
 _WARM_UP_S = 30.0
 _NUM_TIMES = 1000
 _NUM_EVENTS = 200
-_TOO_MANY_ERRORS = 10
-"""Decisions in which a canary may fail before its experiment ends, in a row or not."""
+_TOO_MANY_FAILURES = 10
+"""Decisions in which a canary may fail, or not be for the replicas that are there, before its
+experiment ends, in a row or not: what comes of them is the baseline's."""
 
 
 class PolicyManager:
@@ -402,7 +403,8 @@ class PolicyManager:
         runner.counts.add(choice)
         experiment, failed = self.experiment, runner.counts.fallbacks
         if experiment is not None and runner is experiment.policy:
-            if runner.breaker.num_opened or failed["error"] >= _TOO_MANY_ERRORS:
+            num_failed = failed["error"] + failed["incompatible"]
+            if runner.breaker.num_opened or num_failed >= _TOO_MANY_FAILURES:
                 self.end_experiment(f"it failed: {dict(failed)}")
 
     def _install(self, runner: PolicyRunner, what: str, why: str) -> None:

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from mlflow import MlflowClient
 from unit.serve.test_serve_gateway import a_body, check
-from unit.serve_builders import PREDICTOR, a_faulty_policy, marginal_artifact, metadata
+from unit.serve_builders import (
+    PREDICTOR,
+    a_faulty_policy,
+    linear_artifact,
+    marginal_artifact,
+    metadata,
+)
 
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.policy import lifecycle
@@ -201,6 +207,19 @@ def test_a_canary_that_raises_is_stopped_by_its_own_breaker_and_nobody_notices(m
         assert state["champion"]["breaker_open"] is False
 
     resolving(monkeypatch, crashes=a_faulty_policy(crash))
+    check(test, policy="sed")
+
+
+def test_a_canary_for_other_replicas_ends_and_is_not_judged_by_what_the_baseline_does(monkeypatch):
+    async def test(client, pools, gateway):
+        await act(client, "canary", policy="of_three", share=0.5)
+        assert await ask(client, 60) == [200] * 60
+        experiment = (await client.get(PATH)).json()["experiment"]
+        assert experiment["policy"]["fallbacks_by_reason"] == {"incompatible": 10}
+        assert "it failed: {'incompatible': 10}" in experiment["why_ended"]
+        assert (await act(client, "promote")).status_code == 409
+
+    resolving(monkeypatch, of_three=from_artifact("of_three", linear_artifact(), "t", SCENARIO))
     check(test, policy="sed")
 
 
