@@ -327,9 +327,13 @@ class Lifecycle:
     def _refuse_state(self, reason: str) -> None:
         """Serve what the cluster file names: a gateway that does not start is worse."""
         assert self._file is not None
+        try:
+            self._file.set_aside()
+            kept = f"it is kept as {self._file.path}.refused"
+        except OSError as error:
+            kept = f"it cannot be set aside: {error.strerror}"
         self._state_note = reason
-        logger.error("%s; it is kept as %s.refused", reason, self._file.path)
-        self._file.set_aside()
+        logger.error("%s; %s", reason, kept)
 
     def _finish_writes(self, stored: StoredState) -> None:
         """Take up what the registry was being told, and tell it."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -186,6 +187,13 @@ def test_a_file_that_cannot_be_used_is_kept_aside_and_says_why(tmp_path, text, r
     assert reason in seen["state"]
     assert seen["champion"]["name"] == "sed"
     assert (tmp_path / "state.json.refused").read_text() == text
+
+
+def test_a_file_that_cannot_be_kept_aside_either_stops_no_gateway():
+    """As on a disk that may only be read by now."""
+    seen = live(Path("/proc/version"), look)
+    assert "broken" in seen["state"]
+    assert seen["champion"]["name"] == "sed"
 
 
 def test_evidence_that_is_none_is_refused_and_the_cluster_file_counts(tmp_path):
