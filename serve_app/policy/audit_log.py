@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -68,7 +69,11 @@ class AuditLog:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
             handle = os.open(self._path, flags, 0o600)
             try:
-                os.write(handle, line)
+                written = os.write(handle, line)
+                if written < len(line):
+                    # Of a disk that is almost full: the next line must not go on from there.
+                    os.ftruncate(handle, os.fstat(handle).st_size - written)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 is_full = os.fstat(handle).st_size >= self._max_bytes
             finally:
                 os.close(handle)

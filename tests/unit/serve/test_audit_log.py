@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import stat
 
 import httpx
@@ -59,6 +60,24 @@ def test_a_change_is_written_down_with_its_key_and_only_admins_see_whose(tmp_pat
     assert found[0]["policy"].startswith("sed@")
     assert stat.S_IMODE((tmp_path / "audit" / "changes.jsonl").stat().st_mode) == 0o600
     assert ACTOR.get() == "gateway"
+
+
+def test_a_line_for_which_there_is_no_room_is_missing_whole_and_told(tmp_path, caplog):
+    path = tmp_path / "changes.jsonl"
+    whole = (json.dumps({"what": "kept"}) + "\n").encode()
+    path.write_bytes(whole)
+    log = AuditLog(path)
+    most, ever = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, ever))
+    try:
+        log.write(Event(0.0, "lost", "sed@0", "asked"))
+        log._thread.submit(int).result()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, ever))
+    log.write(Event(0.0, "written", "sed@0", "asked"))
+    log.close()
+    assert [one["what"] for one in lines_of(path)] == ["kept", "written"]
+    assert '"what":"lost"' in caplog.text
 
 
 def test_changes_of_plans_are_written_down_as_those_of_policies():
