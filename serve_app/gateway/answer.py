@@ -121,14 +121,12 @@ class Answer:
         return None if is_open and attained else False
 
 
-def record_of(
-    answer: Answer, pick: Pick, attempt: int, outcome: str, time_s: float
-) -> DecisionRecord:
-    """Lay out the log's row of an attempt that ended at `time_s`, Unix time, seconds."""
+def record_of(answer: Answer, pick: Pick, attempt: int, outcome: str) -> DecisionRecord:
+    """Lay out the log's row of an attempt that has ended."""
     choice = pick.choice
     return DecisionRecord(
         decision_id=new_id(), request_id=answer.wanted.request_id, attempt=attempt,
-        time_s=time_s, policy=pick.policy, service_class=answer.service_class.name,
+        time_s=pick.time_s, policy=pick.policy, service_class=answer.service_class.name,
         request=pick.request, snapshots=pick.snapshots, pools=pick.snapshots.candidates.pools,
         scores=choice.scores, index=choice.index, propensity=choice.propensity,
         explored=choice.explored, fallback_reason=choice.fallback_reason,

@@ -439,8 +439,7 @@ class Gateway:
             if answer.num_tokens > 1 and not math.isnan(answer.ttft_s):
                 series.tpot_seconds.observe(answer.tpot_s(now_s))
         if self.log is not None:
-            time_s = now_s if attempt else answer.arrival_s
-            self.log.write(record_of(answer, pick, attempt, outcome, time_s))
+            self.log.write(record_of(answer, pick, attempt, outcome))
 
     async def _pick_or_wait(self, answer: Answer) -> Pick | None:
         """Choose a replica; where the last one has gone since, wait for another."""

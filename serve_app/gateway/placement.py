@@ -96,6 +96,8 @@ class Placeable(Protocol):
 class Pick:
     """Where an attempt goes, and what was known when that was decided."""
 
+    time_s: float
+    """When that was, Unix time, seconds."""
     replica: ReplicaState
     choice: Choice
     snapshots: SnapshotTable
@@ -302,7 +304,7 @@ class Placement:
         snapshots.release()
         replica = self._table.at(int(rows[choice.index]))
         return Pick(
-            replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
+            now_s, replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,
             index is not None, self._order_key(asked, choice, now_s),
         )  # fmt: skip
 

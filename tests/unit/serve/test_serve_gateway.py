@@ -508,6 +508,24 @@ def test_the_log_has_every_attempt_with_what_became_of_it(tmp_path):
     assert log.num_lost == 0
 
 
+def test_a_row_has_the_time_of_its_decision_whenever_it_came_and_ended(tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(client, pools, gateway):
+        for pool in pools.values():
+            pool.script.append((0, ReplicaFailed("it died")))
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 503
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+
+    check(test, log=log)
+    log.close()
+    rows = [row for file in tmp_path.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert [row["attempt"] for row in rows] == [0, 1, 0]
+    for row in rows:
+        # These pools tell their state when they are asked, and that is when it is decided.
+        assert {one["observed_at_s"] for one in row["candidates"]} == {row["time_s"]}
+
+
 def test_everything_that_is_counted_is_shown_by_pool():
     async def test(client, pools, gateway):
         await client.post("/v1/completions", json=a_body())
