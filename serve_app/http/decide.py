@@ -14,6 +14,7 @@ from serve_app.gateway.order import order_fields
 from serve_app.http.auth import Access
 from serve_app.http.decide_schema import RouteAnswer, RouteMessage
 from serve_app.http.errors import PROBLEMS
+from serve_app.policy.experiment import Arm
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.runner import Choice, PolicyRunner
 from tokenyard.routing.types import ReplicaSnapshot, Request
@@ -22,8 +23,9 @@ from tokenyard.routing.types import ReplicaSnapshot, Request
 class RouteService:
     """Answers messages by the policy that decides.
 
-    Where nothing else is served, these are the server's decisions: explored, counted and logged.
-    Beside pools they are questions, answered by a copy of the policy with a memory of its own.
+    Where nothing else is served, these are the server's decisions: explored, counted, logged, and
+    part of experiments. Beside pools they are questions, answered by a copy of the policy with a
+    memory of its own.
     """
 
     def __init__(
@@ -54,18 +56,21 @@ class RouteService:
             IncompatibleRequest: The policy decides between another number of replicas, or needs to
                 know more of them.
         """
-        runner = self._runner()
+        decision_id = uuid.uuid4().hex
+        arm = self._manager.arm_of(decision_id) if self._decide_only else "champion"
+        runner = self._runner(arm)
         card = runner.loaded.card
         predicted = runner.loaded.predicted_total_tokens(message.request.context_tokens)
         due_s = card.slo_response_s
         request = message.request.to_request(self._clock_s(), predicted, due_s)
         snapshots = [snapshot.to_snapshot(request.arrival_s) for snapshot in message.snapshots]
-        runner.check_compatible(snapshots)
+        self._manager.policy.check_compatible(snapshots)
         asked = None if self._decide_only else runner
-        choice = self._manager.pick(request, snapshots, runner=asked)
-        decision_id = uuid.uuid4().hex
+        choice = self._manager.pick(request, snapshots, arm=arm, runner=asked)
+        if self._decide_only:
+            self._manager.observe(decision_id, request, snapshots, choice)
         if self._log is not None:
-            self._log.write(_record(decision_id, runner, request, snapshots, choice))
+            self._log.write(_record(decision_id, runner, request, snapshots, choice, arm))
         return RouteAnswer(
             decision_id=decision_id,
             replica_id=snapshots[choice.index].replica_id,
@@ -79,8 +84,8 @@ class RouteService:
             **order_fields(choice.order_key),
         )
 
-    def _runner(self) -> PolicyRunner:
-        deciding = self._manager.policy
+    def _runner(self, arm: Arm) -> PolicyRunner:
+        deciding = self._manager.deciding(arm)
         if self._decide_only:
             return deciding
         if self._copy is None or self._copy.loaded is not deciding.loaded:
@@ -94,6 +99,7 @@ def _record(
     request: Request,
     snapshots: Sequence[ReplicaSnapshot],
     choice: Choice,
+    arm: Arm,
 ) -> DecisionRecord:
     """What is known of a decision whose request somebody else sends."""
     return DecisionRecord(
@@ -103,7 +109,7 @@ def _record(
         propensity=choice.propensity, explored=choice.explored,
         fallback_reason=choice.fallback_reason, decision_us=choice.decision_us, outcome="unknown",
         output_tokens=0, ttft_s=math.nan, response_s=math.nan, mlflow_run=runner.mlflow_run,
-        order_key=choice.order_key,
+        order_key=choice.order_key, arm=arm,
     )  # fmt: skip
 
 

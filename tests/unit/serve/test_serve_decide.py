@@ -1,6 +1,7 @@
 """A gateway without pools: what is asked, what is answered, what is refused."""
 
 import math
+import time
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -10,6 +11,7 @@ from unit.serve_builders import (
     a_body,
     a_deciding_api,
     a_faulty_policy,
+    a_manager,
     a_snapshot,
     a_trained_policy,
     an_engine,
@@ -20,7 +22,12 @@ from unit.serve_builders import (
     three_snapshots,
 )
 
+from serve_app.cluster import load_cluster
+from serve_app.engines.tokenizer import EstimatingTokenizer
 from serve_app.gateway.decision_log import DecisionLog
+from serve_app.gateway.gateway import Gateway
+from serve_app.http.api import create_gateway_api
+from serve_app.http.auth import Access
 from serve_app.http.decide_schema import MAX_BODY_BYTES, MAX_REPLICAS
 from tokenyard.routing.artifact import learned_policy
 from tokenyard.routing.decision_log import read_log
@@ -273,3 +280,40 @@ def test_every_answer_has_its_row_in_the_log_with_the_propensity(tmp_path):
     decisions, _ = read_log(tmp_path)
     assert [one.replica_id for one in decisions] == [one["replica_id"] for one in answers]
     assert decisions[0].snapshots[0].engine is None
+
+
+def an_api_in_an_experiment(mode, policy, prepared=None, **options):
+    manager = a_manager()
+    manager.start_experiment(policy, mode, 0.5, prepared=prepared)
+    gateway = Gateway(load_cluster("none"), manager, {}, **options)
+    return create_gateway_api(gateway, EstimatingTokenizer(), Access(None)), manager
+
+
+def test_a_canary_decides_for_its_share_of_questions_and_their_rows_say_so(tmp_path):
+    log = DecisionLog(tmp_path)
+    canary = a_faulty_policy(lambda: 2)
+    api, manager = an_api_in_an_experiment("canary", "faulty", canary, log=log)
+    answers = [call(api, "POST", "/v1/route", a_body())[1] for _ in range(60)]
+    manager.stop()
+    log.close()
+    (file,) = tmp_path.glob("*.parquet")
+    rows = pq.read_table(file).to_pylist()
+    assert 10 < sum(row["arm"] == "canary" for row in rows) < 50
+    for row, answer in zip(rows, answers, strict=True):
+        is_canary = row["arm"] == "canary"
+        assert (answer["policy"]["name"] == "faulty") == is_canary
+        assert row["policy"].startswith("faulty@") == is_canary
+        assert row["index"] == (2 if is_canary else 1)
+
+
+def test_a_shadow_is_asked_about_questions_where_nothing_else_is_served():
+    api, manager = an_api_in_an_experiment("shadow", "sed")
+    for _ in range(20):
+        assert call(api, "POST", "/v1/route", a_body())[1]["replica_id"] == "middling"
+    shadow = manager.experiment.shadow
+    deadline_s = time.monotonic() + 10.0
+    while shadow.num_asked + shadow.num_failed + shadow.num_left_out < 20:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    manager.stop()
+    assert shadow.num_agreed == shadow.num_asked > 0
