@@ -81,10 +81,15 @@ class OutlierDetector:
         return 0.0 if record is None else max(record.until_s - self.clock_s(), 0.0)
 
     def keep(self, replica_ids: Iterable[str]) -> None:
-        """Forget the replicas that are no longer there."""
+        """Forget the replicas that are not there, once they would be readmitted."""
         if self._records:
-            kept = set(replica_ids)
-            self._records = {one: self._records[one] for one in self._records if one in kept}
+            kept, now_s = set(replica_ids), self.clock_s()
+            # Until then they may come back, or have not been found yet since a restart.
+            self._records = {
+                name: one
+                for name, one in self._records.items()
+                if name in kept or now_s < one.until_s
+            }
 
     def saved(self) -> dict[str, Any]:
         """Failures that are not forgiven, with times from now on, seconds."""

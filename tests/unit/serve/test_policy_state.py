@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import math
 import os
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_cluster
+from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import marginal_artifact
 
 from serve_app.engines import profiling
@@ -128,6 +129,25 @@ def test_what_keys_have_used_holds_whichever_policy_the_cluster_file_names(tmp_p
 
     live(state, use)
     live(state, ask_again, policy="power_of_two")
+
+
+def test_an_ejection_outlives_a_crash_though_its_replica_is_found_after_others(tmp_path):
+    async def fail(client, gateway, lifecycle):
+        for _ in range(6):  # 32 s at the last.
+            gateway.outliers.fail("b-0", math.inf)
+        await lifecycle.save()
+
+    async def ask(client, gateway, lifecycle):
+        gateway.backends["b"].there = False
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+        gateway.backends["b"].there = True
+        assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+        assert gateway.outliers.ejected_s("b-0") > 0.0
+        assert not gateway.backends["b"].requests
+
+    state = tmp_path / "state.json"
+    live(state, fail)
+    live(state, ask)
 
 
 def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path):

@@ -71,11 +71,16 @@ def test_time_without_a_failure_forgives_one_ejection_after_another():
     assert detector.ejected_s("a") == 1.0
 
 
-def test_replicas_that_are_gone_are_forgotten():
+def test_replicas_that_are_gone_are_forgotten_once_they_would_be_readmitted():
     detector, clock = a_detector()
     detector.fail("a", clock())
     detector.keep(["b"])
-    assert detector.admits("a", 0)
+    assert not detector.admits("a", 0)
+    clock.now_s += detector.ejected_s("a")
+    assert not detector.admits("a", 1)
+    detector.keep(["b"])
+    assert detector.admits("a", 1)
+    assert not detector.watches
 
 
 def idle(name, **fields):
