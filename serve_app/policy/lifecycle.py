@@ -387,11 +387,13 @@ class Lifecycle:
     def _decided(self, stored: StoredPolicy) -> PolicyRunner | None:
         """Who decides in place of what was found for the cluster file's name; None: nobody."""
         found, alias = self._manager.policy, self._alias
+        if stored.by_hand:
+            return stored.runner(self._manager)
         unsure = found.loaded.card.registry_error is not None
         unsure = unsure or (alias is not None and not alias.is_settled)
-        if not stored.by_hand and (not unsure or stored.artifact is None):
+        if not unsure or stored.artifact is None or stored.label == found.label:
             return None
-        return None if stored.label == found.label and unsure else stored.runner(self._manager)
+        return stored.runner(self._manager)
 
     def _experiment(self, stored: StoredExperiment, champion: PolicyRunner) -> Experiment:
         """Make an experiment again, with its evidence; a canary that none may be now has ended."""

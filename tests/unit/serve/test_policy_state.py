@@ -27,20 +27,21 @@ from tokenyard.statistics.sequential import SequentialTest
 PATH = "/v1/policies"
 
 
-def live(path, test, policy="sed"):
+def live(path, test, policy="sed", registry=None):
     """One life of a gateway with a state file; it ends as a crash does, without a word."""
 
     async def run():
         cluster = a_cluster(policy=policy, explore_fraction=0.0)
         manager = PolicyManager(
-            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
-        )
+            cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0),
+            registry,
+        )  # fmt: skip
         pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
         gateway = Gateway(cluster, manager, pools)
         gateway.limits = RateLimits(lambda _: CallerLimits(tokens_per_day=100))
         parts = {"outliers": gateway.outliers, "limits": gateway.limits}
         lifecycle = Lifecycle(manager, StateFile(path), parts)
-        lifecycle.resume(cluster.policy)
+        lifecycle.resume(cluster.policy, may_be_missing=True)
         api = create_gateway_api(gateway, Letters(), Access(None, None, True), lifecycle)
         transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
         async with httpx.AsyncClient(transport=transport, base_url=LOCAL) as client:
@@ -85,6 +86,21 @@ def test_a_rollback_outlives_a_crash_and_can_be_taken_back_after_it(tmp_path):
     assert live(state, roll_back)["champion"]["name"] == "sed"
     assert live(state, look)["champion"]["name"] == "sed"
     assert live(state, roll_back)["champion"]["name"] == "round_robin"
+
+
+def test_what_was_set_by_hand_outlives_a_crash_also_where_the_registry_is_away(tmp_path):
+    async def explore(client, gateway, lifecycle):
+        body = {"policy": "champion", "explore_fraction": 0.05}
+        return (await client.post("/v1/policy", json=body)).json()
+
+    async def see(client, gateway, lifecycle):
+        return (await client.get("/v1/policy")).json()
+
+    state, away = tmp_path / "state.json", f"sqlite:///{tmp_path}/away.db"
+    before = live(state, explore, policy="champion")
+    for registry in (away, away, None):
+        after = live(state, see, policy="champion", registry=registry)
+        assert (after["sha256"], after["explore_fraction"]) == (before["sha256"], 0.05)
 
 
 def test_a_rollback_to_what_the_name_no_longer_means_outlives_a_crash(tmp_path):
