@@ -143,7 +143,7 @@ class Gateway:
         """
         if self.tracing is None:
             return await self._serve(request, service_class, downstream)
-        name = self.cluster.served_model
+        name = self._model_of(request).name
         with self.tracing.request(request, name, service_class.name) as traced:
             await self._serve(traced, service_class, downstream)
 

@@ -48,7 +48,7 @@ class Own(FakePool):
 
 
 @asynccontextmanager
-async def a_site(cluster, tokenizers=None):
+async def a_site(cluster, tokenizers=None, tracing=None):
     """Yield a client of a gateway, and its own pools."""
     manager = PolicyManager(
         cluster.scenario, cluster.baseline, cluster.circuit_breaker, np.random.default_rng(0)
@@ -57,7 +57,8 @@ async def a_site(cluster, tokenizers=None):
     metrics = Metrics()
     theirs = [ExternalBackend(one, cluster.served_model, metrics) for one in cluster.external_pools]
     ours = {one.name: Own(one.name) for one in cluster.own_pools}
-    gateway = Gateway(cluster, manager, {one.name: one for one in theirs} | ours, metrics)
+    backends = {one.name: one for one in theirs} | ours
+    gateway = Gateway(cluster, manager, backends, metrics, tracing=tracing)
     api = create_gateway_api(gateway, tokenizers or {}, Access(None))
     transport = httpx.ASGITransport(api, client=("127.0.0.1", 1))
     try:

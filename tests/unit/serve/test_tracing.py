@@ -8,8 +8,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from unit.raw_endpoint import RawCaller
 from unit.serve.test_bytes_through import CHAT, END, WHOLE, a_delta
 from unit.serve.test_bytes_through import a_site as a_gateway_site
+from unit.serve.test_models import a_site as a_site_of_models
+from unit.serve.test_models import ask as ask_for
+from unit.serve.test_models import external
 from unit.serve.test_serve_carriers import BODY, EVENTS, STREAM, until
 from unit.serve.test_serve_carriers import a_site as a_carried_site
+from unit.serve.test_serve_gateway import cluster_of
+from unit.stub_endpoint import stubs
 
 from serve_app.gateway.carrier_wire import read_place, write_place
 from serve_app.gateway.tracing import Tracing, tracing_of
@@ -100,6 +105,22 @@ def test_a_span_tells_the_decision_and_the_endpoint_works_below_it(traced):
         assert span.status.is_ok or span.status.is_unset
         assert span.end_time > span.start_time
         assert span.resource.attributes["service.name"] == "tokenyard-gateway"
+
+    run(test)
+
+
+def test_a_span_tells_which_of_several_models_is_asked(traced):
+    tracing, exporter = traced
+
+    async def test():
+        async with stubs(2) as (one, two):
+            pools = [external("m", one.url), external("large", two.url, served_model="large",
+                                                      loras=["sql"])]  # fmt: skip
+            async with a_site_of_models(cluster_of(pools), tracing=tracing) as (client, _):
+                for model in ("m", "large", "sql", None):
+                    assert (await ask_for(client, model)).status_code == 200
+        asked = [one.attributes["gen_ai.request.model"] for one in spans_of(tracing, exporter)]
+        assert asked == ["m", "large", "sql", "m"]
 
     run(test)
 
