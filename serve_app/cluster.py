@@ -385,9 +385,12 @@ class Cluster(FrozenModel):
 
     @model_validator(mode="after")
     def _names_are_distinct(self) -> Self:
+        endpoints = [one for pool in self.external_pools for one in pool.endpoints]
         for what, names in (
             ("pool", [pool.name for pool in (*self.pools, *self.templates)]),
             ("class", [one.name for one in self.classes]),
+            # By its URL an endpoint is known, and what is in flight there counted.
+            ("endpoint", [str(one.url).rstrip("/") for one in endpoints]),
         ):
             twice = {name for name in names if names.count(name) > 1}
             if twice:

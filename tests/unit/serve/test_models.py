@@ -177,6 +177,10 @@ def test_a_prompt_may_be_as_long_as_its_model_takes_not_as_long_as_another():
             ],
             "adapter 'x' has the name of another",
         ),
+        (
+            [external("a", "http://a/v/"), external("b", "http://A/v", served_model="b")],
+            "endpoint 'http://a/v' appears more than once",
+        ),
     ],
 )  # fmt: skip
 def test_names_of_models_say_which_one_is_meant(pools, reason):
