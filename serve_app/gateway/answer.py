@@ -15,7 +15,6 @@ from serve_app.gateway.placement import Pick
 from serve_app.gateway.rate_limits import Grant
 from serve_app.gateway.replicas import Prompt
 from serve_app.models import ServedModel
-from serve_app.policy.experiment import Arm
 from tokenyard.routing.types import OrderKey
 
 
@@ -27,7 +26,6 @@ class Answer:
     service_class: SloClass
     downstream: Downstream
     prompt: Prompt
-    arm: Arm
     arrival_s: float
     wait: asyncio.Timeout
     """When it is given up."""

@@ -183,18 +183,17 @@ class Gateway:
         grant: Grant | None,
     ) -> Answer:  # fmt: skip
         """Begin the answer to a request that is let in."""
-        arm, prompt = self.manager.arm_of(request.request_id), request.prompt
         deadline_s = asyncio.get_running_loop().time() + self.cluster.limits.timeout_s
         wait = asyncio.timeout_at(min(deadline_s, self._ends_s))
         model = self._model_of(request)
         answer = Answer(
-            request, service_class, downstream, prompt, arm, self.clock_s(), wait,
+            request, service_class, downstream, request.prompt, self.clock_s(), wait,
             model, grant, self.cluster.tenant_share(request.tenant),
         )  # fmt: skip
         if self.manager.experiment is not None:
             self.manager.experiment.open(
-                request.request_id, arm, len(request.token_ids), answer.arrival_s,
-                service_class.response_s,
+                request.request_id, self.manager.arm_of(request.request_id),
+                len(request.token_ids), answer.arrival_s, service_class.response_s,
             )  # fmt: skip
         return answer
 

@@ -62,10 +62,6 @@ class Placeable(Protocol):
         """Whether the replicas of a pool can answer it."""
 
     @property
-    def arm(self) -> Arm:
-        """Whose decision it is."""
-
-    @property
     def arrival_s(self) -> float:
         """Unix time, seconds."""
 
@@ -203,7 +199,8 @@ class Placement:
             expected_wait_s: For how long that will be, as far as one can tell, seconds; only asked
                 where it gets a key.
         """
-        runner, now_s = self._manager.deciding(asked.arm), self._clock_s()
+        manager, now_s = self._manager, self._clock_s()
+        runner = manager.deciding(manager.arm_of(asked.request_id))
         rows = self._candidates(asked, now_s)
         if asked.is_ordered or not runner.orders or not len(rows):
             return
@@ -286,7 +283,7 @@ class Placement:
             if len(left):
                 raise ReplicaFull("every endpoint has max_ongoing requests in flight")
             return None
-        manager, arm = self._manager, asked.arm
+        manager, arm = self._manager, self._manager.arm_of(asked.request_id)
         snapshots = self._shown(rows, asked.prompt)
         runner = manager.deciding(arm)
         request = self._request(asked, runner.loaded.predicted_total_tokens)

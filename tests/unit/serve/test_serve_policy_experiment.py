@@ -6,6 +6,7 @@ import time
 from functools import partial
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from mlflow import MlflowClient
 from unit.serve.test_serve_gateway import a_body, check
@@ -17,6 +18,7 @@ from unit.serve_builders import (
     metadata,
 )
 
+from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.generation import ReplicaFailed
 from serve_app.policy import lifecycle
 from serve_app.policy import manager as manager_module
@@ -157,6 +159,35 @@ def test_a_canary_decides_for_its_share_and_its_rows_say_so(monkeypatch, tmp_pat
 
     resolving(monkeypatch, only_a=a_faulty_policy(lambda: 0))
     check(test)
+
+
+def test_a_request_that_outlives_its_canary_is_the_champions_and_its_row_says_so(tmp_path):
+    log = DecisionLog(tmp_path)
+
+    async def test(client, pools, gateway):
+        def failing_first(stream):
+            async def answer(generation):
+                if gateway.manager.experiment.running:
+                    gateway.manager.end_experiment("asked")
+                    raise ReplicaFailed("broken")
+                async for piece in stream(generation):
+                    yield piece
+
+            return answer
+
+        for pool in pools.values():
+            pool.stream = failing_first(pool.stream)
+        for _ in range(12):
+            await act(client, "canary", policy="sed", share=0.5)
+            assert await ask(client, 1) == [200]
+
+    check(test, log=log, policy="round_robin")
+    log.close()
+    rows = [row for file in tmp_path.glob("*.parquet") for row in pq.read_table(file).to_pylist()]
+    assert [row["attempt"] for row in rows] == [0, 1] * 12
+    assert {row["arm"] for row in rows if row["attempt"] == 0} == {"canary", "champion"}
+    for row in rows:
+        assert (row["arm"] == "canary") == row["policy"].startswith("sed@")
 
 
 def test_a_canary_whose_requests_fail_is_stopped_within_fifty():
