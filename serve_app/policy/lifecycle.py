@@ -96,6 +96,9 @@ class Lifecycle:
         self._alias: ChampionAlias | None = None
         self._registry_note: str | None = None
         self._state_note: str | None = None
+        """Why what an earlier gateway wrote was not taken up."""
+        self._save_note: str | None = None
+        """Why the last state is not written."""
         self._saved_events, self._saved_s = 0, 0.0
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -186,7 +189,8 @@ class Lifecycle:
     def describe(self) -> PoliciesAnswer:
         """Say who decides, who did before, and how the experiment goes."""
         told = None if self._alias is None else self._alias.note
-        return describe_policies(self._manager, self._registry_note or told, self._state_note)
+        note = self._save_note or self._state_note
+        return describe_policies(self._manager, self._registry_note or told, note)
 
     async def save(self) -> None:
         """Write the state down, after whoever does so already."""
@@ -197,11 +201,11 @@ class Lifecycle:
             try:
                 await self._in_thread(self._file.write, state)
             except OSError as error:
-                self._state_note = f"the state cannot be written: {error}"
-                logger.error("%s", self._state_note)
+                self._save_note = f"the state cannot be written: {error}"
+                logger.error("%s", self._save_note)
             else:
                 self._saved_events, self._saved_s = num_events, time.monotonic()
-                self._state_note = None
+                self._save_note = None
 
     async def _carry_out(self, body: PoliciesChange) -> None:
         manager = self._manager
@@ -436,7 +440,7 @@ class Lifecycle:
             return
         done, _ = await asyncio.wait([self._keep(self.save())], timeout=_SAVE_S)
         if not done:
-            self._state_note = f"the state was not written within {_SAVE_S:g} s"
+            self._save_note = f"the state was not written within {_SAVE_S:g} s"
 
     async def _watch(self) -> None:
         """Write down what happens by itself: a canary that ends, and evidence."""

@@ -18,6 +18,7 @@ from serve_app.gateway.gateway import Gateway
 from serve_app.gateway.rate_limits import Grant, OverLimit, RateLimits
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
+from serve_app.policy import lifecycle as lifecycle_module
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.state import StateFile
@@ -223,6 +224,23 @@ def test_a_file_that_cannot_be_used_is_kept_aside_and_says_why(tmp_path, text, r
     assert reason in seen["state"]
     assert seen["champion"]["name"] == "sed"
     assert (tmp_path / "state.json.refused").read_text() == text
+
+
+def test_why_a_state_was_not_taken_up_is_still_told_once_another_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(lifecycle_module, "_WATCH_EVERY_S", 0.01)
+    state = tmp_path / "state.json"
+    state.write_text("")
+
+    async def look_later(client, gateway, lifecycle):
+        lifecycle.start()
+        async with asyncio.timeout(10):
+            while not state.exists():
+                await asyncio.sleep(0.01)
+        await lifecycle.save()
+        return (await client.get(PATH)).json()
+
+    assert "broken" in live(state, look_later)["state"]
+    assert live(state, look)["state"] is None
 
 
 def test_a_file_that_cannot_be_kept_aside_either_stops_no_gateway():
