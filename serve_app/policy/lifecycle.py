@@ -375,7 +375,7 @@ class Lifecycle:
         if policy is None and manager.policy.label == stored.policy.label:
             manager.policy.aliases = stored.policy.aliases
             manager.policy.breaker.restore(stored.policy.breaker)
-        previous = None if stored.previous is None else stored.previous.runner(manager)
+        previous = self._before(stored, deciding)
         experiment = None
         if stored.experiment is not None and stored.experiment.champion == deciding.label:
             experiment = self._experiment(stored.experiment, deciding)
@@ -398,6 +398,16 @@ class Lifecycle:
         if not unsure or stored.artifact is None or stored.label == found.label:
             return None
         return stored.runner(self._manager)
+
+    def _before(self, stored: StoredState, deciding: PolicyRunner) -> PolicyRunner | None:
+        """Who decided before, to go back to; None: nobody."""
+        if stored.policy.label != deciding.label:
+            last = stored.policy.runner(self._manager)
+            # A rule is the same one, whatever release of it the label names.
+            if last.label != deciding.label:
+                last.by_hand = True  # As in `switch`: the name means another now.
+                return last
+        return None if stored.previous is None else stored.previous.runner(self._manager)
 
     def _experiment(self, stored: StoredExperiment, champion: PolicyRunner) -> Experiment:
         """Make an experiment again, with its evidence; a canary that none may be now has ended."""

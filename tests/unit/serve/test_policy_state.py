@@ -121,6 +121,27 @@ def test_a_rollback_to_what_the_name_no_longer_means_outlives_a_crash(tmp_path):
     assert back["champion"]["sha256"] == again["champion"]["sha256"] == older.sha256
 
 
+def test_a_rollback_from_what_a_restart_has_found_goes_to_what_decided_until_then(tmp_path):
+    """A newer policy has taken the name that the cluster file gives while no gateway ran."""
+    state, file = tmp_path / "state.json", tmp_path / "mine.npz"
+    older, newer = (marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, one)) for one in (0.1, 0.2))
+
+    async def begin(client, gateway, lifecycle):
+        await lifecycle.save()
+
+    async def go_back(client, gateway, lifecycle):
+        assert gateway.manager.policy.loaded.card.sha256 == newer.sha256
+        return (await client.post(PATH, json={"action": "rollback"})).json()
+
+    older.save(file)
+    live(state, begin, policy=str(file))
+    newer.save(file)
+    back = live(state, go_back, policy=str(file))
+    again = live(state, look, policy=str(file))
+    assert back["champion"]["sha256"] == again["champion"]["sha256"] == older.sha256
+    assert again["previous"]["sha256"] == newer.sha256
+
+
 def test_another_policy_in_the_cluster_file_counts_before_the_state(tmp_path):
     state = tmp_path / "state.json"
     live(state, switching_to("round_robin"))
