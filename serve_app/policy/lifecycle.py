@@ -400,14 +400,19 @@ class Lifecycle:
         return stored.runner(self._manager)
 
     def _before(self, stored: StoredState, deciding: PolicyRunner) -> PolicyRunner | None:
-        """Who decided before, to go back to; None: nobody."""
-        if stored.policy.label != deciding.label:
-            last = stored.policy.runner(self._manager)
-            # A rule is the same one, whatever release of it the label names.
-            if last.label != deciding.label:
-                last.by_hand = True  # As in `switch`: the name means another now.
-                return last
-        return None if stored.previous is None else stored.previous.runner(self._manager)
+        """Who decided before, to go back to; None: nobody who can be made again."""
+        try:
+            if stored.policy.label != deciding.label:
+                last = stored.policy.runner(self._manager)
+                # A rule is the same one, whatever release of it the label names.
+                if last.label != deciding.label:
+                    last.by_hand = True  # As in `switch`: the name means another now.
+                    return last
+            return None if stored.previous is None else stored.previous.runner(self._manager)
+        except ValueError as error:
+            self._state_note = f"there is nothing to go back to: {error}"
+            logger.error("%s", self._state_note)
+            return None
 
     def _experiment(self, stored: StoredExperiment, champion: PolicyRunner) -> Experiment:
         """Make an experiment again, with its evidence; a canary that none may be now has ended."""

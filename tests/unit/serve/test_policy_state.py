@@ -142,6 +142,20 @@ def test_a_rollback_from_what_a_restart_has_found_goes_to_what_decided_until_the
     assert again["previous"]["sha256"] == newer.sha256
 
 
+def test_what_cannot_be_gone_back_to_any_more_takes_nothing_else_along(tmp_path):
+    state, file = tmp_path / "state.json", tmp_path / "mine.npz"
+    marginal_artifact().save(file)
+    live(state, switching_to(str(file)))
+    live(state, switching_to("round_robin"))
+    found = json.loads(state.read_text())
+    found["previous"]["artifact"] = ""  # As a release that does not read such files finds it.
+    state.write_text(json.dumps(found))
+    seen = live(state, look)
+    assert seen["champion"]["name"] == "round_robin"
+    assert "nothing to go back to" in seen["state"]
+    assert not (tmp_path / "state.json.refused").exists()
+
+
 def test_another_policy_in_the_cluster_file_counts_before_the_state(tmp_path):
     state = tmp_path / "state.json"
     live(state, switching_to("round_robin"))
