@@ -59,6 +59,8 @@ def policy_router(gateway: Gateway, access: Access, lifecycle: Lifecycle) -> API
             explore = gateway.cluster.explore_fraction
         try:
             await lifecycle.switch(body.policy, explore)
+        except Conflict as error:
+            raise BadRequest(str(error), 409) from None
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
         return describe(gateway)

@@ -101,6 +101,7 @@ class Lifecycle:
         """Why the last state is not written."""
         self._saved_events, self._saved_s = 0, 0.0
         self._background: set[asyncio.Task[Any]] = set()
+        self._has_ended = False
 
     def resume(
         self, policy: str, explore_fraction: float = 0.0, may_be_missing: bool = False
@@ -140,6 +141,7 @@ class Lifecycle:
 
     async def stop(self) -> None:
         """Write the state a last time: from now on the file is another gateway's."""
+        self._has_ended = True
         await self._written()
         if self._file is not None:
             self._file.is_closed = True
@@ -153,6 +155,7 @@ class Lifecycle:
 
         Raises:
             ValueError: It cannot be used.
+            Conflict: The gateway ends.
         """
         manager = self._manager
         async with self._busy:
@@ -160,6 +163,7 @@ class Lifecycle:
             if policy != RAY_DEFAULT:
                 # Off the event loop: it may take seconds to find, load and compile.
                 prepared = await asyncio.to_thread(manager.prepare, policy)
+            self._check_goes_on()
             before = manager.policy
             manager.switch(policy, explore_fraction, prepared=prepared)
             manager.policy.aliases = before.aliases
@@ -175,9 +179,11 @@ class Lifecycle:
 
         Raises:
             ValueError: The policy cannot be used.
-            Conflict: There is nothing to promote, stop or go back to, no registry to write to, or a
-                canary whose requests would wait by other keys than the champion's.
+            Conflict: There is nothing to promote, stop or go back to, no registry to write to, a
+                canary whose requests would wait by other keys than the champion's, or the gateway
+                ends.
         """
+        self._check_goes_on()
         if body.action == "rollback":
             self._roll_back()
         else:
@@ -207,6 +213,15 @@ class Lifecycle:
                 self._saved_events, self._saved_s = num_events, time.monotonic()
                 self._save_note = None
 
+    def _check_goes_on(self) -> None:
+        """Refuse a change that the next gateway would not hear of.
+
+        Raises:
+            Conflict: The gateway ends.
+        """
+        if self._has_ended:
+            raise Conflict("the gateway is about to end; ask again, and the next one answers")
+
     async def _carry_out(self, body: PoliciesChange) -> None:
         manager = self._manager
         if body.action in ("shadow", "canary"):
@@ -215,6 +230,7 @@ class Lifecycle:
             if body.policy == RAY_DEFAULT:
                 raise ValueError(f"{RAY_DEFAULT} scores nothing that it could be compared on")
             prepared = await asyncio.to_thread(manager.prepare, body.policy)
+            self._check_goes_on()
             try:
                 manager.start_experiment(body.policy, body.action, body.share, body.alpha, prepared)
             except OrdersDiffer as error:

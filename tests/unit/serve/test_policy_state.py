@@ -299,6 +299,24 @@ def test_evidence_that_is_none_is_refused_and_the_cluster_file_counts(tmp_path):
     assert seen["experiment"] is None
 
 
+def test_a_change_that_the_next_gateway_would_not_hear_of_is_refused(tmp_path):
+    """A gateway that ends answers those who are connected, after its last state is written."""
+    state = tmp_path / "state.json"
+
+    async def end(client, gateway, lifecycle):
+        await switching_to("round_robin")(client, gateway, lifecycle)
+        await lifecycle.stop()
+        changes = [("/v1/policy", {"policy": "power_of_two"}), (PATH, {"action": "rollback"})]
+        for path, body in changes:
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 409
+            assert "about to end" in refused.json()["detail"]
+        return (await client.get(PATH)).json()["champion"]["name"]
+
+    assert live(state, end) == "round_robin"
+    assert live(state, look)["champion"]["name"] == "round_robin"
+
+
 def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path):
     async def test(client, gateway, lifecycle):
         lifecycle._file.path = tmp_path / "a file" / "state.json"
