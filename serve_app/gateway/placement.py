@@ -296,9 +296,10 @@ class Placement:
             choice = manager.pick(
                 request, snapshots, stale, arm, last_sent_s=last_sent_s, has_key=asked.is_ordered
             )
-            if not asked.tried:
-                manager.observe(asked.request_id, request, snapshots, choice)
         snapshots.release()
+        if not asked.tried:
+            # Only now: a shadow reads them in a thread of its own, and what was sent changes here.
+            manager.observe(asked.request_id, request, snapshots, choice)
         replica = self._table.at(int(rows[choice.index]))
         return Pick(
             now_s, replica, choice, snapshots, request, runner.label, runner.mlflow_run, arm,

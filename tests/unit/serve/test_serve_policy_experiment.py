@@ -143,6 +143,21 @@ def test_a_shadow_that_hangs_or_crashes_costs_nobody_anything(monkeypatch):
     check(test)
 
 
+def test_a_shadow_is_handed_nothing_that_the_gateway_goes_on_writing(monkeypatch):
+    """A policy that looks at queues is shown those that the gateway keeps, in its own thread."""
+    handed = []
+
+    async def test(client, pools, gateway):
+        await act(client, "shadow", policy="marginal_in_order+boost@4")
+        shadow = gateway.manager.experiment.shadow
+        monkeypatch.setattr(shadow, "offer", lambda *asked: handed.append(asked[2].sent))
+        assert await ask(client, 5) == [200] * 5
+        assert gateway.manager.sees_queues
+
+    check(test, policy="marginal_in_order+boost@4")
+    assert handed == [None] * 5
+
+
 def test_a_canary_decides_for_its_share_and_its_rows_say_so(monkeypatch, tmp_path):
     async def test(client, pools, gateway):
         gateway.manager.switch("round_robin")
