@@ -397,6 +397,9 @@ class Lifecycle:
             experiment = self._experiment(stored.experiment, deciding)
         self._restore(stored, [one for one in self._parts if one not in _ALWAYS])
         manager.resume(policy, previous, experiment, events)
+        if stored.experiment is not None and experiment is None:
+            ended, label = stored.experiment.mode, stored.experiment.policy.label
+            manager.note(f"{ended} ended", label, "another policy decides")
 
     def _restore(self, stored: StoredState, names: Iterable[str]) -> None:
         """Let parts of the gateway take up what they have written there."""

@@ -224,6 +224,19 @@ def test_a_canary_goes_on_with_its_share_its_evidence_and_its_requests(tmp_path)
     assert live(state, begin) == live(state, go_on)
 
 
+def test_a_canary_of_a_champion_that_is_another_after_a_restart_is_told_to_have_ended(tmp_path):
+    async def begin(client, gateway, lifecycle):
+        await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
+
+    state, file = tmp_path / "state.json", tmp_path / "mine.npz"
+    marginal_artifact().save(file)
+    live(state, begin, policy=str(file))
+    marginal_artifact(np.full(NUM_MARGINAL_WEIGHTS, 0.1)).save(file)
+    last, *_ = live(state, look, policy=str(file))["events"]
+    assert (last["what"], last["why"]) == ("canary ended", "another policy decides")
+    assert last["policy"].startswith("round_robin@")
+
+
 def test_a_canary_of_an_earlier_release_that_orders_otherwise_has_ended(tmp_path):
     async def begin(client, gateway, lifecycle):
         await client.post(PATH, json={"action": "canary", "policy": "round_robin"})
