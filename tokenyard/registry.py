@@ -97,8 +97,7 @@ def find_registered(
     Raises:
         RegistryError: The registry cannot be read, or is a file that is not there.
     """
-    if is_missing(tracking_uri):
-        raise RegistryError(f"registry {tracking_uri}: there is no such file")
+    _refuse_missing(tracking_uri)
     return mlflow_lookup(tracking_uri, alias)(model_name(problem, scenario))
 
 
@@ -106,6 +105,11 @@ def is_missing(tracking_uri: str) -> bool:
     """Whether a store is a file that is not there: MLflow would make it, with all its tables."""
     path = tracking_uri.removeprefix("sqlite:///")
     return path != tracking_uri and not Path(path).is_file()
+
+
+def _refuse_missing(tracking_uri: str) -> None:
+    if is_missing(tracking_uri):
+        raise RegistryError(f"registry {tracking_uri}: there is no such file")
 
 
 def version_of(client: MlflowClient, model: str, alias: str = CHAMPION) -> ModelVersion | None:
@@ -243,8 +247,12 @@ def settle(
         Whether the aliases are as wanted.
 
     Raises:
-        ArtifactError: The registry cannot be written; to try again does no harm.
+        ArtifactError: The registry cannot be written, or is a file that is not there; to try again
+            does no harm.
     """
+    _refuse_missing(
+        tracking_uri
+    )  # One that is away for a while must not find another in its place.
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
         now = aliases_of(client, model)

@@ -18,7 +18,7 @@ from serve_app.policy.manager import PolicyManager
 from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.artifact import ArtifactError
-from tokenyard.registry import mlflow_lookup, offer
+from tokenyard.registry import mlflow_lookup, offer, settle
 
 MODEL = "tokenyard-routing-poisson_085"
 
@@ -101,6 +101,16 @@ def test_a_registry_that_does_not_answer_is_refused_or_what_ships_is_served(monk
     card = resolve_policy("champion", "azure_code_slo", unreachable, stand_in="sed").card
     assert card.source == "shipped routing/azure_code_slo"
     assert unreachable in card.registry_error
+
+
+def test_aliases_of_a_registry_that_is_away_are_tried_again_and_nothing_is_made_in_its_place(
+    tmp_path,
+):
+    away = tmp_path / "mlflow.db"
+    for _ in range(2):
+        with pytest.raises(ArtifactError, match="there is no such file"):
+            settle(f"sqlite:///{away}", MODEL, {"champion": "1"}, ())
+        assert not away.exists()
 
 
 def test_an_offer_to_a_registry_that_does_not_answer_ends_in_a_sentence(monkeypatch):
