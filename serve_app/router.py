@@ -257,15 +257,28 @@ class PolicyRequestRouter(FIFOMixin, RequestRouter):
         """Count the tokens of what looks like a prompt among the arguments."""
         for value in (*pending_request.args, *pending_request.kwargs.values()):
             fields = value if isinstance(value, Mapping) else _fields(value)
-            if isinstance(fields.get("token_ids"), list | tuple):
-                return list(fields["token_ids"])
-            if isinstance(fields.get("prompt"), str):
-                return self._tokenizer.encode(fields["prompt"]) or [0]
+            for name in ("token_ids", "prompt"):
+                prompt = _prompt(fields.get(name))
+                if isinstance(prompt, str):
+                    return self._tokenizer.encode(prompt) or [0]
+                if prompt is not None:
+                    return prompt
             if isinstance(fields.get("messages"), list | tuple):
                 messages = [_fields(message) for message in fields["messages"]]
                 texts = [{"role": m.get("role", ""), "content": m.get("content")} for m in messages]
                 return self._tokenizer.encode(plain_chat(texts)) or [0]
         return [0]
+
+
+def _prompt(given: object) -> str | list[int] | None:
+    """Read a prompt as OpenAI's API has it: a text, its token ids, or a list of one text."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list | tuple) or not given:
+        return None
+    if isinstance(given[0], int):
+        return list(given)
+    return given[0] if len(given) == 1 and isinstance(given[0], str) else None
 
 
 def _fields(value: object) -> Mapping[str, Any]:
