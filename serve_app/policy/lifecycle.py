@@ -24,7 +24,7 @@ from serve_app.policy.champion_alias import (
 )
 from serve_app.policy.experiment import Experiment
 from serve_app.policy.manager import PolicyManager
-from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner
+from serve_app.policy.runner import RAY_DEFAULT, PolicyRunner, is_same
 from serve_app.policy.same_order import OrdersDiffer, check_canary
 from serve_app.policy.state import (
     Configured,
@@ -169,7 +169,8 @@ class Lifecycle:
             manager.policy.aliases = before.aliases
             wanted = (self._configured.policy, self._explore_fraction)
             manager.policy.by_hand = (policy, explore_fraction) != wanted
-            if policy == self._configured.policy and manager.policy.label != before.label:
+            is_new = not is_same(manager.policy.label, before.label)
+            if policy == self._configured.policy and is_new:
                 # The name means another now: whoever goes back to this one has chosen it.
                 before.by_hand = True
         await self._written()
@@ -388,12 +389,12 @@ class Lifecycle:
             return
         policy = self._decided(stored.policy)
         deciding = policy or manager.policy
-        if policy is None and manager.policy.label == stored.policy.label:
+        if policy is None and is_same(manager.policy.label, stored.policy.label):
             manager.policy.aliases = stored.policy.aliases
             manager.policy.breaker.restore(stored.policy.breaker)
         previous = self._before(stored, deciding)
         experiment = None
-        if stored.experiment is not None and stored.experiment.champion == deciding.label:
+        if stored.experiment is not None and is_same(stored.experiment.champion, deciding.label):
             experiment = self._experiment(stored.experiment, deciding)
         self._restore(stored, [one for one in self._parts if one not in _ALWAYS])
         manager.resume(policy, previous, experiment, events)
@@ -414,17 +415,17 @@ class Lifecycle:
             return stored.runner(self._manager)
         unsure = found.loaded.card.registry_error is not None
         unsure = unsure or (alias is not None and not alias.is_settled)
-        if not unsure or stored.artifact is None or stored.label == found.label:
+        if not unsure or stored.artifact is None or is_same(stored.label, found.label):
             return None
         return stored.runner(self._manager)
 
     def _before(self, stored: StoredState, deciding: PolicyRunner) -> PolicyRunner | None:
         """Who decided before, to go back to; None: nobody who can be made again."""
         try:
-            if stored.policy.label != deciding.label:
+            if not is_same(stored.policy.label, deciding.label):
                 last = stored.policy.runner(self._manager)
                 # A rule is the same one, whatever release of it the label names.
-                if last.label != deciding.label:
+                if not is_same(last.label, deciding.label):
                     last.by_hand = True  # As in `switch`: the name means another now.
                     return last
             return None if stored.previous is None else stored.previous.runner(self._manager)

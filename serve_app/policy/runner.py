@@ -161,6 +161,11 @@ class CircuitBreaker:
         return True
 
 
+def is_same(label: str, other: str) -> bool:
+    """Whether two labels are of one policy, which may be found by several names."""
+    return label.rpartition("@")[2] == other.rpartition("@")[2]
+
+
 class PolicyRunner:
     """A policy that may decide; used from one thread, since policies remember."""
 

@@ -5,6 +5,7 @@ run is one sequence of choices, and all sequences are tried, depth first.
 """
 
 import asyncio
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -339,6 +340,35 @@ def test_a_policy_promoted_in_an_order_decides_in_it_after_a_restart_and_no_alia
     successor = Gateway(store, text)
     successor.run_out()
     assert successor.manager.policy.label == ordered.card.name + "@" + ordered.card.sha256
+    successor.end()
+
+
+def test_a_promoted_candidate_is_the_champion_that_is_found_by_another_name(fakes):
+    """Its canary goes on, and the way back is to what decided before it."""
+    store = Store()
+    fakes.append(store)
+    gateway = Gateway(store)
+    loaded = POLICIES["x1"]
+    card = loaded.card.model_copy(update={"name": "candidate"})
+    candidate = replace(loaded, card=card)
+    gateway.manager.start_experiment("candidate", "canary", 0.2, prepared=candidate)
+    gateway.ask("promote")
+    gateway.run_out()
+    assert store.champion == "x1"
+    gateway.canary("x2")
+    gateway.spawn(gateway.lifecycle.save())
+    gateway.run_out()
+    text = gateway.file.text
+    gateway.end()
+    successor = Gateway(store, text)
+    successor.run_out()
+    manager = successor.manager
+    assert manager.policy.label == loaded.card.name + "@" + loaded.card.sha256
+    assert manager.experiment.running
+    successor.ask("rollback")
+    successor.run_out()
+    check_together(successor)
+    assert store.champion == "p0"
     successor.end()
 
 
