@@ -250,9 +250,8 @@ def settle(
         ArtifactError: The registry cannot be written, or is a file that is not there; to try again
             does no harm.
     """
-    _refuse_missing(
-        tracking_uri
-    )  # One that is away for a while must not find another in its place.
+    # One that is away for a while must not find another in its place.
+    _refuse_missing(tracking_uri)
     with _named(tracking_uri):
         client = _impatient(tracking_uri)
         now = aliases_of(client, model)
