@@ -41,7 +41,8 @@ def draw_mmpp_arrivals(
     for i in range(len(arrival_s)):
         work = _interpolate(rng.random(), gap_probabilities, gaps)
         room = (num_steps * dt_s - now_s) * rates_per_s[state]
-        while work > room:
+        # Equal too: a gap of nothing leads out of a state in which nothing arrives.
+        while work >= room:
             work -= room
             now_s = num_steps * dt_s
             num_steps += 1

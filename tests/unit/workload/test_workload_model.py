@@ -148,6 +148,25 @@ def test_a_chain_that_can_fall_silent_for_ever_is_refused():
         type(load_model("azure_code").arrivals).model_validate(content)
 
 
+def test_streams_of_a_trace_in_whole_seconds_may_begin_in_a_state_without_arrivals():
+    content = load_model("azure_code").arrivals.model_dump()
+    content |= {
+        "rates_per_s": (0.0, 2.0),
+        "transition": ((0.5, 0.5), (0.5, 0.5)),
+        "stationary": (0.5, 0.5),
+        "gap_probabilities": (0.0, 0.5, 0.6, 1.0),
+        "gaps": (0.0, 0.0, 20 / 9, 20 / 9),
+    }
+    arrivals = type(load_model("azure_code").arrivals).model_validate(content)
+    model = load_model("azure_code").model_copy(update={"arrivals": arrivals})
+
+    for seed in range(20):
+        arrival_s = model.sample_mmpp_arrivals(500, None, rng(seed))
+        assert np.isfinite(arrival_s).all()
+        assert (np.diff(arrival_s) >= 0).all()
+        assert arrival_s[-1] == pytest.approx(500.0, rel=0.4)
+
+
 @pytest.mark.parametrize("name", NUM_TRAIN)
 @pytest.mark.parametrize("window_s", [1.0, 10.0, 60.0])
 def test_nine_of_ten_synthetic_streams_bracket_the_dispersion_of_the_trace(name, window_s):
