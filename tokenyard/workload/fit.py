@@ -214,14 +214,17 @@ def _smooth(
 
 
 def _as_mmpp(chain: _Chain, arrival_s: FloatArray, dt_s: float) -> Mmpp:
-    """Sort states by rate, and round to what a person can read."""
+    """Sort states by rate, and round to what a person can read.
+
+    Moves keep more digits: a state that lasts for days is left once in a million steps.
+    """
     order = np.argsort(chain.means)
-    transition = chain.transition[np.ix_(order, order)].round(6)
+    transition = chain.transition[np.ix_(order, order)].round(12)
     transition[np.diag_indices_from(transition)] += 1 - transition.sum(axis=1)
     return Mmpp(
         dt_s=dt_s,
         rates_per_s=tuple((chain.means[order] / dt_s).round(6).tolist()),
-        transition=tuple(tuple(row) for row in transition.round(6).tolist()),
+        transition=tuple(tuple(row) for row in transition.round(12).tolist()),
         stationary=tuple(_stationary(transition).round(9).tolist()),
         gap_probabilities=CONTEXT_PROBABILITIES,
         gaps=_fit_gaps(arrival_s, chain.posterior @ chain.means, dt_s),

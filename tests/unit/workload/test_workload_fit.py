@@ -58,6 +58,17 @@ def test_the_fitted_rate_is_the_rate_of_the_trace():
         assert fit.mmpp.mean_rate_per_s == pytest.approx(len(arrival_s) / steps_s, rel=1e-3)
 
 
+def test_the_rate_is_that_of_the_trace_where_states_last_for_days():
+    busy_s, calm_s = 182_000.0, 60_000.0
+    busy = np.arange(0.0, busy_s, 0.5)
+    calm = busy_s + np.arange(0.0, calm_s, 20.0)
+    arrival_s = np.concatenate((busy, calm))
+
+    mmpp = fit_mmpp(arrival_s, 1.0, 2, num_restarts=1).mmpp
+    assert mmpp.rates_per_s == pytest.approx((0.05, 2.0), rel=1e-2)
+    assert mmpp.mean_rate_per_s == pytest.approx(len(arrival_s) / (busy_s + calm_s), rel=1e-3)
+
+
 def test_a_fit_is_the_same_every_time():
     arrival_s = arrivals_of_two_states(1000)
 
