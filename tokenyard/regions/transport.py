@@ -75,10 +75,10 @@ def _by_linprog(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> Flo
     return np.asarray(found.x).reshape(cost.shape)
 
 
-def as_shares(plan: FloatArray) -> FloatArray:
-    """Divide every row by its sum; a row without mass stays local."""
+def as_shares(plan: FloatArray, instead: FloatArray) -> FloatArray:
+    """Divide every row by its sum; `instead` has the rows that have no mass."""
     mass = plan.sum(axis=1, keepdims=True)
-    return np.where(mass > _TINY, plan / np.maximum(mass, _TINY), np.eye(*plan.shape))
+    return np.where(mass > _TINY, plan / np.maximum(mass, _TINY), instead)
 
 
 def balanced(demand: FloatArray, capacity: FloatArray, cost: FloatArray) -> FloatArray:
@@ -150,7 +150,7 @@ def sinkhorn(
             break
         u = supply / np.maximum(into, 1e-300)
     plan = (u[:, None] * kernel * v)[:-1]
-    return as_shares(plan) * demand[:, None]
+    return as_shares(plan, np.zeros_like(plan)) * demand[:, None]
 
 
 def prox(target: FloatArray, previous: FloatArray, weight: float) -> FloatArray:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,10 +43,12 @@ def test_every_policy_gives_shares_and_serves_or_counts_every_task(name, scenari
     assert parts == pytest.approx(measured["mean_response_s"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ot_slack", "prox_ot", "prox_ot_forecast_live_cost"])
-def test_what_plans_sends_nothing_to_a_region_that_is_down(name):
+@pytest.mark.parametrize("name", REGION_BASELINES)
+@pytest.mark.parametrize("demand", [1.0, 0.0])
+def test_what_plans_sends_nothing_to_a_region_that_is_down(name, demand):
     policy = policy_maker(DOWN, name)[0](DOWN)
     for state in states(DOWN):
+        state = replace(state, arrivals=demand * state.arrivals, forecast=demand * state.forecast)
         there = state.capacity > 0
         shares = policy.decide(state).shares
         if not there.all():

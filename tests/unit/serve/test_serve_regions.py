@@ -96,9 +96,12 @@ def test_where_prox_ot_fails_too_everything_stays_local():
     assert answer.shares == np.eye(3).tolist()
 
 
-def test_a_region_that_is_down_is_sent_nothing():
-    regions = [a_region("a"), a_region("b", servers=[], num_active=0), a_region("c")]
-    answer, _ = decide(the_rule(), regions=regions)
+@pytest.mark.parametrize("changes", [{}, {"arrivals": [0.0], "forecast": [0.0]}])
+@pytest.mark.parametrize("age", [0.0, 9.0], ids=["best rule", "prox_ot"])
+def test_a_region_that_is_down_is_sent_nothing(changes, age):
+    down = {"servers": [], "num_active": 0}
+    regions = [a_region("a", **changes), a_region("b", **down, **changes), a_region("c", **changes)]
+    answer, _ = decide(the_rule(), regions=regions, forecast_age_slots=age)
     assert np.array(answer.shares)[:, 1] == pytest.approx(np.zeros(3), abs=1e-9)
     assert answer.active[1] == 0
 

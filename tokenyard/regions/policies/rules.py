@@ -95,6 +95,11 @@ def stay_local(state: RegionState, demand: FloatArray, cap: float = 1.0) -> Floa
     return np.where(there[:, None], np.eye(state.num_regions), by_capacity(state, demand))
 
 
+def as_shares(state: RegionState, plan: FloatArray) -> FloatArray:
+    """The shares of a plan; what a region without demand may still send stays local."""
+    return transport.as_shares(plan, stay_local(state, plan.sum(axis=1)))
+
+
 def by_servers(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """Round robin over regions, each as often as it has servers."""
     servers = (state.server_tasks > 0).sum(axis=1).astype(np.float64)
@@ -132,23 +137,24 @@ def spilled(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
             room[j] -= taken
             left -= taken
         plan[i] += max(left, 0.0) * by_capacity(state, demand)[i]
-    return transport.as_shares(plan)
+    return as_shares(state, plan)
 
 
 def ot_balanced(state: RegionState, demand: FloatArray, cap: float = 1.0) -> FloatArray:
     """The paper's Eq 2."""
-    return transport.as_shares(transport.balanced(demand, state.capacity, paper_cost(state)))
+    return as_shares(state, transport.balanced(demand, state.capacity, paper_cost(state)))
 
 
 def ot_slack(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     """The same cost with capacities as upper bounds."""
-    return transport.as_shares(transport.within(demand, cap * state.capacity, paper_cost(state)))
+    plan = transport.within(demand, cap * state.capacity, paper_cost(state))
+    return as_shares(state, plan)
 
 
 def sinkhorn(state: RegionState, demand: FloatArray, cap: float) -> FloatArray:
     """`ot_slack` with an entropy term."""
     plan = transport.sinkhorn(demand, cap * state.capacity, paper_cost(state))
-    return transport.as_shares(plan)
+    return as_shares(state, plan)
 
 
 class RecedingHorizon:
@@ -194,7 +200,7 @@ class RecedingHorizon:
             plans = transport.receding_horizon(
                 ahead, self._knobs.cap * capacity, cost, before, self._cost
             )
-            self._plans = [transport.as_shares(plan) for plan in plans]
+            self._plans = [as_shares(state, plan) for plan in plans]
             self._capacity = capacity
         return self._decision(state, self._plans.pop(0))
 
