@@ -19,6 +19,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -153,18 +154,33 @@ def _read_clean_csv(path: Path, layout: _Layout, header: list[str]) -> Trace | N
 
 
 def _csv_rows(path: Path, layout: _Layout, header: list[str]) -> Iterator[_Row]:
+    """Rows as CSV has them: a quoted field may go over several lines, and be of any length."""
     columns = [header.index(name) for name in layout[:3]]
-    for line, text in _numbered_lines(path, first=2):
-        fields = next(csv.reader([text]))
-        if len(fields) != len(header):
-            yield _Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
-        else:
-            time, context, generated = (fields[i] for i in columns)
-            yield _Row(line, time, context, generated)
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding=_ENCODING, errors="replace", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        next(reader)
+        while True:
+            line = reader.line_num + 1
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                # A quote that nobody closes takes all lines after it.
+                yield from (_Row(i, fault=str(error)) for i in range(line, reader.line_num + 1))
+                continue
+            if len(fields) < 2 and not "".join(fields).strip():
+                continue
+            if len(fields) != len(header):
+                yield _Row(line, fault=f"{len(fields)} fields where the header has {len(header)}")
+            else:
+                time, context, generated = (fields[i].strip() for i in columns)
+                yield _Row(line, time, context, generated)
 
 
 def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
-    for line, text in _numbered_lines(path, first=1):
+    for line, text in _numbered_lines(path):
         try:
             record = json.loads(text, parse_int=str, parse_float=str)
             hashes = tuple(int(block) for block in record.get("hash_ids") or ())
@@ -176,10 +192,10 @@ def _json_rows(path: Path, layout: _Layout) -> Iterator[_Row]:
             yield _Row(line, fault=f"not a JSON object with {', '.join(layout[:3])}: {text[:80]!r}")
 
 
-def _numbered_lines(path: Path, first: int) -> Iterator[tuple[int, str]]:
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     with path.open(encoding=_ENCODING, errors="replace") as file:
         for line, text in enumerate(file, start=1):
-            if line >= first and text.strip():
+            if text.strip():
                 yield line, text.strip()
 
 

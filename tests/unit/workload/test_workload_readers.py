@@ -117,6 +117,29 @@ def test_bad_rows_are_skipped_and_counted_on_request(file_with, row):
     assert trace.arrival_s.tolist() == [0, 0.052]
 
 
+def test_columns_of_others_may_hold_long_texts_with_line_ends_beside_a_bad_row(file_with):
+    texts = ["one\nline\r\n\nafter, the other", "long " * 40_000, 'the "last"']
+    rows = [f'{i},{i + 1},7,"{text.replace(chr(34), 2 * chr(34))}"' for i, text in enumerate(texts)]
+    rows.insert(1, "0.5,many,7,short")
+    path = file_with("\n".join(["arrival_s,context_tokens,generated_tokens,prompt", *rows]))
+
+    with pytest.raises(TraceError, match="line 6: context tokens 'many' are no integer"):
+        read_trace(path)
+    trace, num_skipped = read_trace(path, on_bad_row="skip")
+    assert num_skipped == 1
+    assert trace.context_tokens.tolist() == [1, 2, 3]
+
+
+def test_a_quote_that_is_never_closed_takes_the_lines_after_it_and_all_are_counted(file_with):
+    rows = ["0,5,6,a", "1,5,6,b", '2,5,6,"c', "3,5,6,d", "4,5,6,e"]
+    path = file_with("\n".join(["arrival_s,context_tokens,generated_tokens,prompt", *rows]))
+
+    with pytest.raises(TraceError, match="line 4: unexpected end of data"):
+        read_trace(path)
+    trace, num_skipped = read_trace(path, on_bad_row="skip")
+    assert (trace.num_requests, num_skipped) == (2, 3)
+
+
 def test_a_last_row_at_infinity_is_a_bad_row(file_with):
     path = file_with("arrival_s,context_tokens,generated_tokens\n0,5,6\n3,5,6\ninf,5,6\n")
     with pytest.raises(TraceError, match=r"line 4: unparsable time 'inf'"):
