@@ -47,7 +47,7 @@ from serve_app.load_generator import (
 from tokenyard.figures import colours, log_seconds, new_axes, new_figure, save_figures, words
 from tokenyard.provenance import command_line, write_result
 from tokenyard.routing.scenario import Scenario, load_scenario
-from tokenyard.routing.twin import agreement, simulate
+from tokenyard.routing.twin import agreement, runners, simulate
 from tokenyard.workload.trace import Trace
 
 
@@ -151,13 +151,12 @@ def _delta(row: dict[str, Any], prefix: str) -> str:
 def add_simulated(
     args: Args,
     scenario: Scenario,
-    card: dict[str, Any],
+    policies_of: str,
     sent: list[Trace],
     rows: list[dict[str, Any]],
 ) -> None:
     """Put what the simulator says of the same requests into the rows, means over what was sent."""
     names = [row["policy"] for row in rows]
-    policies_of = card.get("scenario") or scenario.name
     found = [simulate(scenario, policies_of, one, names, args.seed) for one in sent]
     for row in rows:
         for key in ("mean_response_s", "p99_response_s", "mean_ttft_s", "slo_violation_fraction"):
@@ -210,6 +209,9 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             names.append(baseline)
         elif not names and baseline != before:
             raise ValueError(f"baseline {baseline!r} does not decide; name it in --compare, too")
+        if twin is not None:
+            policies_of = card.get("scenario") or twin.name
+            runners(twin, policies_of, names or [before])
         slo_s = args.slo_response_s or float(card["slo_response_s"])
         console.print(
             f"{sum(map(len, asks))} requests over {args.duration_s * len(asks):g} s, "
@@ -244,7 +246,7 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
             console.print(f"picture: {path}", soft_wrap=True)
         if twin is not None:
-            add_simulated(args, twin, card, list(sent.values()), rows)
+            add_simulated(args, twin, policies_of, list(sent.values()), rows)
         return rows
     finally:
         await client.close()

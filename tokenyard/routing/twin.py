@@ -6,16 +6,18 @@ has sent, under the policies that decided there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import mean
 
 from scipy.stats import kendalltau
 
-from tokenyard.evaluation import run_candidates
+from tokenyard.evaluation import run_all
+from tokenyard.problem import Runner
 from tokenyard.routing.evaluation import mean_summary
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario
+from tokenyard.routing.simulator.run import Run
 from tokenyard.routing.simulator.streams import StreamSet, StreamSource
 from tokenyard.workload.trace import Trace
 
@@ -37,16 +39,33 @@ class Agreement:
     """Of the two orders of the policies; NaN for fewer than two."""
 
 
+def runners(
+    scenario: Scenario, policies_of: str, policies: Iterable[str]
+) -> dict[str, Runner[Scenario, StreamSet, Run]]:
+    """What runs each policy in the simulator, by the name that it has live.
+
+    Args:
+        scenario: The live replicas.
+        policies_of: Scenario whose champion and tuned rules decide.
+        policies: Their names; `ray_default` stands for the power of two choices.
+
+    Raises:
+        ValueError: A policy is unknown or does not fit the replicas.
+    """
+    known_as = scenario.model_copy(update={"name": policies_of})
+    return {name: PROBLEM.candidate(known_as, _STANDS_FOR.get(name, name)).run for name in policies}
+
+
 def simulate(
-    scenario: Scenario, policies_of: str, trace: Trace, policies: Sequence[str], seed: int
+    scenario: Scenario, policies_of: str, trace: Trace, policies: Iterable[str], seed: int
 ) -> dict[str, dict[str, float]]:
     """Run requests through the simulator, policy by policy.
 
     Args:
         scenario: The live replicas.
-        policies_of: Scenario whose champion and tuned rules decide.
+        policies_of: As of `runners`.
         trace: What was sent, in its own time.
-        policies: Their names; `ray_default` stands for the power of two choices.
+        policies: As of `runners`.
         seed: Of policies that draw by themselves.
 
     Returns:
@@ -58,14 +77,8 @@ def simulate(
     known_as = scenario.model_copy(update={"name": policies_of})
     stream = StreamSource(scenario).encode(trace)
     streams = StreamSet([stream] * _COPIES, "what was sent")
-    names = {name: _STANDS_FOR.get(name, name) for name in policies}
-    candidates = [PROBLEM.candidate(known_as, name) for name in dict.fromkeys(names.values())]
-    runs = run_candidates(candidates, known_as, streams, seed)
-    by_candidate = {
-        name: mean_summary(known_as, runs[candidate.name])
-        for name, candidate in zip(dict.fromkeys(names.values()), candidates, strict=True)
-    }
-    return {name: by_candidate[candidate] for name, candidate in names.items()}
+    found = run_all(runners(scenario, policies_of, policies), known_as, streams, seed)
+    return {name: mean_summary(known_as, runs) for name, runs in found.items()}
 
 
 def agreement(measured_s: Mapping[str, float], simulated_s: Mapping[str, float]) -> Agreement:

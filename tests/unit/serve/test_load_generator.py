@@ -199,6 +199,13 @@ def test_a_baseline_that_never_decides_is_refused_before_anything_is_sent(url, t
     assert sentence == "replay: baseline 'sed' does not decide; name it in --compare, too"
 
 
+def test_a_policy_that_cannot_be_simulated_is_refused_before_anything_is_sent(url, trace):
+    options = ("--url", url, "--trace", trace, "--slo-response-s", 60, "--duration-s", 0.5)
+    more = ("--simulate", "conversation_mixed_gpus", "--compare", "sed,candidate")
+    sentence = refusal(load_script("pipelines/replay.py"), *options, *more)
+    assert sentence.startswith("replay: unknown policy 'candidate'")
+
+
 def test_differences_are_paired_by_repeat():
     def run(mean_s):
         return {"requests": 2, "mean_response_s": mean_s, "p99_response_s": 1.0,
