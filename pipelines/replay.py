@@ -232,7 +232,10 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
                     answers, took_s = await replay(client, asks[which])
                     answered[name] += answers
                     found[name].append(summarise(asks[which], answers, took_s, slo_s))
-                    sent[which] = as_sent(stretches[which], answers)
+                    told = as_sent(stretches[which], answers)
+                    # What was not answered has no lengths: those of whom most was answered.
+                    if told.num_requests >= max(1, sent.get(which, told).num_requests):
+                        sent[which] = told
                     _tell(name, turn, answers, found[name][-1])
                     await asyncio.sleep(args.pause_s)
         finally:
@@ -245,6 +248,8 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             drawn = draw(answered, credit)
             [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
             console.print(f"picture: {path}", soft_wrap=True)
+        if twin is not None and not sent:
+            raise ValueError("no request was answered, so none can be simulated")
         if twin is not None:
             add_simulated(args, twin, policies_of, list(sent.values()), rows)
         return rows

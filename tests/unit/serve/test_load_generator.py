@@ -123,7 +123,10 @@ def test_equal_prefix_blocks_become_equal_words():
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with two events and the token counts; every prompt of one word is refused."""
+    """Answers with two events and the token counts; every prompt of one word is refused.
+
+    So is every prompt above a hundred words while `power_of_two` decides.
+    """
 
     def do_GET(self):
         self.send_response(200)
@@ -132,10 +135,16 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "policy" in body:
+            self.server.policy = body["policy"]
+            self.send_response(200)
+            self.end_headers()
+            return
         num_words = len(body["prompt"].split())
-        self.send_response(503 if num_words == 1 else 200)
+        is_refused = num_words == 1 or (self.server.policy == "power_of_two" and num_words > 100)
+        self.send_response(503 if is_refused else 200)
         self.end_headers()
-        if num_words == 1:
+        if is_refused:
             self.wfile.write(b'{"error": {"message": "no replica"}}')
             return
         usage = {"prompt_tokens": num_words, "completion_tokens": body["max_tokens"]}
@@ -150,6 +159,7 @@ class Handler(BaseHTTPRequestHandler):
 def url(monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.policy = None
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -204,6 +214,21 @@ def test_a_policy_that_cannot_be_simulated_is_refused_before_anything_is_sent(ur
     more = ("--simulate", "conversation_mixed_gpus", "--compare", "sed,candidate")
     sentence = refusal(load_script("pipelines/replay.py"), *options, *more)
     assert sentence.startswith("replay: unknown policy 'candidate'")
+
+
+def test_what_some_policy_answered_is_simulated_though_the_last_one_answered_nothing(
+    url, trace, tmp_path
+):
+    path = tmp_path / "rows.json"
+    options = ("--url", url, "--trace", trace, "--slo-response-s", 60, "--json", path)
+    speed = ("--rate-scale", 20, "--duration-s", 0.24, "--compare", "sed,power_of_two")
+    call(load_script("pipelines/replay.py"), *options, *speed, "--simulate", "emulated")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["failed"] for row in rows] == [0, 5]
+    assert all(row["simulated_mean_response_s"] > 0 for row in rows)
+    alone = (*options, *speed[:4], "--compare", "power_of_two", "--simulate", "emulated")
+    sentence = refusal(load_script("pipelines/replay.py"), *alone)
+    assert sentence == "replay: no request was answered, so none can be simulated"
 
 
 def test_differences_are_paired_by_repeat():
