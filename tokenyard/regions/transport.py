@@ -40,19 +40,24 @@ def exact(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArra
     Returns:
         The plan of least cost, shape (n, m).
     """
-    if has_pot():
-        # POT would import every array library that is installed, torch too, which takes seconds.
-        for library in ("PYTORCH", "JAX", "TENSORFLOW", "CUPY"):
-            os.environ.setdefault(f"POT_BACKEND_DISABLE_{library}", "1")
-        import ot
+    # Solvers hold sums to be equal within fixed bounds; a power of two rounds nothing.
+    unit = np.ldexp(1.0, np.frexp(supply.sum())[1])
+    solve = _by_pot if has_pot() else _by_linprog
+    return np.asarray(unit * solve(supply / unit, demand / unit, cost))
 
-        supply, demand, cost = (np.ascontiguousarray(one) for one in (supply, demand, cost))
-        plan = ot.emd(
-            supply, demand, cost, numItermax=1_000_000,
-            center_dual=False, check_marginals=False,  # Nobody looks at the dual.
-        )  # fmt: skip
-        return np.asarray(plan)
-    return _by_linprog(supply, demand, cost)
+
+def _by_pot(supply: FloatArray, demand: FloatArray, cost: FloatArray) -> FloatArray:
+    # POT would import every array library that is installed, torch too, which takes seconds.
+    for library in ("PYTORCH", "JAX", "TENSORFLOW", "CUPY"):
+        os.environ.setdefault(f"POT_BACKEND_DISABLE_{library}", "1")
+    import ot
+
+    supply, demand, cost = (np.ascontiguousarray(one) for one in (supply, demand, cost))
+    plan = ot.emd(
+        supply, demand, cost, numItermax=1_000_000,
+        center_dual=False, check_marginals=False,  # Nobody looks at the dual.
+    )  # fmt: skip
+    return np.asarray(plan)
 
 
 @cache

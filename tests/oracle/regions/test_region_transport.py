@@ -78,6 +78,15 @@ def test_scipys_solver_stands_in_for_pot(seed, n):
 
 
 @few
+@given(seeds, sizes, st.sampled_from([1e-9, 1e6, 1e9]), st.sampled_from([0.5, 1.4]))
+def test_the_unit_of_tasks_has_no_effect_on_a_plan(seed, n, unit, headroom):
+    demand, capacity, price, latency = drawn(seed, n, headroom)
+    plan = transport.within(demand, capacity, price + latency)
+    found = transport.within(unit * demand, unit * capacity, price + latency)
+    assert found / unit == pytest.approx(plan, abs=1e-6)
+
+
+@few
 @given(seeds, sizes)
 def test_demand_beyond_all_capacity_keeps_its_mass(seed, n):
     demand, capacity, price, latency = drawn(seed, n, headroom=0.7)
