@@ -19,6 +19,7 @@ from tokenyard.types import FloatArray
 KM_PER_S = 200_000.0
 """Light in fibre."""
 _EARTH_KM = 6371.0
+_SHORTEST_KM = 1e-6
 
 # Cities that stand for the large cloud regions: name, longitude, latitude.
 _CONTINENTS = (
@@ -149,7 +150,8 @@ def _from_topohub(name: str) -> Topology:
     links = np.zeros((len(nodes), len(nodes)))
     for edge in graph["edges"]:
         i, j = index[edge["source"]], index[edge["target"]]
-        links[i, j] = links[j, i] = edge["dist"]
+        # A link of no length would be none.
+        links[i, j] = links[j, i] = max(edge["dist"], _SHORTEST_KM)
     path_km = shortest_path(csr_array(links), directed=False)
     if not np.isfinite(path_km).all():
         raise ValueError(f"topology {name!r} is not connected")

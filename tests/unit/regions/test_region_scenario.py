@@ -34,6 +34,17 @@ def test_topologies_of_topohub_have_their_published_size(name, num_regions, long
     assert topology.path_km == pytest.approx(topology.path_km.T)
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [("WideJpn", "KDDI Otemachi", "NTT Otemachi"), ("Aarnet", "Sydney1", "Sydney2")],
+)
+def test_regions_at_one_place_are_as_near_as_their_link_says(name, one, other):
+    pytest.importorskip("topohub")
+    topology = load_topology(f"topozoo/{name}")
+    between = topology.path_km[topology.regions.index(one), topology.regions.index(other)]
+    assert between == pytest.approx(0.0, abs=1e-3)
+
+
 def test_table_latencies_are_scaled_to_their_mean_and_geographic_ones_are_light_in_fibre():
     topology = load_topology("synthetic/gabriel/9/2")
     off = ~np.eye(9, dtype=bool)
