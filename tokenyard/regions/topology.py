@@ -159,4 +159,6 @@ def _from_topohub(name: str) -> Topology:
     # Places of networks that are not drawn from a map are plane coordinates, no degrees.
     geographic = not name.startswith("gabriel/")
     phase = across / 360.0 if geographic else across / 500.0 / 12.0
-    return Topology(name, tuple(str(node["name"]) for node in nodes), path_km, phase)
+    return Topology(
+        name, tuple(str(node.get("name", node["id"])) for node in nodes), path_km, phase
+    )

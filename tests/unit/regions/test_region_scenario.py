@@ -45,6 +45,12 @@ def test_regions_at_one_place_are_as_near_as_their_link_says(name, one, other):
     assert between == pytest.approx(0.0, abs=1e-3)
 
 
+def test_a_place_without_a_name_is_named_by_its_number():
+    pytest.importorskip("topohub")
+    regions = load_topology("caida/2024-08/1221").regions
+    assert {"9545", "Darwin"} <= set(regions)
+
+
 def test_table_latencies_are_scaled_to_their_mean_and_geographic_ones_are_light_in_fibre():
     topology = load_topology("synthetic/gabriel/9/2")
     off = ~np.eye(9, dtype=bool)
