@@ -21,7 +21,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -214,9 +214,15 @@ def _from_rows(
                 raise TraceError(f"{path}, line {row.line}: {fault}")
     kept = [rows[i] for i in good]
     tokens = np.array([[int(float(r.context)), int(float(r.generated))] for r in kept], np.int64)
-    hashes = tuple(row.hashes or () for row in kept) if layout is _MOONCAKE else None
+    hashes = _numbered(row.hashes or () for row in kept) if layout is _MOONCAKE else None
     trace = _trace(_Times(times.seconds[good], times.origin), tokens, hashes)
     return trace, len(rows) - len(good)
+
+
+def _numbered(chains: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Blocks by numbers in order of appearance, as hashes may be of any size."""
+    numbers: dict[int, int] = {}
+    return tuple(tuple(numbers.setdefault(x, len(numbers)) for x in chain) for chain in chains)
 
 
 def _find_faults(rows: list[_Row], seconds: FloatArray) -> list[str | None]:

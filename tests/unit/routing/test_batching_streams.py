@@ -1,6 +1,7 @@
 """How a trace becomes a stream for a fleet: classes, SLOs, blocks, failures."""
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,7 @@ from tokenyard.routing.scenario import Arrivals, RewardWeights, Scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.batching_kernel import layout as lay
 from tokenyard.routing.simulator.batching_streams import encode_for_fleet, token_rows
+from tokenyard.workload.readers import read_trace
 from tokenyard.workload.trace import Trace
 
 REPLICA = ReplicaConfig(name="r", gpu="a10g", model="llama3_8b")
@@ -98,6 +100,20 @@ def test_blocks_of_another_size_are_told_anew_in_those_of_the_fleet():
     assert len(second) == 700 // 128
     assert first.tolist() == second[:4].tolist()
     assert stream.num_blocks == 5
+
+
+def test_blocks_of_a_trace_may_have_hashes_of_any_size(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    first, second, third = 2**64 - 1, 2**200, -(2**70)
+    rows = [
+        {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [first, second]},
+        {"timestamp": 9, "input_length": 1024, "output_length": 1, "hash_ids": [first, third]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    trace, _ = read_trace(path)
+    stream = encoded(Fleet(replicas=(REPLICA,), prefix_block_tokens=512), trace)
+    assert stream.num_blocks == 3
+    assert stream.chains[0] == stream.chains[2]
 
 
 def test_every_replica_goes_down_and_up_in_turn_and_some_ends_are_announced():
