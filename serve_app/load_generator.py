@@ -101,8 +101,12 @@ def read_stretches(config: LoadConfig, count: int) -> list[Trace]:
     """Return `count` consecutive parts of the traffic, each `duration_s` long, from second 0 on.
 
     Raises:
-        ValueError: The trace cannot be read, or nothing arrives in a part.
+        ValueError: The trace cannot be read, nothing arrives in a part, or a number means nothing.
     """
+    for name in ("rate", "rate_scale", "length_scale"):
+        value = getattr(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"{name} {value:g} must be positive and finite")
     if config.trace is None:
         rate = (config.rate or 1.0) * config.rate_scale
         num = max(int(rate * count * config.duration_s * 2) + 50, 1)

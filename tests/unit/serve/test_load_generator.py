@@ -102,6 +102,14 @@ def test_a_file_that_is_not_there_and_a_time_without_requests_are_refused():
         read_requests(LoadConfig(rate=1e-6, duration_s=1.0))
 
 
+@pytest.mark.parametrize("name", ["rate", "rate_scale", "length_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_rates_and_lengths_that_mean_nothing_are_refused(trace, name, value):
+    for of in (trace, None):
+        with pytest.raises(ValueError, match=f"{name} {value:g} must be positive and finite"):
+            read_requests(LoadConfig(trace=of, **{name: value}))
+
+
 def test_prompts_have_the_wanted_lengths_and_fit_the_model(trace):
     requests = read_requests(LoadConfig(trace=trace))
     asks = make_asks(LoadConfig(length_scale=0.1), requests, 0.5, longest=4096)
