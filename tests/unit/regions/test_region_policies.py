@@ -14,7 +14,7 @@ from tokenyard.regions.policies import BEST_RULE, REGION_BASELINES, make_region_
 from tokenyard.regions.policies.rules import ot_slack
 from tokenyard.regions.problem import PROBLEM, episodes, policy_maker
 from tokenyard.regions.scenario import Failure
-from tokenyard.regions.simulator import RegionSim
+from tokenyard.regions.simulator import RegionSim, world
 from tokenyard.regions.simulator.run import run_regions
 from tokenyard.regions.types import RegionDecision, check_decision
 
@@ -41,6 +41,18 @@ def test_every_policy_gives_shares_and_serves_or_counts_every_task(name, scenari
     assert measured["mean_response_s"] > 5
     parts = measured["network_s"] + measured["waiting_s"] + measured["inference_s"]
     assert parts == pytest.approx(measured["mean_response_s"], rel=1e-6)
+
+
+def test_nobody_waits_longer_than_the_patience_when_the_episode_is_over_either():
+    scenario = a_scenario(demand={"load": 1.5})
+    policy = make_region_policy("prox_ot", scenario)
+    outcomes = run_regions(scenario, a_stream(scenario), policy, an_oracle(scenario))
+    is_placed = outcomes.labels[:, world.STATUS] == world.PLACED
+    waited_s = (outcomes.tasks[:, world.BEGIN_S] - outcomes.tasks[:, world.ARRIVAL_S])[is_placed]
+    micro = scenario.micro
+    # Who waits is looked at once a slot, and may be given to a server that is soon free.
+    assert waited_s.max() <= micro.patience_s + scenario.slot_s + 2 * micro.room_s
+    assert measure(outcomes)["unaccounted_tasks"] == 0
 
 
 @pytest.mark.parametrize("name", REGION_BASELINES)

@@ -229,6 +229,7 @@ def drain(w):
     now = (w.seen.clock[telemetry.SLOT] + 1) * w.seen.rules[telemetry.SLOT_S]
     end = now + w.seen.rules[telemetry.PATIENCE_S]
     while now <= end:
+        drop_impatient(w, now)
         look_again(w, False, 0, now)
         waiting = 0
         for region in range(len(w.region)):
