@@ -286,7 +286,7 @@ class Client:
         """Measure how many of our words make a token of the served model.
 
         Raises:
-            ValueError: The endpoint does not answer.
+            ValueError: The endpoint does not answer, or does not count tokens.
         """
         words = tuple(WORDS[i % len(WORDS)] for i in range(100))
         failure: str | None = None
@@ -294,8 +294,10 @@ class Client:
             await asyncio.sleep(pause_s)
             answer = await self.send(Ask(0.0, words, 1), time.perf_counter())
             failure = answer.failure
+            if answer.prompt_tokens:
+                return len(words) / answer.prompt_tokens
             if failure is None:
-                return len(words) / max(answer.prompt_tokens, 1)
+                raise ValueError("the endpoint counts no tokens: its answers have no usage")
         raise ValueError(f"the endpoint does not answer: {failure}")
 
 

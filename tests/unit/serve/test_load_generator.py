@@ -133,7 +133,8 @@ def test_equal_prefix_blocks_become_equal_words():
 class Handler(BaseHTTPRequestHandler):
     """Answers with two events and the token counts; every prompt of one word is refused.
 
-    So is every prompt above a hundred words while `power_of_two` decides.
+    So is every prompt above a hundred words while `power_of_two` decides. While `uncounted` does,
+    tokens are not counted.
     """
 
     def do_GET(self):
@@ -156,6 +157,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(b'{"error": {"message": "no replica"}}')
             return
         usage = {"prompt_tokens": num_words, "completion_tokens": body["max_tokens"]}
+        usage = None if self.server.policy == "uncounted" else usage
         for line in (event(choices=[{"text": "a"}]), event(usage=usage), "data: [DONE]"):
             self.wfile.write(f"{line}\n\n".encode())
 
@@ -215,6 +217,19 @@ def test_a_baseline_that_never_decides_is_refused_before_anything_is_sent(url, t
     options = ("--url", url, "--trace", trace, "--slo-response-s", 60, "--duration-s", 0.5)
     sentence = refusal(load_script("pipelines/replay.py"), *options, "--baseline", "sed")
     assert sentence == "replay: baseline 'sed' does not decide; name it in --compare, too"
+
+
+def test_an_endpoint_that_counts_no_tokens_is_refused_as_prompts_cannot_have_their_lengths(url):
+    async def measure():
+        client = Client(LoadConfig(url=url))
+        try:
+            await client.switch("uncounted")
+            return await client.words_per_token()
+        finally:
+            await client.close()
+
+    with pytest.raises(ValueError, match="counts no tokens"):
+        asyncio.run(measure())
 
 
 def test_a_policy_that_cannot_be_simulated_is_refused_before_anything_is_sent(url, trace):
