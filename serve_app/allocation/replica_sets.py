@@ -26,7 +26,9 @@ from tokenyard.allocation.telemetry import TELEMETRY_FILE, SlotRecord, append_re
 
 logger = logging.getLogger(__name__)
 
-_STARTING = ("STARTING", "UPDATING", "RECOVERING", "PENDING_MIGRATION")
+_READY = ("RUNNING", "RECOVERING", "PENDING_MIGRATION")
+"""Those that a new controller has not looked at yet, or whose node is to end, serve."""
+_STARTING = ("STARTING", "UPDATING")
 _STOPPING = ("STOPPING",)
 
 
@@ -85,7 +87,7 @@ class ServeReplicaSets:
             for deployment in status.deployments.values():
                 for state, count in deployment.replica_states.items():
                     states[str(getattr(state, "value", state))] = count
-            ready = states.get("RUNNING", 0)
+            ready = sum(states.get(one, 0) for one in _READY)
             starting = sum(states.get(one, 0) for one in _STARTING)
             stopping = sum(states.get(one, 0) for one in _STOPPING)
             deleted = status.status == "DELETING"

@@ -101,6 +101,10 @@ def next_wanted(
     if here.wanted < count and room > 0:
         wanted[target] = min(count, here.wanted + room)
         return wanted
+    others = {shape: one for shape, one in held.items() if shape != target}
+    if here.wanted < count and any(one.wanted > one.ready for one in others.values()):
+        # What starts elsewhere serves nobody, and may never be ready.
+        return wanted | {shape: one.num_serving for shape, one in others.items()}
     moving = any(one.num_alive != one.ready or one.wanted != one.ready for one in held.values())
     if here.wanted < count and not moving:
         _make_room(wanted, held, target, count, budget, minimum)

@@ -47,6 +47,12 @@ def test_replicas_of_an_application_that_is_deleted_hold_their_gpus_until_it_is_
     assert gpus_held(observe()) == 0
 
 
+def test_replicas_serve_while_a_new_controller_looks_for_them_or_their_node_ends(observe):
+    """As starting ones they would be given up in the middle of a change."""
+    assert observe("RUNNING", RECOVERING=1)[SHAPE] == Held(wanted=1, ready=1)
+    assert observe("RUNNING", PENDING_MIGRATION=1, STARTING=1)[SHAPE] == Held(1, 1, 1)
+
+
 def test_a_shape_is_read_back_from_the_name_of_its_application():
     for percentage in range(1, 101):
         shape = Shape(4, 2, percentage / 100)

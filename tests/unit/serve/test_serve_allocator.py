@@ -5,6 +5,7 @@ import json
 import math
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -254,22 +255,35 @@ def test_demand_is_averaged_over_slots_that_are_alike():
     assert steady([10, 10, 90]) == 90
 
 
-def test_a_change_that_takes_too_long_is_given_up():
-    class Stuck(InstantPool):
-        async def observe(self):
-            held = await super().observe()
-            pairs = shape_of(PAIRS)
-            return {s: Held(one.wanted, 0, one.wanted) if s == pairs else one
-                    for s, one in held.items()}  # fmt: skip
+class Stuck(InstantPool):
+    """Replicas of one shape never become ready."""
 
-    world = World(StaticPlan(FOUR), start=FOUR, pool=Stuck(), change_timeout_s=0.0)
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+
+    async def observe(self):
+        held = await super().observe()
+        return {s: Held(one.wanted, 0, one.wanted) if s == self.shape else one
+                for s, one in held.items()}  # fmt: skip
+
+
+def test_a_change_that_takes_too_long_is_given_up(monkeypatch):
+    """What never becomes ready holds the last free GPUs: the old plan waits for them."""
+    passed_s = 0.0
+    monkeypatch.setattr(allocator_module, "time", SimpleNamespace(monotonic=lambda: passed_s))
+    world = World(StaticPlan(FOUR), start=FOUR, pool=Stuck(shape_of(PAIRS)))
     world.slot()
     world.allocator.set_plan(PAIRS)
-    world.slot(ticks=40)
-    given_up = [one for one in world.allocator.changes if one.outcome == "given up"]
-    assert [one.new for one in given_up] == [PAIRS]
+    world.slot()
+    assert world.pool.wanted == {shape_of(FOUR): 2, shape_of(PAIRS): 1}
+    passed_s = 1000.0
+    world.slot()
+    assert world.pool.wanted == {shape_of(FOUR): 4, shape_of(PAIRS): 0}
     assert world.allocator.plan == FOUR
-    assert world.pool.wanted.get(shape_of(PAIRS), 0) == 0
+    hand, undo = list(world.allocator.changes)[-2:]
+    assert (hand.new, hand.outcome) == (PAIRS, "given up")
+    assert (undo.new, undo.outcome) == (FOUR, "done")
 
 
 def test_a_gateway_that_starts_anew_takes_over_what_is_there():
