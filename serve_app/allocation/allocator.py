@@ -130,7 +130,8 @@ class AllocatorSettings:
     """Time after a growth in which the policy takes nothing back, seconds of the scenario's time:
     a load that wavers around a step turns the pool once in that time, not in every slot."""
     change_timeout_s: float = 900.0
-    """After so long a change is given up, and the old plan restored."""
+    """After so long a change is given up, and the old plan restored. Where that takes as long, or
+    the start does, it goes on, and another plan may be asked for."""
     start: Plan | None = None
     """Plan of the beginning; None: the cheapest that serves half of what the pool can."""
     time_scale: float = 1.0
@@ -516,10 +517,11 @@ class Allocator:
         if self._limited and is_done(self.held, shape_of(change.new), change.new.num_replicas):
             change.phases_s["done"] = now_s
             change.outcome, self._change = "done", None
-        elif now_s > self.settings.change_timeout_s and change.by not in ("start", "undo"):
+        elif now_s > self.settings.change_timeout_s:
             change.outcome, self._change = "given up", None
             logger.error("allocation: %s is given up after %.0f s", format_plan(change.new), now_s)
-            self._begin("undo", change.new, change.old, "the change took too long")
+            if change.by not in ("start", "undo"):
+                self._begin("undo", change.new, change.old, "the change took too long")
 
 
 def steady(requests: Sequence[float], enough: float = 4000.0, sigmas: float = 3.0) -> float:

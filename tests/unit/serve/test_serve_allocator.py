@@ -286,6 +286,22 @@ def test_a_change_that_takes_too_long_is_given_up(monkeypatch):
     assert (undo.new, undo.outcome) == (FOUR, "done")
 
 
+def test_a_start_that_never_comes_about_does_not_keep_another_plan_out(monkeypatch):
+    passed_s = 0.0
+    monkeypatch.setattr(allocator_module, "time", SimpleNamespace(monotonic=lambda: passed_s))
+    world = World(StaticPlan(PAIRS), start=PAIRS, pool=Stuck(shape_of(PAIRS)))
+    asyncio.run(world.allocator._begin_anew())
+    world.slot()
+    with pytest.raises(ValueError, match="a change is on its way"):
+        world.allocator.set_plan(FOUR)
+    passed_s = 1000.0
+    world.slot()
+    world.allocator.set_plan(FOUR)
+    world.slot()
+    assert world.pool.wanted[shape_of(FOUR)] == 4
+    assert [one.outcome for one in world.allocator.changes] == ["given up", "done"]
+
+
 def test_a_gateway_that_starts_anew_takes_over_what_is_there():
     held = {shape_of(TWO): Held(2, 2), shape_of(PAIRS): Held(0, 0, 0, 1)}
     assert plan_of(TABLE, held) == TWO
