@@ -121,16 +121,21 @@ class ServeReplicaSets:
             return
         logger.info("%s%s: %d replicas, now %d", self._prefix, shape.name, before, count)
         name = f"{self._prefix}{shape.name}"
-        # Noted first: what was asked for counts even where the call fails half way.
+        # Noted first: what was asked for counts even while the call is under way.
         self._wanted[shape] = count
-        if count == 0:
-            await asyncio.to_thread(serve.delete, name, _blocking=False)
-        elif before == 0:
-            await asyncio.to_thread(self._run, shape, count, name)
-        else:
-            await asyncio.to_thread(
-                private.scale_deployment, name, pool_of(self._template, shape).name, count
-            )
+        try:
+            if count == 0:
+                await asyncio.to_thread(serve.delete, name, _blocking=False)
+            elif before == 0:
+                await asyncio.to_thread(self._run, shape, count, name)
+            else:
+                await asyncio.to_thread(
+                    private.scale_deployment, name, pool_of(self._template, shape).name, count
+                )
+        except Exception:
+            # As after a restart: what Serve has counts as asked for, and the rest is asked anew.
+            del self._wanted[shape]
+            raise
 
     async def limit_batch(self, shape: Shape, max_batch: int) -> bool:
         """Let replicas of a shape run so many sequences at once; False while some do not yet."""

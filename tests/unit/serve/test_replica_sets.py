@@ -53,6 +53,26 @@ def test_replicas_serve_while_a_new_controller_looks_for_them_or_their_node_ends
     assert observe("RUNNING", PENDING_MIGRATION=1, STARTING=1)[SHAPE] == Held(1, 1, 1)
 
 
+def test_what_a_call_that_failed_has_not_changed_counts_as_not_asked_for(observe, monkeypatch):
+    """Else nobody would ask again: a change would wait in vain, and a start for ever."""
+
+    def away(*_, **__):
+        raise RuntimeError("Serve's controller is away")
+
+    observe("RUNNING", RUNNING=1)
+    monkeypatch.setattr(replica_sets.private, "scale_deployment", away)
+    monkeypatch.setattr(replica_sets.serve, "delete", away)
+    monkeypatch.setattr(observe.sets, "_run", away)
+    for count in (2, 0):
+        with pytest.raises(RuntimeError, match="away"):
+            asyncio.run(observe.sets.want(SHAPE, count))
+        assert observe("RUNNING", RUNNING=1)[SHAPE] == Held(wanted=1, ready=1)
+    other = Shape(1, 1, 0.9)
+    with pytest.raises(RuntimeError, match="away"):
+        asyncio.run(observe.sets.want(other, 1))
+    assert other not in observe("RUNNING", RUNNING=1)
+
+
 def test_a_shape_is_read_back_from_the_name_of_its_application():
     for percentage in range(1, 101):
         shape = Shape(4, 2, percentage / 100)
