@@ -195,7 +195,8 @@ class Allocator:
         self._grown_slot = -_FOREVER_SLOTS
         self._requests: deque[float] = deque(maxlen=_STEADY_SLOTS)
         self._offered_before = pool.num_offered()
-        self._slot = self._slot_now()
+        # What is known of a part of a slot says little of demand: counting begins with the next.
+        self._slot = math.ceil(self._clock_s() / self.slot_s)
         self._switches: Counter[int] = Counter()
 
     def _start(self) -> Plan:
@@ -236,7 +237,9 @@ class Allocator:
     async def tick(self) -> None:
         """Look, decide where a slot is over, and take the next step towards the plan."""
         self.held = await self._pool.observe()
-        if self._slot_now() > self._slot:
+        if self._slot_now() < self._slot:
+            self._offered_before = self._pool.num_offered()
+        elif self._slot_now() > self._slot:
             await self._close_slot()
         shape, count = shape_of(self.plan), self.plan.num_replicas
         minimum = min(self.settings.min_replicas, count)

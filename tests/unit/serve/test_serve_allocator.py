@@ -67,7 +67,7 @@ class World:
     """An allocator, its pool, and a clock that stands still until it is told to go on."""
 
     def __init__(self, policy, scenario=SCENARIO, **options):
-        self.now_s, self.offered = 0.0, 0
+        self.now_s, self.offered = options.pop("now_s", 0.0), 0
         self.pool = options.pop("pool", None) or InstantPool()
         self.pool.num_offered = lambda: self.offered
         self.allocator = Allocator(
@@ -75,10 +75,10 @@ class World:
             clock_s=lambda: self.now_s,
         )  # fmt: skip
 
-    def slot(self, requests=0, ticks=12):
-        """Let a slot pass, with looks at the pool all along."""
+    def slot(self, requests=0, ticks=12, passed=1.0):
+        """Let a slot pass, or a part of one, with looks at the pool all along."""
         self.offered += requests
-        self.now_s += self.allocator.slot_s
+        self.now_s += passed * self.allocator.slot_s
         for _ in range(ticks):
             asyncio.run(self.allocator.tick())
 
@@ -113,10 +113,24 @@ def test_slots_go_by_a_clock_that_nobody_sets(monkeypatch):
     allocator = Allocator(
         SCENARIO, "tested", StaticPlan(ONE), pool, AllocatorSettings(start=ONE)
     )  # fmt: skip
-    passed_s = time.clock_gettime(clocks._STEADY) + 10 * SCENARIO.slot_s
+    passed_s = time.clock_gettime(clocks._STEADY) + 11 * SCENARIO.slot_s
     monkeypatch.setattr(clocks.time, "clock_gettime", lambda _: passed_s)
     asyncio.run(allocator.tick())
     assert len(allocator.demand_per_s) == 10
+
+
+def test_a_slot_of_which_only_the_end_was_seen_says_nothing_of_demand():
+    """Requests of its last tenth would count as all, and a gateway that starts anew shrink it."""
+    now_s = 0.9 * SCENARIO.slot_s
+    world = World(policy("autoscaler_70"), start=FOUR, shrink_after_s=0, now_s=now_s)
+    per_slot = round(0.9 * TABLE.pool_goodput_capacity_per_s * SCENARIO.slot_s)
+    asyncio.run(world.allocator._begin_anew())
+    world.slot(requests=round(0.1 * per_slot), passed=0.09)
+    world.slot(passed=0.01)
+    assert not world.allocator.demand_per_s
+    world.slot(requests=per_slot)
+    assert list(world.allocator.demand_per_s) == [per_slot / SCENARIO.slot_s]
+    assert world.allocator.plan == FOUR
 
 
 def test_a_slot_that_nobody_looked_at_is_booked_too():
