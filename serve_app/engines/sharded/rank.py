@@ -352,6 +352,12 @@ class OrderScheduler(FIFOScheduler):
         self.waiting_requests[name] = state
         insort(self.waiting_requests_order, name, key=self._key_s)
 
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        """Forget who was cancelled, and let others in, for which the original waits for an end."""
+        cancelled: list[RequestState] = super().clear_cancelled_requests()
+        self.block_new_requests &= not cancelled
+        return cancelled
+
     def _get_waiting_candidates(self) -> list[RequestState]:
         """Return who waits, after those who are late have gone back.
 

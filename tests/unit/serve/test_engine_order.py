@@ -1,13 +1,16 @@
 """In which order the ranks of an engine of ours take up what waits."""
 
+import asyncio
 from types import SimpleNamespace
 
 import pytest
 
+from serve_app.engines.base import EngineConfig, Sampling
 from serve_app.engines.sharded.messages import RequestNames
 from tokenyard.routing.types import OrderKey
 
 rank = pytest.importorskip("serve_app.engines.sharded.rank")
+transformers = pytest.importorskip("transformers")
 
 
 def a_scheduler():
@@ -57,6 +60,43 @@ def test_who_is_late_goes_back_by_the_time_of_rank_0_and_never_who_has_begun():
     scheduler._cleanup_waiting_queue({late})
     scheduler.add_waiting_request(a_state(late, has_begun=True))
     assert candidates(scheduler) == [late, begun, other]
+
+
+def test_who_was_pushed_out_of_the_cache_goes_on_where_the_others_leave():
+    """transformers lets nobody in after that until another one is at its end."""
+    shape = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, eos_token_id=2,
+    )  # fmt: skip
+    page_bytes = 2 * shape.hidden_size * 4 * rank.PAGE_TOKENS
+    config = EngineConfig(model="none", memory_fraction=1.0, kv_bytes=8 * page_bytes)
+    left = []
+
+    class Outbox(rank.Outbox):
+        def publish(self, stats):
+            if stats.num_preemptions and not left:
+                left.extend(manager.batch_processor.scheduler.active_requests)
+                manager.cancel_request(left[0])
+            super().publish(stats)
+
+    async def first_to_end():
+        async with asyncio.timeout(30):
+            while True:
+                for progress in (await outbox.take(1.0)).progress:
+                    if progress.finished:
+                        return progress.request_id
+
+    with asyncio.Runner() as runner:
+        outbox = Outbox(runner.get_loop())
+        manager = rank.LockstepManager(transformers.LlamaForCausalLM(shape), config, outbox)
+        names = ["a#0@0.0", "b#1@1.0"]
+        for name in names:
+            manager.submit(name, [5] * 40, Sampling(120, ignore_eos=True))
+        manager.start()
+        try:
+            assert [runner.run(first_to_end()), *left] in (names, names[::-1])
+        finally:
+            manager.stop(hard_stop=True)
 
 
 def test_all_ranks_have_the_time_of_rank_0(monkeypatch):
