@@ -294,9 +294,9 @@ class Allocator:
             self.by_hand = True
         if saved["dry_run"] is not None:
             self.dry_run = bool(saved["dry_run"])
-        if "slot" in saved:  # State files of earlier releases have none.
-            away = max(self._slot - int(saved["slot"]), 0)
-            self._since_slots = int(saved["since_slots"]) + away
+        # State files of earlier releases have none, and those of shorter slots a later one.
+        if "slot" in saved and self._slot >= int(saved["slot"]):
+            self._since_slots = int(saved["since_slots"]) + self._slot - int(saved["slot"])
             self._grown_slot = int(saved["grown_slot"])
             self._switches = Counter({int(one): int(n) for one, n in saved["switches"]})
 

@@ -445,6 +445,20 @@ def test_a_restart_refills_no_switch_budget_and_shortens_no_wait():
     assert former.allocator.switches_left == BUDGET.switches
 
 
+def test_what_was_saved_of_slots_of_another_length_keeps_no_plan_out():
+    """Numbers of shorter slots are higher: the pool would have grown in a future far away."""
+    longer = SCENARIO.model_copy(update={"slot_s": 10 * SCENARIO.slot_s})
+    options = {"start": ONE, "now_s": 1e6 * longer.slot_s}
+    before, after = World(StaticPlan(FOUR), **options), World(StaticPlan(TWO), longer, **options)
+    before.slot()
+    assert before.allocator.plan == FOUR
+    after.allocator.restore(json.loads(json.dumps(before.allocator.saved())))
+    after.allocator.plan = FOUR
+    for _ in range(12):
+        after.slot()
+    assert after.allocator.plan == TWO
+
+
 def test_a_policy_that_takes_long_to_load_does_not_hold_the_event_loop_up():
     loaded_in = []
 
