@@ -97,8 +97,9 @@ class ServeReplicaSets:
                 stopping = max(stopping, self._alive.get(shape, 1) - ready - starting)
             else:
                 self._alive[shape] = ready + starting + stopping
-            # After a restart of the gateway what is there counts as asked for.
-            wanted = self._wanted.setdefault(shape, 0 if deleted else ready + starting)
+            # After a restart of the gateway what is there counts as asked for, and replicas come.
+            found = 0 if deleted else max(ready + starting, 1)
+            wanted = self._wanted.setdefault(shape, found)
             held[shape] = Held(wanted, ready, starting, stopping)
             if shape not in self._known and status.deployments and not deleted:
                 self._known.add(shape)

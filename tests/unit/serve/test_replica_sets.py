@@ -8,7 +8,7 @@ import pytest
 from serve_app.allocation import replica_sets
 from serve_app.allocation.plans import check_allocation
 from serve_app.allocation.replica_sets import ServeReplicaSets, parse_shape
-from serve_app.allocation.transition import Held, Shape, gpus_held
+from serve_app.allocation.transition import Held, Shape, gpus_held, next_wanted
 from serve_app.cluster import load_cluster
 from tokenyard.config import read_named
 
@@ -51,6 +51,15 @@ def test_replicas_serve_while_a_new_controller_looks_for_them_or_their_node_ends
     """As starting ones they would be given up in the middle of a change."""
     assert observe("RUNNING", RECOVERING=1)[SHAPE] == Held(wanted=1, ready=1)
     assert observe("RUNNING", PENDING_MIGRATION=1, STARTING=1)[SHAPE] == Held(1, 1, 1)
+
+
+def test_an_application_that_is_found_without_replicas_was_asked_for(observe):
+    """Else nobody would end the replica that comes later, and its GPUs would stay taken."""
+    assert observe("DEPLOYING")[SHAPE] == Held(wanted=1)
+    held = observe("RUNNING", RUNNING=1)
+    assert held[SHAPE] == Held(wanted=1, ready=1)
+    other = Shape(1, 1, 0.9)
+    assert next_wanted(held | {other: Held(1, 1)}, other, 1, 4, 1) == {other: 1, SHAPE: 0}
 
 
 def test_what_a_call_that_failed_has_not_changed_counts_as_not_asked_for(observe, monkeypatch):
