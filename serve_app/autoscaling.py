@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from ray.serve.config import AutoscalingContext
 
-from serve_app.allocation.plans import make_plan_policy
+from serve_app.allocation.plans import make_plan_policy, modelled
+from tokenyard.allocation.dynamics import make_model
 from tokenyard.allocation.forecast import history_slots
 from tokenyard.allocation.plans import LATENCY_S, UTILISATION, plan_table
 from tokenyard.allocation.policies.autoscaler import family
@@ -57,7 +58,7 @@ class PlannedReplicas:
             ValueError: Any of these is unknown, or no such replica attains the SLO.
         """
         self._scenario = load_allocation(scenario)
-        self._table = plan_table(self._scenario)
+        self._table, self._model = plan_table(self._scenario), make_model(self._scenario)
         self._policy = make_plan_policy(policy, self._scenario, registry)
         plans = self._table.plans
         self._family: list[Plan] = [plans[i] for i in family(self._table, tensor_parallel)]
@@ -82,6 +83,7 @@ class PlannedReplicas:
                     plan=now,
                     demand_per_s=tuple(demand),
                     slots_since_switch=since,
+                    measured=modelled(self._model, self._table.find(now), demand[-1]),
                 )
             )
             wanted = self.replicas_for(plan)

@@ -29,6 +29,7 @@ from serve_app.allocation.plans import (
     PlanOrigin,
     cheapest_for,
     format_plan,
+    modelled,
     plan_of,
 )
 from serve_app.allocation.transition import (
@@ -41,25 +42,14 @@ from serve_app.allocation.transition import (
     shape_of,
 )
 from serve_app.gateway.clocks import steady_unix_s
-from tokenyard.allocation.dynamics import (
-    BATCH,
-    LOAD,
-    MEAN_LATENCY_S,
-    NETWORK,
-    NUM_OUT,
-    OFFERED,
-    USD,
-    VIOLATIONS,
-    make_model,
-    run_slot,
-)
+from tokenyard.allocation.dynamics import NUM_OUT, USD, VIOLATIONS, make_model, run_slot
 from tokenyard.allocation.forecast import history_slots
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.telemetry import SlotRecord
-from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan, SlotMeasurements
+from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan
 
 logger = logging.getLogger(__name__)
 
@@ -344,18 +334,6 @@ class Allocator:
         budget, left = self.scenario.switch_budget, self.switches_left
         return 1.0 if budget is None or left is None else left / max(budget.switches, 1)
 
-    def _measured(self, demand_per_s: float) -> SlotMeasurements:
-        """The last slot as the performance model has it for the demand that came."""
-        self.predicted(self.plan, demand_per_s)
-        out = self._out
-        return SlotMeasurements(
-            load=float(out[LOAD]),
-            batch_share=float(out[BATCH]),
-            latency_s=float(out[MEAN_LATENCY_S]),
-            network_share=float(out[NETWORK]),
-            violation_fraction=float(out[VIOLATIONS] / max(out[OFFERED], 1e-9)),
-        )
-
     async def _write(self, first_slot: int, num_slots: int) -> None:
         demand = self.demand_per_s[-1]
         for slot in range(first_slot, first_slot + num_slots):
@@ -414,7 +392,7 @@ class Allocator:
             switches_left=self.switches_left,
             may_switch=self.may_switch,
             budget_left=self._budget_left,
-            measured=self._measured(demand_per_s[-1]),
+            measured=modelled(self._model, self.table.find(self.plan), demand_per_s[-1]),
         )
         if not self._hangs:
             try:

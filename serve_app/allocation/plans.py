@@ -13,11 +13,22 @@ from serve_app.allocation.transition import Held, Shape, shape_of
 from serve_app.cluster import AllocatedPool
 from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
+from tokenyard.allocation.dynamics import (
+    BATCH,
+    LOAD,
+    MEAN_LATENCY_S,
+    NETWORK,
+    NUM_OUT,
+    OFFERED,
+    VIOLATIONS,
+    Model,
+    run_slot,
+)
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.allocation.types import AllocationPolicy, Plan
+from tokenyard.allocation.types import AllocationPolicy, Plan, SlotMeasurements
 from tokenyard.artifact import NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION
 
@@ -196,6 +207,19 @@ def find_plan(
         )
     best = [table.plans[i] for i in table.best_memory]
     return next((plan for plan in same if plan in best), same[-1])
+
+
+def modelled(model: Model, plan: int, demand_per_s: float) -> SlotMeasurements:
+    """A slot of a plan in force as the performance model has it for the demand that came."""
+    out = np.zeros(NUM_OUT)
+    run_slot(model, plan, plan, demand_per_s, 0.0, out)
+    return SlotMeasurements(
+        load=float(out[LOAD]),
+        batch_share=float(out[BATCH]),
+        latency_s=float(out[MEAN_LATENCY_S]),
+        network_share=float(out[NETWORK]),
+        violation_fraction=float(out[VIOLATIONS] / max(out[OFFERED], 1e-9)),
+    )
 
 
 def format_plan(plan: Plan) -> str:

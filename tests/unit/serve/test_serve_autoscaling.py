@@ -62,6 +62,21 @@ def test_it_grows_and_shrinks_with_the_load_once_per_slot():
     assert state["other"] == 1
 
 
+def test_a_policy_is_told_how_busy_the_last_slot_was():
+    """A network looks at it: it would take every pool for an idle one."""
+    policy, states = PlannedReplicas("emulated_l4x4"), []
+    policy._policy = SimpleNamespace(allocate=lambda state: states.append(state) or state.plan)
+    in_progress, rate = held_at(find_plan(TABLE, "data", 2), 0.6)
+    kept = {}
+    for time_s in (0.0, SCENARIO.slot_s):
+        _, kept = policy(a_context(time_s, in_progress, 2, 2, kept))
+    (state,) = states
+    assert state.demand_per_s == pytest.approx((rate,))
+    assert state.measured.load == pytest.approx(0.6, abs=0.02)
+    assert state.measured.batch_share > 0
+    assert state.measured.latency_s == pytest.approx(in_progress / rate, rel=0.01)
+
+
 def test_a_plan_of_another_size_counts_by_what_it_serves():
     policy = PlannedReplicas("emulated_l4x4")
     assert policy.replicas_for(find_plan(TABLE, "data", 3)) == 3
