@@ -74,9 +74,10 @@ class PlannedReplicas:
         target = ctx.target_num_replicas
         if state["slot"] is None:
             state = {**state, "slot": slot}
-        elif slot > state["slot"]:
+        elif slot != state["slot"]:
             demand = [*state["demand"], state["sum"] / max(state["looks"], 1)][-self._history :]
-            since = state["since"] + slot - state["slot"]
+            # Serve tells the time of a clock that may be set back.
+            since = state["since"] + max(slot - state["slot"], 1)
             plan = self._policy.allocate(
                 AllocationState(
                     time_s=slot * self._scenario.slot_s,

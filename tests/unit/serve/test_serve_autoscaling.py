@@ -62,6 +62,14 @@ def test_it_grows_and_shrinks_with_the_load_once_per_slot():
     assert state["other"] == 1
 
 
+def test_a_clock_that_is_set_back_holds_no_decision_up():
+    policy, kept, replicas = PlannedReplicas("emulated_l4x4"), {}, 1
+    in_progress, _ = held_at(find_plan(TABLE, "data", 1), 0.95)
+    for time_s in (7200.0, 3600.0, 3600.0 + SCENARIO.slot_s):
+        replicas, kept = policy(a_context(time_s, in_progress, 1, replicas, kept))
+    assert replicas > 1
+
+
 def test_a_policy_is_told_how_busy_the_last_slot_was():
     """A network looks at it: it would take every pool for an idle one."""
     policy, states = PlannedReplicas("emulated_l4x4"), []
