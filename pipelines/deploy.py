@@ -41,6 +41,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.provenance import command_line, write_result
+from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
@@ -348,20 +349,47 @@ def _chat_body(model: str) -> dict[str, Any]:
 
 
 def _route_body(scenario: str) -> dict[str, Any]:
-    """Body of a question about a moment in the life of the scenario's servers."""
+    """Body of a question about a moment in the life of the scenario's servers or replicas."""
+    asked = load_scenario(scenario)
+    if asked.fleet is None:
+        kinds = [
+            {
+                "replica_id": server.name,
+                "tokens_per_s": server.tokens_per_s,
+                "num_slots": 1,
+                "max_concurrency": server.concurrency,
+            }
+            for server in asked.servers
+        ]
+    else:
+        speeds = zip(asked.fleet.replicas, asked.server_capacities_tokens_per_s, strict=True)
+        kinds = [
+            {
+                "replica_id": replica.name,
+                "tokens_per_s": per_s / replica.max_batch,
+                "num_slots": replica.max_batch,
+                "max_concurrency": replica.max_batch,
+                "engine": _engine_body(replica),
+            }
+            for replica, per_s in speeds
+        ]
     snapshots = [
-        {
-            "replica_id": server.name,
-            "tokens_per_s": server.tokens_per_s,
-            "num_slots": 1,
-            "max_concurrency": server.concurrency,
-            "num_waiting": 0,
-            "num_running": index,
-            "tokens_in_flight": 2000 * index,
-        }
-        for index, server in enumerate(load_scenario(scenario).servers)
+        kind | {"num_waiting": 0, "num_running": index, "tokens_in_flight": 2000 * index}
+        for index, kind in enumerate(kinds)
     ]
     return {"request": {"context_tokens": 1500}, "snapshots": snapshots}
+
+
+def _engine_body(replica: AnyReplica) -> dict[str, Any]:
+    """How fast a replica that batches is, with nothing in its cache."""
+    names = ("iteration_s", "prefill_token_s", "sequence_s", "kv_token_s")
+    return dict(zip(names, replica.iteration.tolist(), strict=True)) | {
+        "token_budget": replica.token_budget,
+        "kv_capacity_tokens": replica.kv_capacity_tokens,
+        "kv_used_fraction": 0,
+        "prefill_in_flight_tokens": 0,
+        "output_in_flight_tokens": 0,
+    }
 
 
 if __name__ == "__main__":

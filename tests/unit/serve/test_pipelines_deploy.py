@@ -1,10 +1,13 @@
 """What deploy.py does before and after Ray: checks of its address, and the line that it prints."""
 
+import shlex
 import socket
 
 import pytest
+from unit.serve_builders import a_deciding_api, call
 
 from pipelines import deploy
+from serve_app.app import load_policy
 from serve_app.http.free_port import free_port
 
 
@@ -19,3 +22,11 @@ def test_an_address_of_either_kind_is_checked_and_told_as_callers_write_it(host,
     args = deploy.Args(cluster=deploy.DECIDE_ONLY, policy="sed", host=host, port=port)
     deploy._report(deploy._find(args), args)
     assert f"on http://{'[::1]' if host == '::1' else host}:{port}; " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scenario", ["poisson_085", "stale_signals", "conversation_mixed_gpus"])
+def test_the_command_that_is_printed_without_pools_works_as_it_stands(scenario):
+    found = deploy._find(deploy.Args(cluster=deploy.DECIDE_ONLY, scenario=scenario))
+    path, *_, body = shlex.split(found.example)
+    api = a_deciding_api(load_policy(found.cluster, found.options))
+    assert call(api, "POST", path, body.encode())[0] == 200
