@@ -45,6 +45,9 @@ _LOOKED_AT = _LOOKED_AT_BEFORE + NUM_HORIZONS + _AROUND
 _DOUBT, _SHARPNESS = 2.0, 4
 """How many times the squared error of going on the regression's may be, and how sharp that is."""
 _SMALLEST_PER_S = 1e-6
+_LEAST_SHARE = 0.25
+"""Of the profile's lowest: less, as in slots without a request, counts as so much. Training days
+show no less, and the logarithms of such slots would outweigh whatever comes in the next hour."""
 _NUM_DRAWS = 3
 """Draws of the noise over the training part that a scenario's forecaster is fitted to."""
 _RIDGE = 1.0
@@ -107,7 +110,7 @@ class Forecaster(FrozenModel):
         known = places >= 0
         demand = np.array([demand_per_s[place] for place in places[known]])
         deviation = np.zeros(len(places))
-        deviation[known] = _log(demand) - self._profile_at(end_slot - num + places[known])
+        deviation[known] = self._log(demand) - self._profile_at(end_slot - num + places[known])
         inputs = _inputs(deviation, at - num + len(places), short)
         return self._predict(inputs, end_slot - num + at)
 
@@ -117,7 +120,7 @@ class Forecaster(FrozenModel):
         Slot t is forecast from those before it.
         """
         slots = stream.start_slot + np.arange(len(stream.per_s))
-        deviation = _log(stream.per_s) - self._profile_at(slots)
+        deviation = self._log(stream.per_s) - self._profile_at(slots)
         inputs = _inputs(deviation, np.arange(len(deviation)), self.slots_per_day)
         return self._predict(inputs, slots)
 
@@ -131,14 +134,14 @@ class Forecaster(FrozenModel):
         num = len(demand_per_s)
         at = np.arange(max(num - _MEMORY - _LEAD, 0), num + 1)
         medians = self._forecast_before(demand_per_s, end_slot, at)
-        latest = np.array(demand_per_s[-_JUDGED_BY:])
-        medians, spreads = self._weighed(_log(latest), medians, at - num + len(latest))
+        log = self._log(np.array(demand_per_s[-_JUDGED_BY:]))
+        medians, spreads = self._weighed(log, medians, at - num + len(log))
         return Outlook(medians[-1], spreads[-1])
 
     def outlook_all(self, stream: DemandStream) -> Outlook:
         """Return what `outlook` says before every slot of a stream."""
         at = np.arange(len(stream.per_s))
-        return self._weighed(_log(stream.per_s), self.forecast_all(stream), at)
+        return self._weighed(self._log(stream.per_s), self.forecast_all(stream), at)
 
     def quantile(self, median_per_s: FloatArray, share: float) -> FloatArray:
         """Quantile of demand around forecasts, shape (..., NUM_HORIZONS)."""
@@ -183,6 +186,10 @@ class Forecaster(FrozenModel):
         day = np.arange(self.slots_per_day) / self.slots_per_day
         return np.asarray(harmonics(day) @ np.array(self.profile))
 
+    def _log(self, demand_per_s: FloatArray) -> FloatArray:
+        least_per_s = _LEAST_SHARE * np.exp(self._day.min())
+        return np.asarray(np.log(np.maximum(demand_per_s, least_per_s)))
+
     def _profile_at(self, slots: IntArray) -> FloatArray:
         return np.asarray(self._day[slots % self.slots_per_day])
 
@@ -204,7 +211,7 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
     for stream in streams:
         slots = stream.start_slot + np.arange(len(stream.per_s))
         designs.append(harmonics(slots / slots_per_day))
-        logs.append(_log(stream.per_s))
+        logs.append(np.log(np.maximum(stream.per_s, _SMALLEST_PER_S)))
     profile = np.linalg.lstsq(np.vstack(designs), np.concatenate(logs), rcond=None)[0]
     deviations = [log - design @ profile for log, design in zip(logs, designs, strict=True)]
     inputs = [_inputs(d, np.arange(len(d)), slots_per_day) for d in deviations]
@@ -226,10 +233,6 @@ def fit_forecaster(streams: list[DemandStream], slots_per_day: int) -> Forecaste
 def history_slots(slots_per_day: int) -> int:
     """Slots of demand that an outlook looks back at: two days, and those that it is judged by."""
     return 2 * slots_per_day + _LOOKED_AT_BEFORE
-
-
-def _log(demand_per_s: FloatArray) -> FloatArray:
-    return np.asarray(np.log(np.maximum(demand_per_s, _SMALLEST_PER_S)))
 
 
 def _inputs(deviation: FloatArray, at: IntArray, slots_per_day: int) -> FloatArray:

@@ -73,6 +73,13 @@ def test_a_load_without_a_rhythm_is_noticed():
     assert np.abs(np.log(forecaster.forecast(flat, 144) / level)).max() > 0.06
 
 
+def test_hours_without_a_request_do_not_hide_what_comes_after_them():
+    """Half an hour later the outlook was a 250th of the demand, and the pool stayed smallest."""
+    forecaster = scenario_forecaster(load_allocation("a100x8_13b"))
+    outlook = forecaster.outlook([0.0] * 24 + [10.0] * 6, end_slot=30)
+    assert outlook.median_per_s.min() > 2.5
+
+
 def test_on_training_days_the_outlook_is_the_regression():
     scenario = load_allocation("a100x8_13b")
     stream, forecaster = demand_source(scenario).train(0), scenario_forecaster(scenario)
