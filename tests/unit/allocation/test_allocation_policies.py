@@ -32,6 +32,7 @@ SCENARIO = SCENARIO.model_copy(
     update={"demand": SCENARIO.demand.model_copy(update={"source": "generator"})}
 )
 TABLE = plan_table(SCENARIO)
+POOL_PER_S = TABLE.pool_goodput_capacity_per_s
 STREAM = demand_source(SCENARIO).episode(150, np.random.default_rng(0))
 
 
@@ -91,6 +92,15 @@ def test_compiled_and_plain_planners_agree():
         arguments = (planner, rng.uniform(0.5, 20, 3), rng.uniform(0, 0.6, 3), 3)
         fast = best_next(*arguments, np.zeros((2, 15)))
         assert fast == best_next.py_func(*arguments, np.zeros((2, 15)))
+
+
+def test_the_planner_gives_idle_gpus_back_where_no_request_comes():
+    planner, demand = make_allocation_policy(BEST_RULE, context()), [0.15 * POOL_PER_S] * 40
+    plan = max((TABLE.plans[i] for i in TABLE.best_memory), key=lambda one: one.num_gpus)
+    for _ in range(12):
+        demand.append(0.0)
+        plan = planner.allocate(AllocationState(len(demand) * 300.0, plan, tuple(demand)))
+    assert plan.num_gpus == 1
 
 
 def test_an_autoscaler_grows_at_once_and_waits_before_it_shrinks():
