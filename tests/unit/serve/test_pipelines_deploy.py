@@ -4,10 +4,9 @@ import shlex
 import socket
 
 import pytest
-from unit.serve_builders import a_deciding_api, call
 
 from pipelines import deploy
-from serve_app.app import load_policy
+from serve_app.http.decide_schema import RouteMessage
 from serve_app.http.free_port import free_port
 
 
@@ -28,5 +27,6 @@ def test_an_address_of_either_kind_is_checked_and_told_as_callers_write_it(host,
 def test_the_command_that_is_printed_without_pools_works_as_it_stands(scenario):
     found = deploy._find(deploy.Args(cluster=deploy.DECIDE_ONLY, scenario=scenario))
     path, *_, body = shlex.split(found.example)
-    api = a_deciding_api(load_policy(found.cluster, found.options))
-    assert call(api, "POST", path, body.encode())[0] == 200
+    assert path == "/v1/route"
+    snapshots = RouteMessage.model_validate_json(body).snapshots
+    assert {one.engine is not None for one in snapshots} == {scenario != "poisson_085"}
