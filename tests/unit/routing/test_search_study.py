@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.search import Planner, Policy, RegionRules, main
+from pipelines.search import Policy, RegionRules, main
 from tokenyard.routing.artifact import PolicyArtifact
 from tokenyard.routing.choice import LOSSES, WINS
 from tokenyard.routing.observation import NUM_MARGINAL_SLO_WEIGHTS
@@ -42,7 +42,6 @@ def test_every_search_is_judged_beside_the_best_rule():
         (replace(MIXED, seeds=0), "--seeds 0 must be at least 1"),
         (replace(MIXED, streams=0), "--streams 0 must be at least 1"),
         (replace(MIXED, generations=-1), "--generations -1 must be at least 0"),
-        (Planner(seeds=0), "--seeds 0 must be at least 1"),
         (RegionRules(rules="skylbb"), "unknown regional rule 'skylbb'; choose one of .*'skylb'"),
         (RegionRules(rules="skylb", population=0), "a population of 0 must be at least 1"),
     ],
