@@ -7,7 +7,9 @@ not reach counts as on the profile.
 
 A load without a rhythm, such as a batch that is worked off, is none that training days show. So the
 outlook that plans are made on weighs the regression by its errors of the last hours against those
-of going on as it was (Bates and Granger 1969), and gives it up where these are far smaller.
+of going on as it was (Bates and Granger 1969), and gives it up where these are far smaller. Where
+demand has jumped, as when users come back after an outage, the regression learns of it slowly. The
+outlook then goes by the latest demand as well.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ _LEAD = 5
 """Horizon whose errors are compared: half an hour ahead."""
 _MEMORY = 48
 """Slots whose errors count, of which half must be there."""
-_JUDGED_BY = _MEMORY + 2 * _LEAD + _LEVEL_SLOTS
-"""Latest slots that the weight of the regression hangs on."""
-_LOOKED_AT_BEFORE = _MEMORY + _LEAD + NUM_RECENT + _AROUND
+_JUMP, _STAYS = 4.0, 0.8
+"""Spreads by which a slot's demand is above its forecast where it has jumped, and the share of what
+a forecast lacks then that is expected to stay from one slot to the next."""
+_FORECAST_ANEW = _MEMORY + _LEAD + NUM_RECENT
+"""Slots before the present time whose forecasts an outlook hangs on: by their errors, and jumps."""
+_JUDGED_BY = _FORECAST_ANEW + _LEAD + _LEVEL_SLOTS
+"""Latest slots that those hang on."""
+_LOOKED_AT_BEFORE = _FORECAST_ANEW + NUM_RECENT + _AROUND
 """Slots before the present time, today and on earlier days, that an outlook hangs on."""
 _LOOKED_AT = _LOOKED_AT_BEFORE + NUM_HORIZONS + _AROUND
 _DOUBT, _SHARPNESS = 2.0, 4
@@ -132,7 +139,7 @@ class Forecaster(FrozenModel):
             end_slot: Slot of the day that comes next.
         """
         num = len(demand_per_s)
-        at = np.arange(max(num - _MEMORY - _LEAD, 0), num + 1)
+        at = np.arange(max(num - _FORECAST_ANEW, 0), num + 1)
         medians = self._forecast_before(demand_per_s, end_slot, at)
         log = self._log(np.array(demand_per_s[-_JUDGED_BY:]))
         medians, spreads = self._weighed(log, medians, at - num + len(log))
@@ -171,7 +178,21 @@ class Forecaster(FrozenModel):
         own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
         mixed = own_share * np.log(medians) + steady_share * level[:, None]
         spread = own_share * self._spread + steady_share * np.sqrt(steady_error)[:, None]
-        return Outlook(np.exp(mixed), spread)
+        return Outlook(np.exp(self._after_jumps(mixed, spread, log[np.maximum(at - 1, 0)])), spread)
+
+    def _after_jumps(self, mixed: FloatArray, spread: FloatArray, latest: FloatArray) -> FloatArray:
+        """Expect more where demand has jumped, until that is all that the regression looks back at.
+
+        Args:
+            mixed: Logarithms of medians before consecutive slots, shape (n, NUM_HORIZONS).
+            spread: Standard deviations, of that shape.
+            latest: Logarithm of the demand of the slot before, shape (n,).
+        """
+        has_jumped = latest[1:] - mixed[:-1, 0] > _JUMP * spread[:-1, 0]
+        jumps = np.cumsum(np.concatenate([np.zeros(1 + NUM_RECENT, np.int64), has_jumped]))
+        is_recent = jumps[NUM_RECENT:] > jumps[:-NUM_RECENT]
+        missing = np.maximum(latest[:, None] - mixed, 0.0) * _STAYS ** np.arange(NUM_HORIZONS)
+        return np.where(is_recent[:, None], mixed + missing, mixed)
 
     @functools.cached_property
     def _weights(self) -> FloatArray:
