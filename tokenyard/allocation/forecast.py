@@ -40,8 +40,8 @@ _LEAD = 5
 _MEMORY = 48
 """Slots whose errors count, of which half must be there."""
 _JUMP, _STAYS = 4.0, 0.8
-"""Spreads by which a slot's demand is above its forecast where it has jumped, and the share of what
-a forecast lacks then that is expected to stay from one slot to the next."""
+"""Spreads of the regression by which a slot's demand is above its forecast where it has jumped, and
+the share of what a forecast lacks then that is expected to stay from one slot to the next."""
 _FORECAST_ANEW = _MEMORY + _LEAD + NUM_RECENT
 """Slots before the present time whose forecasts an outlook hangs on: by their errors, and jumps."""
 _JUDGED_BY = _FORECAST_ANEW + _LEAD + _LEVEL_SLOTS
@@ -178,17 +178,16 @@ class Forecaster(FrozenModel):
         own_share, steady_share = weight[:, None], 1.0 - weight[:, None]
         mixed = own_share * np.log(medians) + steady_share * level[:, None]
         spread = own_share * self._spread + steady_share * np.sqrt(steady_error)[:, None]
-        return Outlook(np.exp(self._after_jumps(mixed, spread, log[np.maximum(at - 1, 0)])), spread)
+        return Outlook(np.exp(self._after_jumps(mixed, log[np.maximum(at - 1, 0)])), spread)
 
-    def _after_jumps(self, mixed: FloatArray, spread: FloatArray, latest: FloatArray) -> FloatArray:
+    def _after_jumps(self, mixed: FloatArray, latest: FloatArray) -> FloatArray:
         """Expect more where demand has jumped, until that is all that the regression looks back at.
 
         Args:
             mixed: Logarithms of medians before consecutive slots, shape (n, NUM_HORIZONS).
-            spread: Standard deviations, of that shape.
             latest: Logarithm of the demand of the slot before, shape (n,).
         """
-        has_jumped = latest[1:] - mixed[:-1, 0] > _JUMP * spread[:-1, 0]
+        has_jumped = latest[1:] - mixed[:-1, 0] > _JUMP * self._spread[0]
         jumps = np.cumsum(np.concatenate([np.zeros(1 + NUM_RECENT, np.int64), has_jumped]))
         is_recent = jumps[NUM_RECENT:] > jumps[:-NUM_RECENT]
         missing = np.maximum(latest[:, None] - mixed, 0.0) * _STAYS ** np.arange(NUM_HORIZONS)
