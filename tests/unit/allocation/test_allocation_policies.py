@@ -8,7 +8,12 @@ from tokenyard.allocation.artifact import (
     learned_allocation,
     resolve_allocation_champion,
 )
-from tokenyard.allocation.demand import DemandStream, demand_source
+from tokenyard.allocation.demand import (
+    VM_CPU_FILE,
+    DemandStream,
+    demand_source,
+    read_vm_cpu,
+)
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import best_next, make_planner
 from tokenyard.allocation.plans import plan_table
@@ -159,11 +164,10 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
 def test_the_rule_that_ships_costs_less_than_tuned_ones_on_what_they_were_tuned_on(name):
     scenario = load_allocation(name)
     assert load_tuned_allocation(name).static_plan in plan_table(scenario).plans
-    stream = demand_source(scenario).train(0)
-    planner = StreamRunner(scenario, stream).run_planner(make_planner(scenario))
-    known = AllocationContext(scenario, np.random.default_rng(0))
-    for rule in ("best_static", "autoscaler_tuned", "autoscaler_forecast"):
-        tuned = run_allocation(scenario, stream, make_allocation_policy(rule, known))
-        # The two are level where hardly any plan fits, and a search over rules picks its luck.
-        least = 0.997 if name in ("a100x8_70b", "h100x8_70b") else 1.0
-        assert planner.column(REWARD).mean() * least > tuned.column(REWARD).mean()
+    if read_vm_cpu() is None:
+        pytest.skip(f"{VM_CPU_FILE} was not found (TOKENYARD_DATA)")
+    planner = StreamRunner(scenario, demand_source(scenario).train(0))
+    usd_per_slot = -planner.run_planner(make_planner(scenario)).column(REWARD).mean()
+    # The two are level where hardly any plan fits, and a search over rules picks its luck.
+    least = 0.997 if name in ("a100x8_70b", "h100x8_70b") else 1.0
+    assert least * usd_per_slot < min(load_tuned_allocation(name).train_usd_per_slot.values())
