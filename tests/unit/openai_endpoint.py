@@ -99,7 +99,7 @@ def an_openai_endpoint(*models):
     """Yield an endpoint's server, and its URL; `models` are what it lists."""
     server = _Server(("127.0.0.1", 0), OpenAiEndpoint)
     server.models, server.asked = models, []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server, f"http://127.0.0.1:{server.server_port}"

@@ -349,7 +349,7 @@ class FakeVllm(http.server.BaseHTTPRequestHandler):
 def a_fake_vllm(waiting):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), FakeVllm)
     server.waiting, server.status, server.asked = waiting, 200, []
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server, f"http://127.0.0.1:{server.server_port}"

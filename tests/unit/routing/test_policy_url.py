@@ -45,7 +45,7 @@ def server():
 
     found = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     found.asked = 0
-    thread = threading.Thread(target=found.serve_forever)
+    thread = threading.Thread(target=found.serve_forever, args=(0.01,))
     thread.start()
     yield found
     found.shutdown()

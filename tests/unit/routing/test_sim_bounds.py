@@ -48,6 +48,7 @@ def test_the_clairvoyant_is_never_worse_than_shortest_expected_delay(seed, objec
     assert cost_s(found.response_s, objective) <= cost_s(sed.response_s, objective) + 1e-12
 
 
+@pytest.mark.slow
 def test_bounds_reach_their_known_levels_on_the_poisson_scenario():
     """Mean response against SED over two streams of 5000 requests; docs/results/simulator.md."""
     scenario = load_scenario("poisson_085")
