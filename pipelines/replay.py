@@ -248,9 +248,9 @@ async def run(args: Args, console: Console) -> list[dict[str, Any]]:
             drawn = draw(answered, credit)
             [path] = save_figures({args.figure.stem: drawn}, args.figure.parent)
             console.print(f"picture: {path}", soft_wrap=True)
-        if twin is not None and not sent:
-            raise ValueError("no request was answered, so none can be simulated")
         if twin is not None:
+            if not sent:
+                raise ValueError("no request was answered, so none can be simulated")
             add_simulated(args, twin, policies_of, list(sent.values()), rows)
         return rows
     finally:

@@ -52,17 +52,7 @@ class ArtifactError(ValueError):
 
 
 class NoChampionError(ArtifactError):
-    """No trained policy is there for a scenario."""
-
-    def __init__(self, text: str, rule: str | None) -> None:
-        """Say so.
-
-        Args:
-            text: What is missing, and the command that makes it.
-            rule: Decides in its place, the best that was tuned; None: there is no such rule.
-        """
-        super().__init__(text)
-        self.rule = rule
+    """No trained policy is there for a scenario; the text has the command that makes one."""
 
 
 @dataclass(frozen=True)
@@ -319,13 +309,12 @@ def find_champion(
     trainer: str,
     path: str | Path | None = None,
     registry: RegistryLookup | None = None,
-    best_rule: Callable[[str], str | None] = lambda scenario: None,
 ) -> tuple[_Made, str]:
     """Find the policy that `champion` means, and say where it was found.
 
     The order: an explicit path; the registry's `champion` alias, where a lookup is given; the
-    artifact that ships for the scenario. After them comes a rule, by name, which is no artifact and
-    travels in the error.
+    artifact that ships for the scenario. After them comes a rule, which is no artifact: what is
+    asked for then is for the caller to know.
 
     Args:
         problem: Folder of the shipped artifacts, and part of the registered model's name.
@@ -334,7 +323,6 @@ def find_champion(
         trainer: Command that makes one, for the error.
         path: Counts before anything else.
         registry: Looks registered champions up; it counts before what ships.
-        best_rule: Names the rule that decides where no policy was trained.
 
     Raises:
         NoChampionError: None of these is there.
@@ -353,6 +341,5 @@ def find_champion(
             return load(local), f"shipped {problem}/{scenario}"
     raise NoChampionError(
         f"no champion for {problem}/{scenario}: none is registered or shipped; "
-        f"train one with {trainer} or name a policy file",
-        best_rule(scenario),
+        f"train one with {trainer} or name a policy file"
     )

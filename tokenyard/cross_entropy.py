@@ -108,13 +108,13 @@ class FinetuneConfig:
     held_out: float = 0.4
     """Share of the log, the last part, that judges."""
     generations: int = 12
-    """Of the search."""
+    """Of a router's search."""
     population: int = 24
     """Candidates in a generation."""
     spread: float | None = None
     """Of the first generation around the champion, in units of the SLO per feature (0.1)."""
     behaviour: float = 0.05
-    """Price, as a share of the cost, of changing every logged decision."""
+    """Price of changing every logged decision of a router, as a share of the cost."""
     seed: int = 0
 
 

@@ -25,7 +25,6 @@ import numpy as np
 
 from serve_app.allocation.plans import (
     BUILT_IN,
-    STAND_IN,
     PlanOrigin,
     cheapest_for,
     format_plan,
@@ -52,6 +51,9 @@ from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.allocation.types import AllocationPolicy, AllocationState, Plan
 
 logger = logging.getLogger(__name__)
+
+STAND_IN = "autoscaler_70"
+"""Decides where the policy cannot; it needs nothing that was trained or tuned."""
 
 By = Literal["start", "policy", "stand_in", "hand", "undo"]
 Outcome = Literal["under way", "done", "dry run", "refused", "given up"]

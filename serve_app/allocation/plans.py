@@ -13,17 +13,7 @@ from serve_app.allocation.transition import Held, Shape, shape_of
 from serve_app.cluster import AllocatedPool
 from serve_app.policy.loading import ask_registry
 from tokenyard.allocation.artifact import learned_for, resolve_allocation_champion
-from tokenyard.allocation.dynamics import (
-    BATCH,
-    LOAD,
-    MEAN_LATENCY_S,
-    NETWORK,
-    NUM_OUT,
-    OFFERED,
-    VIOLATIONS,
-    Model,
-    run_slot,
-)
+from tokenyard.allocation.dynamics import NUM_OUT, Model, measurements, run_slot
 from tokenyard.allocation.plans import PlanTable, plan_table
 from tokenyard.allocation.policies import BEST_RULE, make_allocation_policy
 from tokenyard.allocation.policies.rules import AllocationContext
@@ -33,10 +23,6 @@ from tokenyard.artifact import NoChampionError, RegisteredPolicy, RegistryError
 from tokenyard.registry import CANDIDATE, CHAMPION
 
 logger = logging.getLogger(__name__)
-
-
-STAND_IN = "autoscaler_70"
-"""Decides where the policy cannot; it needs nothing that was trained or tuned."""
 
 
 @dataclass(frozen=True)
@@ -213,13 +199,7 @@ def modelled(model: Model, plan: int, demand_per_s: float) -> SlotMeasurements:
     """A slot of a plan in force as the performance model has it for the demand that came."""
     out = np.zeros(NUM_OUT)
     run_slot(model, plan, plan, demand_per_s, 0.0, out)
-    return SlotMeasurements(
-        load=float(out[LOAD]),
-        batch_share=float(out[BATCH]),
-        latency_s=float(out[MEAN_LATENCY_S]),
-        network_share=float(out[NETWORK]),
-        violation_fraction=float(out[VIOLATIONS] / max(out[OFFERED], 1e-9)),
-    )
+    return measurements(out)
 
 
 def format_plan(plan: Plan) -> str:

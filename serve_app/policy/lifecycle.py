@@ -171,7 +171,7 @@ class Lifecycle:
             manager.policy.by_hand = (policy, explore_fraction) != wanted
             is_new = not is_same(manager.policy.label, before.label)
             if policy == self._configured.policy and is_new:
-                # The name means another now: whoever goes back to this one has chosen it.
+                # The name means another now: to go back to this one is a choice.
                 before.by_hand = True
         await self._written()
 

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from tokenyard.allocation.forecast import Forecaster, scenario_forecaster
 from tokenyard.allocation.plans import plan_table
-from tokenyard.allocation.policies import BEST_RULE
 from tokenyard.allocation.policies.learned import ForecastPlanner, NetworkPlan, ValueTable
 from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.types import AllocationPolicy
@@ -162,14 +161,11 @@ def resolve_allocation_champion(
     The order is that of `tokenyard.artifact.find_champion`.
 
     Raises:
-        NoChampionError: There is none; it names `BEST_RULE`.
+        NoChampionError: There is none; `BEST_RULE` decides.
         ArtifactError: The first that is there cannot be used.
     """
     trainer = "python pipelines/sweep.py allocation:default"
-    return find_champion(
-        "allocation", scenario, AllocationArtifact.load, trainer, path, registry,
-        lambda scenario: BEST_RULE,
-    )  # fmt: skip
+    return find_champion("allocation", scenario, AllocationArtifact.load, trainer, path, registry)
 
 
 def champion_or_planner(

@@ -30,6 +30,7 @@ from tokenyard.allocation.plans import (
     plan_table,
 )
 from tokenyard.allocation.scenario import AllocationScenario, Objective
+from tokenyard.allocation.types import SlotMeasurements
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
@@ -183,3 +184,16 @@ def run_slot(
     reward += weights[W_LOAD] * (1.0 - out[LOAD])
     out[REWARD] = reward
     return reward
+
+
+def measurements(out: FloatArray) -> SlotMeasurements:
+    """What policies are told of a slot, from what `run_slot` has put out, shape (NUM_OUT,)."""
+    offered = float(out[OFFERED])
+    return SlotMeasurements(
+        load=float(out[LOAD]),
+        batch_share=float(out[BATCH]),
+        latency_s=float(out[MEAN_LATENCY_S]),
+        network_share=float(out[NETWORK]),
+        paused_s=float(out[PAUSED_S]),
+        violation_fraction=float(out[VIOLATIONS]) / offered if offered > 0 else 0.0,
+    )

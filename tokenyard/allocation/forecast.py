@@ -54,7 +54,7 @@ _DOUBT, _SHARPNESS = 2.0, 4
 _SMALLEST_PER_S = 1e-6
 _LEAST_SHARE = 0.25
 """Of the profile's lowest: less, as in slots without a request, counts as so much. Training days
-show no less, and the logarithms of such slots would outweigh whatever comes in the next hour."""
+show no less, and the logarithms of such slots would outweigh all that comes in the next hour."""
 _NUM_DRAWS = 3
 """Draws of the noise over the training part that a scenario's forecaster is fitted to."""
 _RIDGE = 1.0

@@ -17,7 +17,6 @@ from tokenyard.config import FrozenModel
 from tokenyard.network import Network, check_names, check_network, network_names
 from tokenyard.regions.activation import ActivationRule
 from tokenyard.regions.observation import Action
-from tokenyard.regions.policies import BEST_RULE
 from tokenyard.regions.policies.learned import RegionNetwork
 from tokenyard.regions.types import Dispatch, RegionPolicy
 
@@ -95,10 +94,10 @@ def resolve_region_champion(
     where none is registered.
 
     Raises:
-        NoChampionError: There is none; it names the best rule.
+        NoChampionError: There is none; `BEST_RULE` decides.
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
         "regions", scenario, RegionArtifact.load, "python pipelines/sweep.py regions:default",
-        path, registry, lambda scenario: BEST_RULE,
+        path, registry,
     )  # fmt: skip

@@ -232,13 +232,12 @@ def resolve_champion(
     The order is that of `tokenyard.artifact.find_champion`.
 
     Raises:
-        NoChampionError: There is none; it names the rule that decides, `rule_for`.
+        NoChampionError: There is none; `rule_for` says which rule decides.
         ArtifactError: The first that is there cannot be used.
     """
     return find_champion(
-        "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry,
-        rule_for,
-    )  # fmt: skip
+        "routing", scenario, PolicyArtifact.load, "pipelines/sweep.py", path, registry
+    )
 
 
 def rule_for(scenario: str) -> str:

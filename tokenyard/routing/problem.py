@@ -234,7 +234,7 @@ def _found(
     """A trained policy that suits the scenario, and where it comes from in words.
 
     Raises:
-        NoChampionError: There is none; it names the rule that decides in its place.
+        NoChampionError: There is none; `rule_for` says which rule decides in its place.
     """
     artifact, source = resolve_champion(scenario.name, path, registry)
     metadata = artifact.metadata

@@ -9,22 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from tokenyard.allocation.demand import DemandStream
-from tokenyard.allocation.dynamics import (
-    BATCH,
-    LOAD,
-    MEAN_LATENCY_S,
-    NETWORK,
-    NUM_OUT,
-    OFFERED,
-    PAUSED_S,
-    VIOLATIONS,
-)
+from tokenyard.allocation.dynamics import NUM_OUT, measurements
 from tokenyard.allocation.forecast import Forecaster, Outlook, history_slots, scenario_forecaster
 from tokenyard.allocation.planner import HORIZON, PlannerModel, best_next
 from tokenyard.allocation.scenario import AllocationScenario, Objective
 from tokenyard.allocation.simulator import AllocationOutcomes, AllocationSim
 from tokenyard.allocation.simulator.kernel import LEFT, PLAN, REFUSED, SINCE, may_switch, step_one
-from tokenyard.allocation.types import AllocationPolicy, AllocationState, SlotMeasurements
+from tokenyard.allocation.types import AllocationPolicy, AllocationState
 from tokenyard.compiled import compiled
 from tokenyard.types import FloatArray, IntArray
 
@@ -55,23 +46,11 @@ def run_allocation(
             switches_left=int(counts[LEFT]) if scenario.switch_budget else None,
             may_switch=sim.may_switch(0),
             budget_left=int(counts[LEFT]) / budget if budget else 1.0,
-            measured=_measurements(sim.outs[0]),
+            measured=measurements(sim.outs[0]),
         )
         sim.step(np.array([table.find(policy.allocate(state))]))
         plans[t], outs[t] = sim.plan(0), sim.outs[0]
     return AllocationOutcomes(plans, outs, sim.num_refused)
-
-
-def _measurements(out: FloatArray) -> SlotMeasurements:
-    offered = float(out[OFFERED])
-    return SlotMeasurements(
-        load=float(out[LOAD]),
-        batch_share=float(out[BATCH]),
-        latency_s=float(out[MEAN_LATENCY_S]),
-        network_share=float(out[NETWORK]),
-        paused_s=float(out[PAUSED_S]),
-        violation_fraction=float(out[VIOLATIONS]) / offered if offered > 0 else 0.0,
-    )
 
 
 def _loaded(
