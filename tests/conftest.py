@@ -1,6 +1,7 @@
 """What all tests share: their size, one Ray per process, and what a test may cost."""
 
 import atexit
+import gc
 import os
 import sys
 import time
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items):
         item.add_marker(pytest.mark.xdist_group("ray" if needs_ray else item.path.stem))
     # It takes longest, so it begins first.
     items.sort(key=lambda item: RAY_FIXTURES.isdisjoint(item.fixturenames))
+
+
+def pytest_collection_finish():
+    """What is imported stays: to look through it for garbage takes a second, in any test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import queue
 import threading
 import time
@@ -33,13 +34,43 @@ class _TimedOut(BaseException):
     """Raised in a thread that nobody waits for any more; no policy catches it by accident."""
 
 
+class _Collections:
+    """The time that this process has spent in collections of cyclic garbage.
+
+    They run in whatever thread makes an object at that moment, and hold up all others.
+    """
+
+    def __init__(self) -> None:
+        self._ended_s = 0.0
+        self._began_s: float | None = None
+
+    def note(self, phase: str, info: dict[str, int]) -> None:
+        """Measure one; called by Python where it begins and where it ends."""
+        if phase == "start":
+            self._began_s = time.monotonic()
+        elif self._began_s is not None:
+            self._ended_s += time.monotonic() - self._began_s
+            self._began_s = None
+
+    def spent_s(self) -> float:
+        """What all have taken, with what the present one has taken so far."""
+        # In this order: one that ends in between, in another thread, is not missed.
+        began_s = self._began_s
+        return self._ended_s + (0.0 if began_s is None else time.monotonic() - began_s)
+
+
+_collections = _Collections()
+gc.callbacks.append(_collections.note)
+
+
 class InlineTimeout:
     """Makes calls in the caller's thread; a thread of its own interrupts those that take too long.
 
     What counts is the time that the thread computes, which a busy machine does not lengthen; the
-    time that passes counts from `patience` budgets on. A call that runs Python is interrupted
-    within a budget after that. One that sleeps or is in compiled code is only found out when it
-    comes back.
+    time that passes counts from `patience` budgets on. Collections of garbage count as neither: one
+    that looks through a large process takes a second, and is not the policy's doing. A call that
+    runs Python is interrupted within a budget after that. One that sleeps or is in compiled code is
+    only found out when it comes back.
     """
 
     def __init__(self, budget_s: float, patience: float) -> None:
@@ -52,6 +83,7 @@ class InlineTimeout:
         self._clock = 0
         self._cpu_started_s = 0.0
         self._started_s = 0.0
+        self._collected_s = 0.0
         self._fired = False
         self._ends = threading.Event()
         threading.Thread(target=self._watch, name="policy-watch", daemon=True).start()
@@ -70,6 +102,7 @@ class InlineTimeout:
         try:
             with self._lock:
                 self._cpu_started_s, self._started_s = time.thread_time(), time.monotonic()
+                self._collected_s = _collections.spent_s()
                 self._fired, self._running = False, True
             try:
                 result = function(*args)
@@ -98,10 +131,11 @@ class InlineTimeout:
         self._ends.set()
 
     def _is_overdue(self) -> bool:
-        passed_s = time.monotonic() - self._started_s
+        collected_s = _collections.spent_s() - self._collected_s
+        passed_s = time.monotonic() - self._started_s - collected_s
         if passed_s < self._budget_s:
             return False  # It cannot have computed for longer; to ask for that takes longest.
-        computed_s = time.clock_gettime(self._clock) - self._cpu_started_s
+        computed_s = time.clock_gettime(self._clock) - self._cpu_started_s - collected_s
         return computed_s >= self._budget_s or passed_s >= self._limit_s
 
     def _watch(self) -> None:

@@ -306,7 +306,7 @@ def schema_part() -> dict[str, Any]:
 def schema_of(cluster: str) -> dict[str, Any]:
     """The schema of the application that serves a cluster."""
     options = serving.GatewayOptions(cluster=cluster)
-    interval = sys.getswitchinterval()
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     try:
         allocated = serving.find_cluster(options).model_copy(update={"pools": ()})
         # It answers the same routes as a lone gateway, and takes no port.
@@ -314,7 +314,7 @@ def schema_of(cluster: str) -> dict[str, Any]:
     finally:
         # What the gateway sets for its process would stay in that of the tests.
         sys.setswitchinterval(interval)
-        gc.unfreeze()
+        gc.set_threshold(*thresholds)
     return gateway.make_api().openapi()
 
 

@@ -1,5 +1,6 @@
 """Whatever is wrong with a policy, the request is placed by the baseline in the same pick."""
 
+import gc
 import math
 import threading
 import time
@@ -249,6 +250,24 @@ def test_no_interruption_is_left_over_where_a_call_ends_just_in_time():
         except TooSlow:
             pass
         sum(range(1000))  # Would be where one that is left over arrives.
+    caller.stop()
+
+
+def test_the_time_of_a_collection_of_garbage_is_not_the_policys():
+    caller = InlineTimeout(0.05, 2.0)
+
+    def take_long(phase, info):
+        until_s = time.monotonic() + (0.3 if phase == "start" else 0.0)
+        while time.monotonic() < until_s:
+            pass
+
+    gc.callbacks.append(take_long)
+    try:
+        assert caller.call(gc.collect) >= 0
+    finally:
+        gc.callbacks.remove(take_long)
+    with pytest.raises(TooSlow):
+        caller.call(partial(a_hang, threading.Event()))
     caller.stop()
 
 
