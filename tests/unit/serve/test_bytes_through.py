@@ -477,7 +477,7 @@ def test_a_connection_that_waits_for_a_reader_who_has_left_is_used_no_more():
             client.release(connection)
             endpoint.pieces = (b"{}",)
             try:
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(10):
                     assert await client.get(origin, head, 100) == (200, b"{}")
             finally:
                 await client.close()
