@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from serve_app.engines.base import EngineError, Sampling
+from serve_app.engines.base import EngineError, InvalidRequest, Sampling
 from serve_app.engines.waiting import Arrivals, WaitingLine
 from tokenyard.routing.types import OrderKey
 
@@ -55,7 +55,8 @@ class Admission:
                 fewer than a full batch. None where nobody waits.
 
         Raises:
-            EngineError: It cannot be accepted.
+            InvalidRequest: It is too long, or makes no sense.
+            EngineError: It cannot be accepted now.
         """
         if self.closed is not None:
             raise EngineError(self.closed)
@@ -175,24 +176,24 @@ def check_request(
         vocab_size: Token ids are below it.
 
     Raises:
-        EngineError: It is too long, or out of range.
+        InvalidRequest: It is too long, or out of range.
     """
     if not token_ids:
-        raise EngineError("the prompt is empty")
+        raise InvalidRequest("the prompt is empty")
     wrong = next((token for token in token_ids if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise EngineError(f"token {wrong} is not in the vocabulary of {vocab_size}")
+        raise InvalidRequest(f"token {wrong} is not in the vocabulary of {vocab_size}")
     if sampling.max_tokens < 1:
-        raise EngineError(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
+        raise InvalidRequest(f"max_tokens is {sampling.max_tokens}; it must be at least 1")
     if len(token_ids) + sampling.max_tokens > max_tokens:
-        raise EngineError(
+        raise InvalidRequest(
             f"a prompt of {len(token_ids)} tokens and {sampling.max_tokens} to generate are more "
             f"than the {max_tokens} that this engine can hold"
         )
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise EngineError(f"temperature is {sampling.temperature}; it must be 0 or more")
+        raise InvalidRequest(f"temperature is {sampling.temperature}; it must be 0 or more")
     if not 0 < sampling.top_p <= 1:
-        raise EngineError(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
+        raise InvalidRequest(f"top_p is {sampling.top_p}; it must be above 0 and at most 1")
 
 
 def reason_line(error: BaseException) -> str:

@@ -25,6 +25,10 @@ class EngineError(RuntimeError):
     """An engine that cannot do what it is asked; the text says why, in one sentence."""
 
 
+class InvalidRequest(EngineError):
+    """A request that this engine can never answer: it is too long, or makes no sense."""
+
+
 class EngineConfig(FrozenModel):
     """What an engine runs, and on what."""
 
@@ -138,7 +142,8 @@ class Engine(Protocol):
                 first, Unix time, seconds; None: the time now.
 
         Raises:
-            EngineError: The queue is full, the prompt is too long, or the engine died meanwhile.
+            InvalidRequest: It is too long, or makes no sense.
+            EngineError: The queue is full, or the engine died meanwhile.
         """
         ...
 

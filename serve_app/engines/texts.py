@@ -71,7 +71,8 @@ class TextEngine:
 
         Raises:
             EngineFull: As many requests wait as may.
-            EngineError: The engine refuses the request, is about to stop, or failed.
+            InvalidRequest: The engine can never answer it.
+            EngineError: The engine is about to stop, or failed.
         """
         self._check_room()
         done = False

@@ -37,6 +37,8 @@ class Answer:
     """Share of the service that the tenant is entitled to."""
     tried: set[str] = field(default_factory=set)
     """Replicas that were sent the request since one was last waited for."""
+    excluded: set[str] = field(default_factory=set)
+    """Pools whose replicas can never answer it, as one of each has said."""
     is_ordered: bool = False
     """Whether it has been placed, and so has the key that it waits by."""
     order_key: OrderKey | None = None
@@ -77,6 +79,7 @@ class Answer:
         return (
             self.wanted.is_for(backend)
             and self.model.is_served_by(backend.name)
+            and backend.name not in self.excluded
             and backend.max_model_tokens >= self.needed_tokens
         )
 

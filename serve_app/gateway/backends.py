@@ -32,7 +32,7 @@ from serve_app.gateway.forwarding import (
     Patience,
     hand_on_held,
 )
-from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTooSmall
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import EngineStatus, ReplicaTable
 from serve_app.gateway.sse import PEEK_BYTES, ErrorEvent, peek_whole
@@ -92,6 +92,9 @@ class _EngineForwarder(Forwarder):
     def _refusal(self, status: int, text: bytes) -> ReplicaFailed:
         kind = ReplicaFull if status == 429 else ReplicaRefused
         return kind(f"{self.which}: {_error_in(text).message}")
+
+    def _rejection(self, connection: Connection, text: bytes) -> ReplicaFailed:
+        return ReplicaTooSmall(f"{self.which}: {_error_in(text).message}")
 
     def _read_head(self, connection: Connection, attempt: Attempt) -> None:
         status = next((value for name, value in connection.headers if name == STATUS_HEADER), None)
@@ -219,8 +222,7 @@ class ServeBackend:
         """Have one replica answer a request; being cancelled cancels it there.
 
         Raises:
-            ReplicaFailed: It is gone, full, late or broken.
-            RequestRejected: It has something against the request.
+            ReplicaFailed: It is gone, full, late or broken, or can never answer the request.
         """
         endpoint, request = self._endpoints.get(replica_id), attempt.request
         if endpoint is None:

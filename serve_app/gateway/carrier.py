@@ -33,7 +33,7 @@ from serve_app.gateway.carrier_wire import (
 )
 from serve_app.gateway.engine_wire import write_status
 from serve_app.gateway.exchange import Downstream, InferenceRequest
-from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
+from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import ReplicaFailed, ReplicaRefused, RequestRejected
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.gateway.tracing import with_line
@@ -437,4 +437,5 @@ def _refuse(payload: bytes) -> None:
     kind, text, retry_after_s, over = read_refusal(payload)
     if kind == "refused":
         raise Refused(text, retry_after_s, over)
-    raise Draining(text) if kind == "draining" else Unserved(text)
+    kinds = {"draining": Draining, "unanswerable": Unanswerable}
+    raise kinds.get(kind, Unserved)(text)

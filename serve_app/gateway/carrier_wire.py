@@ -33,7 +33,7 @@ from tokenyard.routing.types import OrderKey
 
 logger = logging.getLogger(__name__)
 
-WIRE_VERSION = 5
+WIRE_VERSION = 6
 """Of all frames but `Kind.HELLO`. Ends of version 1 do not say theirs."""
 _BEGAN_S = time.monotonic()
 _RELEASE = version("tokenyard")
@@ -350,7 +350,7 @@ def write_refusal(kind: str, reason: str, retry_after_s: int, over: OverLimit | 
     """Lay out why a request is not answered.
 
     Args:
-        kind: `refused`, `draining` or `unserved`.
+        kind: `refused`, `draining`, `unanswerable` or `unserved`.
         reason: In a sentence.
         retry_after_s: When to come back, where it is refused.
         over: The caller's limit, where that is why.

@@ -35,12 +35,13 @@ from serve_app.gateway.carrier_wire import (
 )
 from serve_app.gateway.engine_wire import read_status
 from serve_app.gateway.exchange import Attempt, Headers
-from serve_app.gateway.gateway import Draining, Gateway, Refused, Unserved
+from serve_app.gateway.gateway import Draining, Gateway, Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import (
     ReplicaFailed,
     ReplicaFull,
     ReplicaRefused,
     ReplicaTimeout,
+    ReplicaTooSmall,
     RequestRejected,
 )
 from serve_app.gateway.rate_limits import OverLimit
@@ -49,7 +50,8 @@ from serve_app.gateway.replicas import ReplicaTable
 logger = logging.getLogger(__name__)
 
 FAILURES = {
-    one.__name__: one for one in (ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTimeout)
+    one.__name__: one
+    for one in (ReplicaFailed, ReplicaFull, ReplicaRefused, ReplicaTimeout, ReplicaTooSmall)
 }
 _HEARD_S = 0.1
 """For carriers to hear that they have to leave."""
@@ -234,6 +236,8 @@ class _Link(FrameProtocol):
             self._refuse(number, "refused", str(error), error.retry_after_s, error.over)
         except Draining as error:
             self._refuse(number, "draining", str(error))
+        except Unanswerable as error:
+            self._refuse(number, "unanswerable", str(error))
         except Unserved as error:
             self._refuse(number, "unserved", str(error))
         except (RequestRejected, asyncio.CancelledError):

@@ -126,6 +126,10 @@ class Forwarder:
         """What it means that an endpoint is busy: its status is 429 or 503."""
         return ReplicaFull(f"{self.which} answered {status}")
 
+    def _rejection(self, connection: Connection, text: bytes) -> ReplicaFailed | RequestRejected:
+        """What it means that an endpoint has something against the request."""
+        return RequestRejected(connection.status, _handed_back(connection), text)
+
     def _read_head(self, connection: Connection, attempt: Attempt) -> None:
         """Look at the head of an answer."""
 
@@ -141,7 +145,7 @@ class Forwarder:
             text += piece
         if is_busy:
             raise self._refusal(status, bytes(text))
-        raise RequestRejected(status, _handed_back(connection), bytes(text))
+        raise self._rejection(connection, bytes(text))
 
     async def _hand_on_whole(
         self, connection: Connection, attempt: Attempt, patience: Patience

@@ -27,6 +27,7 @@ from serve_app.gateway.generation import (
     ReplicaFull,
     ReplicaRefused,
     ReplicaTimeout,
+    ReplicaTooSmall,
     RequestRejected,
 )
 from serve_app.gateway.history import History
@@ -65,6 +66,10 @@ class Refused(RuntimeError):
 
 class Unserved(RuntimeError):
     """A request that was let in and could not be answered; the text says why."""
+
+
+class Unanswerable(Unserved):
+    """A request that no pool can ever answer, as it is."""
 
 
 class Draining(Unserved):
@@ -136,6 +141,7 @@ class Gateway:
 
         Raises:
             Draining: The gateway is about to end.
+            Unanswerable: No pool can ever answer it: it is too long for all.
             Refused: Too much is in flight, no replica takes more, or its caller has asked for too
                 much; nothing was generated.
             Unserved: No replica could answer it in time, or the one that had begun died.
@@ -165,7 +171,7 @@ class Gateway:
             if answer.finish_reason is None:
                 answer.finish_reason = "abort"
             raise
-        except RequestRejected:
+        except (RequestRejected, Unanswerable):
             answer.is_rejected = True
             raise
         except Refused:
@@ -339,6 +345,11 @@ class Gateway:
             try:
                 await self._attempt(answer, pick, attempt)
                 return
+            except ReplicaTooSmall as error:
+                answer.excluded.add(pick.replica.pool)
+                if not any(answer.fits(one) for one in self.backends.values()):
+                    raise Unanswerable(str(error)) from None
+                failure = failure or error
             except ReplicaFailed as error:
                 failure = error
                 request_id = answer.wanted.request_id
@@ -400,7 +411,7 @@ class Gateway:
             outcome = "timeout"
             self._placement.fail(replica, attempt.sent_s)
             raise
-        except RequestRejected:
+        except (ReplicaTooSmall, RequestRejected):
             outcome = "rejected"
             raise
         except ReplicaFailed as error:

@@ -25,6 +25,10 @@ class ReplicaRefused(ReplicaFailed):
     """A replica whose engine does not take this request, and is well otherwise."""
 
 
+class ReplicaTooSmall(ReplicaRefused):
+    """A replica that can never hold this request; those of another pool may."""
+
+
 class ReplicaTimeout(ReplicaFailed):
     """A replica that took longer than its pool's deadlines allow."""
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.cluster import Limits
-from serve_app.engines.base import EngineError
+from serve_app.engines.base import EngineError, InvalidRequest
 from serve_app.engines.texts import EngineFull, TextChunk, TextEngine
 from serve_app.engines.waiting import read_order_key
 from serve_app.gateway.engine_wire import (
@@ -196,6 +196,8 @@ async def _refuse(_: Request, error: Exception) -> Response:
         status, param = error.status, error.param
     elif isinstance(error, Denied | TooMuch):
         status = error.status
+    elif isinstance(error, InvalidRequest):
+        status = 400
     else:
         status = 429 if isinstance(error, EngineFull) else 503
     body = {"error": openai_error(str(error), kind_of(status), param)}

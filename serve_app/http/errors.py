@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
-from serve_app.gateway.gateway import Refused, Unserved
+from serve_app.gateway.gateway import Refused, Unanswerable, Unserved
 from serve_app.gateway.generation import RequestRejected
 from serve_app.http.auth import Access, Denied
 from serve_app.http.decide_schema import Problem
@@ -112,7 +112,7 @@ async def _on_refused(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _on_unserved(request: Request, error: Exception) -> JSONResponse:
-    return _answer(request, str(error), 503)
+    return _answer(request, str(error), 400 if isinstance(error, Unanswerable) else 503)
 
 
 async def _on_rejected(request: Request, error: Exception) -> Response:

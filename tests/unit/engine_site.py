@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 from unit.serve.test_serve_gateway import OWN, PROFILE, Letters, cluster_of
 
+from serve_app.engines.admission import check_request
 from serve_app.engines.base import Chunk, EngineError, EngineStats
 from serve_app.engines.texts import TextEngine
 from serve_app.gateway.backends import ServeBackend
@@ -36,12 +37,15 @@ class Repeater:
         """How many tokens come before it fails."""
         self.stops_at = None
         """How many come before it waits for `may_go_on`."""
+        self.longest = 1000
+        """Prompt and output that its memory holds, tokens."""
         self.may_go_on = asyncio.Event()
         self.every_s = 0.0
 
     async def generate(self, request_id, token_ids, sampling, order_key=None):
         self.asked.append((request_id, tuple(token_ids), sampling))
         self.order_keys.append(order_key)
+        check_request(token_ids, sampling, self.longest, Letters.vocab_size)
         self.running[request_id] = 0
         try:
             for number in range(sampling.max_tokens):

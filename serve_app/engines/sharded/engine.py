@@ -376,8 +376,8 @@ class ShardedEngine:
         """Generate; closing the iterator early aborts the request.
 
         Raises:
-            EngineError: The queue is full, the request is too long or makes no sense, or the
-                engine died meanwhile.
+            InvalidRequest: It is too long, or makes no sense.
+            EngineError: The queue is full, or the engine died meanwhile.
         """
         num_running = self._num_running_if_full()
         self._admission.check(request_id, token_ids, sampling, num_running)

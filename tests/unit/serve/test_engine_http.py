@@ -232,6 +232,24 @@ def test_before_its_first_token_a_request_goes_elsewhere():
     run(test, 2)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_no_engine_of_a_pool_can_hold_is_400_and_is_asked_of_one_of_them_alone(stream):
+    async def test(port, gateway, sites):
+        for one in sites:
+            one.engine.longest = 12
+        async with a_client(port) as client:
+            answer = await client.post("/v1/completions", json=a_body(stream=stream))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert "a prompt of 5 tokens and 8 to generate are more than the 12" in error["message"]
+            assert sum(len(one.engine.asked) for one in sites) == 1
+            fits = await client.post("/v1/completions", json=a_body(max_tokens=7))
+            assert fits.status_code == 200
+        assert not gateway.outliers.watches
+
+    run(test, 2)
+
+
 def test_a_replica_that_is_gone_is_ejected_and_one_that_dies_ends_its_answers_with_a_reason():
     async def test(port, gateway, sites):
         sites[0].engine.stops_at = sites[1].engine.stops_at = 2

@@ -23,6 +23,7 @@ from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.exchange import Call, InferenceRequest
 from serve_app.gateway.external import ExternalBackend
 from serve_app.gateway.gateway import Gateway
+from serve_app.gateway.generation import ReplicaTooSmall
 from serve_app.gateway.metrics import Metrics
 from serve_app.gateway.replicas import Prompt
 from serve_app.http.api import create_gateway_api
@@ -325,6 +326,23 @@ def test_what_an_endpoint_has_against_a_request_arrives_as_it_is():
             assert (await caller.ask(CHAT, BODY))[::2] == (422, b'{"error":"odd"}')
         outcome = {"pool": "theirs", "service_class": "default", "outcome": "rejected"}
         await until(lambda: site.value("requests_total", **outcome) == 1)
+
+    run(test)
+
+
+def test_what_no_engine_can_ever_answer_is_400_through_a_carrier_too():
+    async def test(site):
+        async def answer(*_):
+            raise ReplicaTooSmall("too long")
+
+        site.carriers[0].alone.backends["theirs"].answer = answer
+        async with RawCaller.to(site.ports[0]) as caller:
+            status, _, told = await caller.ask(CHAT, BODY)
+        error = json.loads(told)["error"]
+        assert (status, error["type"], error["message"]) == (
+            400, "invalid_request_error", "too long",
+        )  # fmt: skip
+        assert not site.gateway.in_flight
 
     run(test)
 

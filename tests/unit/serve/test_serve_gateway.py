@@ -15,7 +15,7 @@ from serve_app.cluster import Cluster, EngineProfile
 from serve_app.engines.texts import TextChunk
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.gateway.gateway import Gateway
-from serve_app.gateway.generation import ReplicaFailed, ReplicaFull
+from serve_app.gateway.generation import ReplicaFailed, ReplicaFull, ReplicaTooSmall
 from serve_app.gateway.replicas import EngineStatus
 from serve_app.http.api import create_gateway_api
 from serve_app.http.auth import Access
@@ -271,6 +271,26 @@ def test_full_replicas_are_429_and_dead_ones_503():
         for pool in pools.values():
             pool.script.append((0, ReplicaFailed("gone")))
         assert (await client.post("/v1/completions", json=a_body())).status_code == 503
+
+    check(test)
+
+
+@pytest.mark.parametrize(
+    ("of_b", "status"),
+    [
+        (None, 200),
+        (ReplicaTooSmall("too long for this one"), 400),
+        (ReplicaFull("the queue is full"), 429),
+        (ReplicaFailed("it died"), 503),
+    ],
+)
+def test_what_one_pool_can_never_answer_goes_to_another_and_is_400_where_none_can(of_b, status):
+    async def test(client, pools, gateway):
+        for _ in range(4):
+            pools["a"].script = [(0, ReplicaTooSmall("too long for this one"))]
+            pools["b"].script = [(0, of_b)] if of_b else []
+            answer = await client.post("/v1/completions", json=a_body())
+            assert answer.status_code == status
 
     check(test)
 
