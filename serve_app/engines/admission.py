@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from serve_app.engines.base import EngineError, InvalidRequest, Sampling
+from serve_app.engines.base import EngineError, EngineFull, InvalidRequest, Sampling
 from serve_app.engines.waiting import Arrivals, WaitingLine
 from tokenyard.routing.types import OrderKey
 
@@ -56,6 +56,7 @@ class Admission:
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
+            EngineFull: As many wait as may.
             EngineError: It cannot be accepted now.
         """
         if self.closed is not None:
@@ -65,7 +66,7 @@ class Admission:
             raise EngineError(f"a request {name!r} is already being answered")
         num_slots = min(self._max_batch, num_running or self._max_batch)
         if len(self._names) >= num_slots + self._max_waiting:
-            raise EngineError(f"the queue is full: {self._max_waiting} requests wait")
+            raise EngineFull(f"the queue is full: {self._max_waiting} requests wait")
 
     def enter(self, name: str) -> None:
         """Count a request that was checked."""

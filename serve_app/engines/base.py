@@ -25,6 +25,10 @@ class EngineError(RuntimeError):
     """An engine that cannot do what it is asked; the text says why, in one sentence."""
 
 
+class EngineFull(EngineError):
+    """An engine that takes no more requests for now."""
+
+
 class InvalidRequest(EngineError):
     """A request that this engine can never answer: it is too long, or makes no sense."""
 
@@ -143,7 +147,8 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
-            EngineError: The queue is full, or the engine died meanwhile.
+            EngineFull: As many wait as may.
+            EngineError: The engine died meanwhile.
         """
         ...
 

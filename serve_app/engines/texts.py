@@ -8,7 +8,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 from serve_app.engines.admission import BatchLimit
-from serve_app.engines.base import Chunk, Engine, EngineError, FinishReason, Sampling
+from serve_app.engines.base import Chunk, Engine, EngineError, EngineFull, FinishReason, Sampling
 from serve_app.engines.tokenizer import Detokenizer, StopFinder, Tokenizer
 from serve_app.gateway.replicas import EngineStatus
 from tokenyard.routing.types import OrderKey
@@ -24,10 +24,6 @@ class TextChunk:
     """Tokens generated so far, all chunks together."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk."""
-
-
-class EngineFull(EngineError):
-    """An engine that takes no more requests for now."""
 
 
 class TextEngine:
@@ -47,7 +43,7 @@ class TextEngine:
         """
         self._engine, self._tokenizer = engine, tokenizer
         self._slots = BatchLimit(max_batch)
-        self._max_waiting, self._most = max(max_waiting, 1), most
+        self._max_waiting, self._most = max_waiting, most
         self._num_held = 0
         self._draining = False
 
@@ -104,10 +100,8 @@ class TextEngine:
     def _check_room(self) -> None:
         if self._draining:
             raise EngineError("the replica is about to stop")
-        num_waiting = self._engine.stats().num_waiting + self._slots.num_waiting
-        if num_waiting >= self._max_waiting:
-            raise EngineFull(f"{num_waiting} requests wait already")
-        if self._num_held >= self._most:
+        # Those on their way to a free slot wait for nothing, though the engine may count them.
+        if self._num_held >= min(self._slots.limit + self._max_waiting, self._most):
             raise EngineFull(f"{self._num_held} requests are being answered already")
 
     def limit_batch(self, max_batch: int) -> None:

@@ -80,7 +80,7 @@ class VllmEngine:
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
-            EngineError: The queue is full, or the engine died meanwhile.
+            EngineError: The queue is full (`EngineFull`), or the engine died meanwhile.
         """
         self._admission.check(request_id, token_ids, sampling, self._gauge.num_running_if_full)
         self._admission.enter(request_id)

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.cluster import Limits
-from serve_app.engines.base import EngineError, InvalidRequest
-from serve_app.engines.texts import EngineFull, TextChunk, TextEngine
+from serve_app.engines.base import EngineError, EngineFull, InvalidRequest
+from serve_app.engines.texts import TextChunk, TextEngine
 from serve_app.engines.waiting import read_order_key
 from serve_app.gateway.engine_wire import (
     NUM_TOKENS_HEADER,

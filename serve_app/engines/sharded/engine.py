@@ -377,7 +377,7 @@ class ShardedEngine:
 
         Raises:
             InvalidRequest: It is too long, or makes no sense.
-            EngineError: The queue is full, or the engine died meanwhile.
+            EngineError: The queue is full (`EngineFull`), or the engine died meanwhile.
         """
         num_running = self._num_running_if_full()
         self._admission.check(request_id, token_ids, sampling, num_running)

@@ -1,9 +1,15 @@
 """What every engine checks before it takes a request."""
 
+import asyncio
+import math
+
 import pytest
+from unit.engine_site import Repeater
+from unit.serve.test_serve_gateway import Letters
 
 from serve_app.engines.admission import Admission
-from serve_app.engines.base import EngineError, Sampling
+from serve_app.engines.base import EngineError, EngineFull, EngineStats, Sampling
+from serve_app.engines.texts import TextEngine
 
 ONE = Sampling(max_tokens=1)
 
@@ -19,7 +25,7 @@ def test_a_full_batch_and_the_queue_behind_it_are_the_most():
     for name in ("a", "b", "c"):
         admission.check(name, [1], ONE, None)
         admission.enter(name)
-    with pytest.raises(EngineError, match="queue is full: 1 requests wait"):
+    with pytest.raises(EngineFull, match="queue is full: 1 requests wait"):
         admission.check("d", [1], ONE, None)
     admission.leave("a")
     admission.check("d", [1], ONE, None)
@@ -30,8 +36,36 @@ def test_where_memory_holds_fewer_than_a_batch_fewer_may_wait():
     for name in ("a", "b", "c"):
         admission.enter(name)
     admission.check("d", [1], ONE, None)
-    with pytest.raises(EngineError, match="queue is full"):
+    with pytest.raises(EngineFull, match="queue is full"):
         admission.check("d", [1], ONE, 2)
+
+
+class Unheard(Repeater):
+    """An engine whose ranks have not told of an iteration: all that they were sent waits."""
+
+    def stats(self):
+        return EngineStats(len(self.running), 0, 0.0, 1000.0, 0, math.nan, 0)
+
+
+@pytest.mark.parametrize(("max_waiting", "limit"), [(1, 4), (0, 4), (2, 3)])
+def test_free_slots_are_filled_at_once_however_few_may_wait(max_waiting, limit):
+    async def scenario():
+        engine = Unheard()
+        engine.stops_at = 0
+        texts = TextEngine(engine, Letters(), 4, max_waiting, most=100)
+        texts.limit_batch(limit)
+
+        async def ask(name):
+            return [one async for one in texts.generate(name, [65], ONE, ())]
+
+        asked = [asyncio.create_task(ask(str(one))) for one in range(limit + max_waiting)]
+        await asyncio.sleep(0)
+        with pytest.raises(EngineFull):
+            await ask("one more")
+        engine.may_go_on.set()
+        assert all(one[-1].finish_reason == "length" for one in await asyncio.gather(*asked))
+
+    asyncio.run(scenario())
 
 
 def test_a_name_is_used_once_at_a_time():
