@@ -199,7 +199,7 @@ class GatewayReplica:
             router = allocation.make_router(
                 self._allocator, self._access,
                 lambda name: load_plan_policy(name, scenario, self._registry),
-                self._gateway.manager.note,
+                self._gateway.manager.note, self._lifecycle.changing,
             )  # fmt: skip
             api.include_router(router)
         return api
@@ -207,8 +207,7 @@ class GatewayReplica:
     async def end(self) -> None:
         """Answer what was let in, while another gateway may listen already."""
         if self._listener is not None:
-            # A gateway that takes this one's place goes on from there.
-            await self._lifecycle.stop()
+            await self._leave_to_another()
             await self._listener.hand_over()
             self._listener.refuse()
             await self._gateway.drain()
@@ -249,12 +248,16 @@ class GatewayReplica:
             manager.note("keys not read", file.path.name, file.problem)
         self._gateway.metrics.know_tenants(self._access.tenants)
 
+    async def _leave_to_another(self) -> None:
+        """Decide nothing more that lasts: a gateway that takes this one's place goes on there."""
+        if self._reshaping is not None:
+            # Its replicas stay.
+            self._reshaping.cancel()
+        await self._lifecycle.stop()
+
     async def _stop(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        if self._reshaping is not None:
-            # Its replicas stay: another gateway takes them over.
-            self._reshaping.cancel()
         for one in self._pools.values():
             await one.stop()
         self._gateway.manager.stop()
@@ -311,8 +314,7 @@ class DeciderReplica(GatewayReplica):
     async def end(self) -> None:
         """Answer what was let in; carriers end by themselves."""
         if self._decider is not None:
-            # A decider that takes this one's place goes on from there.
-            await self._lifecycle.stop()
+            await self._leave_to_another()
             await self._decider.resign()
             await self._gateway.drain()
             await self._decider.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import asdict
 from typing import Annotated
 
@@ -17,11 +18,13 @@ from serve_app.http.auth import Access
 from serve_app.http.decide_schema import Problem
 from serve_app.http.errors import PROBLEMS
 from serve_app.http.reasons import BadRequest
+from serve_app.policy.lifecycle import Conflict
 from tokenyard.allocation.types import AllocationPolicy, Plan
 
 _SHOWN_SLOTS = 600
 Note = Callable[[str, str, str], None]
 """Writes down what was changed, to what, and why."""
+Changing = Callable[[], AbstractAsyncContextManager[None]]
 LoadPolicy = Callable[[str], tuple[AllocationPolicy, PlanOrigin]]
 """Makes an allocation policy by name, and says where it comes from; ValueError where there is
 none of that name."""
@@ -122,7 +125,11 @@ class AllocationChange(BaseModel):
 
 
 def make_router(
-    allocator: Allocator, access: Access, load_policy: LoadPolicy, note: Note = _note_nothing
+    allocator: Allocator,
+    access: Access,
+    load_policy: LoadPolicy,
+    note: Note = _note_nothing,
+    changing: Changing = nullcontext,
 ) -> APIRouter:
     """Lay `/v1/allocation` over an allocator.
 
@@ -131,6 +138,7 @@ def make_router(
         access: Who may.
         load_policy: Makes a policy that is asked for by name.
         note: Is told of every change by hand.
+        changing: Surrounds it: see `Lifecycle.changing`.
     """
     router = APIRouter()
     is_authorized, may_change = [Depends(access.is_authorized)], [Depends(access.may_change)]
@@ -148,18 +156,21 @@ def make_router(
             # In a thread: a registry may take its time to answer, or not to.
             name = body.policy
             loaded = None if name is None else await asyncio.to_thread(load_policy, name)
-            if body.plan is not None:
-                plan = find_plan(allocator.table, **body.plan.model_dump())
-                allocator.set_plan(plan)
-                note("plan set", format_plan(plan), "asked")
+            async with changing():
+                if body.plan is not None:
+                    plan = find_plan(allocator.table, **body.plan.model_dump())
+                    allocator.set_plan(plan)
+                    note("plan set", format_plan(plan), "asked")
+                if loaded is not None and name is not None:
+                    allocator.set_policy(name, *loaded)
+                    note("allocation policy set", name, "asked")
+                if body.dry_run is not None:
+                    allocator.dry_run = body.dry_run
+                    note("allocation", "dry run" if body.dry_run else "no dry run", "asked")
+        except Conflict as error:
+            raise BadRequest(str(error), 409) from None
         except (ValueError, OSError) as error:
             raise BadRequest(" ".join(str(error).split()), 422) from None
-        if loaded is not None and body.policy is not None:
-            allocator.set_policy(body.policy, *loaded)
-            note("allocation policy set", body.policy, "asked")
-        if body.dry_run is not None:
-            allocator.dry_run = body.dry_run
-            note("allocation", "dry run" if body.dry_run else "no dry run", "asked")
         return describe(allocator)
 
     return router

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from serve_app.http.policies_schema import PoliciesAnswer, PoliciesChange, describe_policies
@@ -173,6 +174,17 @@ class Lifecycle:
             if policy == self._configured.policy and is_new:
                 # The name means another now: to go back to this one is a choice.
                 before.by_hand = True
+        await self._written()
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Have something else changed that is remembered: at the end of the context it is written.
+
+        Raises:
+            Conflict: The gateway ends.
+        """
+        self._check_goes_on()
+        yield
         await self._written()
 
     async def change(self, body: PoliciesChange) -> PoliciesAnswer:

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import math
+import sys
 import threading
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import httpx
@@ -15,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sizes import scaled
 
+from serve_app import app
 from serve_app.allocation import allocator as allocator_module
 from serve_app.allocation.allocator import Allocator, AllocatorSettings, steady
 from serve_app.allocation.plans import cheapest_for, find_plan, plan_of
@@ -43,8 +47,10 @@ class InstantPool:
         self.most_gpus = 0
         self.records = []
         self.limits = []
+        self.num_looks = 0
 
     async def observe(self):
+        self.num_looks += 1
         held = {s: Held(n, n) for s, n in self.wanted.items() if n}
         self.most_gpus = max(self.most_gpus, gpus_held(held))
         return held
@@ -478,3 +484,63 @@ def test_a_policy_that_takes_long_to_load_does_not_hold_the_event_loop_up():
     asyncio.run(ask())
     assert loaded_in != [threading.main_thread()]
     assert len(loaded_in) == 1
+
+
+@pytest.fixture
+def gateway(tmp_path, monkeypatch):
+    """A gateway of an allocated pool, without Ray; its state is in a file."""
+    monkeypatch.setattr(allocator_module, "_TICK_S", 0.001)
+    interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
+    options = app.GatewayOptions(state=tmp_path / "state.json", local_admin=True)
+    cluster = app.find_cluster(options).model_copy(update={"pools": ()})
+    made = app.DeciderReplica(cluster, options, {})
+    sys.setswitchinterval(interval)
+    gc.set_threshold(*thresholds)
+    made._allocator._pool = pool = InstantPool()
+    pool.num_offered = lambda: 0
+    yield made
+    made._gateway.manager.stop()
+
+
+async def set_by_hand(gateway):
+    allocator = gateway._allocator
+    plan = next(one for one in allocator.table.plans if one != allocator.plan)
+    shape = {"parallelism": plan.parallelism, "num_gpus": plan.num_gpus}
+    transport = httpx.ASGITransport(gateway.make_api(), client=("127.0.0.1", 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+        return await client.post("/v1/allocation", json={"plan": shape})
+
+
+def test_a_plan_set_by_hand_is_on_the_disk_before_it_is_answered(gateway):
+    answer = asyncio.run(set_by_hand(gateway))
+    assert answer.status_code == 200
+    state = json.loads(gateway._lifecycle._file.path.read_text())
+    assert state["parts"]["allocation"]["plan"] == asdict(gateway._allocator.plan)
+
+
+def test_a_gateway_that_ends_takes_no_plan_and_reshapes_no_pool_that_is_anothers(gateway):
+    answers, num_looks = [], []
+
+    class Ending:
+        async def resign(self):
+            """From here on another gateway decides."""
+            num_looks.append(gateway._allocator._pool.num_looks)
+            answers.append(await set_by_hand(gateway))
+            await asyncio.sleep(0.05)
+            num_looks.append(gateway._allocator._pool.num_looks)
+
+        async def stop(self):
+            pass
+
+    async def run():
+        gateway._start()
+        while not gateway._allocator.changes:
+            await asyncio.sleep(0.001)
+        gateway._decider = Ending()
+        await gateway.end()
+
+    asyncio.run(run())
+    (refused,) = answers
+    assert num_looks[0] == num_looks[1] > 0
+    assert refused.status_code == 409
+    assert "about to end" in refused.json()["detail"]
