@@ -220,8 +220,10 @@ class Lifecycle:
             try:
                 await self._in_thread(self._file.write, state)
             except OSError as error:
-                self._save_note = f"the state cannot be written: {error}"
-                logger.error("%s", self._save_note)
+                note = f"the state cannot be written: {error}"
+                if note != self._save_note:
+                    logger.error("%s", note)
+                self._save_note = note
             else:
                 self._saved_events, self._saved_s = num_events, time.monotonic()
                 self._save_note = None

@@ -8,6 +8,7 @@ answered.
 from __future__ import annotations
 
 import base64
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 from pydantic import ValidationError
 
+from serve_app.gateway.callers import identity_of
 from serve_app.http.decide_schema import PolicyCard
 from serve_app.policy.audit_log import GATEWAY, Event
 from serve_app.policy.experiment import Experiment, Mode
@@ -187,12 +189,18 @@ class StoredState(FrozenModel):
 
 
 class StateFile:
-    """The file; whoever has closed it writes no more."""
+    """The file of one gateway; whoever has closed it writes no more.
+
+    A gateway that takes the place of another takes its file, too. So of two that were given one
+    file and go on, the one that came last has it, and the other is told when it writes again.
+    """
 
     def __init__(self, path: Path) -> None:
         """Name it."""
         self.path = path
         self.is_closed = False
+        self._written: tuple[int, ...] | None = None
+        """File that this one has put there last; None: it has put none there."""
 
     def read(self) -> StoredState | None:
         """Read it; None: there is none.
@@ -215,15 +223,19 @@ class StateFile:
         """Replace it; once this returns the disk has it.
 
         Raises:
-            OSError: It cannot be written; what was there is still there.
+            OSError: It cannot be written, or another gateway has since; what was there is still
+                there.
         """
-        part = self.path.with_name(f".{self.path.name}.part")
+        if self._written is not None and identity_of(self.path) not in (None, self._written):
+            raise OSError(errno.EBUSY, "another gateway writes it too", str(self.path))
+        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.part")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with part.open("w", encoding="utf-8") as file:
             file.write(state.model_dump_json())
             file.flush()
             os.fsync(file.fileno())
         if not self.is_closed:
+            self._written = identity_of(part)
             part.replace(self.path)
             _sync(self.path.parent)
 

@@ -330,6 +330,28 @@ def test_a_change_that_the_next_gateway_would_not_hear_of_is_refused(tmp_path):
     assert live(state, look)["champion"]["name"] == "round_robin"
 
 
+def test_of_two_gateways_with_one_file_the_first_is_told_and_writes_no_more(tmp_path, caplog):
+    state = tmp_path / "state.json"
+
+    async def another(client, gateway, lifecycle):
+        await switching_to("power_of_two")(client, gateway, lifecycle)
+
+    async def first(client, gateway, lifecycle):
+        await switching_to("round_robin")(client, gateway, lifecycle)
+        await asyncio.to_thread(live, state, another)
+        others = state.read_bytes()
+        for _ in range(3):
+            await lifecycle.save()
+        assert state.read_bytes() == others
+        return (await client.get(PATH)).json()
+
+    seen = live(state, first)
+    assert seen["champion"]["name"] == "round_robin"
+    assert "another gateway writes it too" in seen["state"]
+    assert caplog.text.count("another gateway writes it too") == 1
+    assert live(state, look)["champion"]["name"] == "power_of_two"
+
+
 def test_a_disk_that_is_full_is_told_and_stops_nothing(tmp_path):
     async def test(client, gateway, lifecycle):
         lifecycle._file.path = tmp_path / "a file" / "state.json"
