@@ -277,13 +277,8 @@ class Allocator:
         """Take up what a person had set and what is left of the switch budget; before `run`.
 
         Raises:
-            ValueError: It is no plan of this scenario.
+            ValueError: It is no plan of this scenario; the rest is taken up.
         """
-        if saved["plan"] is not None:
-            plan = Plan(**saved["plan"])
-            self.table.find(plan)
-            self.plan = self.proposed = plan
-            self.by_hand = True
         if saved["dry_run"] is not None:
             self.dry_run = bool(saved["dry_run"])
         # State files of earlier releases have none, and those of shorter slots a later one.
@@ -291,6 +286,11 @@ class Allocator:
             self._since_slots = int(saved["since_slots"]) + self._slot - int(saved["slot"])
             self._grown_slot = int(saved["grown_slot"])
             self._switches = Counter({int(one): int(n) for one, n in saved["switches"]})
+        if saved["plan"] is not None:
+            plan = Plan(**saved["plan"])
+            self.table.find(plan)
+            self.plan = self.proposed = plan
+            self.by_hand = True
 
     @property
     def is_changing(self) -> bool:

@@ -419,8 +419,13 @@ class Lifecycle:
     def _restore(self, stored: StoredState, names: Iterable[str]) -> None:
         """Let parts of the gateway take up what they have written there."""
         for name in names:
-            if name in self._parts and name in stored.parts:
+            if name not in self._parts or name not in stored.parts:
+                continue
+            try:
                 self._parts[name].restore(stored.parts[name])
+            except (ValueError, KeyError, TypeError) as error:
+                self._state_note = f"{name} is not as it was: {text_of(error)}"
+                logger.error("%s", self._state_note)
 
     def _decided(self, stored: StoredPolicy) -> PolicyRunner | None:
         """Who decides in place of what was found for the cluster file's name; None: nobody."""

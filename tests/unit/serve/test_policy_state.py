@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from unit.serve.test_serve_allocator import FOUR, ONE, World
 from unit.serve.test_serve_gateway import LOCAL, FakePool, Letters, a_body, a_cluster
 from unit.serve_builders import marginal_artifact
 
@@ -22,13 +23,14 @@ from serve_app.policy import lifecycle as lifecycle_module
 from serve_app.policy.lifecycle import Lifecycle
 from serve_app.policy.manager import PolicyManager
 from serve_app.policy.state import StateFile
+from tokenyard.allocation.policies.rules import StaticPlan
 from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.statistics.sequential import SequentialTest
 
 PATH = "/v1/policies"
 
 
-def live(path, test, policy="sed", registry=None):
+def live(path, test, policy="sed", registry=None, more_parts=None):
     """One life of a gateway with a state file; it ends as a crash does, without a word."""
 
     async def run():
@@ -40,7 +42,7 @@ def live(path, test, policy="sed", registry=None):
         pools = {pool.name: FakePool(pool.name) for pool in cluster.pools}
         gateway = Gateway(cluster, manager, pools)
         gateway.limits = RateLimits(lambda _: CallerLimits(tokens_per_day=100))
-        parts = {"outliers": gateway.outliers, "limits": gateway.limits}
+        parts = {"outliers": gateway.outliers, "limits": gateway.limits, **(more_parts or {})}
         lifecycle = Lifecycle(manager, StateFile(path), parts)
         lifecycle.resume(cluster.policy, may_be_missing=True)
         api = create_gateway_api(gateway, Letters(), Access(None, None, True), lifecycle)
@@ -153,6 +155,23 @@ def test_what_cannot_be_gone_back_to_any_more_takes_nothing_else_along(tmp_path)
     seen = live(state, look)
     assert seen["champion"]["name"] == "round_robin"
     assert "nothing to go back to" in seen["state"]
+    assert not (tmp_path / "state.json.refused").exists()
+
+
+def test_a_plan_by_hand_that_is_none_any_more_takes_nothing_else_along(tmp_path):
+    state = tmp_path / "state.json"
+    before, after = (World(StaticPlan(ONE), start=ONE).allocator for _ in range(2))
+    before.set_plan(FOUR)
+    before.dry_run = True
+    live(state, switching_to("round_robin"), more_parts={"allocation": before})
+    found = json.loads(state.read_text())
+    found["parts"]["allocation"]["plan"]["max_batch"] = 7  # As of a scenario of other plans.
+    state.write_text(json.dumps(found))
+    seen = live(state, look, more_parts={"allocation": after})
+    assert seen["champion"]["name"] == "round_robin"
+    assert "allocation is not as it was" in seen["state"]
+    assert "max_batch=7" in seen["state"]
+    assert (after.by_hand, after.plan, after.dry_run) == (False, ONE, True)
     assert not (tmp_path / "state.json.refused").exists()
 
 
