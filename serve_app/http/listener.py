@@ -191,6 +191,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._head_done = True
         self._stop_timer()
         super().on_headers_complete()
+        if len(self.pipeline) == 1:
+            # uvicorn reads no more while a request waits, and who does not read hears of no end.
+            self.flow.resume_reading()
         if self.cycle is not None:
             note_connection(self.scope["state"], CallerConnection(self, self.cycle))
             if self._guard.hands_over:

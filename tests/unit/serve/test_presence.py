@@ -42,7 +42,7 @@ class Answering:
 def run(with_connection, test):
     async def inside():
         app = Answering(with_connection)
-        listener = Listener(app, Limits())
+        listener = app.listener = Listener(app, Limits())
         port = await listener.start("127.0.0.1", 0)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -69,6 +69,19 @@ def test_what_is_done_for_a_caller_ends_when_the_caller_leaves(with_connection):
         assert app.num_tasks == (0 if with_connection else 1)
 
     run(with_connection, test)
+
+
+def test_who_asks_once_more_before_the_answer_and_leaves_is_gone():
+    async def test(app, reader, writer):
+        (connection,) = app.listener._config.open
+        writer.write(ASK)
+        while not connection.pipeline:
+            await asyncio.sleep(0.001)
+        writer.close()
+        await app.ended.wait()
+        assert app.presence.is_gone
+
+    run(True, test)
 
 
 def test_the_second_request_on_a_connection_is_watched_as_the_first_was():
