@@ -118,6 +118,11 @@ class EngineStats:
     """Whether it takes requests: not while what died is being replaced."""
 
 
+def longest_tokens(config: EngineConfig, stats: EngineStats) -> int:
+    """Longest prompt plus output of an engine that is started: its memory may hold less."""
+    return int(min(config.max_model_tokens, stats.kv_capacity_tokens))
+
+
 class Engine(Protocol):
     """An inference engine. All coroutines run on the event loop of its replica."""
 

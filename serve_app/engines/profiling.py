@@ -28,7 +28,14 @@ from pathlib import Path
 import numpy as np
 
 from serve_app.cluster import EngineProfile, Pool
-from serve_app.engines.base import Engine, EngineConfig, EngineError, EngineStats, Sampling
+from serve_app.engines.base import (
+    Engine,
+    EngineConfig,
+    EngineError,
+    EngineStats,
+    Sampling,
+    longest_tokens,
+)
 from serve_app.engines.sharded.engine import rank_bundles
 from serve_app.engines.tokenizer import Tokenizer
 from serve_app.ray_serve import private
@@ -162,7 +169,7 @@ async def profile_engine(
     deadline_s = time.monotonic() + budget_s
     probe = _Probe(engine, vocab_size, seed)
     await probe.prefill(_SMALLEST_PROMPT)  # What is done once for all must not count.
-    longest = int(min(config.max_model_tokens, engine.stats().kv_capacity_tokens)) - 1
+    longest = longest_tokens(config, engine.stats()) - 1
     rows: list[Row] = []
     for length in sorted(_lengths(PREFILL_SHARES, min(config.token_budget, longest)), reverse=True):
         for _ in range(REPETITIONS):

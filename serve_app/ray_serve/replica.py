@@ -15,7 +15,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from serve_app.cluster import Cluster, Limits, Pool
-from serve_app.engines.base import Engine, EngineConfig, EngineError
+from serve_app.engines.base import Engine, EngineConfig, EngineError, longest_tokens
 from serve_app.engines.models import find_model
 from serve_app.engines.profiling import start_and_measure
 from serve_app.engines.sharded.engine import rank_bundles
@@ -64,7 +64,8 @@ class EngineReplica:
         # Known to this process, and through Serve's controller to those with a handle to it.
         self._secret = secrets.token_urlsafe(32)
         limits = _of_replica(limits)
-        reader = GenerationReader(tokenizer, served_model, limits, config.max_model_tokens)
+        longest = longest_tokens(config, self._engine.stats())
+        reader = GenerationReader(tokenizer, served_model, limits, longest)
         api = create_engine_api(self._texts, reader, limits, self._secret)
         self._listener = Listener(api, limits)
         address = ray.util.get_node_ip_address()

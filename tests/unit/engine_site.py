@@ -9,7 +9,7 @@ import numpy as np
 from unit.serve.test_serve_gateway import OWN, PROFILE, Letters, cluster_of
 
 from serve_app.engines.admission import check_request
-from serve_app.engines.base import Chunk, EngineError, EngineStats
+from serve_app.engines.base import Chunk, EngineError, EngineStats, longest_tokens
 from serve_app.engines.texts import TextEngine
 from serve_app.gateway.backends import ServeBackend
 from serve_app.gateway.gateway import Gateway
@@ -28,6 +28,9 @@ SECRET = "the secret of the replica"
 class Repeater:
     """An engine that repeats its prompt, token by token, as long as it may go on."""
 
+    longest = 1000
+    """Prompt and output that its memory holds, tokens."""
+
     def __init__(self):
         self.running = {}
         """Tokens that were generated, by request."""
@@ -37,8 +40,6 @@ class Repeater:
         """How many tokens come before it fails."""
         self.stops_at = None
         """How many come before it waits for `may_go_on`."""
-        self.longest = 1000
-        """Prompt and output that its memory holds, tokens."""
         self.may_go_on = asyncio.Event()
         self.every_s = 0.0
 
@@ -64,7 +65,7 @@ class Repeater:
         self.running.pop(request_id, None)
 
     def stats(self):
-        return EngineStats(0, len(self.running), 0.25, 1000.0, 0, math.nan, 0)
+        return EngineStats(0, len(self.running), 0.25, self.longest, 0, math.nan, 0)
 
     async def drain(self):
         while self.running:
@@ -82,7 +83,8 @@ class Site:
             self.engine, Letters(), config.max_batch, config.max_waiting, pool.max_ongoing_requests
         )
         limits = cluster.limits.model_copy(update={"max_body_bytes": 1 << 20})
-        reader = GenerationReader(Letters(), "m", limits, config.max_model_tokens)
+        longest = longest_tokens(config, self.engine.stats())
+        reader = GenerationReader(Letters(), "m", limits, longest)
         self.listener = Listener(
             create_engine_api(self.texts, reader, limits, SECRET), cluster.limits
         )

@@ -8,7 +8,7 @@ import re
 import httpx
 import pyarrow.parquet as pq
 import pytest
-from unit.engine_site import SECRET, run
+from unit.engine_site import SECRET, Repeater, run
 from unit.raw_endpoint import RawCaller
 from unit.serve.test_serve_gateway import a_body, events_of
 
@@ -230,6 +230,21 @@ def test_before_its_first_token_a_request_goes_elsewhere():
         assert len(sites[1].engine.asked) == 4
 
     run(test, 2)
+
+
+def test_an_answer_without_a_length_is_as_long_as_the_engines_memory_allows(monkeypatch):
+    monkeypatch.setattr(Repeater, "longest", 12)
+
+    async def test(port, gateway, sites):
+        async with a_client(port) as client:
+            answer = await client.post("/v1/completions", json=a_body(max_tokens=None))
+            assert answer.status_code == 200
+            assert answer.json()["usage"]["completion_tokens"] == 7
+            longer = await client.post("/v1/completions", json=a_body(max_tokens=8))
+            assert longer.status_code == 400
+            assert "5 + 8 tokens are longer than the model's 12" in longer.text
+
+    run(test)
 
 
 @pytest.mark.parametrize("stream", [True, False])
