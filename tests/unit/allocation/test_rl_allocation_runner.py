@@ -85,6 +85,10 @@ def test_memory_beyond_the_bounds_is_clipped_and_counted():
     assert runner.get_metrics()[CLIPPED_FRACTION].peek() == pytest.approx(beyond)
     _, _, env = replayed(runner, rollout)
     assert env.sim.num_refused == 0
+    # A report is of its own rounds alone.
+    runner.module.output_shift[:2] = torch.tensor([0.0, -9.0])
+    runner.sample()
+    assert runner.get_metrics()[CLIPPED_FRACTION].peek() == 0.0
 
 
 def test_a_network_that_has_lost_its_numbers_is_stopped_by_the_environment():

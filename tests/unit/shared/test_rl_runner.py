@@ -11,7 +11,12 @@ from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 import envs
 from envs import LoadBalancingVectorEnv
-from tokenyard.rl.columnar.env_runner import ColumnarEnvRunner, RouterEnvRunner
+from tokenyard.rl.columnar.env_runner import (
+    REWARD_PER_REQUEST,
+    ColumnarEnvRunner,
+    RouterEnvRunner,
+    _rewards,
+)
 from tokenyard.rl.columnar.rounds import LocalRounds
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.training import build_config, paper
@@ -101,6 +106,17 @@ def test_returns_of_episodes_are_the_sums_of_their_rewards():
     assert runner.get_metrics()["episode_return_mean"].peek() == pytest.approx(
         whole.mean(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("runner_class", [ColumnarEnvRunner, RouterEnvRunner])
+def test_a_report_tells_the_mean_reward_of_its_own_rounds_and_of_no_earlier_ones(runner_class):
+    runner, root = a_runner(runner=runner_class), MetricsLogger(root=True)
+    for num_rounds in (1, 3):
+        rounds = [runner.sample() for _ in range(num_rounds)]
+        root.aggregate([runner.get_metrics()])
+        earned = [np.concatenate([_rewards(one) for one in sampled]).mean() for sampled in rounds]
+        told = root.reduce(compile=True)[REWARD_PER_REQUEST]
+        assert told == pytest.approx(np.mean(earned), rel=1e-5)
 
 
 def test_evaluation_gets_rllibs_episodes_and_training_begins_afresh_after_it():

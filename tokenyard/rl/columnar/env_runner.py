@@ -19,10 +19,12 @@ from tokenyard.rl.columnar.actions import Choice, actions_of
 from tokenyard.rl.columnar.columns import Rollout
 
 CLIPPED_FRACTION = "actions_clipped_fraction"
-"""Metric of the env runner: share of a round's actions with a number beyond the bounds of its
-space, in place of which the environment got the bound; only of actions that have numbers."""
+"""Metric of the env runner, told as the reward is: share of a round's actions with a number beyond
+the bounds of its space, in place of which the environment got the bound; only of actions that have
+numbers."""
 REWARD_PER_REQUEST = "reward_per_request"
-"""Metric of the env runner: mean reward of the steps of one sampling round."""
+"""Metric of the env runner: mean reward of the steps of a sampling round; told is the mean over the
+rounds since the last report."""
 
 
 _RLLIB_ENV_ID = "rllib-single-agent-env-v0"
@@ -52,8 +54,12 @@ class RouterEnvRunner(SingleAgentEnvRunner):
         """Sample, and log the mean reward: an episode of traffic outlasts many iterations."""
         episodes: list[Any] = super().sample(**kwargs)
         rewards = np.concatenate([episode.get_rewards() for episode in episodes])
-        self.metrics.log_value(REWARD_PER_REQUEST, float(rewards.mean()))
+        self._log_mean(REWARD_PER_REQUEST, rewards)
         return episodes
+
+    def _log_mean(self, key: str, values: np.ndarray) -> None:
+        # By default RLlib keeps 0.99 of what it knew at every value, over all reports.
+        self.metrics.log_value(key, float(values.mean()), reduce="mean")
 
 
 NOISE_STEPS = 64
@@ -96,7 +102,7 @@ class ColumnarEnvRunner(RouterEnvRunner):
         """Sample as configured; see `RouterEnvRunner.sample`."""
         sampled: list[Any] = SingleAgentEnvRunner.sample(self, **kwargs)
         rewards = [_rewards(one) for one in sampled]
-        self.metrics.log_value(REWARD_PER_REQUEST, float(np.concatenate(rewards).mean()))
+        self._log_mean(REWARD_PER_REQUEST, np.concatenate(rewards))
         return sampled
 
     def _sample(
@@ -191,8 +197,7 @@ class ColumnarEnvRunner(RouterEnvRunner):
             np.stack(column) for column in zip(*steps, strict=True)
         )
         if not isinstance(self._actions, Choice):
-            clipped = self._actions.clipped(all_actions[all_real])
-            self.metrics.log_value(CLIPPED_FRACTION, float(clipped.mean()))
+            self._log_mean(CLIPPED_FRACTION, self._actions.clipped(all_actions[all_real]))
         return Rollout(
             observations=np.stack(observations),
             actions=all_actions,
