@@ -141,17 +141,19 @@ def register(
         model: Registered model, created where it is missing.
         run_id: Run that logged the artifact.
         artifact: The same artifact, read.
-        accepted: Whether it may be champion; not asked where it is.
+        accepted: Whether it may be champion, set against the one there is; not asked where it is,
+            and asked again where another has become champion meanwhile.
     """
     version = _find(client, model, artifact) or _add(client, model, run_id, artifact)
     client.set_registered_model_alias(model, CANDIDATE, version)
-    present = version_of(client, model)
-    is_champion = present is not None and str(present.version) == version
-    if not is_champion and accepted():
-        _crown(client, model, version)
-        is_champion = True
+    champion = aliases_of(client, model).get(CHAMPION)
+    while champion != version and accepted():
+        judged_against, champion = champion, aliases_of(client, model).get(CHAMPION)
+        if champion == judged_against:
+            _crown(client, model, version)
+            champion = version
     made_by = client.get_model_version(model, version).run_id or run_id
-    alias = CHAMPION if is_champion else CANDIDATE
+    alias = CHAMPION if champion == version else CANDIDATE
     return Registration(model, version, alias, made_by, artifact.sha256)
 
 

@@ -374,7 +374,7 @@ def register_best(
 
     def accepted() -> bool:
         verdicts.append(against_rivals(sweep, report, mapped))
-        return verdicts[0].accepted
+        return verdicts[-1].accepted
 
     registration = registry.register(
         sweep.client,
@@ -383,7 +383,7 @@ def register_best(
         report.best.artifact,
         accepted,
     )
-    verdict = verdicts[0] if verdicts else None
+    verdict = verdicts[-1] if verdicts else None
     return Outcome(sweep.problem.name, registration, verdict)
 
 

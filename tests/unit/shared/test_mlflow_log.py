@@ -168,6 +168,26 @@ def test_the_champion_alias_moves_only_to_what_is_accepted(client, experiment_id
     assert LOAD(found.path).sha256 == second.sha256 == a_policy(0.2, "a2c").sha256
 
 
+def test_a_champion_that_comes_while_another_is_judged_has_to_be_beaten_too(client, experiment_id):
+    model, late, early = "tokenyard-routing-two-sweeps", a_policy(0.4), a_policy(0.5)
+    beaten = []
+
+    def accepted():
+        champion = registry.version_of(client, model)
+        beaten.append(champion and champion.version)
+        if len(beaten) == 1:
+            # Another sweep ends meanwhile.
+            run_id = log_policy(client, experiment_id, early)
+            registry.register(client, model, run_id, early, lambda: True)
+        return champion is None
+
+    made = registry.register(client, model, log_policy(client, experiment_id, late), late, accepted)
+    champion = registry.version_of(client, model)
+    assert beaten == [None, champion.version]
+    assert made.alias == "candidate"
+    assert champion.version != made.version
+
+
 def test_registering_the_same_policy_again_makes_no_second_version(client, experiment_id):
     policy = a_policy(0.3)
     run_id = log_policy(client, experiment_id, policy)
