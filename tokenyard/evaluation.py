@@ -94,24 +94,30 @@ def compare(
         raise ValueError(f"baseline {baseline!r} was not run; choose one of {sorted(runs)}")
     samples = problem.samples(scenario, streams, runs, baseline)
     rows = [_row(problem, scenario, name, runs[name], samples, baseline) for name in runs]
-    return _corrected(problem.measures(scenario), rows, samples, baseline)
+    pairs = [(samples[name], samples[baseline]) for name in runs]
+    return _corrected(problem.measures(scenario), rows, pairs)
 
 
 def _corrected(
-    measures: Sequence[Measure], rows: Sequence[Row], samples: Mapping[str, Samples], baseline: str
+    measures: Sequence[Measure], rows: list[Row], pairs: Sequence[tuple[Samples, Samples]]
 ) -> list[Row]:
-    """Add p-values: all differences to the baseline are one family (Holm)."""
+    """Add p-values: all differences in the rows are one family (Holm).
+
+    Args:
+        measures: Of the problem.
+        rows: To which they are added.
+        pairs: Samples of every row's policy, and of its baseline.
+    """
     compared = [one for one in measures if one.delta]
-    others = [row for row in rows if row["policy"] != baseline]
-    theirs = samples[baseline]
-    tests = [(row, one) for row in others for one in compared]
-    found = [samples[str(row["policy"])].p_value(theirs, one.key) for row, one in tests]
+    tests, found = [], []
+    for row, (ours, theirs) in zip(rows, pairs, strict=True):
+        row |= {one.p_key: 1.0 for one in compared}
+        if row["policy"] != row["baseline"]:
+            tests += [(row, one) for one in compared]
+            found += [ours.p_value(theirs, one.key) for one in compared]
     for (row, one), p_value in zip(tests, holm(found), strict=True):
         row[one.p_key] = p_value
-    for row in rows:
-        if row["policy"] == baseline:
-            row |= {one.p_key: 1.0 for one in compared}
-    return list(rows)
+    return rows
 
 
 def _row(
@@ -146,11 +152,13 @@ def margins(
     """The learned policy beside each of its rivals that was run; none where it was not run."""
     name = problem.learned
     rivals = [rival for rival in problem.rivals if rival in runs and name in runs]
-    pairs = [{name: runs[name], rival: runs[rival]} for rival in rivals]
-    return [
-        compare(problem, scenario, streams, pair, rival)[0]
-        for pair, rival in zip(pairs, rivals, strict=True)
-    ]
+    rows, pairs = [], []
+    for rival in rivals:
+        both = {name: runs[name], rival: runs[rival]}
+        samples = problem.samples(scenario, streams, both, rival)
+        rows.append(_row(problem, scenario, name, runs[name], samples, rival))
+        pairs.append((samples[name], samples[rival]))
+    return _corrected(problem.measures(scenario), rows, pairs)
 
 
 def best_rule(

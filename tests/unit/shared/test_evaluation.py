@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tokenyard.evaluation import compare, difference, level
+from tokenyard.evaluation import compare, difference, level, margins
 from tokenyard.problem import Measure
 from tokenyard.routing.evaluation import mean_summary, summarise
 from tokenyard.routing.policies import PolicyContext, make_policy
@@ -230,3 +230,24 @@ def test_all_differences_of_a_table_are_one_family():
 def test_too_few_streams_have_no_p_value():
     runs = {name: [made_up([1.0]), made_up([x])] for name, x in (("sed", 1.0), ("ours", 2.0))}
     assert math.isnan(compare(PROBLEM, SCENARIO, NO_STREAMS, runs, "sed")[1]["delta_mean_p_holm"])
+
+
+def test_a_policy_beside_its_rivals_is_one_family_too():
+    class WithRivals(type(PROBLEM)):
+        learned, rivals = "ours", ("sed", "random", "not run")
+
+    rng = np.random.default_rng(12)
+    runs = {
+        name: [made_up(rng.normal(mean, 0.3, 4).tolist()) for _ in range(6)]
+        for name, mean in {"sed": 2.0, "random": 2.2, "ours": 1.8}.items()
+    }
+    rows = margins(WithRivals(), SCENARIO, NO_STREAMS, runs)
+    assert [row["baseline"] for row in rows] == ["sed", "random"]
+    compared = [one for one in PROBLEM.measures(SCENARIO) if one.delta]
+    samples = PROBLEM.samples(SCENARIO, NO_STREAMS, runs, "sed")
+    plain = [
+        samples["ours"].p_value(samples[str(row["baseline"])], one.key)
+        for row in rows
+        for one in compared
+    ]
+    assert [row[one.p_key] for row in rows for one in compared] == holm(plain)
