@@ -33,6 +33,12 @@ def test_every_trial_of_every_experiment_can_be_built(name):
         RegionEnv(scenario=TINY, action=config.action, reward=config.reward)
 
 
+def test_settings_of_a_trial_take_the_place_of_the_recipes():
+    trial = dict(load_experiment("regions:smoke").trials[1])
+    config = RegionTrialConfig.model_validate({**trainer_config(trial), "training": {"lr": 5e-5}})
+    assert config.hyperparameters(TINY)["lr"] == 5e-5
+
+
 def test_reward_weights_that_are_unknown_are_refused():
     trial = dict(load_experiment("regions:smoke").trials[0])
     with pytest.raises(ValueError, match="choose 'cost' or 'paper'"):

@@ -149,6 +149,7 @@ def regions_config(
     reward: Mapping[str, float],
     action: Action,
     dispatch: Dispatch,
+    training: Mapping[str, Any] | None = None,
 ) -> AlgorithmConfig:
     """Configure one algorithm.
 
@@ -160,9 +161,10 @@ def regions_config(
         reward: Fields of `envs.regions.RegionReward`.
         action: What the network's outputs mean.
         dispatch: How tasks are sent in training, and later.
+        training: Settings for `AlgorithmConfig.training` in place of ours.
     """
     batch_size = _EPISODES_PER_BATCH * scenario.num_slots
-    config = _base(algorithm, scenario, batch_size, settings)
+    config = _base(algorithm, scenario, batch_size, settings).training(**(training or {}))
     hidden = _PAPER_HIDDEN if algorithm == "torta_faithful" else _HIDDEN
     spec = module_spec(RegionActorCritic, hidden, **{NORMALISE: True})
     config = config.rl_module(rl_module_spec=spec).environment(

@@ -52,6 +52,7 @@ class RegionTrialConfig(IteratedConfig):
             reward=self.reward,
             action=self.action,
             dispatch=self.dispatch,
+            training=self.training,
         )
 
 
