@@ -124,7 +124,8 @@ class Experiment:
             reserved: Values for some of `RESOURCES`, set for every trial.
             max_concurrent_trials: In place of the experiment's; None: that one.
             max_failures: In place of the experiment's; None: that one. -1: no limit.
-            budget: Share of its environment steps that each designed trial is given.
+            budget: Share of its environment steps that each trial is given; a number of steps
+                that is itself drawn stays.
 
         Raises:
             ValueError: A budget that is not in (0, 1].
@@ -133,15 +134,17 @@ class Experiment:
             raise ValueError(f"budget {budget} must be above 0 and at most 1")
         unknown = set(reserved) - set(RESOURCES)
         assert not unknown, f"not resources: {sorted(unknown)}"
-        # A designed trial overwrites all of the space, so both need every key.
-        space = {**self.space, **reserved} if self.space else self.space
+
+        def changed(trial: Mapping[str, Any]) -> TrialConfig:
+            steps = trial.get("env_steps")
+            fewer = {"env_steps": max(1, round(steps * budget))} if isinstance(steps, int) else {}
+            return {**trial, **reserved, **fewer}
+
         return replace(
             self,
-            trials=tuple(
-                {**trial, **reserved, "env_steps": max(1, round(trial["env_steps"] * budget))}
-                for trial in self.trials
-            ),
-            space=space,
+            trials=tuple(map(changed, self.trials)),
+            # A designed trial overwrites all of the space, so both need every key.
+            space=changed(self.space) if self.space else self.space,
             max_concurrent_trials=(
                 self.max_concurrent_trials
                 if max_concurrent_trials is None

@@ -27,25 +27,30 @@ class AshaPerAlgorithm(FIFOScheduler):
     Time is environment steps: an iteration may be empty while a lost actor is replaced.
     """
 
-    def __init__(self, max_env_steps: int, grace_env_steps: int, reduction_factor: int = 3) -> None:
-        """Cut for the first time at `grace_env_steps`, then at multiples of `reduction_factor`."""
+    def __init__(self, grace_share: float, reduction_factor: int = 3) -> None:
+        """Cut for the first time at a share of a trial's budget.
+
+        Args:
+            grace_share: That share; the budget is that of an algorithm's first trial.
+            reduction_factor: Further cuts come at multiples of it, and as many trials stay.
+        """
         super().__init__()
-        self._settings: dict[str, Any] = {
-            "time_attr": ENV_STEPS,
-            "metric": SCORE,
-            "mode": "max",
-            "max_t": max_env_steps,
-            "grace_period": grace_env_steps,
-            "reduction_factor": reduction_factor,
-            # A trial has a budget of its own, and it is not the same for every algorithm.
-            "stop_last_trials": False,
-        }
+        self._grace_share, self._reduction_factor = grace_share, reduction_factor
         self._brackets: dict[str, ASHAScheduler] = {}
 
     def _bracket(self, trial: Trial) -> ASHAScheduler:
-        algorithm = str(trial.config["algorithm"])
+        algorithm, budget = str(trial.config["algorithm"]), int(trial.config["env_steps"])
         if algorithm not in self._brackets:
-            self._brackets[algorithm] = ASHAScheduler(**self._settings)
+            self._brackets[algorithm] = ASHAScheduler(
+                time_attr=ENV_STEPS,
+                metric=SCORE,
+                mode="max",
+                max_t=budget,
+                grace_period=max(1, round(self._grace_share * budget)),
+                reduction_factor=self._reduction_factor,
+                # At its budget a trial stops by itself.
+                stop_last_trials=False,
+            )
         return self._brackets[algorithm]
 
     def on_trial_add(self, tune_controller: TuneController, trial: Trial) -> None:
@@ -94,15 +99,13 @@ def drawn_weights(experiment: Experiment, space: Mapping[str, Any], num_samples:
         space: A trial with domains among its values.
         num_samples: How many trials.
     """
-    steps = int(space["env_steps"])
-    scheduler = partial(AshaPerAlgorithm, max_env_steps=steps, grace_env_steps=max(1, steps // 5))
     return replace(
         experiment,
         trials=(),
         space=space,
         num_samples=num_samples,
         searcher=parzen_estimator,
-        scheduler=scheduler,
+        scheduler=partial(AshaPerAlgorithm, grace_share=0.2),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,7 @@ def long() -> Experiment:
 def halving() -> Experiment:
     """Both algorithms under successive halving."""
     trials = tuple(toy_trial(a, s, 9_000) for s in range(4) for a in ("fast", "slow"))
-    scheduler = lambda: AshaPerAlgorithm(max_env_steps=9_000, grace_env_steps=1_000)  # noqa: E731
-    return replace(tiny(), trials=trials, scheduler=scheduler)
+    return replace(tiny(), trials=trials, scheduler=partial(AshaPerAlgorithm, grace_share=1 / 9))
 
 
 def too_big() -> Experiment:

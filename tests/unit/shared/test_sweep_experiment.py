@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from integration.toy_sweeps import tiny, toy_trial
 from ray import tune
 from ray.exceptions import ActorDiedError
+from ray.tune.schedulers import TrialScheduler
 
 from serve_app.app import GatewayOptions
 from serve_app.cluster import load_cluster
@@ -199,6 +201,22 @@ def test_a_smaller_budget_gives_every_trial_fewer_steps_and_changes_nothing_else
     for wrong in (0.0, 1.5):
         with pytest.raises(ValueError, match="must be above 0 and at most 1"):
             whole.fitted({}, budget=wrong)
+
+
+@pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
+def test_a_smaller_budget_is_that_of_drawn_trials_too_and_halving_goes_by_it(problem):
+    whole = load_experiment(f"{problem}:weights")
+    tenth = whole.fitted({}, budget=0.1)
+    budget = whole.space["env_steps"] // 10
+    assert tenth.param_space(0) == {**whole.param_space(0), "env_steps": budget}
+    scheduler, decided = tenth.scheduler(), []
+    for score in (3.0, 2.0, 1.0):
+        config = {**tenth.param_space(0), "algorithm": "ppo"}
+        trial = SimpleNamespace(trial_id=str(score), config=config)
+        scheduler.on_trial_add(None, trial)
+        result = {"timesteps_total": budget // 5, "score": score}
+        decided.append(scheduler.on_trial_result(None, trial, result))
+    assert decided == [TrialScheduler.CONTINUE, TrialScheduler.STOP, TrialScheduler.STOP]
 
 
 def test_what_a_cluster_changes_reaches_every_trial_drawn_or_designed():

@@ -10,7 +10,8 @@ from tune_configs.schedulers import AshaPerAlgorithm
 
 
 def a_trial(algorithm, number):
-    return SimpleNamespace(trial_id=f"{algorithm}-{number}", config={"algorithm": algorithm})
+    config = {"algorithm": algorithm, "env_steps": 9_000}
+    return SimpleNamespace(trial_id=f"{algorithm}-{number}", config=config)
 
 
 def first_decision(scheduler, trial, score):
@@ -19,7 +20,7 @@ def first_decision(scheduler, trial, score):
 
 
 def halving():
-    return AshaPerAlgorithm(max_env_steps=9_000, grace_env_steps=1_000)
+    return AshaPerAlgorithm(grace_share=1 / 9)
 
 
 def test_a_slow_algorithm_is_not_stopped_by_a_fast_one():
