@@ -73,12 +73,13 @@ class Experiment:
     trials: tuple[TrialConfig, ...]
     """The trials that are run for certain, in this order; all have the same keys."""
     space: Mapping[str, Any] = field(default_factory=dict)
-    """Domains that a `searcher` draws more trials from; empty: only `trials` are run."""
+    """Domains that more trials are drawn from; empty: only `trials` are run."""
     num_samples: int = 1
     """With a space: how many trials in all. Without: how often `trials` are repeated, each time
     with the next seed."""
     searcher: Callable[[int], Searcher] | None = None
-    """Makes the searcher from a seed; None: what is drawn is drawn at random."""
+    """Makes the searcher that draws all trials, from a seed; None: what is drawn is drawn at
+    random, after `trials`."""
     scheduler: Callable[[], TrialScheduler] = FIFOScheduler
     """Makes the scheduler."""
     max_concurrent_trials: int = 2
@@ -101,12 +102,14 @@ class Experiment:
         """Refuse designs that Tune would accept and then run differently.
 
         Raises:
-            ValueError: No trials at all, or trials whose keys differ.
+            ValueError: No trials at all, trials whose keys differ, or trials beside a searcher.
         """
         for name in ("num_samples", "max_concurrent_trials"):
             at_least_one(name, getattr(self, name))
         if not self.trials and not self.space:
             raise ValueError("an experiment needs trials, a space to draw them from, or both")
+        if self.trials and self.searcher is not None:
+            raise ValueError("a searcher draws all trials: give a space and no trials beside it")
         keys = {frozenset(trial) for trial in self.trials}
         if len(keys) > 1:
             raise ValueError(f"all trials need the same keys; got {sorted(map(sorted, keys))}")

@@ -18,6 +18,7 @@ from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tune_configs import routing
 from tune_configs.experiment import load_experiment, load_experiments, stop_at_budget
 from tune_configs.routing import ABLATIONS, reward_names, reward_weights
+from tune_configs.schedulers import parzen_estimator
 from tune_configs.sweep import open_chain
 from tune_configs.tuner import check_resources, fit, trial_label
 
@@ -45,6 +46,11 @@ def test_trials_of_different_keys_are_refused():
 def test_an_experiment_without_trials_is_refused():
     with pytest.raises(ValueError, match="needs trials"):
         replace(tiny(), trials=())
+
+
+def test_trials_that_a_searcher_would_leave_out_are_refused():
+    with pytest.raises(ValueError, match="a searcher draws all trials"):
+        replace(tiny(), space=toy_trial("fast"), searcher=parzen_estimator)
 
 
 @pytest.mark.parametrize("wrong", [0, -1])
