@@ -226,7 +226,7 @@ class RllibLearner(Generic[TrainedForT]):
         (folder / "training.json").write_text(state, encoding="utf-8")
 
     def restore(self, folder: Path) -> None:
-        """Read RLlib's checkpoint; environments and replay start afresh."""
+        """Read RLlib's checkpoint; replay starts afresh, and environments with other traffic."""
         self._algorithm.restore_from_path((folder / "algorithm").absolute())
         state = json.loads((folder / "training.json").read_text(encoding="utf-8"))
         self._env_steps = state["env_steps"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from ray.rllib.core.columns import Columns
+from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.rllib.utils.metrics.metrics_logger import MetricsLogger
 
 import envs
@@ -106,6 +107,22 @@ def test_returns_of_episodes_are_the_sums_of_their_rewards():
     assert runner.get_metrics()["episode_return_mean"].peek() == pytest.approx(
         whole.mean(), rel=1e-5
     )
+
+
+@pytest.mark.parametrize("runner_class", [ColumnarEnvRunner, RouterEnvRunner])
+def test_a_restored_runner_does_not_begin_with_the_traffic_of_the_beginning_again(runner_class):
+    def first_seen(steps_before):
+        runner = a_runner(runner=runner_class)
+        runner.set_state({NUM_ENV_STEPS_SAMPLED_LIFETIME: steps_before})
+        sampled = runner.sample()[0]
+        columnar = runner_class is ColumnarEnvRunner
+        return sampled.observations[0, 0] if columnar else sampled.get_observations(0)
+
+    fresh, restored = first_seen(0), first_seen(4096)
+    assert not np.array_equal(fresh, restored)
+    np.testing.assert_array_equal(restored, first_seen(4096))
+    env = LoadBalancingVectorEnv(4, {**a_runner().config.env_config})
+    np.testing.assert_array_equal(fresh, env.reset(seed=a_runner()._seed)[0][0])
 
 
 @pytest.mark.parametrize("runner_class", [ColumnarEnvRunner, RouterEnvRunner])

@@ -36,8 +36,11 @@ class RouterEnvRunner(SingleAgentEnvRunner):
 
     RLlib seeds runner i with seed + i, and a vectorised environment seeds copy j with that
     plus j: two runners, or two trials with seeds 1 and 2, would sample nearly the same traffic.
-    Here every runner of every seed starts at a place of its own.
+    Here every runner of every seed starts at a place of its own, and at another one each time that
+    it begins anew: a restored trial meets other traffic than when it began.
     """
+
+    _num_resets = 0
 
     def make_env(self) -> None:
         """Make the environment, after settling the seed of its first reset."""
@@ -49,6 +52,13 @@ class RouterEnvRunner(SingleAgentEnvRunner):
         # A process that builds a second algorithm would be warned about the first one's entry.
         gymnasium.registry.pop(_RLLIB_ENV_ID, None)
         super().make_env()
+
+    def _try_env_reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        done = (int(self.num_env_steps_sampled_lifetime), self._num_resets)
+        if seed is not None and any(done):
+            seed = int(np.random.SeedSequence([seed, *done]).generate_state(1)[0] >> 1)
+        self._num_resets += 1
+        return super()._try_env_reset(seed=seed, options=options)
 
     def sample(self, **kwargs: Any) -> list[Any]:
         """Sample, and log the mean reward: an episode of traffic outlasts many iterations."""
@@ -93,7 +103,6 @@ class ColumnarEnvRunner(RouterEnvRunner):
         self._noise = torch.Generator().manual_seed(self._seed or 0)
         self._observations: np.ndarray | None = None
         self._ended = np.zeros(self.num_envs, dtype=np.bool_)
-        self._num_resets = 0
         self._returns = np.zeros(self.num_envs)
         self._lengths = np.zeros(self.num_envs, dtype=np.int64)
         self._started_s = np.zeros(self.num_envs)
@@ -138,11 +147,7 @@ class ColumnarEnvRunner(RouterEnvRunner):
 
     def _reset_copies(self) -> np.ndarray:
         """Start every copy afresh, each time with other traffic."""
-        seed = self._seed
-        if seed is not None and self._num_resets:
-            seed = int(np.random.SeedSequence([seed, self._num_resets]).generate_state(1)[0] >> 1)
-        self._num_resets += 1
-        observations, _ = self._try_env_reset(seed=seed)
+        observations, _ = self._try_env_reset(seed=self._seed)
         self._ended[:] = False
         self._returns[:] = 0.0
         self._lengths[:] = 0
