@@ -59,9 +59,7 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
     return {
         "reward": float(outs[:, REWARD].mean()),
         "cost_per_hour": float(usd / hours),
-        "cost_with_penalty": float(daily_cost(scenario, runs).mean())
-        if scenario.objective is None
-        else float((usd + scenario.violation_usd * violations) / hours),
+        "cost_with_penalty": float(daily_cost(scenario, runs).mean()),
         "cost_per_million_tokens": float(1e6 * usd / tokens),
         "goodput_fraction": float(1 - violations / offered),
         "slo_attainment": float(1 - violations / offered),
@@ -75,10 +73,7 @@ def summarise(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) 
 
 
 def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> FloatArray:
-    """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,).
-
-    Where the objective is another than dollars, minus the reward of a slot.
-    """
+    """Dollars per hour of every day, SLO violations included, mean over draws; shape (days,)."""
     per_slot = np.mean([_cost(scenario, one) for one in runs], axis=0)
     days = max(1, len(per_slot) // scenario.slots_per_day)
     each = len(per_slot) // days
@@ -87,8 +82,11 @@ def daily_cost(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes])
 
 def _cost(scenario: AllocationScenario, outcomes: AllocationOutcomes) -> FloatArray:
     if scenario.objective is None:
-        return -outcomes.column(REWARD) * 3600 / scenario.slot_s
-    return -outcomes.column(REWARD)
+        # Of a bound the reward alone is known.
+        usd = -outcomes.column(REWARD)
+    else:
+        usd = outcomes.column(USD) + scenario.violation_usd * outcomes.column(VIOLATIONS)
+    return usd * 3600 / scenario.slot_s
 
 
 def _worst_day(scenario: AllocationScenario, runs: Sequence[AllocationOutcomes]) -> float:

@@ -6,6 +6,7 @@ import pytest
 from tokenyard.allocation.artifact import champion_or_planner
 from tokenyard.allocation.demand import demand_source
 from tokenyard.allocation.problem import PROBLEM, Demands
+from tokenyard.allocation.scenario import PAPER_WEIGHTS
 from tokenyard.evaluation import rank
 from tokenyard.promotion import judge_candidate, rivals
 from tokenyard.rl.allocation.trial import AllocationTrialConfig
@@ -62,6 +63,16 @@ def test_policies_are_ranked_by_cost_and_their_days_are_paired(scenario, streams
     assert all(row["score"] == -row["cost_with_penalty"] for row in comparison.rows)
     figures = PROBLEM.figures(scenario, streams, comparison.runs, comparison.rows)
     assert list(figures) == ["differences"]
+
+
+def test_whatever_is_rewarded_policies_are_compared_by_dollars(scenario, streams):
+    paper = scenario.model_copy(update={"objective": PAPER_WEIGHTS})
+    names = ("autoscaler_70", "autoscaler_tuned")
+    policies = {name: PROBLEM.candidate(paper, name).run for name in names}
+    rows = rank(PROBLEM, paper, policies, "autoscaler_tuned", streams, seed=0).rows
+    ours, theirs = (next(row for row in rows if row["policy"] == name) for name in names)
+    costs = [float(row["cost_with_penalty"]) for row in (ours, theirs)]
+    assert ours["delta_cost_fraction"] == pytest.approx((costs[0] - costs[1]) / costs[1])
 
 
 def test_no_policy_beats_itself_and_the_rule_that_ships_beats_a_tuned_one(scenario, streams):
