@@ -1,5 +1,7 @@
 """The linear policy as an actor: where it begins, what it learns, and what it is exported as."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +9,13 @@ from gymnasium.spaces import Box, Discrete
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.columns import Columns
 from ray.rllib.evaluation.postprocessing import Postprocessing
+from ray.rllib.utils.metrics import NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 import envs
 from tokenyard.rl.columnar.columns import TriedActions
 from tokenyard.rl.columnar.learners import TRIED
 from tokenyard.rl.routing.export import export_policy
+from tokenyard.rl.routing.linear import BranchingEnvRunner
 from tokenyard.rl.routing.training import build_config, linear, linear_fleet
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.routing.artifact import PolicyArtifact
@@ -107,6 +111,22 @@ def test_a_trial_begins_where_a_search_without_orders_does(name):
     weights, order = trial._rule(scenario)
     assert weights == pytest.approx(search.weights)
     assert not any(order)
+
+
+def test_a_restored_runner_does_not_play_the_streams_of_the_beginning_again():
+    def costs(steps_before):
+        envs.register()
+        config = build_config(
+            "ppo", replace(linear(), num_envs=1), "LoadBalancingEnv", {"scenario": "two_speeds"},
+            rule_weights=(0.0,) * NUM_MARGINAL_SLO_WEIGHTS,
+        )  # fmt: skip
+        runner = BranchingEnvRunner(config=config, worker_index=1)
+        runner.set_state({NUM_ENV_STEPS_SAMPLED_LIFETIME: steps_before})
+        return [runner.sample()[0].costs.sum() for _ in range(2)]
+
+    one = load_scenario("two_speeds").requests_per_stream
+    first, second = costs(0)
+    assert costs(one)[0] == second != first
 
 
 def test_a_trial_of_the_linear_policy_trains(ray_cluster):

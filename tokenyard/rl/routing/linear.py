@@ -88,7 +88,7 @@ class BranchingEnvRunner(RouterEnvRunner):
         self._randomisation = Randomisation.model_validate(given["randomisation"])
         scenario, mean_tokens = self._source.scenario, self._source.mean_total_tokens
         self._branching = server_model(scenario).branching(scenario, mean_tokens)
-        self._next_stream = _FIRST_STREAM * (1 + self.worker_index)
+        self._next_stream: int | None = None
         size = (scenario.num_servers, 1 + self._branching.num_features)
         space: tuple[Any, Any] = Box(-np.inf, np.inf, size, np.float32), Discrete(size[0])
         keys = (INPUT_ENV_SPACES, INPUT_ENV_SINGLE_SPACES, DEFAULT_MODULE_ID)
@@ -101,7 +101,13 @@ class BranchingEnvRunner(RouterEnvRunner):
         """Play as many streams as the configuration has copies of an environment."""
         assert self.module is not None
         weights, num_streams = self.module.all_weights, self.config.num_envs_per_env_runner
-        found = concatenate([self._play(weights) for _ in range(num_streams)])
+        if self._next_stream is None:
+            # A restored trial goes on: no more streams than these have been played.
+            steps = int(self.num_env_steps_sampled_lifetime)
+            played = steps // self._source.scenario.requests_per_stream
+            self._next_stream = _FIRST_STREAM * (1 + self.worker_index) + played
+        first, self._next_stream = self._next_stream, self._next_stream + num_streams
+        found = concatenate([self._play(weights, first + i) for i in range(num_streams)])
         self._increase_sampled_metrics(found.num_placed, num_streams)
         return [
             TriedActions(
@@ -113,9 +119,8 @@ class BranchingEnvRunner(RouterEnvRunner):
             )
         ]
 
-    def _play(self, weights: FloatArray) -> Any:
-        rng = stream_rng(int(self.config.seed or 0), "training", self._next_stream)
-        self._next_stream += 1
+    def _play(self, weights: FloatArray, index: int) -> Any:
+        rng = stream_rng(int(self.config.seed or 0), "training", index)
         load_factor = rng.uniform(*self._randomisation.load_factor)
         length = self._source.scenario.requests_per_stream
         stream = self._source.sample(length, rng, load_factor)
