@@ -12,14 +12,13 @@ import asyncio
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import tyro
 from rich.table import Table
 
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Args:
     """Of answers."""
     wait_s: float = 5.0
     """After the last has left."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the row."""
 
 

@@ -15,7 +15,6 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -28,7 +27,7 @@ from tokenyard.allocation.scenario import AllocationScenario, load_allocation
 from tokenyard.allocation.telemetry import SlotRecord
 from tokenyard.allocation.types import Plan
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 _WINDOW_S = 600.0
 _TICKS = 4
@@ -50,7 +49,7 @@ class Args:
     """Slots; the second half counts."""
     seed: int = 0
     """Of the arrivals."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

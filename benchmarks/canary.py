@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ import tyro
 from rich.table import Table
 
 from serve_app.policy.experiment import ABANDON_AFTER
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import PolicyArtifact, learned_policy
 from tokenyard.routing.observation import MARGINAL_OTHERS, MARGINAL_WAIT
 from tokenyard.routing.scenario import load_scenario
@@ -59,7 +58,7 @@ class Args:
     """Of the runs; the policies and the SLO are made on other streams."""
     mixed: int = 0
     """Further runs of the worse canary in one world with the champion."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -19,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.run import Chooser, choosing, run_each
@@ -48,7 +47,7 @@ class Args:
     streams: int = 6
     requests: int = 6000
     seed: int = 3
-    json: Path | None = None
+    json: ResultFile | None = None
 
 
 class Study:

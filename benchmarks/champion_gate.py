@@ -20,7 +20,7 @@ from rich.table import Table
 
 from tokenyard.evaluation import difference
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import resolve_champion
 from tokenyard.routing.gate import Gate, gate_streams
 from tokenyard.routing.scenario import load_scenario
@@ -49,7 +49,7 @@ class Args:
     seed: int = 0
     csv: Path | None = None
     """Where to write the table."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 

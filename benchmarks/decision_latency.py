@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -22,7 +21,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.artifact import (
     DEFAULT_RULE,
     PolicyArtifact,
@@ -54,7 +53,7 @@ class Args:
     """Measured decisions per row; a tenth as many come before, unmeasured."""
     seed: int = 0
     """Of requests, loads and the network's weights."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

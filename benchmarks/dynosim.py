@@ -27,7 +27,7 @@ from dynosim_traces import Cell, drawn_cells, engine_of, mooncake_lines, scenari
 from rich.table import Table
 from rival_parity import environments, missing, write_csv
 
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.policies.cost import cheapest_of
 from tokenyard.routing.policies.dynamo import DynamoCost
@@ -69,7 +69,7 @@ class Args:
     """Of the draw of cells, and of the traces."""
     csv: Path | None = None
     """Write the table to this file."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

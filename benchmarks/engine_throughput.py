@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from serve_app.engines.base import EngineConfig, Sampling
 from serve_app.engines.models import find_model, read_shape
 from serve_app.engines.sharded.engine import ShardedEngine
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 TINY = "tiny"
 
@@ -50,7 +50,7 @@ class Args:
     """Turns of each; the medians are compared."""
     seed: int = 0
     """Draws prompts and the weights of `tiny`."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

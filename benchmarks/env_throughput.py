@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -24,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from envs import LoadBalancingEnv, LoadBalancingVectorEnv, ParallelismVectorEnv
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.scenario import RewardWeights, load_scenario
 from tokenyard.routing.simulator.batching import BatchingSim
 from tokenyard.routing.simulator.constant_rate import ClusterSim
@@ -53,7 +52,7 @@ class Args:
     """Episodes measured of each; their median counts."""
     seed: int = 0
     """Of traffic and actions."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

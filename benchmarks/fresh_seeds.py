@@ -26,7 +26,7 @@ from rich.table import Table
 from tokenyard.artifact import NoChampionError
 from tokenyard.evaluation import compare, difference
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import DEFAULT_RULE, resolve_champion, rule_for
 from tokenyard.routing.gate import RECORDED, Runner, rule_runs
 from tokenyard.routing.policies import base_of
@@ -63,7 +63,7 @@ class Args:
     """Training streams that the rules of a load are found on."""
     seed: int = 52711
     streams: int = 30
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 

@@ -34,7 +34,7 @@ from serve_app.gateway.placement import Pick
 from serve_app.gateway.replicas import EngineStatus, Prompt, ReplicaTable
 from serve_app.policy.manager import PolicyManager
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -71,7 +71,7 @@ class Args:
     """Tokens of one block of the replicas' prefix caches; 0: they have none."""
     explore_fraction: float = 0.01
     """Share of decisions that are drawn at random."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -38,7 +38,7 @@ from rich.table import Table
 
 from serve_app.engines.base import Chunk, Engine, EngineConfig, EngineStats, Sampling
 from serve_app.http.free_port import free_port
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.types import OrderKey
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +112,7 @@ class Args:
     stub's ports."""
     before: Path | None = None
     """Another checkout, whose gateway before a pool of its own takes turns with the others."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from tokenyard.evaluation import compare
 from tokenyard.figures import colours, new_axes, new_figure, save_figures, words
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.gate import rule_runs
 from tokenyard.routing.policies import base_of
 from tokenyard.routing.policies.tuned import find_tuned
@@ -48,7 +48,7 @@ class Args:
     streams: int = 12
     figure: Path | None = None
     """Where to write the picture."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import tyro
 from rich import box
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from tokenyard.evaluation import difference
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.never_worse import FAR_WORSE, MOST_WORSE, STREAMS, WORSE, play, verdict
 from tokenyard.routing.simulator.server_models import COMPARED
 
@@ -51,7 +50,7 @@ class Args:
     """Processes."""
     seed: int = 0
     """Of the draws."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import tyro
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard import metrics
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing import log_replay as replay
 from tokenyard.routing.observation import (
     MARGINAL_OTHERS,
@@ -67,7 +66,7 @@ class Args:
     """The world has 30 % less KV memory too, and is told of every 0.5 s: nothing corrects that."""
     seed: int = 7
     """Of the world, the log and the policies; choices were made on others."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

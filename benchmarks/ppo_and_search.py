@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 import envs
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.rl.routing.trial import RoutingTrialConfig
 from tokenyard.rl.training import SearchTraining, Training
 from tokenyard.routing.artifact import PolicyArtifact
@@ -70,7 +69,7 @@ class Args:
     """On which the chosen policies are judged."""
     seed: int = 92117
     """Of those streams."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows, after every run; runs that it has already are not repeated."""
 
 

@@ -17,7 +17,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -26,7 +25,7 @@ import tyro
 from rich.table import Table
 
 from serve_app.app import APP_NAME, CARRIER, GATEWAY
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 Victim = Literal["rank", "replica", "gateway", "carrier", "raylet"]
 _TITLES: dict[Victim, str] = {
@@ -57,7 +56,7 @@ class Args:
     """Asked for by each request."""
     timeout_s: float = 120.0
     """Time after which a pool counts as lost."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

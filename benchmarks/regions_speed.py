@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tyro
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.regions import transport
 from tokenyard.regions.demand import sample_stream, stream_rng
 from tokenyard.regions.forecast import fit_seasonal
@@ -32,7 +31,7 @@ class Args:
 
     runs: int = 3
     seed: int = 0
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -32,7 +32,7 @@ from rival_engines import ANSWER_TIMEOUT_S, Fleet, read_message
 from rival_record import TOKENS_PER_S, WAITING_TOKENS, Pick, record
 from rival_replay import Parity, parity_of
 
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 60.0
@@ -53,7 +53,7 @@ class Args:
     """Of prompts, and of what finishes when."""
     csv: Path | None = None
     """Write the table to this file."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

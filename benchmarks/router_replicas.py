@@ -12,14 +12,13 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import tyro
 from rich.table import Table
 
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 from tokenyard.routing.policies import PolicyContext, make_policy
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import Scenario, load_scenario
@@ -47,7 +46,7 @@ class Args:
     """Requests per stream."""
     seed: int = 0
     """Of the traffic."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -12,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count, takewhile
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ import tyro
 from rich.table import Table
 
 from serve_app.policy.runner import RAY_DEFAULT
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Args:
     """Callers at a time."""
     max_tokens: int = 1
     """Tokens per answer."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the rows."""
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from scipy import stats
 
 from serve_app.http.free_port import free_port
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 Row = dict[str, str | int | float]
 _TITLE = "ray::ServeReplica:"
@@ -70,7 +70,7 @@ class Args:
     """Time between two faults; 0: there is none."""
     change_every_s: float = 20.0
     """Time between two changes of policy or trial."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the row."""
 
 

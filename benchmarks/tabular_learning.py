@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import get_args
 
 import tyro
@@ -20,7 +19,7 @@ from tokenyard.allocation.paper.simulator import Update
 from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.simulator.run import run_allocation
 from tokenyard.allocation.tabular import TabularConfig, TabularLearner
-from tokenyard.provenance import report
+from tokenyard.provenance import ResultFile, report
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Args:
     steps: int = 20_000_000
     """Slots that each learns from."""
     seeds: int = 5
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

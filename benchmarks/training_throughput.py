@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +52,7 @@ from tokenyard import metrics
 from tokenyard.allocation.policies.rules import load_tuned_allocation
 from tokenyard.allocation.problem import PROBLEM as ALLOCATION
 from tokenyard.allocation.scenario import AllocationScenario, load_allocation
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.rl.allocation.training import AllocationRllib, RllibAlgorithm, allocation_config
 from tokenyard.rl.columnar.sampling import TrainingSettings
 from tokenyard.rl.routing.export import export_policy
@@ -118,7 +117,7 @@ class Args:
     """Also sample with one and with two remote env runners; wants an otherwise idle machine."""
     seed: int = 0
     """Of networks, exploration and traffic."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
     @property

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from tokenyard.evaluation import processes
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, versions, write_result
+from tokenyard.provenance import ResultFile, command_line, versions, write_result
 from tokenyard.routing.arena import (
     FAILED,
     FULL,
@@ -68,7 +68,7 @@ class Args:
     cell where the default rule is furthest from the best, and these two."""
     page: Path = Path("runs/arena.html")
     """Where to write the board as a page."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

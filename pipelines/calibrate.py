@@ -58,7 +58,7 @@ from tokenyard.perf.profiles import (
 )
 from tokenyard.perf.published import read_published
 from tokenyard.perf.replica import make_replica
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import MeasuredReplica
 from tokenyard.routing.scenario import Scenario, load_scenario
 
@@ -98,7 +98,7 @@ class Args:
     """Where it is written."""
     write: bool = False
     """Write the fitted parameters into the package."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -40,7 +40,7 @@ from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import load_scenario
 
@@ -85,7 +85,7 @@ class Args:
     served."""
     token: str | None = None
     """Bearer token that callers need; by default TOKENYARD_TOKEN where that is set."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File that gets a row about what is served, as soon as it is."""
 
 

@@ -37,7 +37,7 @@ from tokenyard.evaluation import (
 )
 from tokenyard.figures import save_figures
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import mlflow_lookup
 
 BEST = "best"
@@ -84,7 +84,7 @@ class Args:
     """MLflow registry of champions (a URI); MLFLOW_TRACKING_URI serves in its place."""
     jobs: int = 1
     """Processes; policies are divided between them."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
     figures: Path | None = None
     """Draw the figures into this folder, one subfolder per scenario."""

@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.download import SOURCES, DownloadError, fetch
 from tokenyard.workload.paths import TRACE_FILES, data_folders
 
@@ -29,7 +29,7 @@ class Args:
     and 1.1 GB), mooncake_conversation, mooncake_toolagent, mooncake_synthetic (4 MB)."""
     folder: Path | None = None
     """Where to; by default $TOKENYARD_DATA, else ./data."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -29,7 +29,7 @@ from tokenyard.allocation.scenario import load_allocation
 from tokenyard.allocation.telemetry import read_telemetry
 from tokenyard.artifact import model_name
 from tokenyard.cross_entropy import FinetuneConfig
-from tokenyard.provenance import command_line, lineage, write_result
+from tokenyard.provenance import ResultFile, command_line, lineage, write_result
 from tokenyard.registry import mlflow_lookup, offer
 from tokenyard.routing import finetune as of_routing
 from tokenyard.routing.decision_log import read_log
@@ -58,7 +58,7 @@ class Args(FinetuneConfig):
     """MLflow tracking URI where the champion is looked up and the candidate is registered."""
     population: tyro.conf.Suppress[int] = FinetuneConfig.population
     spread: tyro.conf.Suppress[float | None] = FinetuneConfig.spread
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the row."""
 
 

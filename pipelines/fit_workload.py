@@ -26,7 +26,7 @@ from rich.table import Table
 import tokenyard.allocation
 import tokenyard.workload
 from tokenyard.allocation.demand import fit_shipped_generator
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.workload.comparison import describe
 from tokenyard.workload.fit import fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import WorkloadModel, load_model, poisson_arrivals
@@ -87,7 +87,7 @@ class Args:
     """Synthetic streams per comparison."""
     seed: int = 2026
     """Of the synthetic streams."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import secrets
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -17,7 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.gateway.callers import ApiKey, CallerLimits, KeysMessage, hash_of
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 
 _PREFIX = "sk-ty-"
 """So that scanners of repositories find keys that were committed."""
@@ -39,7 +38,7 @@ class Args:
     limits: CallerLimits = CallerLimits()  # noqa: RUF009 (it never changes)
     models: tuple[str, ...] = ()
     """Models that it may ask; none: all."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the entry to this file as a result row, without the key."""
 
 

@@ -37,7 +37,7 @@ from tokenyard.config import at_least_one
 from tokenyard.evaluation import difference_table, level_tables
 from tokenyard.figures import save_figures
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.regions import judge, studies
 from tokenyard.regions.policies import REGION_BASELINES
 from tokenyard.regions.problem import PROBLEM
@@ -87,7 +87,7 @@ class Tables:
     """Tables to fill: I, II, poisson_085, ablation."""
     jobs: int = 2
     """Trainings at a time, one core each."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the summary."""
 
 
@@ -101,7 +101,7 @@ class Ranking:
     """Synthetic streams; agreement is averaged over them."""
     seed: int = 2026
     """Of the synthetic streams."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 
@@ -111,7 +111,7 @@ class Allocation(PaperStudy):
 
     figures: Path | None = None
     """Draw the paper's figures into this folder."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the rows to this file."""
     mlflow: bool = False
     """Log rows and figures to MLFLOW_TRACKING_URI, or to ./mlflow.db."""
@@ -130,7 +130,7 @@ class Fronts:
     seed: int = 0
     figures: Path | None = None
     """Draw into this folder."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write all rows to this file."""
 
 
@@ -145,7 +145,7 @@ class Torta:
     """By name, separated by commas; `ablation` takes the first and the last."""
     streams: int = 3
     seed: int = 2026
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 
@@ -164,7 +164,7 @@ class Layouts:
     """Length of each stream, intervals of 45 s."""
     seed: int = 0
     """Draws layouts and streams."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

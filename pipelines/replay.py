@@ -45,7 +45,7 @@ from serve_app.load_generator import (
     summarise,
 )
 from tokenyard.figures import colours, log_seconds, new_axes, new_figure, save_figures, words
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.scenario import Scenario, load_scenario
 from tokenyard.routing.twin import agreement, runners, simulate
 from tokenyard.workload.trace import Trace
@@ -72,7 +72,7 @@ class Args(LoadConfig):
     """Scenario of the same replicas (`calibrate.py --url`): simulate the same requests as well."""
     figure: Path | None = None
     """Draw how long responses and first tokens took, by policy, into this PNG file."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.problem import Artifact, Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.regions.policies import RECIPES
 from tokenyard.regions.scenario import load_regions
 from tokenyard.regions.search import KnobSearch, RegionSearchConfig
@@ -40,7 +40,7 @@ class Policy(search_study.SearchStudy):
     """Folder for the policy of every search, <scenario>-o<objective>-s<seed>.npz, kept or not."""
     jobs: int = 2
     """Processes."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 
@@ -56,7 +56,7 @@ class RegionRules:
     population: int = RegionSearchConfig.population
     slots: int = RegionSearchConfig.slots
     seed: int = 0
-    json: Path | None = None
+    json: ResultFile | None = None
     """Where to write the rows."""
 
 

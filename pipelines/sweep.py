@@ -41,7 +41,7 @@ from serve_app.cluster import load_cluster  # noqa: E402
 from tokenyard.evaluation import Map, difference, level, processes  # noqa: E402
 from tokenyard.problem import Measure, Row  # noqa: E402
 from tokenyard.promotion import Verdict  # noqa: E402
-from tokenyard.provenance import command_line, write_result  # noqa: E402
+from tokenyard.provenance import ResultFile, command_line, write_result  # noqa: E402
 from tokenyard.registry import CANDIDATE  # noqa: E402
 from tokenyard.rl.trainable import Placement  # noqa: E402
 from tokenyard.statistics.intervals import Interval  # noqa: E402
@@ -94,7 +94,7 @@ class Args:
     """Most trials at once, in place of the experiment's."""
     max_failures: int | None = None
     """How often a trial is started again from its checkpoint; -1 where nodes come and go."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """File for the results."""
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenyard.problem import Row
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.own_traffic import Found, OwnTraffic
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
@@ -42,7 +42,7 @@ class Args:
     """File (.npz) for the policy; written only if one is accepted, as a rule needs none."""
     seed: int = 0
     """Of streams and searches."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

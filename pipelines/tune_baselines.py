@@ -25,7 +25,7 @@ from tokenyard.allocation.scenario import AllocationScenario
 from tokenyard.allocation.tuning import tune_allocation
 from tokenyard.config import at_least_one
 from tokenyard.problem import PROBLEMS, AnyProblem, Row, find_problem
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.policies.public import PUBLIC_RULES, TUNED_PREFIX
 from tokenyard.routing.policies.tuned import FLEET_GRIDS, TunedRules, load_tuned
 from tokenyard.routing.scenario import Scenario
@@ -55,7 +55,7 @@ class Args:
     only: Literal["public", "orders", "loads"] | None = None
     """Tune the rules of public routers alone, or the orders, beside what the file has of others; or
     only score what may ship at several loads."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -10,12 +11,39 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
+from tyro.constructors import PrimitiveConstructorSpec
 
 _PACKAGES = ("tokenyard", "numpy", "numba", "ray", "torch", "gymnasium", "mlflow")
+
+
+def _result_file(texts: list[str]) -> Path:
+    """Refuse a file that cannot be written when the command begins, not once it has its rows."""
+    path = Path(texts[0])
+    there = next(one for one in (path, *path.parents) if os.path.exists(one))
+    if path.is_dir():
+        sys.exit(f"--json {path} is a folder; name a file")
+    if there != path and not there.is_dir():
+        sys.exit(f"--json {path} cannot be written: {there} is no folder")
+    if not os.access(there, os.W_OK):
+        sys.exit(f"--json {path} cannot be written: no permission to write {there}")
+    return path
+
+
+ResultFile = Annotated[
+    Path,
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATH",
+        instance_from_str=_result_file,
+        is_instance=lambda value: isinstance(value, Path),
+        str_from_instance=lambda path: [str(path)],
+    ),
+]
+"""Type of `--json` in every script."""
 
 
 def command_line(token: str | None = None) -> str:

@@ -42,7 +42,7 @@ from tokenyard.perf.step_times import (
     split_third,
     step_ratios,
 )
-from tokenyard.provenance import command_line, write_result
+from tokenyard.provenance import ResultFile, command_line, write_result
 
 FITTED = Path(tokenyard.perf.__file__).parent / "tables" / "step_times.json"
 EXPORT = Path(__file__).with_name("export.py")
@@ -63,7 +63,7 @@ class Args:
     """Write the fitted parameters into the package."""
     figure: Path | None = None
     """Draw the errors before and after."""
-    json: Path | None = None
+    json: ResultFile | None = None
     """Write the result rows to this file."""
 
 

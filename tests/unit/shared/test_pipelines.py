@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tomllib
 from dataclasses import fields
@@ -13,9 +14,10 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 import tyro
+from scripts import load_script, refusal
 
 from pipelines import cli
-from tokenyard.provenance import command_line
+from tokenyard.provenance import ResultFile, command_line
 
 ROOT = Path(__file__).parents[3]
 MODULES = sorted(cli.verbs().values())
@@ -48,7 +50,25 @@ def test_a_command_has_a_main_few_options_of_its_own_and_writes_its_rows(module)
     assert callable(importlib.import_module(f"pipelines.{module}").main)
     for command in commands(module):
         assert "json" in options(command)
+        assert get_type_hints(command, include_extras=True)["json"] == ResultFile | None
         assert len(options(command) - COMMON) <= MOST_OWN_OPTIONS, command
+
+
+def test_a_file_for_rows_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    def said(path):
+        evaluate = load_script("pipelines/evaluate.py")
+        return refusal(evaluate, "--scenario", "poisson_085", "--json", path)
+
+    (tmp_path / "rows").write_text("")
+    assert said(tmp_path) == f"--json {tmp_path} is a folder; name a file"
+    assert said(tmp_path / "rows" / "x.json").endswith(f"{tmp_path / 'rows'} is no folder")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    if not os.access(tmp_path / "locked", os.W_OK):  # root may write it
+        assert "no permission" in said(tmp_path / "locked" / "new" / "x.json")
+    assert tyro.cli(ResultFile, args=[str(tmp_path / "new" / "x.json")]) == (
+        tmp_path / "new" / "x.json"
+    )
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_hidden_option_is_not_counted():
