@@ -37,6 +37,8 @@ from tokenyard.workload.trace import MOST_TOKENS, Trace
 __all__ = ["TRACE_FILES", "TraceError", "find_trace", "read_trace"]
 
 _ENCODING = "utf-8-sig"  # the byte order mark that spreadsheets write is not part of a column name
+_YEARS = 1900, 2100
+"""Of what is taken for a time."""
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0*)?\s*")
 
 
@@ -256,6 +258,8 @@ def _parse_times(texts: pd.Series[str] | pd.Series[float], layout: _Layout) -> _
         numbers = pd.to_numeric(texts, errors="coerce").to_numpy(np.float64)
         return _Times(numbers * layout.seconds_per_unit, None)
     dates = pd.to_datetime(texts, format="ISO8601", utc=True, errors="coerce")
+    # 0001-01-01 and 9999-12-31 stand for no time at all, and differ too much from one.
+    dates = dates.where(dates.dt.year.between(*_YEARS))
     readable = dates.dropna()
     if readable.empty:
         return _Times(np.full(len(dates), np.nan), None)

@@ -117,6 +117,20 @@ def test_bad_rows_are_skipped_and_counted_on_request(file_with, row):
     assert trace.arrival_s.tolist() == [0, 0.052]
 
 
+@pytest.mark.parametrize("nobody_knows", ["0001-01-01 00:00:00", "9999-12-31 23:59:59"])
+@pytest.mark.parametrize("place", range(3))
+def test_a_date_that_stands_for_none_is_a_bad_row_wherever_it_is(file_with, nobody_knows, place):
+    rows = ["2023-11-16 18:17:03,1,2\n", "2023-11-16 18:17:05,3,4\n"]
+    rows.insert(place, f"{nobody_knows},5,6\n")
+    path = file_with(AZURE + "".join(rows))
+
+    with pytest.raises(TraceError, match=f"line {2 + place}: unparsable time '{nobody_knows}'"):
+        read_trace(path)
+    trace, num_skipped = read_trace(path, on_bad_row="skip")
+    assert (trace.arrival_s.tolist(), num_skipped) == ([0, 2], 1)
+    assert trace.started_at == datetime(2023, 11, 16, 18, 17, 3, tzinfo=UTC)
+
+
 def test_columns_of_others_may_hold_long_texts_with_line_ends_beside_a_bad_row(file_with):
     texts = ["one\nline\r\n\nafter, the other", "long " * 40_000, 'the "last"']
     rows = [f'{i},{i + 1},7,"{text.replace(chr(34), 2 * chr(34))}"' for i, text in enumerate(texts)]
