@@ -51,7 +51,7 @@ def a_scenario(num_regions: int, num_servers: int, tasks: float) -> RegionScenar
 def episode_s(scenario: RegionScenario, policy: str, args: Args) -> tuple[float, float]:
     forecaster = fit_seasonal(scenario)
     stream = sample_stream(scenario, stream_rng(args.seed, "training", 0))
-    make, _ = policy_maker(scenario, policy)
+    make, *_ = policy_maker(scenario, policy)
     times = []
     for _ in range(args.runs + 1):  # the first compiles
         started = time.process_time()

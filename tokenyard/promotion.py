@@ -101,7 +101,8 @@ def rivals(
         champion = problem.candidate(scenario, problem.learned, registry)
     except NoChampionError:
         return [best_rule]
-    return [champion, best_rule]
+    # Where no policy is champion a rule decides as such, mostly this one.
+    return [best_rule] if champion.rule == best_rule.name else [champion, best_rule]
 
 
 def judge_candidate(

@@ -74,8 +74,8 @@ class Regions(Problem[RegionScenario, RegionArtifact, Episodes, Measured]):
         Raises:
             ValueError: The name is unknown, or the policy is missing or broken.
         """
-        make, source = policy_maker(scenario, name, registry)
-        return Candidate(name, source, partial(_run, make))
+        make, source, rule = policy_maker(scenario, name, registry)
+        return Candidate(name, source, partial(_run, make), rule)
 
     def best_tuned_rule(self, scenario: RegionScenario) -> str | None:
         """The rule that ships."""
@@ -137,14 +137,14 @@ Maker = Callable[[RegionScenario], RegionPolicy]
 
 def policy_maker(
     scenario: RegionScenario, name: str, registry: RegistryLookup | None = None
-) -> tuple[Maker, str]:
-    """What makes the policies of a candidate, and where it comes from.
+) -> tuple[Maker, str, str | None]:
+    """What makes the policies of a candidate, and its `source` and `rule`.
 
     Raises:
         ValueError: The name is unknown, or the policy is missing or broken.
     """
     if name in REGION_BASELINES:
-        return partial(make_region_policy, name), RULE
+        return partial(make_region_policy, name), RULE, None
     if name != PROBLEM.learned and not name.endswith(".npz"):
         raise ValueError(
             f"unknown regional policy {name!r}; give a policy file (.npz) or one of "
@@ -154,9 +154,9 @@ def policy_maker(
     try:
         artifact, source = resolve_region_champion(scenario.name, path, registry)
     except NoChampionError:
-        return partial(make_region_policy, BEST_RULE), f"best tuned rule, {BEST_RULE}"
+        return partial(make_region_policy, BEST_RULE), f"best tuned rule, {BEST_RULE}", BEST_RULE
     words = f"{source}, trained by {artifact.metadata.trainer}, {artifact.sha256}"
-    return partial(_learned, artifact), words
+    return partial(_learned, artifact), words, None
 
 
 def _learned(artifact: RegionArtifact, scenario: RegionScenario) -> RegionPolicy:

@@ -137,10 +137,10 @@ def test_curves_of_a_resumed_sweep_pass_every_step_once(killed_and_resumed, clie
 def test_the_result_gives_the_verdict_and_keeps_the_agreed_keys(killed_and_resumed):
     _, stdout, result = killed_and_resumed
     # It is shortest expected delay, and what ships is better.
-    assert "candidate: it does not beat champion" in stdout
+    assert f"candidate: it does not beat {rule_for('poisson_085')}" in stdout
     assert "--scenario poisson_085 --registry sqlite:" in stdout
     assert "--policy candidate" in stdout
-    assert result["verdict"][0]["rival"] == "champion"
+    assert result["verdict"][0]["rival"] == rule_for("poisson_085")
     assert {"command", "versions", "seed", "git_sha", "rows"} <= set(result)
     agreed = {
         "problem", "algorithm", "trial", "seed", "reward_weights", "score", "env_steps", "wall_s",

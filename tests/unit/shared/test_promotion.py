@@ -5,7 +5,9 @@ import pytest
 from toy_problem import SCENARIOS, TOY, ToyArtifact, ToyProblem
 
 from tokenyard.artifact import RegisteredPolicy
+from tokenyard.problem import PROBLEMS
 from tokenyard.promotion import judge_candidate, rivals
+from tokenyard.routing.artifact import DEFAULT_RULE
 
 LOW = SCENARIOS["toy_low"]
 STREAMS = TOY.streams(LOW, "validation", 6, 1)
@@ -57,6 +59,23 @@ def test_what_loses_at_the_gate_is_not_accepted_however_good_its_score():
     assert all(one.won for one in verdict.gains)
     assert verdict.reason == "it loses to one (half) at the gate"
     assert [row.get("loses") for row in verdict.rows] == [None, 1]
+
+
+@pytest.mark.parametrize(
+    "name", ["routing:poisson_050", "allocation:a100x8_13b", "regions:abilene"]
+)
+def test_a_rule_that_ships_is_to_be_beaten_once(name):
+    problem = PROBLEMS[name.partition(":")[0]]()
+    scenario = problem.load_scenario(name.partition(":")[2])
+    best = problem.best_tuned_rule(scenario)
+    assert problem.candidate(scenario, "champion").rule == best
+    assert [one.name for one in rivals(problem, scenario, problem.default_baseline)] == [best]
+
+
+def test_where_nothing_was_tuned_two_rules_are_to_be_beaten():
+    routing = PROBLEMS["routing"]()
+    own = routing.load_scenario("poisson_050").model_copy(update={"name": "mine"})
+    assert [one.rule or one.name for one in rivals(routing, own, "sed")] == [DEFAULT_RULE, "sed"]
 
 
 @pytest.mark.parametrize("level", [2.5, 3.0])
