@@ -33,6 +33,7 @@ from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.sent_queues import SentQueues
 from tokenyard.routing.snapshot_table import (
     MATCH_TOKENS,
+    NUM_WAITING,
     OBSERVED_AT_S,
     SnapshotTable,
     keep_with_room,
@@ -310,7 +311,10 @@ class Placement:
         """What policies see of some replicas, with what may wait there where one looks at it."""
         snapshots = self._table.snapshots(rows, prompt)
         if self._manager.sees_queues:
-            snapshots.sent = self._sent
+            # Here and not where a policy looks: one that never decides would let it grow.
+            sent, waiting = self._sent, snapshots.live[:, NUM_WAITING].copy()
+            sent.keep_latest(sent.rows_of(snapshots.replica_ids), waiting)
+            snapshots.sent = sent
         return snapshots
 
     def _order_key(self, asked: Placeable, choice: Choice, now_s: float) -> OrderKey | None:

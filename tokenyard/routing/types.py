@@ -140,7 +140,8 @@ class SnapshotColumns(Sequence[ReplicaSnapshot]):
     batches: bool = True
     """Whether the replicas batch continuously, all of them, or none."""
     sent: SentQueues | None = None
-    """What the gateway that shows them has sent to the replicas; None: the policy remembers."""
+    """What the gateway that shows them has sent to replicas and may wait there; None: the policy
+    remembers."""
 
     @property
     @abstractmethod

@@ -28,7 +28,7 @@ from serve_app.policy.loading import resolve_policy
 from serve_app.policy.runner import warm_up
 from tokenyard.routing import sent_queues
 from tokenyard.routing.artifact import DEFAULT_RULE
-from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS, NUM_WAITING
+from tokenyard.routing.observation import NUM_MARGINAL_WEIGHTS
 from tokenyard.routing.policies import PolicyContext, in_order, make_policy, places
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.order import bounded_key as simulated_key
@@ -211,7 +211,6 @@ class Spy:
 
     def place(self, request, snapshots):
         rows = snapshots.sent.rows_of(snapshots.replica_ids)
-        snapshots.sent.keep_latest(rows, snapshots.columns[:, NUM_WAITING].copy())
         starts, keys_s, tokens = snapshots.sent.queues
         known = slice(starts[rows[0]], starts[rows[0] + 1])
         self._seen.append((request, keys_s[known].tolist(), tokens[known].tolist()))
@@ -233,10 +232,27 @@ def test_whoever_looks_at_queues_sees_what_others_have_sent():
         assert 3 < len(seen) < 37
 
     check(test)
-    assert any(len(keys_s) == 1 for _, keys_s, _ in seen)
+    assert {len(keys_s) for _, keys_s, _ in seen} in ({1}, {0, 1})
     for request, keys_s, tokens in seen:
         assert all(key_s <= request.arrival_s + 7.0 for key_s in keys_s)
         assert set(tokens) <= {float(request.context_tokens)}
+
+
+def test_no_more_is_kept_of_what_was_sent_than_waits_where_nobody_looks_at_it():
+    spy = replace(a_faulty_policy(lambda: 0), make=lambda rng: Spy([]))
+
+    async def test(client, pools, gateway):
+        manager = gateway.manager
+        pools["a"].num_waiting = 1
+        manager.experiment = manager.make_experiment(
+            manager.policy, manager.runner("spy", spy), "canary", 1e-9, 0.05, 0.0
+        )
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json=a_body())).status_code == 200
+        starts, *_ = gateway._placement._sent.queues
+        assert starts[-1] <= 2, "one that waits, and the last one sent"
+
+    check(test)
 
 
 def test_a_policy_remembers_what_it_sent_where_nobody_keeps_it():

@@ -46,9 +46,10 @@ class QueuePlaces:
         else:
             sent = self._sent if kept is None else kept
             rows = sent.rows_of(_names(snapshots))
-            # Of one replica the column is contiguous, and of several it is not: a view would be
-            # compiled anew at the first decision after warming up.
-            sent.keep_latest(rows, columns[:, NUM_WAITING].copy())
+            if kept is None:
+                # Of one replica the column is contiguous, and of several it is not: a view would be
+                # compiled anew at the first decision after warming up.
+                sent.keep_latest(rows, columns[:, NUM_WAITING].copy())
             queues = sent.queues
         _fill(columns, keys_s, rows, *queues)
 
