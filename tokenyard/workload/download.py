@@ -72,7 +72,8 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
     """Fetch a file unless it is there already, and check it.
 
     What arrives is kept in `target` with `.part` appended until it is complete and checked, so
-    that an interrupted download goes on where it stopped and nobody reads half a trace.
+    that an interrupted download goes on where it stopped and nobody reads half a trace. It starts
+    over where the file has changed since, or its server does not tell.
 
     Args:
         source: Where from.
@@ -96,6 +97,8 @@ def fetch(source: Source, target: Path, on_progress: Progress = lambda done, tot
     except DownloadError:
         part.unlink()
         raise
+    finally:
+        _version_of(part).unlink()
     part.rename(target)
     return checked or "size announced by the server; no checksum published"
 
@@ -135,9 +138,13 @@ def _download_from_any(urls: tuple[str, ...], part: Path, on_progress: Progress)
 
 def _download(url: str, part: Path, on_progress: Progress) -> None:
     """Append to `part` what it lacks, or start over where the server cannot resume."""
-    start = part.stat().st_size if part.is_file() else 0
+    kept = _version_of(part)
+    version = kept.read_text(encoding="utf-8") if kept.is_file() else ""
+    start = part.stat().st_size if version and part.is_file() else 0
     # Compressed transfer would make ranges count other bytes than the file's.
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-"} if start else {})
+    headers = {"Accept-Encoding": "identity"}
+    if start:
+        headers |= {"Range": f"bytes={start}-", "If-Range": version}
     try:
         with httpx.stream(
             "GET", url, headers=headers, timeout=_TIMEOUT, follow_redirects=True
@@ -149,6 +156,9 @@ def _download(url: str, part: Path, on_progress: Progress) -> None:
             resumed = response.status_code == httpx.codes.PARTIAL_CONTENT
             total = _total_bytes(response, start if resumed else 0)
             with part.open("ab" if resumed else "wb") as file:
+                if not resumed:
+                    told = response.headers.get("ETag") or response.headers.get("Last-Modified")
+                    kept.write_text(told or "", encoding="utf-8")
                 for chunk in response.iter_bytes(_CHUNK_BYTES):
                     file.write(chunk)
                     on_progress(file.tell(), total)
@@ -156,6 +166,11 @@ def _download(url: str, part: Path, on_progress: Progress) -> None:
         raise DownloadError(_in_one_sentence(url, error)) from error
     if total is not None and part.stat().st_size != total:
         raise DownloadError(f"{url} ended after {part.stat().st_size} of {total} bytes; run again")
+
+
+def _version_of(part: Path) -> Path:
+    """Holds the entity tag or date by which a server knows the file that `part` is the start of."""
+    return part.with_name(part.name + ".version")
 
 
 def _finish_or_restart(

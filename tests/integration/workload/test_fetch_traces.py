@@ -18,9 +18,12 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 class TraceServer(ThreadingHTTPServer):
-    """Serves CONTENT under any path but /missing; keeps the Range header of each request."""
+    """Serves its content under any path but /missing; keeps the Range header of each request."""
 
     ranges = True
+    content = CONTENT
+    version = '"1"'
+    """Entity tag of the content; None: it tells none."""
     break_after = None
     """Bytes after which the connection is cut."""
 
@@ -37,20 +40,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         asked = self.headers.get("Range")
         self.server.seen.append(asked)
-        start = int(re.match(r"bytes=(\d+)-", asked)[1]) if asked and self.server.ranges else 0
+        content, version = self.server.content, self.server.version
+        may = self.server.ranges and self.headers.get("If-Range") in (None, version)
+        start = int(re.match(r"bytes=(\d+)-", asked)[1]) if asked and may else 0
         if self.path == "/missing":
             return self.send_error(404)
-        if start >= len(CONTENT):
+        if start >= len(content):
             self.send_response(416)
-            self.send_header("Content-Range", f"bytes */{len(CONTENT)}")
+            self.send_header("Content-Range", f"bytes */{len(content)}")
             self.send_header("Content-Length", "0")
             return self.end_headers()
         self.send_response(206 if start else 200)
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
-        self.send_header("Content-Length", str(len(CONTENT) - start))
+            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+        if version:
+            self.send_header("ETag", version)
+        self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
-        self.wfile.write(CONTENT[start : self.server.break_after])
+        self.wfile.write(content[start : self.server.break_after])
 
     def log_message(self, *args):
         """Keep the test's output clean."""
@@ -76,6 +83,7 @@ def part_of(target, content):
     target.parent.mkdir()
     part = target.with_name("trace.csv.part")
     part.write_bytes(content)
+    target.with_name("trace.csv.part.version").write_text('"1"')
     return part
 
 
@@ -116,6 +124,32 @@ def test_a_broken_connection_is_resumed_where_it_stopped(server, target):
     first, second = server.seen
     assert first is None
     assert 30_000 < int(re.match(r"bytes=(\d+)-", second)[1]) <= 50_000
+
+
+@pytest.mark.parametrize("version", ['"2"', None])
+def test_nothing_is_resumed_that_may_have_changed_since(server, target, version):
+    server.break_after = 50_000
+    with pytest.raises(DownloadError, match="run again"):
+        fetch(Source((server.url,)), target)
+    server.break_after = None
+    server.content, server.version = CONTENT.replace(b",7", b",8"), version
+
+    fetch(Source((server.url,)), target)
+
+    assert target.read_bytes() == server.content
+    assert [path.name for path in target.parent.iterdir()] == ["trace.csv"]
+
+
+def test_what_came_from_a_server_that_tells_no_version_is_fetched_anew(server, target):
+    server.version, server.break_after = None, 50_000
+    with pytest.raises(DownloadError, match="run again"):
+        fetch(Source((server.url,)), target)
+    server.break_after, server.content = None, CONTENT.replace(b",7", b",8")
+
+    fetch(Source((server.url,)), target)
+
+    assert target.read_bytes() == server.content
+    assert server.seen == [None, None]
 
 
 def test_a_server_that_cannot_resume_is_asked_for_the_whole_file(server, target):
