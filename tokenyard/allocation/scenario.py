@@ -5,6 +5,7 @@ Scenarios are YAML files in `tokenyard/scenarios/allocation`, read only through 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -128,7 +129,7 @@ class AllocationScenario(FrozenModel):
     slo: LatencySlo = LatencySlo()
     demand: Demand = Demand()
     slot_s: Annotated[float, Field(gt=0)] = 300.0
-    """Time between two decisions, seconds."""
+    """Time between two decisions, seconds; a day is a whole number of them."""
     restart_s: Annotated[float, Field(ge=0)] = 90.0
     """Time from the start of a replica until it serves, seconds."""
     patience_s: Annotated[float, Field(gt=0)] = 30.0
@@ -160,6 +161,15 @@ class AllocationScenario(FrozenModel):
     def _is_known(cls, name: str) -> str:
         load_llm(name)
         return name
+
+    @field_validator("slot_s")
+    @classmethod
+    def _divides_a_day(cls, slot_s: float) -> float:
+        # The time of day is known by the number of slots, and would drift.
+        per_day = 86_400 / slot_s
+        if not math.isclose(per_day, max(round(per_day), 1)):
+            raise ValueError(f"slot_s {slot_s:g} does not divide a day of 86400 s")
+        return slot_s
 
     @field_validator("memory_fractions")
     @classmethod
@@ -212,7 +222,7 @@ class AllocationScenario(FrozenModel):
     @property
     def slots_per_day(self) -> int:
         """Decisions of a day."""
-        return max(1, round(86_400 / self.slot_s))
+        return round(86_400 / self.slot_s)
 
 
 def _words(pool: tuple[GpuGroup, ...]) -> str:

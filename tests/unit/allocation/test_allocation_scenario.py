@@ -37,6 +37,8 @@ def test_every_shipped_scenario_has_plans_that_attain_its_slos(name):
         ({"objective": {"usd": -1}}, "objective.usd", "greater than or equal to 0"),
         ({"objective": {}}, "objective", "weights are all zero"),
         ({"restart_s": 400}, "", "longer than slot_s"),
+        ({"slot_s": 7000}, "slot_s", "7000 does not divide a day of 86400 s"),
+        ({"slot_s": 100_000}, "slot_s", "100000 does not divide a day"),
         ({"demand": {"low": 0.9, "high": 0.5}}, "demand", "must be below high"),
         ({"gpus": 8}, "gpus", "Extra inputs"),
     ],
@@ -46,6 +48,12 @@ def test_bad_scenarios_are_refused_with_field_and_reason(change, field, reason):
         AllocationScenario.model_validate({**VALID, **change})
     found = ".".join(str(part) for part in caught.value.errors()[0]["loc"])
     assert found == field
+
+
+@pytest.mark.parametrize(("slot_s", "slots_per_day"), [(86_400, 1), (0.1, 864_000)])
+def test_a_day_is_a_whole_number_of_slots(slot_s, slots_per_day):
+    fields = {**VALID, "slot_s": slot_s, "restart_s": 0}
+    assert AllocationScenario.model_validate(fields).slots_per_day == slots_per_day
 
 
 def test_slos_that_no_plan_attains_are_refused():
