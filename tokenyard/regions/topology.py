@@ -146,6 +146,14 @@ def _from_topohub(name: str) -> Topology:
     # Read here: the package's own function leaves the file open.
     graph = json.loads(file.read_text(encoding="utf-8"))
     nodes = graph["nodes"]
+    places = np.array([node["pos"] for node in nodes], dtype=np.float64)
+    # Gabriel graphs are drawn on a plane of 500 km.
+    geographic = not name.startswith("gabriel/")
+    if geographic and (np.abs(places) > (180.0, 90.0)).any():
+        raise ValueError(
+            f"the places of topology {name!r} lie on a plane of no known scale, and topohub's "
+            "distances take them for degrees; choose another"
+        )
     index = {node["id"]: i for i, node in enumerate(nodes)}
     links = np.zeros((len(nodes), len(nodes)))
     for edge in graph["edges"]:
@@ -155,9 +163,7 @@ def _from_topohub(name: str) -> Topology:
     path_km = shortest_path(csr_array(links), directed=False)
     if not np.isfinite(path_km).all():
         raise ValueError(f"topology {name!r} is not connected")
-    across = np.array([node["pos"][0] for node in nodes], dtype=np.float64)
-    # Places of networks that are not drawn from a map are plane coordinates, no degrees.
-    geographic = not name.startswith("gabriel/")
+    across = places[:, 0]
     phase = across / 360.0 if geographic else across / 500.0 / 12.0
     return Topology(
         name, tuple(str(node.get("name", node["id"])) for node in nodes), path_km, phase

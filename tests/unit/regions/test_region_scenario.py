@@ -51,6 +51,13 @@ def test_a_place_without_a_name_is_named_by_its_number():
     assert {"9545", "Darwin"} <= set(regions)
 
 
+@pytest.mark.parametrize("name", ["norway", "ta1", "di-yuan"])
+def test_places_that_are_no_degrees_are_refused(name):
+    pytest.importorskip("topohub")
+    with pytest.raises(ValueError, match=f"sndlib/{name}' lie on a plane of no known scale"):
+        load_topology(f"sndlib/{name}")
+
+
 def test_table_latencies_are_scaled_to_their_mean_and_geographic_ones_are_light_in_fibre():
     topology = load_topology("synthetic/gabriel/9/2")
     off = ~np.eye(9, dtype=bool)
