@@ -23,10 +23,11 @@ from tokenyard.routing import log_replay as replay
 from tokenyard.routing.artifact import KINDS, PolicyArtifact
 from tokenyard.routing.decision_log import LoggedDecision, fleet_of, windows_of
 from tokenyard.routing.observation import snapshot_columns
-from tokenyard.routing.policies import is_rule
+from tokenyard.routing.policies import base_of, is_rule
 from tokenyard.routing.policies.delay import finish_s
 from tokenyard.routing.policies.learned import order_weights
 from tokenyard.routing.policies.places import QueuePlaces, order_keys_s
+from tokenyard.routing.policies.public import Needs, needs_of
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import UNPAID, Scenario
 from tokenyard.routing.scores.linear import marginal_scores
@@ -193,6 +194,23 @@ def served_policy(decisions: Sequence[LoggedDecision]) -> str:
     return label
 
 
+def served_rule(decisions: Sequence[LoggedDecision]) -> str | None:
+    """Name of the rule that placed most of the logged requests; None: a trained policy did.
+
+    Raises:
+        ValueError: No log tells what it decides by.
+    """
+    rule = served_policy(decisions).rpartition("@")[0]
+    if not is_rule(rule):
+        return None
+    if needs_of(base_of(rule)) == Needs.PREFIX_CACHE:
+        raise ValueError(
+            f"the rule {rule}, which goes by prefixes, served the log: that holds no prompts, so "
+            "there is nothing to compare a candidate with"
+        )
+    return rule
+
+
 @dataclass(frozen=True)
 class Compared:
     """The candidate against another policy, on what neither was tuned on."""
@@ -256,8 +274,8 @@ def judge(
     """
     ours = held_out.run(weights)
     beside = Compared.of("the champion", twin, ours, held_out.run(start))
-    served, rule = beside, served_policy(behaviour.decisions).rpartition("@")[0]
-    if is_rule(rule):
+    served, rule = beside, served_rule(behaviour.decisions)
+    if rule is not None:
         theirs = held_out.run_rule(rule, seed)
         served = Compared.of(f"the rule {rule}, which was served", twin, ours, theirs)
     return Judgement(
@@ -342,7 +360,7 @@ def finetune(
 
     Raises:
         ArtifactError: The champion is of a kind that is not fine-tuned.
-        ValueError: The log cannot be used, or the rule that was served cannot be run in the twin.
+        ValueError: The log cannot be used, or the rule that was served cannot be replayed.
     """
     if not KINDS[champion.metadata.kind].is_finetuned:
         raise ArtifactError(
@@ -352,9 +370,10 @@ def finetune(
     declared = fleet_of(decisions, scenario, scenario.name)
     learned, held_out = _split(windows_of(decisions, config.windows), config)
     first_held_out = len(learned) * len(learned[0].server)
+    before, after = decisions[:first_held_out], decisions[first_held_out:]
+    served_rule(after)  # What cannot be judged need not be searched.
     twin = replay.fit_speeds(declared, learned)
     start = np.ascontiguousarray(champion.arrays["weights"], dtype=np.float64)
-    before, after = decisions[:first_held_out], decisions[first_held_out:]
     some = Behaviour(before, champion, every=max(1, len(before) // _MAX_COMPARED))
     weights, curve = search(start, TwinRunner(twin, learned, champion), some, config)
     judgement = judge(

@@ -226,6 +226,20 @@ def test_a_log_in_which_nothing_was_placed_is_refused(log, tmp_path):
         finetune.finetune(finetune.Args(log=tmp_path, scenario=SCENARIO), Console(quiet=True))
 
 
+def test_a_log_that_a_rule_of_prefixes_served_is_refused_before_anything_is_searched(
+    tmp_path, monkeypatch
+):
+    """Without prompts it would be replayed as a plain rule under its name."""
+    monkeypatch.setattr(of_routing, "search", lambda *_: pytest.fail("it searched"))
+    turns = itertools.cycle(range(4))
+    decide = lambda *_: (Decision(next(turns), None), 1.0)  # noqa: E731
+    rule = "tuned_vllm_cache_aware+sjf@20"
+    decisions, _ = read_log(written(tmp_path, decide, f"{rule}@0a1b", np.ones(4), 400, 0.5))
+    scenario = load_scenario(SCENARIO)
+    with pytest.raises(ValueError, match="sjf@20, which goes by prefixes, served the log"):
+        of_routing.finetune(a_poor_champion(), decisions, scenario, FinetuneConfig(), {})
+
+
 @pytest.mark.slow
 def test_a_poor_champion_is_improved_and_the_candidate_offered(log, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
