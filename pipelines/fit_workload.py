@@ -76,7 +76,8 @@ class Args:
     train_fraction: float = 0.7
     """Share of its requests that is fitted, the first ones; keep the rest to judge policies by."""
     dt_s: float = 1.0
-    """Step of its arrival chain, seconds: the shortest burst that is told apart."""
+    """Step of its arrival chain, seconds: the shortest burst that is told apart. It is longer where
+    there would be more than 50,000."""
     length_scale: float = 1.0
     """Factor on its prompt and output lengths."""
     report: bool = False

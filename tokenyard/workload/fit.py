@@ -22,8 +22,9 @@ NUM_CONTEXT_BINS = 16
 MAX_STATES = 6
 """Of the arrivals of a trace of one's own; as many are taken as the data speak for."""
 
-_MOST_STEPS = 10_000_000
-"""Of the arrival chain of a trace of one's own: four months of seconds."""
+_MOST_STEPS = 50_000
+"""Of the arrival chain of a trace of one's own, which takes minutes to fit then: a longer trace has
+longer steps."""
 
 # Moves that are assumed but not seen: a state that nothing visits keeps defined probabilities.
 _PSEUDO_COUNT = 1e-6
@@ -57,13 +58,17 @@ def fit_workload(
         dt_s: Step of the arrival chain, seconds.
         num_states: States of the arrival chain.
     """
+    return _model(trace, name, provenance, fit_mmpp(trace.arrival_s, dt_s, num_states).mmpp)
+
+
+def _model(trace: Trace, name: str, provenance: str, arrivals: Mmpp) -> WorkloadModel:
     return WorkloadModel(
         name=name,
         provenance=provenance,
         num_requests=trace.num_requests,
         mean_context_tokens=round(float(trace.context_tokens.mean()), 3),
         mean_generated_tokens_overall=round(float(trace.generated_tokens.mean()), 3),
-        arrivals=fit_mmpp(trace.arrival_s, dt_s, num_states).mmpp,
+        arrivals=arrivals,
         lengths=fit_lengths(trace),
     )
 
@@ -71,10 +76,10 @@ def fit_workload(
 def fit_own(trace: Trace, name: str, provenance: str, dt_s: float) -> WorkloadModel:
     """Fit a trace of one's own, with as many arrival states as the data speak for (BIC).
 
-    Args: as of `fit_workload`.
+    Args: as of `fit_workload`; steps are longer where they would be more than `_MOST_STEPS`.
 
     Raises:
-        ValueError: The trace says too little, or the step does not suit it.
+        ValueError: The trace says too little, or the step is no time.
     """
     if not (dt_s > 0 and math.isfinite(dt_s)):
         raise ValueError(f"a step of {dt_s:g} s must be positive")
@@ -82,14 +87,10 @@ def fit_own(trace: Trace, name: str, provenance: str, dt_s: float) -> WorkloadMo
         raise ValueError(f"{trace.num_requests} requests at one instant have no arrival process")
     if not trace.total_tokens.any():
         raise ValueError("no request of the trace has a token: what would take time?")
-    if trace.duration_s / dt_s > _MOST_STEPS:
-        raise ValueError(
-            f"{trace.duration_s:g} s are more than {_MOST_STEPS:,} steps of {dt_s:g} s: take longer"
-        )
+    dt_s = max(dt_s, trace.duration_s / _MOST_STEPS)
     steps = int(trace.duration_s / dt_s) + 1
     fits = [fit_mmpp(trace.arrival_s, dt_s, k) for k in range(1, min(MAX_STATES, steps) + 1)]
-    num_states = 1 + int(np.argmin([fit.bic for fit in fits]))
-    return fit_workload(trace, name, provenance, dt_s, num_states)
+    return _model(trace, name, provenance, min(fits, key=lambda fit: fit.bic).mmpp)
 
 
 def fit_lengths(trace: Trace, num_bins: int = NUM_CONTEXT_BINS) -> LengthTables:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from scipy.stats import poisson
 
-from tokenyard.workload.fit import fit_lengths, fit_mmpp, fit_workload
+from tokenyard.workload import fit
+from tokenyard.workload.fit import MAX_STATES, fit_lengths, fit_mmpp, fit_own, fit_workload
 from tokenyard.workload.model import Mmpp, load_model, poisson_arrivals
 from tokenyard.workload.trace import Trace
 
@@ -99,3 +100,23 @@ def test_a_trace_of_equal_requests_can_be_fitted():
 def test_arrivals_that_show_no_process_are_refused(arrival_s):
     with pytest.raises(ValueError, match=r"one instant|cannot tell"):
         fit_mmpp(arrival_s, 1.0, 2)
+
+
+def test_a_trace_of_months_is_fitted_in_as_many_steps_as_one_of_hours(monkeypatch):
+    seen = []
+
+    def counted(counts, num_states, tolerance, rng):
+        seen.append((len(counts), num_states))
+        return fit_chain(counts, num_states, tolerance, rng)
+
+    fit_chain = fit._fit_chain
+    monkeypatch.setattr(fit, "_fit_chain", counted)
+    monkeypatch.setattr(fit, "_MOST_STEPS", 100)
+    arrival_s = np.sort(np.random.default_rng(0).uniform(0, 120 * 86_400, 500))
+    arrival_s -= arrival_s[0]
+    model = fit_own(Trace(arrival_s, np.full(500, 9), np.full(500, 2)), "mine", "", 1.0)
+
+    assert {num_steps for num_steps, _ in seen} <= {100, 101}
+    assert len(seen) == 8 * MAX_STATES, "each number of states is fitted once"
+    assert model.arrivals.dt_s == pytest.approx(arrival_s[-1] / 100)
+    assert model.arrivals.mean_rate_per_s == pytest.approx(500 / arrival_s[-1], rel=0.02)
