@@ -52,7 +52,7 @@ class Args(FinetuneConfig):
     plans applies, and its SLOs."""
     champion: Path | None = None
     """Policy file in its place."""
-    out: Path | None = None
+    out: ResultFile | None = None
     """File (.npz) for the candidate; written only if it is offered."""
     registry: str | None = None
     """MLflow tracking URI where the champion is looked up and the candidate is registered."""

@@ -71,7 +71,7 @@ class Args:
 
     trace: Path | None = None
     """Trace of your own (Azure's, Mooncake's or plain CSV); None: the shipped models."""
-    out: Path | None = None
+    out: ResultFile | None = None
     """File (.json) for the model of that trace, or for the generator of `--demand`."""
     train_fraction: float = 0.7
     """Share of its requests that is fitted, the first ones; keep the rest to judge policies by."""
@@ -136,6 +136,7 @@ def write_own(args: Args, trace: Path, out: Path) -> Row:
 
 
 def _write(model: WorkloadModel, path: Path) -> Row:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
     return {
         "model": model.name,

@@ -126,7 +126,6 @@ def save(policy: Artifact, folder: Path | None, name: str, quiet: bool = False) 
     """Write a policy into a folder, where there is one to write to."""
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.npz"
     policy.save(path)
     if not quiet:

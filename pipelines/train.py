@@ -38,7 +38,7 @@ class Args:
     """For searches; the whole command takes a few minutes more. 0: only rules are played."""
     load: float | None = None
     """Offered load that the trace is scaled to; None: its own rate."""
-    out: Path | None = None
+    out: ResultFile | None = None
     """File (.npz) for the policy; written only if one is accepted, as a rule needs none."""
     seed: int = 0
     """Of streams and searches."""

@@ -25,11 +25,11 @@ def _result_file(texts: list[str]) -> Path:
     path = Path(texts[0])
     there = next(one for one in (path, *path.parents) if os.path.exists(one))
     if path.is_dir():
-        sys.exit(f"--json {path} is a folder; name a file")
+        sys.exit(f"{path} is a folder; name a file")
     if there != path and not there.is_dir():
-        sys.exit(f"--json {path} cannot be written: {there} is no folder")
+        sys.exit(f"{path} cannot be written: {there} is no folder")
     if not os.access(there, os.W_OK):
-        sys.exit(f"--json {path} cannot be written: no permission to write {there}")
+        sys.exit(f"{path} cannot be written: no permission to write {there}")
     return path
 
 
@@ -43,7 +43,7 @@ ResultFile = Annotated[
         str_from_instance=lambda path: [str(path)],
     ),
 ]
-"""Type of `--json` in every script."""
+"""Type of `--json` in every script, and of `--out` where what it names takes long to make."""
 
 
 def command_line(token: str | None = None) -> str:

@@ -56,6 +56,13 @@ def snapshots(*waits):
 A_REQUEST = Request(arrival_s=1.0, context_tokens=900, predicted_total_tokens=1000.0)
 
 
+def test_the_folder_of_a_policy_is_created(tmp_path):
+    """What took an hour to search is not lost for want of one."""
+    path = tmp_path / "new" / "p.npz"
+    a_linear_policy().save(path)
+    assert PolicyArtifact.load(path).sha256 == a_linear_policy().sha256
+
+
 @pytest.mark.parametrize("make", [a_linear_policy, a_network])
 def test_a_saved_policy_comes_back_equal(make, tmp_path):
     make().save(tmp_path / "p.npz")

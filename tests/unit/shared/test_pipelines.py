@@ -60,7 +60,7 @@ def test_a_file_for_rows_that_cannot_be_written_is_refused_before_anything_runs(
         return refusal(evaluate, "--scenario", "poisson_085", "--json", path)
 
     (tmp_path / "rows").write_text("")
-    assert said(tmp_path) == f"--json {tmp_path} is a folder; name a file"
+    assert said(tmp_path) == f"{tmp_path} is a folder; name a file"
     assert said(tmp_path / "rows" / "x.json").endswith(f"{tmp_path / 'rows'} is no folder")
     (tmp_path / "locked").mkdir(mode=0o500)
     if not os.access(tmp_path / "locked", os.W_OK):  # root may write it
@@ -69,6 +69,12 @@ def test_a_file_for_rows_that_cannot_be_written_is_refused_before_anything_runs(
         tmp_path / "new" / "x.json"
     )
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("module", ["finetune", "fit_workload", "train"])
+def test_so_is_a_file_for_what_took_long_to_make(module):
+    (command,) = commands(module)
+    assert get_type_hints(command, include_extras=True)["out"] == ResultFile | None
 
 
 def test_a_hidden_option_is_not_counted():
