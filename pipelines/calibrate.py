@@ -1,11 +1,11 @@
 """Fit the performance model to measurements, and report its errors on what was held out.
 
-python pipelines/calibrate.py                     the tables of docs/results/performance-model.md
-python pipelines/calibrate.py --write             also writes tokenyard/perf/tables/fitted.json
-python pipelines/calibrate.py --iterations FILE   four coefficients of your own engine instead
-python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
-    a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
-    them (evaluate.py --scenario mine.yaml), search a policy for them (search.py policy)
+    python pipelines/calibrate.py                    the tables of docs/results/performance-model.md
+    python pipelines/calibrate.py --write            also writes tokenyard/perf/tables/fitted.json
+    python pipelines/calibrate.py --iterations FILE  four coefficients of your own engine instead
+    python pipelines/calibrate.py --url http://127.0.0.1:8000 --out mine.yaml
+        a scenario of the replicas behind a running gateway, as fast as it measured them: simulate
+        them (evaluate.py --scenario mine.yaml), search a policy for them (search.py policy)
 
 FILE has the columns prefill_tokens, decoding_sequences, kv_tokens and time_s, one iteration a row.
 Kernels and collectives: Vidur, github.com/microsoft/vidur data/profiling, MIT licence.
@@ -347,4 +347,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

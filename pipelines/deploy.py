@@ -393,4 +393,4 @@ def _engine_body(replica: AnyReplica) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

@@ -1,12 +1,15 @@
 """Evaluate routing, allocation or regional policies: the tables of docs/metrics.md, and figures.
 
-python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
-python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
-python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
-python pipelines/evaluate.py --suite regimes --policies sed,sed_dump,champion --baseline best
-python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
-python pipelines/evaluate.py --suite allocation
-python pipelines/evaluate.py --suite regions
+    python pipelines/evaluate.py --scenario poisson_085 --policies sed,sed_dump,champion
+    python pipelines/evaluate.py --suite routing --policies sed,champion --json results.json
+    python pipelines/evaluate.py --suite fleet --policies round_robin,sed,marginal_delay
+    python pipelines/evaluate.py --suite regimes --policies sed,sed_dump,champion --baseline best
+    python pipelines/evaluate.py --scenario conversation --trace my_log.csv --streams 3
+    python pipelines/evaluate.py --suite allocation
+    python pipelines/evaluate.py --suite regions
+
+A trace has the columns arrival_s (seconds), context_tokens and generated_tokens, or is one of
+Azure's or Mooncake's.
 """
 
 from __future__ import annotations
@@ -219,4 +222,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

@@ -1,7 +1,9 @@
 """Download published traces to where the other scripts find them.
 
-python pipelines/fetch_traces.py
-python pipelines/fetch_traces.py azure_code_1week mooncake_toolagent --folder data
+    python pipelines/fetch_traces.py
+    python pipelines/fetch_traces.py azure_code_1week mooncake_toolagent --folder data
+
+Files that are there are checked and left alone.
 """
 
 from __future__ import annotations
@@ -67,4 +69,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

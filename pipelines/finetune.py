@@ -1,4 +1,4 @@
-"""Go on training the champion on what the live cluster logged, and offer what came of it.
+r"""Go on training the champion on what the live cluster logged, and offer what came of it.
 
     python pipelines/finetune.py --log /var/log/decisions --scenario conversation_mixed_gpus \
         --out candidate.npz --registry sqlite:///runs/mlflow.db

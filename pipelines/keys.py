@@ -15,7 +15,7 @@ import tyro
 import yaml
 from pydantic import ValidationError
 
-from serve_app.gateway.callers import ApiKey, CallerLimits, KeysMessage, hash_of
+from serve_app.gateway.callers import UNLIMITED, ApiKey, CallerLimits, KeysMessage, hash_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 
 _PREFIX = "sk-ty-"
@@ -35,7 +35,8 @@ class Args:
     """Whose requests are counted together; an admin's key needs none."""
     admin: bool = False
     """Make a key that changes what is served, and asks no models."""
-    limits: CallerLimits = CallerLimits()  # noqa: RUF009 (it never changes)
+    limits: CallerLimits = UNLIMITED
+    """What it may ask for; None: as much as there is."""
     models: tuple[str, ...] = ()
     """Models that it may ask; none: all."""
     json: ResultFile | None = None

@@ -322,4 +322,4 @@ def _cells(row: Row, columns: Columns) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

@@ -100,6 +100,17 @@ def test_help_lists_every_verb_with_a_line_and_imports_none(monkeypatch, capsys)
     assert all(line.endswith((".", "`.")) for line in listed.values())
 
 
+@pytest.mark.parametrize("module", MODULES)
+def test_help_has_every_command_on_a_line_of_its_own(module, capsys):
+    script = importlib.import_module(f"pipelines.{module}")
+    with pytest.raises(SystemExit):
+        tyro.cli(script.Args, args=["--help"], description=script.__doc__)
+    told = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    shown = [line for line in script.__doc__.splitlines() if line.strip().startswith("python ")]
+    assert set(shown) <= set(told)
+    assert not any("noqa" in line for line in told)
+
+
 def test_an_unknown_verb_is_refused_with_the_closest_one(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["tokenyard", "evalute"])
     with pytest.raises(SystemExit, match=r"unknown verb 'evalute'; did you mean 'evaluate'\?"):
