@@ -42,6 +42,7 @@ from tokenyard.figures import save_figures
 from tokenyard.problem import A, Candidate, D, Problem, R, Row, S, StreamOptions, find_problem
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.registry import mlflow_lookup
+from tokenyard.routing.policy_file import PolicyFileError
 
 BEST = "best"
 MOST_LOAD = 2.0
@@ -209,7 +210,11 @@ def main(args: Args) -> None:
     rows: list[Row] = []
     figures: dict[str, Figure] = {}
     while plans:
-        some, drawn = evaluate(args, problem, plans.pop(0), console)
+        try:
+            some, drawn = evaluate(args, problem, plans.pop(0), console)
+        except PolicyFileError as error:
+            print(f"evaluate: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
         rows += some
         figures |= drawn
         # A suite takes minutes: what is done is kept.

@@ -281,6 +281,15 @@ def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, r
     assert message.count("\n") == 1
 
 
+def test_a_rule_of_a_file_that_fails_ends_with_one_sentence_and_code_2(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("class Mine:\n    def route(self, request, snapshots):\n        return 99\n")
+    with pytest.raises(SystemExit) as end:
+        evaluate.main(evaluate.Args(scenario="nominal", policies=str(file), streams=1))
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "evaluate: mine.py: route returned 99 for 3 replicas\n"
+
+
 @pytest.mark.parametrize("problem", ["routing", "allocation", "regions"])
 @pytest.mark.parametrize(
     ("text", "reason"),
