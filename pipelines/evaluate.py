@@ -172,7 +172,7 @@ def evaluate(
             f"offered load {overload:.1f}: the queue only grows; use --load 0.8. Differences are "
             "not shown: they would tell how long the streams are."
         )
-    else:
+    elif any(row["policy"] != baseline for row in rows):
         console.print(difference_table(problem, scenario, rows))
     if beside:
         console.print(difference_table(problem, scenario, beside, "baseline"))

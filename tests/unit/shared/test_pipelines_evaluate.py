@@ -281,6 +281,13 @@ def test_mistakes_in_the_arguments_end_with_one_sentence_and_code_2(arguments, r
     assert message.count("\n") == 1
 
 
+def test_no_table_of_differences_is_printed_where_there_is_nothing_to_compare(capsys):
+    evaluate.main(evaluate.Args(scenario="nominal", policies="sed", streams=1))
+    printed = capsys.readouterr().out
+    assert "sed" in printed
+    assert "difference" not in printed
+
+
 def test_a_rule_of_a_file_that_fails_ends_with_one_sentence_and_code_2(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text("class Mine:\n    def route(self, request, snapshots):\n        return 99\n")
