@@ -50,6 +50,8 @@ LEARNED_SHARE = 0.7
 """Of the trace's requests: the first ones are learned from."""
 FEWEST_JUDGING = 500
 """Requests of the last part below which nothing is told apart."""
+LEAST_RATE_PER_S = 1 / 60
+"""Below it no request waits for another, and fitting the steps in between takes an hour."""
 _SEARCHED = (0, 2, 5)
 """Objectives of `search_study.OBJECTIVES`: the mean, the tail, and SLOs at any price."""
 _GENERATIONS = 40
@@ -146,6 +148,11 @@ class OwnTraffic:
             raise ValueError(
                 f"a trace of {trace.num_requests} requests leaves {self._judging.num_requests} to "
                 f"judge by; at least {FEWEST_JUDGING} are needed"
+            )
+        if trace.mean_rate_per_s < LEAST_RATE_PER_S:
+            raise ValueError(
+                f"a request every {1 / trace.mean_rate_per_s:.3g} s leaves nothing to decide; are "
+                "the arrivals in seconds?"
             )
         provenance = f"first {self._learned.num_requests} of {trace.num_requests} requests"
         model = fit_own(self._learned, workload.stem, provenance, _MODEL_STEP_S)

@@ -86,6 +86,14 @@ def test_a_trace_that_is_too_short_is_refused(fleet: str, tmp_path: Path) -> Non
         OwnTraffic(fleet, drawn(1000), tmp_path / "mine.json", 1.0)
 
 
+def test_a_trace_in_milliseconds_is_refused_before_anything_is_fitted(
+    fleet: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="are the arrivals in seconds"):
+        OwnTraffic(fleet, drawn(2000, rate_per_s=0.005), tmp_path / "mine.json", 1.0)
+    assert not (tmp_path / "mine.json").exists()
+
+
 def test_a_trace_beyond_the_fleet_is_refused(fleet: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="times what the fleet can do; --load"):
         OwnTraffic(fleet, drawn(2000, rate_per_s=500.0), tmp_path / "mine.json", 1.0)
