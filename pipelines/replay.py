@@ -273,6 +273,9 @@ def main(args: Args) -> None:
     try:
         with nullcontext(args.url) if "://" in args.url else serving(args.url) as url:
             rows = asyncio.run(run(replace(args, url=url), console))
+    except httpx.TransportError as error:
+        why = str(error) or type(error).__name__
+        sys.exit(f"replay: no answer from the gateway at {args.url}: {why}")
     except (ValueError, OSError, httpx.HTTPError, KeyError) as error:
         sys.exit(f"replay: {' '.join(str(error).split()) or type(error).__name__}")
     print_rows(console, rows, args.baseline or rows[0]["policy"])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scripts import call, load_script, refusal
 
+from serve_app.http.free_port import free_port
 from serve_app.load_generator import (
     Client,
     EventReader,
@@ -211,6 +212,12 @@ def test_with_advance_every_repeat_sends_the_next_requests(url, trace, tmp_path)
     assert [row["failed"] for row in found] == [0, 0]
     # Prompts of 1000 to 1004 tokens twice; then those, and the next five.
     assert [row["mean_prompt_tokens"] for row in found] == [1002.0, 1004.5]
+
+
+def test_a_gateway_that_does_not_answer_is_named():
+    url = f"http://127.0.0.1:{free_port()}"
+    sentence = refusal(load_script("pipelines/replay.py"), "--url", url, "--duration-s", 0.5)
+    assert sentence.startswith(f"replay: no answer from the gateway at {url}: ")
 
 
 def test_a_baseline_that_never_decides_is_refused_before_anything_is_sent(url, trace):
