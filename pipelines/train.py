@@ -20,6 +20,7 @@ from rich.table import Table
 
 from tokenyard.problem import Row
 from tokenyard.provenance import ResultFile, command_line, write_result
+from tokenyard.routing.gate import MOST_LOAD
 from tokenyard.routing.own_traffic import Found, OwnTraffic
 from tokenyard.workload.paths import TRACE_FILES, find_trace
 from tokenyard.workload.readers import read_trace
@@ -37,7 +38,7 @@ class Args:
     minutes: float = 10.0
     """For searches; the whole command takes a few minutes more. 0: only rules are played."""
     load: float | None = None
-    """Offered load that the trace is scaled to; None: its own rate."""
+    """Offered load that the trace is scaled to, at most 1.1; None: its own rate."""
     out: ResultFile | None = None
     """File (.npz) for the policy; written only if one is accepted, as a rule needs none."""
     seed: int = 0
@@ -54,6 +55,8 @@ def train(args: Args, console: Console) -> list[Row]:
     """
     if args.minutes < 0:
         raise ValueError(f"--minutes {args.minutes:g} must be at least 0")
+    if args.load is not None and not 0 < args.load <= MOST_LOAD:
+        raise ValueError(f"--load {args.load:g} must be above 0, and at most {MOST_LOAD:g}")
     if args.out is not None and args.out.suffix != ".npz":
         raise ValueError(f"--out {args.out} must end in .npz")
     path = find_trace(args.trace) if args.trace in TRACE_FILES else Path(args.trace)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pipelines import train
 from tokenyard.routing import own_traffic
 from tokenyard.routing.artifact import DEFAULT_RULE
 from tokenyard.routing.gate import tail_is_longer
@@ -97,6 +99,12 @@ def test_a_trace_in_milliseconds_is_refused_before_anything_is_fitted(
 def test_a_trace_beyond_the_fleet_is_refused(fleet: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="times what the fleet can do; --load"):
         OwnTraffic(fleet, drawn(2000, rate_per_s=500.0), tmp_path / "mine.json", 1.0)
+
+
+@pytest.mark.parametrize("load", [-1.0, 0.0, 9.0, math.nan])
+def test_a_load_that_nobody_can_choose_by_ends_with_one_sentence(load: float) -> None:
+    with pytest.raises(SystemExit, match=rf"^train: --load {load:g} must be above 0, and at most"):
+        train.main(train.Args(fleet="mixed", trace="mine.csv", load=load))
 
 
 def test_a_file_without_replicas_is_refused(tmp_path: Path) -> None:
