@@ -45,6 +45,7 @@ from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
+MOST_PORT = 65535
 _SIGNAL_POLL_S = 0.25
 _WATCH_EVERY_S = 2.0
 _WATCH_TIMEOUT_S = 5.0
@@ -158,6 +159,8 @@ def main(args: Args) -> None:
 
 
 def _find(args: Args) -> Deployment:
+    if not 1 <= args.port <= MOST_PORT:
+        raise ValueError(f"--port {args.port} must lie between 1 and {MOST_PORT}")
     options = GatewayOptions(
         cluster=args.cluster,
         policy=args.policy,

@@ -23,6 +23,12 @@ def test_an_address_of_either_kind_is_checked_and_told_as_callers_write_it(host,
     assert f"on http://{'[::1]' if host == '::1' else host}:{port}; " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("port", [-1, 0, 99999])
+def test_a_port_that_there_is_none_of_is_named_in_one_sentence(port):
+    with pytest.raises(ValueError, match=rf"^--port {port} must lie between 1 and 65535$"):
+        deploy._find(deploy.Args(port=port))
+
+
 @pytest.mark.parametrize("scenario", ["poisson_085", "stale_signals", "conversation_mixed_gpus"])
 def test_the_command_that_is_printed_without_pools_works_as_it_stands(scenario):
     found = deploy._find(deploy.Args(cluster=deploy.DECIDE_ONLY, scenario=scenario))
