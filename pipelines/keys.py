@@ -49,8 +49,8 @@ def main(args: Args) -> None:
         entry = entry_of(args, key)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "keys"
-        sys.exit(f"keys: {field}: {first['msg']}")
+        told = [*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")]
+        sys.exit(f"keys: {': '.join(told)}")
     text = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
     print(f"key, shown only now: {key}\n\nunder `keys:` in the file of keys:\n\n{text}", end="")
     if args.json is not None:
