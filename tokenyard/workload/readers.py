@@ -125,6 +125,8 @@ def _sniff(path: Path) -> tuple[_Layout, list[str] | None]:
             if missing:
                 raise TraceError(f"{path}, line 1: missing column {missing[0]}; found {header}")
             return layout, header
+    if {"\0", "\ufffd"} & set(first_line):
+        raise TraceError(f"{path}, line 1: this is no text in UTF-8; unpack or convert it first")
     known = " or ".join(",".join(layout[:3]) for layout in (_AZURE, _PLAIN))
     raise TraceError(f"{path}, line 1: unknown header {first_line!r}; expected {known}, or JSON")
 

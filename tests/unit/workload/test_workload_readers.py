@@ -1,5 +1,6 @@
 """Readers accept three formats, and say what is wrong with a file that is none."""
 
+import gzip
 import json
 from datetime import UTC, datetime
 
@@ -186,6 +187,14 @@ def test_a_bad_json_line_names_file_line_and_reason(file_with, row):
 def test_a_file_without_header_column_or_request_is_refused(file_with, text, reason, on_bad_row):
     with pytest.raises(TraceError, match=reason):
         read_trace(file_with(text), on_bad_row)
+
+
+@pytest.mark.parametrize("data", [gzip.compress(AZURE.encode()), AZURE.encode("utf-16")])
+def test_a_file_that_is_no_text_is_not_shown_but_named(tmp_path, data):
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match="line 1: this is no text in UTF-8; unpack or convert it"):
+        read_trace(path)
 
 
 def test_skipping_every_row_is_an_error_and_not_an_empty_trace(file_with):
