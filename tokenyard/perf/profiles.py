@@ -122,9 +122,13 @@ def read_iterations(path: Path) -> IterationProfile:
     """Read a CSV of one's own iterations: prefill_tokens, decoding_sequences, kv_tokens, time_s.
 
     Raises:
-        ValueError: A column is missing, or a row is empty, negative or not positive in time.
+        ValueError: It is no CSV, a column is missing, or a row is empty, negative or not positive
+            in time.
     """
-    frame = pd.read_csv(path)
+    try:
+        frame = pd.read_csv(path)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     missing = sorted(set(ITERATION_COLUMNS) - set(frame.columns))
     if missing:
         raise ValueError(f"{path}: columns {missing} are missing; need {list(ITERATION_COLUMNS)}")

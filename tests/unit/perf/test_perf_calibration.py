@@ -166,6 +166,7 @@ def test_held_out_error_of_a_linear_engine_is_its_noise():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "own.csv: No columns"),
         ("prefill_tokens,time_s\n1,1\n", r"\['decoding_sequences', 'kv_tokens'\] are missing"),
         ("prefill_tokens,decoding_sequences,kv_tokens,time_s\n1,1,1,.1\n0,0,5,.1\n", "line 3"),
         ("prefill_tokens,decoding_sequences,kv_tokens,time_s\n1,1,1,0\n", "line 2"),
