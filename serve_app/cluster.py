@@ -14,14 +14,13 @@ from pydantic import (
     AfterValidator,
     Field,
     HttpUrl,
-    ValidationError,
     field_validator,
     model_validator,
 )
 
 from serve_app.engines.base import EngineConfig
 from tokenyard.allocation.types import Parallelism
-from tokenyard.config import FrozenModel, read_fields
+from tokenyard.config import FrozenModel, fitted, read_fields
 from tokenyard.routing.fleet import EngineSpeed, requests_per_s
 
 MAX_PROMPT_TOKENS = 1 << 20
@@ -482,9 +481,4 @@ def load_cluster(name: str) -> Cluster:
             f"cluster file {name} has format version {version!r}; this release reads "
             f"{FORMAT_VERSION}"
         )
-    try:
-        return Cluster.model_validate(fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"cluster file {name}: {field or 'it'}: {first['msg']}") from None
+    return fitted(Cluster, fields, f"cluster file {name}")

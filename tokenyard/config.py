@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -40,6 +40,9 @@ class FrozenModel(BaseModel):
             return super().model_validate_json(*args, **kwargs)
         except ValidationError as error:
             raise _with_new_names(error) from None
+
+
+M = TypeVar("M", bound=FrozenModel)
 
 
 def _with_new_names(error: ValidationError) -> ValidationError:
@@ -107,6 +110,21 @@ def read_fields(name: str, kind: str, package: str, folder: str) -> dict[str, An
     if not isinstance(found, dict):
         raise ValueError(f"{kind} file {name} has no fields: it must be a mapping")
     return found
+
+
+def fitted(model: type[M], fields: Mapping[str, Any], what: str) -> M:
+    """Return what the fields of a file say.
+
+    Raises:
+        ValueError: They do not fit the model; one sentence that begins with `what`.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        first, *others = error.errors()
+        field = ".".join(str(part) for part in first["loc"]) or "it"
+        more = f" (and {len(others)} more)" if others else ""
+        raise ValueError(f"{what}: {field}: {first['msg']}{more}") from None
 
 
 def at_least_one(option: str, value: int) -> int:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.config import FrozenModel, read_fields, shipped_names
+from tokenyard.config import FrozenModel, fitted, read_fields, shipped_names
 from tokenyard.perf.hardware import load_gpu
 from tokenyard.perf.models import Precision, load_llm
 
@@ -241,4 +241,4 @@ def load_allocation(name: str) -> AllocationScenario:
         ValueError: Unknown name (with the closest one), or a file that does not fit the model.
     """
     fields = read_fields(name, "allocation scenario", "tokenyard", _FOLDER)
-    return AllocationScenario.model_validate(fields)
+    return fitted(AllocationScenario, fields, f"allocation scenario {name}")

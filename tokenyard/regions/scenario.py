@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from tokenyard.config import FrozenModel, read_fields, shipped_names
+from tokenyard.config import FrozenModel, fitted, read_fields, shipped_names
 
 _FOLDER = "scenarios/regions"
 
@@ -240,4 +240,4 @@ def load_regions(name: str) -> RegionScenario:
         ValueError: Unknown name (with the closest one), or a file that does not fit the model.
     """
     fields = read_fields(name, "regional scenario", "tokenyard", _FOLDER)
-    return RegionScenario.model_validate(fields)
+    return fitted(RegionScenario, fields, f"regional scenario {name}")

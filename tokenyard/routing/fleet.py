@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from tokenyard.config import FrozenModel
 from tokenyard.perf.coefficients import batch_grid, fit_linear, linear_coefficients
@@ -126,7 +126,17 @@ class MeasuredReplica(_Replica, EngineSpeed):
         return 0.0
 
 
-AnyReplica = ReplicaConfig | MeasuredReplica
+def _kind(given: Any) -> str:
+    """Which of the two a file means, so that it is told only what is wrong with that one."""
+    if isinstance(given, dict):
+        return "measured" if "iteration_s" in given else "known"
+    return "measured" if isinstance(given, MeasuredReplica) else "known"
+
+
+AnyReplica = Annotated[
+    Annotated[ReplicaConfig, Tag("known")] | Annotated[MeasuredReplica, Tag("measured")],
+    Discriminator(_kind),
+]
 
 
 def requests_per_s(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenyard.config import read_fields
+from tokenyard.config import fitted, read_fields
 from tokenyard.evaluation import compare
 from tokenyard.problem import Row
 from tokenyard.provenance import lineage
@@ -86,7 +86,8 @@ def own_scenario(fleet: str, workload: Path, trace: Trace, load: float | None) -
         kept.setdefault("slo_response_s", 15.0)
         kept.setdefault("reward", dict.fromkeys(("processing", "queue", "overload", "balance"), 0))
     rate = {"rate_per_s": trace.mean_rate_per_s} if load is None else {"load": load}
-    scenario = Scenario.model_validate(kept | {"arrivals": {"process": "mmpp", **rate}})
+    fields = kept | {"arrivals": {"process": "mmpp", **rate}}
+    scenario = fitted(Scenario, fields, f"fleet {fleet}")
     offered = StreamSource(scenario).offered_load
     if offered > MOST_LOAD:
         raise ValueError(

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tokenyard.config import FrozenModel, read_fields, shipped_names
+from tokenyard.config import FrozenModel, fitted, read_fields, shipped_names
 from tokenyard.routing.fleet import Fleet, requests_per_s
 from tokenyard.types import Slo
 from tokenyard.workload.diurnal import Diurnal
@@ -371,7 +371,7 @@ def load_scenario(name: str) -> Scenario:
     if on and not name.endswith((".yaml", ".yml")):
         return _on_fleet(workload, fleet)
     fields = read_fields(name, "scenario", "tokenyard", "scenarios/routing")
-    return Scenario.model_validate(fields)
+    return fitted(Scenario, fields, f"scenario {name}")
 
 
 def _on_fleet(workload: str, fleet: str) -> Scenario:

@@ -114,6 +114,25 @@ def test_a_file_without_replicas_is_refused(tmp_path: Path) -> None:
         OwnTraffic(str(path), drawn(2000), tmp_path / "mine.json", 1.0)
 
 
+@pytest.mark.parametrize(
+    ("replica", "reason"),
+    [
+        ("{name: a, gpu: h1000, model: llama3_8b}", "known: .*unknown .*'h1000'"),
+        ("{name: a, gpu: l4, model: llama3_8b, max_bach: 3}", "known.max_bach: Extra inputs"),
+        ("{name: a, iteration_s: .02, sequence_s: 0}", "measured.prefill_token_s: Field required"),
+        ("3", "known: Input should be a valid dict"),
+    ],
+)
+def test_a_replica_that_is_misspelled_is_told_in_one_sentence(
+    tmp_path: Path, replica: str, reason: str
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"fleet: {{replicas: [{replica}]}}\n")
+    with pytest.raises(ValueError, match=rf"mine.yaml: fleet.replicas.0.{reason}") as caught:
+        OwnTraffic(str(path), drawn(2000), tmp_path / "mine.json", 1.0)
+    assert str(caught.value).count("\n") == 0
+
+
 def test_a_scenario_file_gives_servers_and_slos(tmp_path: Path) -> None:
     path = tmp_path / "servers.yaml"
     path.write_text(
