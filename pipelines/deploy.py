@@ -79,7 +79,7 @@ class Args:
     """Folder that gets Parquet files with a row per decision."""
     explore: float | None = None
     """Share of decisions drawn at random among the replicas that keep the SLO, at most 0.05;
-    None: the cluster's, or 0."""
+    None: the cluster's, which is 0.01 unless its file sets another, and 0 without pools."""
     registry: str | None = None
     """MLflow tracking URI whose registered champion is preferred to the shipped one; by default
     MLFLOW_TRACKING_URI where that is set. One that cannot be read is named, and what ships is

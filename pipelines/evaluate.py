@@ -62,7 +62,7 @@ class Args:
     trace: Path | None = None
     """Replay this recorded trace through the scenario's servers, in windows."""
     policies: str | None = None
-    """Baselines, bounds, champion or policy files (.npz), separated by commas; by default
+    """Baselines, bounds, champion or policy files (.npz, .py), separated by commas; by default
     every baseline whose signals the servers have (docs/rules.md) and the champion, of allocation
     the bounds too."""
     baseline: str | None = None
