@@ -51,7 +51,7 @@ LEARNED_SHARE = 0.7
 FEWEST_JUDGING = 500
 """Requests of the last part below which nothing is told apart."""
 LEAST_RATE_PER_S = 1 / 60
-"""Below it no request waits for another, and fitting the steps in between takes an hour."""
+"""Rate of a trace below which next to no request waits for another."""
 _SEARCHED = (0, 2, 5)
 """Objectives of `search_study.OBJECTIVES`: the mean, the tail, and SLOs at any price."""
 _GENERATIONS = 40
@@ -150,10 +150,10 @@ class OwnTraffic:
                 f"a trace of {trace.num_requests} requests leaves {self._judging.num_requests} to "
                 f"judge by; at least {FEWEST_JUDGING} are needed"
             )
-        if trace.mean_rate_per_s < LEAST_RATE_PER_S:
+        if load is None and trace.mean_rate_per_s < LEAST_RATE_PER_S:
             raise ValueError(
                 f"a request every {1 / trace.mean_rate_per_s:.3g} s leaves nothing to decide; are "
-                "the arrivals in seconds?"
+                "the arrivals in seconds? --load scales the trace to an offered load"
             )
         provenance = f"first {self._learned.num_requests} of {trace.num_requests} requests"
         model = fit_own(self._learned, workload.stem, provenance, _MODEL_STEP_S)
