@@ -195,8 +195,9 @@ def test_an_agent_without_a_baseline_learns_a_trivial_cluster(algorithm, lr, tmp
     )
     results = [trial.step() for _ in range(4)]
     trial.stop()
-    rewards = [result["reward_per_request"] for result in results]
-    assert rewards == sorted(rewards)
+    # Of each report alone: what is learned in the first is kept, give or take the traffic.
+    first, *later = (-result["reward_per_request"] for result in results)
+    assert max(later) < 0.7 * first
     # Half of the requests on the slow server cost ten times as much.
     assert results[-1]["mean_response_s"] < 0.2
 
