@@ -105,6 +105,7 @@ def test_one_stream_of_its_own_chooses_the_rule():
     assert rows[0]["rival"] == play(7, ["marginal_delay"])[0]["rival"]
 
 
+@pytest.mark.slow
 def test_the_best_score_does_not_depend_on_what_else_is_judged():
     (tuned, best), (same,) = play(0, ["tuned:2", "best:2"]), play(0, ["best:2"])
     assert best == same

@@ -200,6 +200,7 @@ def test_requests_go_out_when_they_are_due_and_what_fails_counts_as_failed(url, 
     assert found["mean_response_s"] >= found["mean_ttft_s"] > 0
 
 
+@pytest.mark.slow
 def test_with_advance_every_repeat_sends_the_next_requests(url, trace, tmp_path):
     path = tmp_path / "rows.json"
     common = ("--url", url, "--trace", trace, "--slo-response-s", 60)
@@ -246,6 +247,7 @@ def test_a_policy_that_cannot_be_simulated_is_refused_before_anything_is_sent(ur
     assert sentence.startswith("replay: unknown policy 'candidate'")
 
 
+@pytest.mark.slow
 def test_what_some_policy_answered_is_simulated_though_the_last_one_answered_nothing(
     url, trace, tmp_path
 ):

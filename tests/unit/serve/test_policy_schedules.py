@@ -376,8 +376,15 @@ ONE = [(name,) for name in INTRUDERS]
 TWO = [("crash", "late"), ("crash", "rollback")]
 
 
+FAILS = [
+    pytest.param({}, id="well"),
+    pytest.param({1: "before"}, id="fails", marks=pytest.mark.slow),
+    pytest.param({1: "after"}, id="lost"),
+]
+
+
 @pytest.mark.parametrize("names", ONE, ids="+".join)
-@pytest.mark.parametrize("fails", [{}, {1: "before"}, {1: "after"}], ids=["well", "fails", "lost"])
+@pytest.mark.parametrize("fails", FAILS)
 def test_a_promotion_and_what_comes_between_leave_alias_and_policy_together(fakes, names, fails):
     assert explore(lambda schedule: one_run(fakes, names, schedule, fails)) > 10
 

@@ -109,7 +109,9 @@ def test_returns_of_episodes_are_the_sums_of_their_rewards():
     )
 
 
-@pytest.mark.parametrize("runner_class", [ColumnarEnvRunner, RouterEnvRunner])
+@pytest.mark.parametrize(
+    "runner_class", [ColumnarEnvRunner, pytest.param(RouterEnvRunner, marks=pytest.mark.slow)]
+)
 def test_a_restored_runner_does_not_begin_with_the_traffic_of_the_beginning_again(runner_class):
     def first_seen(steps_before):
         runner = a_runner(runner=runner_class)
