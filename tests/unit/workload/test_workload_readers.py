@@ -189,7 +189,9 @@ def test_a_file_without_header_column_or_request_is_refused(file_with, text, rea
         read_trace(file_with(text), on_bad_row)
 
 
-@pytest.mark.parametrize("data", [gzip.compress(AZURE.encode()), AZURE.encode("utf-16")])
+@pytest.mark.parametrize(
+    "data", [gzip.compress(AZURE.encode()), AZURE.encode("utf-16")], ids=["gzip", "UTF-16"]
+)
 def test_a_file_that_is_no_text_is_not_shown_but_named(tmp_path, data):
     path = tmp_path / "trace.csv.gz"
     path.write_bytes(data)
