@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn
 import httpx
 import ray
 import tyro
+from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
@@ -40,12 +41,12 @@ from serve_app.cluster import Cluster
 from serve_app.gateway.decision_log import DecisionLog
 from serve_app.http.decide_schema import PolicyCard
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 from tokenyard.routing.fleet import AnyReplica
 from tokenyard.routing.scenario import load_scenario
 
 DECIDE_ONLY = "none"
-MOST_PORT = 65535
 _SIGNAL_POLL_S = 0.25
 _WATCH_EVERY_S = 2.0
 _WATCH_TIMEOUT_S = 5.0
@@ -146,7 +147,8 @@ def main(args: Args) -> None:
             _check_port(args.host, args.port)
         _connect(local, deployment.num_cpus)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
+        text = sentence_of(error) if isinstance(error, ValidationError) else str(error)
+        sys.exit(f"error: {' '.join(text.split())}")
     signals = _Signals()
     try:
         _start(bind_gateway(deployment.cluster, deployment.options))
@@ -159,8 +161,6 @@ def main(args: Args) -> None:
 
 
 def _find(args: Args) -> Deployment:
-    if not 1 <= args.port <= MOST_PORT:
-        raise ValueError(f"--port {args.port} must lie between 1 and {MOST_PORT}")
     options = GatewayOptions(
         cluster=args.cluster,
         policy=args.policy,

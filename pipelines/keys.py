@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from serve_app.gateway.callers import UNLIMITED, ApiKey, CallerLimits, KeysMessage, hash_of
+from tokenyard.config import sentence_of
 from tokenyard.provenance import ResultFile, command_line, write_result
 
 _PREFIX = "sk-ty-"
@@ -48,9 +49,7 @@ def main(args: Args) -> None:
     try:
         entry = entry_of(args, key)
     except ValidationError as error:
-        first = error.errors()[0]
-        told = [*map(str, first["loc"][:1]), first["msg"].removeprefix("Value error, ")]
-        sys.exit(f"keys: {': '.join(told)}")
+        sys.exit(f"keys: {sentence_of(error)}")
     text = yaml.safe_dump([entry], sort_keys=False, default_flow_style=None, width=1000)
     print(f"key, shown only now: {key}\n\nunder `keys:` in the file of keys:\n\n{text}", end="")
     if args.json is not None:

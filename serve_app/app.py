@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.handle import DeploymentHandle
@@ -45,6 +45,7 @@ from serve_app.policy.state import STATE_FILE, Remembers, StateFile
 from serve_app.ray_serve.carrier_replica import CarrierReplica, end_with_ray
 from serve_app.ray_serve.replica import bind_pool, engine_class, load_tokenizers
 from tokenyard.allocation.scenario import load_allocation
+from tokenyard.config import fitted
 from tokenyard.registry import CANDIDATE
 
 logger = logging.getLogger(__name__)
@@ -359,12 +360,8 @@ def find_cluster(options: GatewayOptions) -> Cluster:
     if options.explore_fraction is not None:
         check_exploration(load_policy(cluster, options), options.explore_fraction)
         changes["explore_fraction"] = options.explore_fraction
-    try:
-        cluster = Cluster.model_validate(cluster.model_dump(mode="json") | changes)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"cluster {options.cluster}: {field}: {first['msg']}") from None
+    fields = cluster.model_dump(mode="json") | changes
+    cluster = fitted(Cluster, fields, f"cluster {options.cluster}")
     load_policy(cluster, options)
     resolve_policy(cluster.baseline, cluster.scenario)
     for pool in (*cluster.own_pools, *cluster.templates):

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from tokenyard.config import FrozenModel
+from tokenyard.config import FrozenModel, sentence_of
 from tokenyard.network import Layer, layers_of
 
 MAX_FILE_BYTES = 32 << 20
@@ -271,9 +271,7 @@ def _parsed(metadata: type[FrozenModel], text: str) -> Any:
     try:
         return metadata.model_validate_json(text)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise ArtifactError(f"metadata field {field}: {first['msg']}") from None
+        raise ArtifactError(f"metadata field {sentence_of(error)}") from None
 
 
 class RegistryError(ArtifactError):

@@ -121,10 +121,15 @@ def fitted(model: type[M], fields: Mapping[str, Any], what: str) -> M:
     try:
         return model.model_validate(fields)
     except ValidationError as error:
-        first, *others = error.errors()
-        field = ".".join(str(part) for part in first["loc"]) or "it"
-        more = f" (and {len(others)} more)" if others else ""
-        raise ValueError(f"{what}: {field}: {first['msg']}{more}") from None
+        raise ValueError(f"{what}: {sentence_of(error)}") from None
+
+
+def sentence_of(error: ValidationError) -> str:
+    """Say in one sentence what is wrong first, with its field where it is of one."""
+    first, *others = error.errors()
+    field = ".".join(str(part) for part in first["loc"])
+    more = f" (and {len(others)} more)" if others else ""
+    return (f"{field}: " if field else "") + first["msg"].removeprefix("Value error, ") + more
 
 
 def at_least_one(option: str, value: int) -> int:

@@ -102,14 +102,14 @@ class Experiment:
         """Refuse designs that Tune would accept and then run differently.
 
         Raises:
-            ValueError: No trials at all, trials whose keys differ, or trials beside a searcher.
+            ValueError: No trials at all, trials whose keys differ, or trials and a searcher.
         """
         for name in ("num_samples", "max_concurrent_trials"):
             at_least_one(name, getattr(self, name))
         if not self.trials and not self.space:
             raise ValueError("an experiment needs trials, a space to draw them from, or both")
         if self.trials and self.searcher is not None:
-            raise ValueError("a searcher draws all trials: give a space and no trials beside it")
+            raise ValueError("a searcher draws all trials: give a space and no trials")
         keys = {frozenset(trial) for trial in self.trials}
         if len(keys) > 1:
             raise ValueError(f"all trials need the same keys; got {sorted(map(sorted, keys))}")

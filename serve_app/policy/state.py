@@ -189,7 +189,7 @@ class StoredState(FrozenModel):
 
 
 class StateFile:
-    """The file of one gateway; whoever has closed it writes no more.
+    """The file of one gateway, which writes no more once it has closed it.
 
     A gateway that takes the place of another takes its file, too. So of two that were given one
     file and go on, the one that came last has it, and the other is told when it writes again.

@@ -37,7 +37,7 @@ class _TimedOut(BaseException):
 class _Collections:
     """The time that this process has spent in collections of cyclic garbage.
 
-    They run in whatever thread makes an object at that moment, and hold up all others.
+    They run in the thread that happens to make an object, and hold up all others.
     """
 
     def __init__(self) -> None:
