@@ -19,7 +19,7 @@ RIVALS := $(or $(TOKENYARD_RIVALS),.rivals)
 # Clients of others, for tests/integration/serve/test_clients.py: an environment each, as they pin other versions.
 CLIENTS := $(or $(TOKENYARD_CLIENTS),.clients)
 
-.PHONY: sweep kernels test test-all test-cluster claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients
+.PHONY: sweep kernels test test-all test-recorded test-cluster claims drills check serve demo mlflow bench install install-locked sbom audit rivals clients
 .DEFAULT_GOAL := sweep
 
 # Modules are compiled when they are first imported: most of what Ray, torch and MLflow bring never is.
@@ -76,6 +76,9 @@ test: kernels ## At every change: what starts no process, and one of each kind t
 test-all: kernels ## Before a change lands: all but the cluster, at full size; last what needs the machine.
 	$(IN_TWO) --hypothesis-profile=thorough -m "not (integration or cluster)"
 	$(BIN)/pytest --durations=25 --hypothesis-profile=thorough -m "integration and not cluster"
+
+test-recorded: kernels ## What reads published traces, which others skip: TOKENYARD_DATA is the folder that has them.
+	$(IN_TWO) --hypothesis-profile=thorough -m recorded
 
 rivals: $(patsubst rivals/%.txt,$(RIVALS)/%/.installed,$(wildcard rivals/*.txt)) ## What we are compared with: others' routers, proxy and simulator, and step times. In .rivals.
 

@@ -12,12 +12,16 @@ from hypothesis import settings
 from numba.core.event import install_timer
 from sizes import is_thorough, register_profiles
 
+from tokenyard.workload.paths import TRACE_FILES, data_folders
+
 MOST_CPU_S = 15.0
 """CPU time of a test at every change: thrice what any takes, as machines differ."""
 UNLIMITED = {"slow", "integration", "cluster"}
 RAY_FIXTURES = {"ray_cluster", "own_ray"}
 # Where Ray's workers find what tests let them run.
 WORKER_PATH = [str(Path(__file__).parent), str(Path(__file__).parent / "integration")]
+
+RECORDED_DATA = os.environ.get("TOKENYARD_DATA")
 
 register_profiles()
 settings.load_profile("fast")
@@ -39,6 +43,22 @@ def pytest_collection_finish():
     """What is imported stays: to look through it for garbage takes a second, in any test."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Recorded files are found by the tests that name them, and by no others: a clone has none."""
+    wanted = [name for mark in item.iter_markers("recorded") for name in mark.args]
+    if not wanted:
+        os.environ["TOKENYARD_DATA"] = os.devnull
+        return
+    os.environ.pop("TOKENYARD_DATA", None)
+    if RECORDED_DATA is not None:
+        os.environ["TOKENYARD_DATA"] = RECORDED_DATA
+    for name in wanted:
+        files = TRACE_FILES.get(name, (name,))
+        if not any((folder / file).exists() for folder in data_folders() for file in files):
+            pytest.skip(f"{' or '.join(files)} was not found (TOKENYARD_DATA)")
 
 
 @pytest.hookimpl(wrapper=True)

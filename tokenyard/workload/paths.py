@@ -31,10 +31,11 @@ Mooncake: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
 
 
 def data_folders() -> tuple[Path, ...]:
-    """Return the folders searched for traces: $TOKENYARD_DATA, ./data, ~/.cache/tokenyard."""
+    """Return the folders searched for traces: $TOKENYARD_DATA, or ./data and ~/.cache/tokenyard."""
     configured = os.environ.get("TOKENYARD_DATA")
-    folders = (Path("data"), Path.home() / ".cache" / "tokenyard")
-    return (Path(configured), *folders) if configured else folders
+    if configured:
+        return (Path(configured),)
+    return (Path("data"), Path.home() / ".cache" / "tokenyard")
 
 
 def find_trace(name: str) -> Path | None:

@@ -12,7 +12,6 @@ from tokenyard.allocation.demand import (
     VM_CPU_FILE,
     DemandStream,
     demand_source,
-    read_vm_cpu,
 )
 from tokenyard.allocation.dynamics import REWARD
 from tokenyard.allocation.planner import best_next, make_planner
@@ -159,12 +158,11 @@ def test_wrong_artifacts_and_names_are_refused_in_words(tmp_path):
         make_allocation_policy("planer", context())
 
 
+@pytest.mark.recorded(VM_CPU_FILE)
 @pytest.mark.parametrize("name", SUITES["allocation"])
 def test_the_rule_that_ships_costs_less_than_tuned_ones_on_what_they_were_tuned_on(name):
     scenario = load_allocation(name)
     assert load_tuned_allocation(name).static_plan in plan_table(scenario).plans
-    if read_vm_cpu() is None:
-        pytest.skip(f"{VM_CPU_FILE} was not found (TOKENYARD_DATA)")
     planner = StreamRunner(scenario, demand_source(scenario).train(0))
     usd_per_slot = -planner.run_planner(make_planner(scenario)).column(REWARD).mean()
     # The two are level where hardly any plan fits, and a search over rules picks its luck.

@@ -11,7 +11,7 @@ import pytest
 from pipelines import calibrate
 from tokenyard.perf.calibration import predicted, with_engine
 from tokenyard.perf.hardware import shipped_calibration
-from tokenyard.perf.profiles import VIDUR_FOLDER, find_vidur_profiles
+from tokenyard.perf.profiles import VIDUR_FOLDER
 from tokenyard.perf.published import read_published
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator import make_simulator
@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    if find_vidur_profiles() is None:
-        pytest.skip(f"{VIDUR_FOLDER} not found")
     out = tmp_path_factory.mktemp("calibrate") / "rows.json"
     calibrate.main(calibrate.Args(json=out))
     result = json.loads(out.read_text())
@@ -31,6 +29,7 @@ def rows(tmp_path_factory):
     return result["rows"]
 
 
+@pytest.mark.recorded(VIDUR_FOLDER)
 def test_kernels_of_a_held_out_model_are_met_within_eight_percent(rows):
     kernels = [row for row in rows if row["table"] == "kernels"]
     assert {row["gpu"] for row in kernels} == {"a100", "h100"}
@@ -41,6 +40,7 @@ def test_kernels_of_a_held_out_model_are_met_within_eight_percent(rows):
         assert row["cross_validated_error_fraction"] <= 0.08
 
 
+@pytest.mark.recorded(VIDUR_FOLDER)
 def test_end_to_end_figures_held_out_are_met_within_twelve_percent(rows):
     groups = {
         (row["group"], row["role"]): row for row in rows if row["table"] == "end_to_end_groups"
@@ -50,6 +50,7 @@ def test_end_to_end_figures_held_out_are_met_within_twelve_percent(rows):
     assert row["mean_abs_error_fraction"] <= 0.12
 
 
+@pytest.mark.recorded(VIDUR_FOLDER)
 def test_the_shipped_parameters_are_those_that_the_command_fits(rows):
     shipped = shipped_calibration()
     (engine,) = (row for row in rows if row["table"] == "engine_parameters")

@@ -15,7 +15,6 @@ from tokenyard.routing.policies.tuned import load_tuned
 from tokenyard.routing.problem import PROBLEM
 from tokenyard.routing.scenario import load_scenario, scenario_names
 from tokenyard.routing.suites import SUITES
-from tokenyard.workload.readers import find_trace
 
 ROOT = Path(__file__).parents[3]
 FROZEN_KEYS = {
@@ -206,11 +205,12 @@ def test_a_trace_that_says_nothing_is_refused_in_a_sentence(
     assert reason in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("source", ["own", "synthetic", "held-out"])
+@pytest.mark.parametrize(
+    "source",
+    ["own", "synthetic", pytest.param("held-out", marks=pytest.mark.recorded("azure_code"))],
+)
 def test_load_scales_any_traffic(source, tmp_path, capsys):
     scenario = "poisson_085" if source == "own" else "bursty_serial"
-    if source == "held-out" and find_trace("azure_code") is None:
-        pytest.skip("AzureLLMInferenceTrace_code.csv not found; set TOKENYARD_DATA")
     where = {"trace": heavy_trace(tmp_path)} if source == "own" else {"source": source}
     args = dict(scenario=scenario, policies="sed,least_loaded", streams=1, **where)
     evaluate.main(evaluate.Args(**args, load=0.5))
@@ -368,9 +368,8 @@ def test_too_few_requests_for_the_windows_are_an_error(tmp_path, capsys):
     assert "10 requests cannot be cut into 30 streams" in capsys.readouterr().err
 
 
+@pytest.mark.recorded("azure_code")
 def test_the_recorded_test_part_is_used_where_its_file_is_found(tmp_path, capsys):
-    if find_trace("azure_code") is None:
-        pytest.skip("AzureLLMInferenceTrace_code.csv not found; set TOKENYARD_DATA")
     out = tmp_path / "rows.json"
     evaluate.main(evaluate.Args(scenario="bursty_serial", policies="least_loaded", json=out))
     assert "1 x 3819 requests, AzureLLMInferenceTrace_code.csv" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipelines import fit_workload
-from tokenyard.allocation.demand import DemandGenerator, read_vm_cpu, shipped_generator
+from tokenyard.allocation.demand import VM_CPU_FILE, DemandGenerator, shipped_generator
 from tokenyard.routing.scenario import load_scenario
 from tokenyard.routing.simulator.streams import StreamSource
 from tokenyard.workload.model import load_model
@@ -63,7 +63,7 @@ def test_a_trace_without_a_token_is_refused(tmp_path):
         fit_workload.main(fit_workload.Args(trace=path, out=tmp_path / "empty.json"))
 
 
-@pytest.mark.skipif(read_vm_cpu() is None, reason="azure_vm_cpu.csv was not found")
+@pytest.mark.recorded(VM_CPU_FILE)
 def test_the_shipped_generator_of_demand_is_what_the_command_writes(tmp_path):
     out = tmp_path / "demand.json"
     fit_workload.main(fit_workload.Args(demand=True, out=out))

@@ -10,6 +10,7 @@ from tokenyard.workload.model import WorkloadModel, load_model, model_names, poi
 from tokenyard.workload.readers import find_trace, read_trace
 
 NUM_TRAIN = {"azure_code": 5000, "azure_conv": 7000}
+RECORDED = [pytest.param(name, marks=pytest.mark.recorded(name)) for name in NUM_TRAIN]
 
 
 def rng(seed=0):
@@ -17,10 +18,7 @@ def rng(seed=0):
 
 
 def training_part(name):
-    path = find_trace(name)
-    if path is None:
-        pytest.skip(f"trace {name} is not here; set TOKENYARD_DATA")
-    return read_trace(path)[0].head(NUM_TRAIN[name])
+    return read_trace(find_trace(name))[0].head(NUM_TRAIN[name])
 
 
 def test_the_public_traces_ship_as_models():
@@ -42,7 +40,7 @@ def test_an_unknown_model_lists_the_known_ones():
         load_model("azure")
 
 
-@pytest.mark.parametrize("name", NUM_TRAIN)
+@pytest.mark.parametrize("name", RECORDED)
 def test_synthetic_lengths_are_distributed_as_those_of_the_training_part(name):
     trace = training_part(name)
     context, generated = load_model(name).sample_lengths(100_000, rng())
@@ -60,7 +58,7 @@ def test_synthetic_lengths_have_the_mean_that_loads_are_computed_from(name):
     assert (context + generated).mean() == pytest.approx(model.mean_total_tokens, rel=0.01)
 
 
-@pytest.mark.parametrize("name", NUM_TRAIN)
+@pytest.mark.parametrize("name", RECORDED)
 def test_the_long_run_rate_is_that_of_the_training_part(name):
     trace = training_part(name)
 
@@ -167,7 +165,7 @@ def test_streams_of_a_trace_in_whole_seconds_may_begin_in_a_state_without_arriva
         assert arrival_s[-1] == pytest.approx(500.0, rel=0.4)
 
 
-@pytest.mark.parametrize("name", NUM_TRAIN)
+@pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("window_s", [1.0, 10.0, 60.0])
 def test_nine_of_ten_synthetic_streams_bracket_the_dispersion_of_the_trace(name, window_s):
     trace, model = training_part(name), load_model(name)
@@ -180,6 +178,7 @@ def test_nine_of_ten_synthetic_streams_bracket_the_dispersion_of_the_trace(name,
     assert low < index_of_dispersion(trace.arrival_s, window_s) < high
 
 
+@pytest.mark.recorded("azure_code")
 def test_synthetic_gaps_are_closer_to_the_bursty_trace_than_poisson_gaps():
     trace, model = training_part("azure_code"), load_model("azure_code")
     gaps = np.diff(trace.arrival_s)

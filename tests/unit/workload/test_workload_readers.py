@@ -224,6 +224,8 @@ def test_the_configured_folder_is_searched_for_published_traces(tmp_path, monkey
     whole = tmp_path / "home" / ".cache" / "tokenyard" / "AzureLLMInferenceTrace_conv.csv"
     whole.parent.mkdir(parents=True)
     whole.touch()
+    assert find_trace("azure_conv") == partial
+    monkeypatch.delenv("TOKENYARD_DATA")
     assert find_trace("azure_conv") == whole
 
 
